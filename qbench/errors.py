@@ -1,0 +1,51 @@
+"""The errors that a user can meet. Each message gives place, value and remedy.
+
+    QbenchError                 anything a user can put right; the command line prints one line
+    ├── RecipeError             a recipe or an option says something impossible        (exit 2)
+    ├── CheckpointError         a checkpoint cannot be read as what it claims to be    (exit 2)
+    ├── DataError               task or calibration data is missing or malformed       (exit 2)
+    ├── ResultsError            a results folder or baseline cannot be read            (exit 2)
+    ├── UnavailableError        a library, backend or device that was asked for is not there
+    │                                                                                  (exit 2)
+    ├── QuantizationError       a quantizer refused or broke on this model       (failed cell)
+    ├── AuditError              a model was not quantized as its cell says       (failed cell)
+    └── EvaluationError         scoring broke or left its stated tolerance       (failed cell)
+"""
+
+from __future__ import annotations
+
+
+class QbenchError(Exception):
+    """Base of all errors that a user can put right. ``str(error)`` is one clear line."""
+
+
+class RecipeError(QbenchError):
+    """A recipe or an option says something impossible."""
+
+
+class CheckpointError(QbenchError):
+    """A checkpoint cannot be read as what it claims to be."""
+
+
+class DataError(QbenchError):
+    """Task or calibration data is missing or malformed."""
+
+
+class ResultsError(QbenchError):
+    """A results folder or a baseline cannot be read."""
+
+
+class UnavailableError(QbenchError):
+    """A library, backend or device that was asked for is not there."""
+
+
+class QuantizationError(QbenchError):
+    """A quantizer refused this model or broke on it."""
+
+
+class AuditError(QbenchError):
+    """A model was not quantized as its cell says."""
+
+
+class EvaluationError(QbenchError):
+    """Scoring broke, or its difference from exact scoring left the stated tolerance."""

@@ -1,0 +1,153 @@
+"""What a cell gave, as it is written to disk. Imports no torch.
+
+Beside each record lie two Parquet files, one row a fact, which every statistic is built on:
+
+``outcomes``   task, document, metric, value, weight
+    What lm-eval aggregates into a score. ``value`` is 0/1 for accuracies, the log-likelihood in
+    nats for perplexities; ``weight`` is 1, or the words or bytes of the page where the
+    aggregation divides by them (see ``Score.aggregation``).
+``responses``  task, document, request, log_likelihood, greedy
+    Every scored continuation: ``request`` is its place among the document's requests,
+    ``greedy`` whether it was the most likely one token by token.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+OUTCOME_COLUMNS = ("task", "document", "metric", "value", "weight")
+RESPONSE_COLUMNS = ("task", "document", "request", "log_likelihood", "greedy")
+
+
+class Written(BaseModel):
+    """Base of what is written to disk: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Score(Written):
+    """One metric of one task.
+
+    ``aggregation`` is lm-eval's name for how documents become the value: ``mean``,
+    ``perplexity`` exp(−mean value), ``weighted_perplexity`` exp(−Σ value / Σ weight),
+    ``bits_per_byte`` −Σ value / (Σ weight · ln 2), or another name, which statistics leave alone.
+    """
+
+    task: str  # as the recipe calls it; the name in the Parquet files
+    label: str  # as tables show it, e.g. "sciq [validation]"
+    metric: str  # "acc", "acc_norm", "perplexity", "word_perplexity", …
+    value: float
+    stderr: float | None  # lm-eval's, in the units of value; None where it has none
+    higher_is_better: bool
+    aggregation: str
+    documents: int
+
+
+class ModuleAudit(Written):
+    """One quantized module, measured on the weights that scoring used."""
+
+    name: str
+    kind: str  # class of the module that ran, e.g. "Linear4bit"
+    parameters: int  # weights of the original module, bias left out
+    bits_per_weight: float  # stored, scales and zeros counted
+    weight_error: float  # ‖W' − W‖ / ‖W‖ against the unquantized weights, Frobenius
+    levels: int  # most distinct values in one group of one row
+
+
+class Audit(Written):
+    """Proof that a cell was quantized as it says."""
+
+    passed: bool
+    bits: float | None  # nominal; None for unquantized cells
+    coverage: float  # quantized weights / weights of all linear modules but the LM head
+    bits_per_weight: float  # mean over quantized modules, weighted by parameters
+    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules
+    levels: int  # most distinct values in one group, over all modules
+    logits_moved: float  # largest |difference| from the unquantized model on a probe text
+    left_out: tuple[str, ...] = ()  # linear modules that were not quantized
+    problems: tuple[str, ...] = ()  # why it did not pass, one line each
+    modules: tuple[ModuleAudit, ...] = ()
+
+
+class Stage(Written):
+    """One step of a cell: what it cost."""
+
+    name: Literal["load", "quantize", "audit", "evaluate"]
+    seconds: float
+    peak_memory_gib: float  # CUDA: of that device's allocator; CPU: resident set of the process
+    detail: str = ""  # e.g. "artifact reused"
+
+
+class Environment(Written):
+    """Where a record was made."""
+
+    python: str
+    platform: str
+    device: str  # "cpu" or "cuda"
+    hardware: str  # name of the processor or GPU
+    versions: dict[str, str]  # distribution name → version
+    git_revision: str | None
+    qbench: str
+
+
+class Record(Written):
+    """What one cell gave. ``key_parts`` is exactly what ``key`` is the hash of."""
+
+    schema_version: int = SCHEMA_VERSION
+    key: str  # 64 hexadecimal digits
+    key_parts: dict[str, Any]
+    checkpoint: str
+    quantizer: str  # label, unique in its recipe
+    method: str  # "none", "bnb", "gptq", "hqq", "rtn"
+    bits: float | None  # None for unquantized
+    normalizer: str
+    attention: str  # what ran, e.g. "softpick/triton" or "softpick/reference"
+    status: Literal["ok", "failed"]
+    error: str | None = None
+    scores: tuple[Score, ...] = ()
+    audit: Audit | None = None
+    scoring: dict[str, Any] = Field(default_factory=dict)  # mode, batch size, differences, …
+    damage: dict[str, Any] = Field(default_factory=dict)  # against the unquantized checkpoint
+    stages: tuple[Stage, ...] = ()
+    environment: Environment
+    started: datetime
+    finished: datetime
+
+    @property
+    def cell(self) -> str:
+        """``<checkpoint>/<quantizer label>``."""
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+class GridCell(Written):
+    """One cell of the last run: its place in the grid and the record that it asks for."""
+
+    checkpoint: str
+    quantizer: str
+    method: str
+    bits: float | None
+    key: str
+
+    @property
+    def cell(self) -> str:
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+class Grid(Written):
+    """What a results folder is of: ``grid.json``, written at the start of each run.
+
+    ``checkpoints`` and ``quantizers`` are in the recipe's order; the first checkpoint is the
+    baseline of Δ. A cell without a record is missing, and is shown as such.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    name: str
+    checkpoints: tuple[str, ...]
+    quantizers: tuple[str, ...]
+    tasks: tuple[str, ...]
+    cells: tuple[GridCell, ...]
