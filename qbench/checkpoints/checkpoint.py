@@ -1,0 +1,27 @@
+"""What is known of a checkpoint before its weights are loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint on disk whose configuration and tensor headers were read and agree.
+
+    ``digest`` is the SHA-256 over the weight, configuration and tokenizer files.
+    """
+
+    source: str  # as the user named it
+    folder: Path
+    format: str  # "flash-linear-attention" or "transformers"
+    normalizer: str
+    config: dict[str, Any]
+    digest: str
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest context in tokens that the configuration states."""
+        return self.config.get("max_position_embeddings") or self.config.get("n_positions")

@@ -1,0 +1,144 @@
+"""One task through lm-eval, its results parsed into our words. The border to lm-eval's strings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from qbench.errors import EvaluationError
+from qbench.evaluation.tasks import LoadedTask
+from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+
+WEIGHTED = ("weighted_perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskResult:
+    """What one task gave: scores, and the tables that they aggregate (see ``qbench.record``)."""
+
+    scores: tuple[Score, ...]
+    outcomes: pd.DataFrame
+    responses: pd.DataFrame
+
+
+def evaluate(model: LM, task: LoadedTask, *, limit: int | None, seed: int) -> TaskResult:
+    """Score one task with lm-eval; requests of one task alone, so batches depend on no other.
+
+    Raises EvaluationError where a log-likelihood or a score is not a number.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    results = simple_evaluate(
+        model=model,
+        tasks=[task.task],
+        task_manager=TaskManager(include_defaults=False),
+        limit=limit,
+        bootstrap_iters=0,  # the standard errors are computed below, without 100,000 rounds
+        log_samples=True,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+    )
+    (own_name,) = results["samples"]
+    samples = results["samples"][own_name]
+    outcomes = _outcomes(task.name, samples)
+    scores = tuple(_scores(task, results["results"][own_name], outcomes))
+    responses = _responses(task.name, samples)
+    _refuse_not_a_number(task.name, scores, responses)
+    return TaskResult(scores=scores, outcomes=outcomes, responses=responses)
+
+
+def _outcomes(task: str, samples: list[dict[str, Any]]) -> pd.DataFrame:
+    rows = []
+    for sample in samples:
+        for metric in sample["metrics"]:
+            value = sample[metric]
+            weight = 1.0
+            if isinstance(value, list | tuple) and len(value) == 2:
+                value, weight = value
+            if isinstance(value, bool | int | float) and isinstance(weight, int | float):
+                name = _name(metric, sample["filter"])
+                rows.append((task, sample["doc_id"], name, float(value), float(weight)))
+    return pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
+
+
+def _responses(task: str, samples: list[dict[str, Any]]) -> pd.DataFrame:
+    """Log-likelihoods in lm-eval's order of requests; generated text has none and is left out."""
+    rows = []
+    for sample in samples:
+        if sample["filter"] != samples[0]["filter"]:
+            continue
+        for request, response in enumerate(sample["resps"]):
+            answer = response[0]
+            if isinstance(answer, float | int):
+                rows.append((task, sample["doc_id"], request, float(answer), False))
+            elif isinstance(answer, list | tuple):
+                rows.append((task, sample["doc_id"], request, float(answer[0]), bool(answer[1])))
+    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS))
+    return table.astype({"document": "int64", "request": "int64", "greedy": bool})
+
+
+def _scores(task: LoadedTask, results: dict[str, Any], outcomes: pd.DataFrame) -> list[Score]:
+    scores = []
+    for key, value in results.items():
+        metric, _, filter_ = key.partition(",")
+        if not filter_ or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        name = _name(metric, filter_)
+        values = outcomes.loc[outcomes["metric"] == name, "value"]
+        aggregation = _aggregation(task.task, metric)
+        scores.append(
+            Score(
+                task=task.name,
+                label=task.label,
+                metric=name,
+                value=float(value),
+                stderr=_standard_error(aggregation, values),
+                higher_is_better=bool(task.task.higher_is_better().get(metric, True)),
+                aggregation=aggregation,
+                documents=int(results.get("sample_len", len(values))),
+            )
+        )
+    return scores
+
+
+def _aggregation(task: Any, metric: str) -> str:
+    from lm_eval.api.registry import AGGREGATION_REGISTRY
+
+    function = task.aggregation().get(metric)
+    names = {known: name for name, known in AGGREGATION_REGISTRY.items()}
+    return names.get(function, getattr(function, "__name__", "unknown"))
+
+
+def _standard_error(aggregation: str, values: pd.Series) -> float | None:
+    """Sample standard deviation/√n for means; for perplexities exp(−mean) times that of the
+    log-likelihoods (delta method), which lm-eval's bootstrap estimates."""
+    if len(values) < 2 or aggregation not in ("mean", "perplexity"):
+        return None
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    return error if aggregation == "mean" else error * math.exp(-fmean(values))
+
+
+def _name(metric: str, filter_: str) -> str:
+    return metric if filter_ == "none" else f"{metric} [{filter_}]"
+
+
+def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:
+    bad = responses["log_likelihood"].isna()
+    if bad.any():
+        raise EvaluationError(
+            f"{task}: {int(bad.sum())} of {len(bad)} log-likelihoods are not numbers, the first "
+            f"in document {int(responses.loc[bad, 'document'].iloc[0])}; the model gives NaN there"
+        )
+    for score in scores:
+        if math.isnan(score.value):
+            raise EvaluationError(f"{task}: {score.metric} is not a number")

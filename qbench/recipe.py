@@ -1,0 +1,299 @@
+"""A recipe: YAML → Recipe. Every validation of user input that needs no model. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import DataError, QbenchError, RecipeError
+from qbench.quantizers import QUANTIZERS, Settings, parse
+from qbench.quantizers.settings import Unquantized
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=64)]
+HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
+
+
+class Strict(BaseModel):
+    """Unknown keys are refused, values are not changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CheckpointSource(Strict):
+    """Where a checkpoint lies, and what it must be."""
+
+    path: str
+    revision: str | None = None
+    normalizer: str | None = None
+
+    @field_validator("normalizer")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is not None:
+            NORMALIZERS.get(value)
+        return value
+
+
+class CalibrationSource(Strict):
+    """Text that calibrated quantizers see: ``samples`` documents of ``length`` tokens each."""
+
+    path: str  # JSON Lines with a "text" field, or hf://datasets/<owner>/<name>/<file>
+    samples: int = Field(128, ge=1)
+    length: int = Field(2048, ge=8)
+    seed: int = 0
+
+
+class Task(Strict):
+    """A task by its lm-eval name.
+
+    ``files`` are the file stems that may stand for the task's evaluation split in a data
+    folder, the first that exists is used; None: the split's own name alone.
+    """
+
+    name: str
+    files: tuple[str, ...] | None = None
+    num_fewshot: int | None = Field(None, ge=0)
+
+
+class Evaluation(Strict):
+    """Numerics of scoring; all of it is part of every cell's key."""
+
+    softmax_dtype: Literal["float32", "model"] = "float32"
+    add_bos: bool = False
+    max_length: int | None = Field(None, ge=2)  # None: the checkpoint's own
+    batch_size: int | Literal["auto"] = "auto"
+    limit: int | None = Field(None, ge=1)
+    seed: int = 0
+    scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
+    tolerance: float = Field(0.05, gt=0)  # nats, largest difference of fast from exact scoring
+    attention: Literal["auto", "reference", "triton"] = "auto"
+    damage: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantizer:
+    """One column of the grid: settings under a label that is unique in its recipe."""
+
+    label: str
+    settings: Settings
+
+
+class Recipe(Strict):
+    """What to run. ``Recipe.load`` reads one; relative paths are relative to its file."""
+
+    name: Name
+    checkpoints: dict[Name, CheckpointSource] = Field(min_length=1)
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of quantized cells
+    quantizers: tuple[Quantizer, ...]
+    tasks: tuple[Task, ...] = Field(min_length=1)
+    calibration: CalibrationSource | None = None
+    data: Path | None = None
+    definitions: Path | None = None  # folder of further lm-eval task definitions
+    evaluation: Evaluation = Evaluation()
+    folder: Path = Path()  # of the recipe file
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        checkpoints: dict[str, str] | None = None,
+        data: Path | None = None,
+        calibration: Path | None = None,
+        limit: int | None = None,
+    ) -> Recipe:
+        """Read and check a recipe; the keyword arguments override what it says.
+
+        ``checkpoints`` maps names to folders or hub ids, relative to the working folder.
+        Raises RecipeError, one line a problem.
+        """
+        raw = _read(path)
+        overrides = {
+            name: str(Path(source).expanduser().resolve()) if _is_folder(source) else source
+            for name, source in (checkpoints or {}).items()
+        }
+        _override_checkpoints(path, raw, overrides)
+        if data is not None:
+            raw["data"] = str(data.resolve())
+        if calibration is not None:
+            raw["calibration"] = {**(raw.get("calibration") or {}), "path": str(calibration.resolve())}
+        if limit is not None:
+            raw["evaluation"] = {**(raw.get("evaluation") or {}), "limit": limit}
+        try:
+            recipe = cls.model_validate({**raw, "folder": path.resolve().parent})
+        except ValidationError as error:
+            raise RecipeError("\n".join(_lines(path, error))) from None
+        recipe._check_files(path)
+        return recipe
+
+    @field_validator("checkpoints", mode="before")
+    @classmethod
+    def _expand_checkpoints(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: {"path": v} if isinstance(v, str) else v for k, v in value.items()}
+        return value
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _expand_tasks(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [{"name": task} if isinstance(task, str) else task for task in value]
+        return value
+
+    @field_validator("quantizers", mode="wrap")
+    @classmethod
+    def _parse_quantizers(cls, value: Any, _: Any, known: ValidationInfo) -> Any:
+        if not isinstance(value, list) or not value:
+            raise ValueError("must be a list, such as [bf16, gptq-4bit]")
+        dtype = known.data.get("compute_dtype", "bfloat16")
+        return tuple(_quantizer(place, entry, dtype) for place, entry in enumerate(value))
+
+    @field_validator("folder", "data", "definitions", mode="after")
+    @classmethod
+    def _expand_user(cls, value: Path | None) -> Path | None:
+        return value.expanduser() if value else value
+
+    @model_validator(mode="after")
+    def _unique(self) -> Recipe:
+        for what, names in (
+            ("quantizers", [quantizer.label for quantizer in self.quantizers]),
+            ("tasks", [task.name for task in self.tasks]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                remedy = "; give one a label" if what == "quantizers" else ""
+                raise ValueError(f"{what}: {', '.join(twice)} stands there twice{remedy}")
+        calibrated = [q.label for q in self.quantizers if q.settings.needs_calibration]
+        if calibrated and self.calibration is None:
+            raise ValueError(
+                f"calibration: {calibrated[0]} needs calibration text; "
+                "add calibration: {path: FILE.jsonl} or --calibration FILE"
+            )
+        return self
+
+    def resolve(self, path: Path) -> Path:
+        """``path`` as the recipe means it: relative to the recipe's folder."""
+        return (self.folder / path).resolve()
+
+    def _check_files(self, place: Path) -> None:
+        for what in ("data", "definitions"):
+            folder = getattr(self, what)
+            if folder is not None and not self.resolve(folder).is_dir():
+                raise RecipeError(f"{place}: {what}: no such folder: {self.resolve(folder)}")
+        source = self.calibration
+        if source is None or source.path.startswith(HUB_FILE):
+            return
+        if not self.resolve(Path(source.path)).is_file():
+            raise RecipeError(
+                f"{place}: calibration.path: no such file: {self.resolve(Path(source.path))}; "
+                "name a JSON Lines file with a text field, here or with --calibration"
+            )
+
+
+def _quantizer(place: int, entry: Any, compute_dtype: str) -> Quantizer:
+    options = {"name": entry} if isinstance(entry, str) else dict(entry or {})
+    name, label = options.pop("name", None), options.pop("label", None)
+    if not isinstance(name, str):
+        raise ValueError(f"[{place}]: a quantizer is a name, or {{name: …, option: value}}")
+    if name in QUANTIZERS and QUANTIZERS.get(name).kind is not Unquantized:
+        options.setdefault("compute_dtype", compute_dtype)
+    try:
+        return Quantizer(label=label or name, settings=parse(name, options))
+    except QbenchError as error:
+        raise ValueError(f"[{place}]: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe")
+    try:
+        raw = yaml.load(path.read_text(), _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks")
+    return raw
+
+
+def _override_checkpoints(path: Path, raw: dict[str, Any], overrides: dict[str, str]) -> None:
+    declared = raw.setdefault("checkpoints", {})
+    if not isinstance(declared, dict):
+        return  # the schema says so, with its place
+    for name, source in overrides.items():
+        if name not in declared:
+            known = ", ".join(declared) or "none"
+            raise RecipeError(f"--checkpoint {name}={source}: {path} has no {name}; it has {known}")
+        declared[name] = {"path": source}
+    empty = [name for name, source in declared.items() if source is None]
+    if empty:
+        raise RecipeError(
+            f"{path}: checkpoints.{empty[0]}: no default is known; "
+            f"say --checkpoint {empty[0]}=FOLDER_OR_HUB_ID"
+        )
+
+
+def _is_folder(source: str) -> bool:
+    return Path(source).expanduser().is_dir()
+
+
+def _lines(path: Path, error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        place = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
+        ).lstrip(".")
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = "unknown key; " + _known_keys(problem["loc"])
+        elif problem["type"] not in ("value_error", "missing"):
+            message += f" (it is {problem['input']!r})"
+        separator = "" if message.startswith("[") else ": "
+        lines.append(f"{path}: {place}{separator}{message}" if place else f"{path}: {message}")
+    return lines
+
+
+def _known_keys(place: tuple[int | str, ...]) -> str:
+    kinds = {
+        "checkpoints": CheckpointSource,
+        "calibration": CalibrationSource,
+        "tasks": Task,
+        "evaluation": Evaluation,
+    }
+    kind = kinds.get(str(place[0]), Recipe) if len(place) > 1 else Recipe
+    return "known: " + ", ".join(name for name in kind.model_fields if name != "folder")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML without silent overwriting: a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} stands there twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_data_folder(folder: Path) -> list[str]:
+    """Names of the tasks that a data folder holds files for. Raises DataError if none."""
+    tasks = sorted({path.parent.name for path in folder.glob("*/*.jsonl")})
+    if not tasks:
+        raise DataError(f"{folder}: no <task>/<split>.jsonl here")
+    return tasks
