@@ -1,0 +1,235 @@
+"""Records → lines of a delta table: every score of the grid beside its missing and failed ones.
+
+A line is one metric of one task at one precision, with an entry for each checkpoint. Nothing is
+left out: a cell without a record is ``missing``, a cell that broke or did not pass its audit is
+``failed`` and has no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qbench.errors import ResultsError
+from qbench.record import Grid, GridCell, Record, Score
+from qbench.store import Store
+
+Status = Literal["ok", "failed", "missing"]
+
+# The order of the paper's appendix; other metrics follow in the record's order.
+METRIC_ORDER = ("acc_norm", "acc", "perplexity", "word_perplexity")
+# Functions of the same log-likelihoods as word_perplexity: kept in the CSV, and neither shown nor
+# counted among the tests, which would count one question three times.
+REDUNDANT = {"byte_perplexity": "word_perplexity", "bits_per_byte": "word_perplexity"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One score of one cell, or why there is none."""
+
+    checkpoint: str
+    quantizer: str
+    status: Status
+    key: str  # of the record that the grid asks for
+    value: float | None = None  # as lm-eval gives it: accuracies are fractions
+    stderr: float | None = None
+    documents: int | None = None
+    audited: bool = False
+    reason: str = ""  # why there is no number
+
+    @property
+    def cell(self) -> str:
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One metric of one task at one precision, over all checkpoints (grid's order).
+
+    ``deltas``, ``damages`` and ``differences`` map a checkpoint to its Δ against the baseline
+    checkpoint, its damage, and its difference-in-differences; values of type
+    ``qbench.statistics.Effect``. A question that cannot be answered has no entry.
+    """
+
+    task: str
+    label: str
+    metric: str
+    higher_is_better: bool
+    aggregation: str
+    quantizer: str
+    method: str
+    bits: float | None
+    entries: tuple[Entry, ...]
+    deltas: Mapping[str, object] = field(default_factory=dict)
+    damages: Mapping[str, object] = field(default_factory=dict)
+    differences: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def quantized(self) -> bool:
+        return self.method != "none"
+
+    @property
+    def percent(self) -> bool:
+        """Whether papers print this metric in per cent."""
+        return is_percentage(self.metric)
+
+    def entry(self, checkpoint: str) -> Entry:
+        return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
+
+    def delta(self, checkpoint: str) -> float | None:
+        """``checkpoint`` minus the baseline checkpoint, in units of the value."""
+        ours, base = self.entry(checkpoint).value, self.entries[0].value
+        return None if ours is None or base is None else ours - base
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """All lines of one results folder, and the records that they come from."""
+
+    grid: Grid
+    records: Mapping[str, Record]  # cell → record, failed ones too
+    lines: tuple[Line, ...]
+
+    @property
+    def name(self) -> str:
+        return self.grid.name
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        return self.grid.checkpoints
+
+    @property
+    def baseline(self) -> str:
+        """The checkpoint that Δ is taken against."""
+        return self.grid.checkpoints[0]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return self.grid.checkpoints[1:]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Quantization methods in the grid's order; ``("none",)`` where nothing is quantized."""
+        found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.method != "none")
+        return tuple(found) or ("none",)
+
+    def problems(self) -> list[str]:
+        """One line a missing, failed or unaudited cell."""
+        lines = []
+        for cell in self.grid.cells:
+            record = self.records.get(cell.cell)
+            status, reason = judge(record)
+            if status != "ok":
+                lines.append(f"{cell.cell}: {status}: {reason}")
+            elif record.audit is None and cell.method != "none":
+                lines.append(f"{cell.cell}: not audited")
+        return lines
+
+
+def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparison:
+    """Compare the checkpoints of a results folder at every precision.
+
+    ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes.
+    Raises ResultsError where the folder has no grid or a record cannot be read.
+    """
+    grid = store.grid()
+    if not grid.cells:
+        raise ResultsError(f"{store.directory}: grid.json has no cells; run the recipe again")
+    found = {cell.cell: store.get(cell) for cell in grid.cells}
+    records = {name: record for name, record in found.items() if record is not None}
+    comparison = Comparison(grid=grid, records=records, lines=tuple(_lines(grid, records)))
+    if not statistics:
+        return comparison
+    from qbench.effects import with_effects  # scipy is slow to import, and not always needed
+
+    return with_effects(comparison, store, seed=seed)
+
+
+def judge(record: Record | None) -> tuple[Status, str]:
+    """Whether a record's scores may be shown, and if not, why."""
+    if record is None:
+        return "missing", "no record; run the recipe again"
+    if record.status == "failed":
+        return "failed", " ".join((record.error or "no reason was recorded").split())
+    if record.audit is not None and not record.audit.passed:
+        return "failed", "; ".join(record.audit.problems) or "did not pass its audit"
+    return "ok", ""
+
+
+def is_percentage(metric: str) -> bool:
+    """Whether papers print ``metric`` times 100."""
+    return metric.startswith("acc") or metric in {"exact_match", "em", "f1"}
+
+
+def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
+    cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
+    for task in grid.tasks:
+        known = _metrics(task, records.values())
+        for quantizer in _unquantized_first(grid):
+            row = [cells.get((checkpoint, quantizer)) for checkpoint in grid.checkpoints]
+            first = next(cell for cell in row if cell is not None)
+            for metric, like in known.items():
+                yield Line(
+                    task=task,
+                    label=like.label if like else task,
+                    metric=metric,
+                    higher_is_better=like.higher_is_better if like else True,
+                    aggregation=like.aggregation if like else "",
+                    quantizer=quantizer,
+                    method=first.method,
+                    bits=first.bits,
+                    entries=tuple(
+                        _entry(checkpoint, quantizer, cell, records, task, metric)
+                        for checkpoint, cell in zip(grid.checkpoints, row, strict=True)
+                    ),
+                )
+
+
+def _unquantized_first(grid: Grid) -> list[str]:
+    method = {cell.quantizer: cell.method for cell in grid.cells}
+    return sorted((q for q in grid.quantizers if q in method), key=lambda q: method[q] != "none")
+
+
+def _metrics(task: str, records: Iterable[Record]) -> dict[str, Score | None]:
+    """Metrics that any record has of ``task``, in the paper's order, with a score to go by."""
+    found: dict[str, Score | None] = {}
+    for record in records:
+        for score in record.scores:
+            if score.task == task:
+                found.setdefault(score.metric, score)
+    if not found:
+        return {"—": None}
+    rank = {metric: place for place, metric in enumerate(METRIC_ORDER)}
+    return dict(sorted(found.items(), key=lambda item: rank.get(item[0], len(rank))))
+
+
+def _entry(
+    checkpoint: str,
+    quantizer: str,
+    cell: GridCell | None,
+    records: Mapping[str, Record],
+    task: str,
+    metric: str,
+) -> Entry:
+    place = {"checkpoint": checkpoint, "quantizer": quantizer}
+    if cell is None:
+        return Entry(**place, status="missing", key="", reason="not in the grid")
+    record = records.get(cell.cell)
+    status, reason = judge(record)
+    if status != "ok":
+        return Entry(**place, status=status, key=cell.key, reason=reason)
+    for score in record.scores:
+        if (score.task, score.metric) == (task, metric):
+            return Entry(
+                **place,
+                status="ok",
+                key=record.key,
+                value=score.value,
+                stderr=score.stderr,
+                documents=score.documents,
+                audited=record.audit is not None,
+            )
+    return Entry(
+        **place, status="missing", key=cell.key, reason=f"the record has no {metric} of {task}"
+    )

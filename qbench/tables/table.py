@@ -1,0 +1,99 @@
+"""The delta table as data: one a method, laid out as the paper's Tables 8–13."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from qbench.compare import REDUNDANT, Comparison, Line
+
+METHOD_TITLES = {
+    "none": "Unquantized",
+    "bnb": "BNB",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "rtn": "Round to nearest",
+}
+MINUS = "−"
+NO_VALUE = "—"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of a table, and whether it begins a task."""
+
+    line: Line
+    begins_task: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One method's table. ``notes`` stand below it: failures, and what was left out."""
+
+    method: str
+    title: str
+    checkpoints: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def delta(comparison: Comparison) -> list[Table]:
+    """One table a quantization method; each has the unquantized rows too."""
+    return [_table(comparison, method) for method in comparison.methods]
+
+
+def _table(comparison: Comparison, method: str) -> Table:
+    lines = [line for line in comparison.lines if line.method in ("none", method)]
+    shown = [line for line in lines if not _redundant(line, lines)]
+    rows = []
+    for _, group in groupby(shown, key=lambda line: line.task):
+        for place, line in enumerate(group):
+            rows.append(Row(line=line, begins_task=place == 0))
+    left_out = dict.fromkeys(
+        f"{line.task} {line.metric}" for line in lines if _redundant(line, lines)
+    )
+    quantizers = {line.quantizer for line in lines}
+    notes = [note for note in comparison.problems() if _quantizer_of(note) in quantizers]
+    if left_out:
+        notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
+    title = METHOD_TITLES.get(method, method)
+    against = ", ".join(f"{other} {MINUS} {comparison.baseline}" for other in comparison.others)
+    return Table(
+        method=method,
+        title=f"{title}: Δ = {against}" if against else title,
+        checkpoints=comparison.checkpoints,
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def _redundant(line: Line, lines: list[Line]) -> bool:
+    told_by = REDUNDANT.get(line.metric)
+    return any(other.metric == told_by and other.task == line.task for other in lines)
+
+
+def _quantizer_of(problem: str) -> str:
+    return problem.split(":", 1)[0].rsplit("/", 1)[-1]
+
+
+def metric_title(metric: str) -> str:
+    """``acc_norm`` as the paper writes it: Acc Norm."""
+    return metric.replace("_", " ").title() if metric != NO_VALUE else metric
+
+
+def arrow(line: Line) -> str:
+    return "↑" if line.higher_is_better else "↓"
+
+
+def precision_title(line: Line) -> str:
+    return line.quantizer
+
+
+def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
+    """Two decimals as the papers print them; fractions become per cent."""
+    if value is None:
+        return NO_VALUE
+    text = f"{value * 100 if percent else value:{'+' if signed else ''},.2f}"
+    if text in ("-0.00", "+0.00"):
+        text = "+0.00" if signed else "0.00"
+    return text.replace("-", MINUS).replace(",", "")
