@@ -1,15 +1,15 @@
 """The errors that a user can meet. Each message gives place, value and remedy.
 
-    QbenchError                 anything a user can put right; the command line prints one line
-    ├── RecipeError             a recipe or an option says something impossible        (exit 2)
-    ├── CheckpointError         a checkpoint cannot be read as what it claims to be    (exit 2)
-    ├── DataError               task or calibration data is missing or malformed       (exit 2)
-    ├── ResultsError            a results folder or baseline cannot be read            (exit 2)
-    ├── UnavailableError        a library, backend or device that was asked for is not there
-    │                                                                                  (exit 2)
-    ├── QuantizationError       a quantizer refused or broke on this model       (failed cell)
-    ├── AuditError              a model was not quantized as its cell says       (failed cell)
-    └── EvaluationError         scoring broke or left its stated tolerance       (failed cell)
+QbenchError                 anything a user can put right; the command line prints one line
+├── RecipeError             a recipe or an option says something impossible        (exit 2)
+├── CheckpointError         a checkpoint cannot be read as what it claims to be    (exit 2)
+├── DataError               task or calibration data is missing or malformed       (exit 2)
+├── ResultsError            a results folder or baseline cannot be read            (exit 2)
+├── UnavailableError        a library, backend or device that was asked for is not there
+│                                                                                  (exit 2)
+├── QuantizationError       a quantizer refused or broke on this model       (failed cell)
+├── AuditError              a model was not quantized as its cell says       (failed cell)
+└── EvaluationError         scoring broke or left its stated tolerance       (failed cell)
 """
 
 from __future__ import annotations

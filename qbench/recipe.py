@@ -42,8 +42,8 @@ class CheckpointSource(Strict):
     @field_validator("normalizer")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        if value is not None:
-            NORMALIZERS.get(value)
+        if value is not None and value not in NORMALIZERS:
+            raise ValueError(f"unknown normalizer {value!r}; known: {', '.join(NORMALIZERS)}")
         return value
 
 
@@ -129,7 +129,10 @@ class Recipe(Strict):
         if data is not None:
             raw["data"] = str(data.resolve())
         if calibration is not None:
-            raw["calibration"] = {**(raw.get("calibration") or {}), "path": str(calibration.resolve())}
+            raw["calibration"] = {
+                **(raw.get("calibration") or {}),
+                "path": str(calibration.resolve()),
+            }
         if limit is not None:
             raw["evaluation"] = {**(raw.get("evaluation") or {}), "limit": limit}
         try:
@@ -224,7 +227,9 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks")
+        raise RecipeError(
+            f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
+        )
     return raw
 
 

@@ -4,6 +4,7 @@
     DIR/records/<checkpoint>/<quantizer>/<key16>.json the record
     DIR/records/…/<key16>.outcomes.parquet            per-document outcomes
     DIR/records/…/<key16>.responses.parquet           every scored continuation
+    DIR/records/…/<key16>.log                         what the libraries printed
 
 The JSON file is written last, so a record that can be read is whole.
 """
@@ -78,6 +79,16 @@ class Store:
         """Columns ``RESPONSE_COLUMNS``; raises ResultsError where the file is missing."""
         return self._table(record, "responses")
 
+    def log(self, cell: GridCell) -> Path:
+        """Where libraries' output goes while ``cell`` is at work."""
+        return self._path(cell.cell, cell.key).with_suffix(".log")
+
+    def lock_file(self, cell: GridCell) -> Path:
+        """Held by the run that is at work on ``cell``; its folder exists."""
+        path = self._path(cell.cell, cell.key).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
     def _table(self, record: Record, name: str) -> pd.DataFrame:
         path = self._path(record.cell, record.key).with_suffix(f".{name}.parquet")
         if not path.is_file():
@@ -98,11 +109,14 @@ def write_atomically(path: Path, payload: bytes) -> None:
     """Write ``payload`` so that ``path`` holds either the old or the new content, never half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, kind: type[Grid] | type[Record]) -> Grid | Record:

@@ -141,7 +141,7 @@ def _refuse_pickles(folder: Path) -> None:
         raise CheckpointError(f"no *.safetensors file in {folder}")
     raise CheckpointError(
         f"{pickles[0]} is a pickle, which can run code when it is read; convert it where you "
-        "trust it: python -c \"import torch; from safetensors.torch import save_file; "
+        'trust it: python -c "import torch; from safetensors.torch import save_file; '
         f"save_file(torch.load('{pickles[0]}', weights_only=True), 'model.safetensors')\""
     )
 

@@ -34,9 +34,7 @@ class LoadedTask:
         return len(self.task.eval_docs)
 
 
-def load_task(
-    settings: TaskSettings, *, data: Path | None, definitions: Path | None
-) -> LoadedTask:
+def load_task(settings: TaskSettings, *, data: Path | None, definitions: Path | None) -> LoadedTask:
     """Load one task by its lm-eval name.
 
     ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names, None means
@@ -136,7 +134,9 @@ def _offline(
     """Overrides that make a task read ``data``, and the file's stem where it is not the split's."""
     split = evaluation_split(config)
     if split is None or "class" in config:
-        raise DataError(f"{settings.name}: it makes its data by code of its own; run it without data")
+        raise DataError(
+            f"{settings.name}: it makes its data by code of its own; run it without data"
+        )
     folder = data / settings.name
     present = sorted(path.stem for path in folder.glob("*.jsonl"))
     wanted = settings.files or (split,)
@@ -192,7 +192,9 @@ def _missing(
 def _read_splits(files: dict[str, Path]) -> DatasetDict:
     from datasets import Dataset, DatasetDict
 
-    return DatasetDict({split: Dataset.from_list(read_lines(path)) for split, path in files.items()})
+    return DatasetDict(
+        {split: Dataset.from_list(read_lines(path)) for split, path in files.items()}
+    )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

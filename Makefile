@@ -1,0 +1,35 @@
+# make demo: install into .venv and run the bundled demo.  make test: install and test.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test test-gpu lint format install clean
+demo: install
+	$(BIN)/qbench run recipes/demo.yaml
+
+test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "qbench needs Python 3.11 or newer; say make PYTHON=python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (minutes the first time, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,255 @@
+"""Recipe → Plan: every cell with its content key. Loads tasks and headers, never weights."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qbench import __version__
+from qbench.checkpoints import Checkpoint, find
+from qbench.environment import versions
+from qbench.errors import DataError, RecipeError
+from qbench.evaluation.tasks import LoadedTask, expand, load_task
+from qbench.quantizers import requirements
+from qbench.recipe import HUB_FILE, CalibrationSource, Quantizer, Recipe, Task
+from qbench.record import Grid, GridCell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """How a cell is scored, everything decided."""
+
+    mode: str  # "exact", "fast" or "lm-eval"
+    batch_size: int | str  # requests of a batch; "auto": a constant of the device type
+    max_length: int  # tokens
+    add_bos: bool
+    softmax_dtype: str
+    tolerance: float
+    limit: int | None
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One checkpoint × one quantizer, all its tasks."""
+
+    checkpoint_name: str
+    checkpoint: Checkpoint
+    quantizer: Quantizer
+    attention: str  # "reference" or "triton"
+    scoring: Scoring
+    key: str
+    key_parts: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.checkpoint_name}/{self.quantizer.label}"
+
+    @property
+    def place(self) -> GridCell:
+        return GridCell(
+            checkpoint=self.checkpoint_name,
+            quantizer=self.quantizer.label,
+            method=self.quantizer.settings.method,
+            bits=self.quantizer.settings.bits,
+            key=self.key,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a run is of: cells in order, unquantized ones first within a checkpoint."""
+
+    recipe: Recipe
+    device: str
+    tasks: tuple[LoadedTask, ...]
+    calibration: CalibrationSource | None  # its path resolved to a local file
+    cells: tuple[Cell, ...]
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(
+            name=self.recipe.name,
+            checkpoints=tuple(self.recipe.checkpoints),
+            quantizers=tuple(quantizer.label for quantizer in self.recipe.quantizers),
+            tasks=tuple(task.name for task in self.tasks),
+            cells=tuple(cell.place for cell in self.cells),
+        )
+
+    def select(self, pattern: str | None) -> tuple[Cell, ...]:
+        """Cells whose name matches the glob ``pattern``; RecipeError where none does."""
+        chosen = [c for c in self.cells if pattern is None or fnmatch.fnmatch(c.name, pattern)]
+        if not chosen:
+            known = ", ".join(cell.name for cell in self.cells)
+            raise RecipeError(f"--only {pattern!r} matches no cell; the cells are {known}")
+        return tuple(chosen)
+
+
+def plan(recipe: Recipe, *, device: str) -> Plan:
+    """Find the checkpoints, load the tasks, and give every cell its key."""
+    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
+    data = recipe.resolve(recipe.data) if recipe.data else None
+    checkpoints = {
+        name: find(
+            source.path,
+            revision=source.revision,
+            normalizer=source.normalizer,
+            base=recipe.folder,
+        )
+        for name, source in recipe.checkpoints.items()
+    }
+    tasks = tuple(
+        load_task(task, data=data, definitions=definitions)
+        for task in _leaf_tasks(recipe.tasks, definitions)
+    )
+    calibration = _local_calibration(recipe)
+    shared = {
+        "tasks": {task.name: task.digest for task in tasks},
+        "few-shot": {task.name: task.task.config.num_fewshot or 0 for task in tasks},
+    }
+    cells = [
+        _cell(name, checkpoint, quantizer, recipe, device, calibration, shared)
+        for name, checkpoint in checkpoints.items()
+        for quantizer in sorted(recipe.quantizers, key=lambda q: q.settings.method != "none")
+    ]
+    return Plan(
+        recipe=recipe, device=device, tasks=tasks, calibration=calibration, cells=tuple(cells)
+    )
+
+
+def _cell(
+    name: str,
+    checkpoint: Checkpoint,
+    quantizer: Quantizer,
+    recipe: Recipe,
+    device: str,
+    calibration: CalibrationSource | None,
+    shared: dict[str, Any],
+) -> Cell:
+    from qbench.attention.interface import choose
+
+    settings = quantizer.settings
+    attention = choose(recipe.evaluation.attention, device)
+    scoring = _scoring(recipe, checkpoint, settings, device)
+    libraries = requirements(settings) + (("triton",) if attention == "triton" else ())
+    parts: dict[str, Any] = {
+        "weights": checkpoint.digest,
+        "normalizer": checkpoint.normalizer,
+        "quantizer": {"name": settings.name, **asdict(settings)},
+        **shared,
+        "scoring": {k: v for k, v in asdict(scoring).items() if k != "tolerance"},
+        "attention": attention,
+        "device": device,
+        "versions": {**versions(libraries), "qbench": __version__},
+    }
+    if settings.needs_calibration:
+        assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
+        parts["calibration"] = {
+            **calibration.model_dump(exclude={"path"}),
+            "text": _file_digest(Path(calibration.path)),
+        }
+    return Cell(
+        checkpoint_name=name,
+        checkpoint=checkpoint,
+        quantizer=quantizer,
+        attention=attention,
+        scoring=scoring,
+        key=content_key(parts),
+        key_parts=parts,
+    )
+
+
+def content_key(parts: dict[str, Any]) -> str:
+    """SHA-256 of the canonical JSON of ``parts``: 64 hexadecimal digits."""
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _scoring(recipe: Recipe, checkpoint: Checkpoint, settings: Any, device: str) -> Scoring:
+    chosen = recipe.evaluation
+    longest = checkpoint.max_length
+    if chosen.max_length is None and longest is None:
+        raise RecipeError(
+            f"evaluation.max_length: {checkpoint.source} states no context length; say one"
+        )
+    mode = chosen.scoring
+    if mode == "auto":
+        # LLM.int8 picks outlier columns over the whole batch, so its batches must be fixed.
+        int8 = settings.method == "bnb" and settings.bits == 8
+        mode = "fast" if device == "cuda" and not int8 else "exact"
+    # the checkpoint's own context is a bound: beyond it its positions were never trained
+    lengths = [length for length in (chosen.max_length, longest) if length is not None]
+    return Scoring(
+        mode=mode,
+        batch_size=chosen.batch_size,
+        max_length=min(lengths),
+        add_bos=chosen.add_bos,
+        softmax_dtype=chosen.softmax_dtype,
+        tolerance=chosen.tolerance,
+        limit=chosen.limit,
+        seed=chosen.seed,
+    )
+
+
+def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None) -> list[Task]:
+    """Tasks with groups and tags opened into their members."""
+    return [
+        task.model_copy(update={"name": leaf})
+        for task in tasks
+        for leaf in expand(task.name, definitions)
+    ]
+
+
+def _local_calibration(recipe: Recipe) -> CalibrationSource | None:
+    source = recipe.calibration
+    if source is None or not any(q.settings.needs_calibration for q in recipe.quantizers):
+        return None
+    if source.path.startswith(HUB_FILE):
+        found = _download(source.path) if recipe.data is None else _beside_data(recipe)
+        return source.model_copy(update={"path": str(found)})
+    return source.model_copy(update={"path": str(recipe.resolve(Path(source.path)))})
+
+
+def _beside_data(recipe: Recipe) -> Path:
+    """The calibration file of a data folder: with local data, the hub is not asked."""
+    assert recipe.data is not None
+    data = recipe.resolve(recipe.data)
+    for folder in (data / "calibration", data.parent / "calibration"):
+        files = sorted(folder.glob("*.jsonl"))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            names = ", ".join(file.name for file in files)
+            raise DataError(f"{folder}: which is the calibration text? say --calibration ({names})")
+    raise DataError(
+        f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with a "
+        "data folder the hub is not asked; say --calibration FILE"
+    )
+
+
+def _download(address: str) -> Path:
+    """The local copy of ``hf://datasets/<owner>/<name>/<file>``."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    parts = address.removeprefix(HUB_FILE).split("/", 3)
+    if len(parts) != 4 or parts[0] != "datasets":
+        raise RecipeError(f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE")
+    _, owner, name, file = parts
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"calibration.path: {address}: the hub did not give it ({reason}); "
+            "name a local JSON Lines file with --calibration FILE"
+        ) from None
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

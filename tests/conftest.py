@@ -1,0 +1,13 @@
+"""Settings of the whole test run, made before any library is imported."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # GPTQ is twenty times slower on contended cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("GPTQMODEL_DISABLE_PACK_EXT", "1")  # saves a 23 s compilation
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+from qbench.quiet import settle
+
+settle()

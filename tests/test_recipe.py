@@ -1,0 +1,115 @@
+"""What a recipe may say, and the one line that a user gets for what it may not."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qbench.errors import RecipeError
+from qbench.recipe import Recipe
+
+GOOD = {
+    "name": "small",
+    "checkpoints": {"softmax": "a/b", "softpick": {"path": "c/d", "normalizer": "softpick"}},
+    "quantizers": ["bf16", {"name": "rtn-4bit", "group_size": 64, "label": "rtn-4bit-g64"}],
+    "tasks": ["arc_easy", {"name": "sciq", "files": ["test", "validation"]}],
+}
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+
+
+def write(folder: Path, **changes: object) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, **changes}, allow_unicode=True))
+    return path
+
+
+def test_a_good_recipe_keeps_order_labels_and_defaults(tmp_path):
+    recipe = Recipe.load(write(tmp_path))
+    assert list(recipe.checkpoints) == ["softmax", "softpick"]
+    assert [q.label for q in recipe.quantizers] == ["bf16", "rtn-4bit-g64"]
+    assert recipe.quantizers[1].settings.group_size == 64
+    assert recipe.evaluation.softmax_dtype == "float32"
+    assert recipe.evaluation.add_bos is False
+
+
+def test_the_compute_dtype_of_the_recipe_reaches_quantized_cells_that_state_none(tmp_path):
+    quantizers = ["fp32", "rtn-4bit", {"name": "rtn-8bit", "compute_dtype": "float16"}]
+    recipe = Recipe.load(write(tmp_path, compute_dtype="float32", quantizers=quantizers))
+    assert [q.settings.compute_dtype for q in recipe.quantizers] == [
+        "float32",
+        "float32",
+        "float16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantizers": ["gptq-5bit"]}, ["quantizers[0]", "gptq has no 5-bit", "2, 3, 4, 8"]),
+        ({"quantizers": ["rtn-4bit", "rtn-4bit"]}, ["rtn-4bit", "twice", "label"]),
+        (
+            {"quantizers": [{"name": "rtn-4bit", "grup": 3}]},
+            ["quantizers[0]", "'grup'", "group_size"],
+        ),
+        ({"quantizers": [{"label": "x"}]}, ["quantizers[0]", "name"]),
+        ({"quantizers": []}, ["quantizers", "list"]),
+        ({"quantizers": "bf16"}, ["quantizers", "list"]),
+        ({"quantizers": ["gptq-4bit"]}, ["gptq-4bit", "calibration"]),
+        ({"tasks": ["piqa", "piqa"]}, ["piqa", "twice"]),
+        ({"tasks": []}, ["tasks"]),
+        ({"checkpoints": {}}, ["checkpoints"]),
+        ({"checkpoints": {"soft max": "a/b"}}, ["checkpoints", "soft max"]),
+        ({"checkpoints": {"a": {"path": "x", "normalizer": "softpik"}}}, ["softpik", "softpick"]),
+        ({"checkpoints": {"a": {"path": "x", "norm": "y"}}}, ["checkpoints.a.norm", "normalizer"]),
+        ({"evaluation": {"limits": 3}}, ["evaluation.limits", "unknown key", "limit"]),
+        ({"evaluation": {"limit": 0}}, ["evaluation.limit", "0"]),
+        ({"evaluation": {"softmax_dtype": "bf16"}}, ["softmax_dtype", "bf16", "float32"]),
+        ({"quantizer": []}, ["quantizer", "unknown key", "quantizers"]),
+        ({"data": "nowhere"}, ["data", "no such folder", "nowhere"]),
+        ({"calibration": {"path": "nowhere.jsonl"}}, ["calibration.path", "nowhere.jsonl"]),
+        ({"name": "a/b"}, ["name", "a/b"]),
+    ],
+)
+def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes, words):
+    path = write(tmp_path, **changes)
+    with pytest.raises(RecipeError) as error:
+        Recipe.load(path)
+    for word in [str(path), *words]:
+        assert word in str(error.value)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("name: a\nname: b\n")
+    with pytest.raises(RecipeError, match="'name' stands there twice"):
+        Recipe.load(path)
+
+
+def test_a_checkpoint_option_must_name_a_checkpoint_of_the_recipe(tmp_path):
+    with pytest.raises(RecipeError, match="has no other; it has softmax, softpick"):
+        Recipe.load(write(tmp_path), checkpoints={"other": "x/y"})
+
+
+def test_a_checkpoint_without_a_default_asks_for_the_option(tmp_path):
+    path = write(tmp_path, checkpoints={"softmax": None})
+    with pytest.raises(RecipeError, match="--checkpoint softmax="):
+        Recipe.load(path)
+    assert Recipe.load(path, checkpoints={"softmax": "a/b"}).checkpoints["softmax"].path == "a/b"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_valid_and_named_like_its_file(path):
+    recipe = Recipe.load(path, checkpoints=dict.fromkeys(("softmax", "softpick"), "some/where"))
+    assert recipe.name == path.stem
+
+
+@pytest.mark.parametrize("name", ["appendix-340m", "appendix-1.8b"])
+def test_the_appendix_recipes_hold_every_precision_and_task_of_the_paper(name):
+    path = Path(__file__).parent.parent / "recipes" / f"{name}.yaml"
+    recipe = Recipe.load(path, checkpoints={"softmax": "a/b", "softpick": "c/d"})
+    assert {q.label for q in recipe.quantizers} == {
+        "bf16", "bnb-4bit", "bnb-8bit", "gptq-2bit", "gptq-3bit", "gptq-4bit", "gptq-8bit",
+        "hqq-2bit", "hqq-3bit",
+    }  # fmt: skip
+    tasks = [task.name for task in recipe.tasks]
+    assert tasks == ["arc_easy", "lambada_openai", "piqa", "sciq", "wikitext"]

@@ -1,0 +1,97 @@
+"""Records on disk: whole or not there, whatever happens meanwhile."""
+
+import multiprocessing
+from datetime import UTC, datetime
+
+import pandas as pd
+import pytest
+
+from qbench.errors import ResultsError
+from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Environment, Grid, GridCell, Record
+from qbench.store import Store, write_atomically
+
+CELL = GridCell(checkpoint="a", quantizer="rtn-4bit", method="rtn", bits=4, key="0" * 64)
+OUTCOMES = pd.DataFrame([("t", 0, "acc", 1.0, 1.0)], columns=list(OUTCOME_COLUMNS))
+RESPONSES = pd.DataFrame([("t", 0, 0, -1.5, True)], columns=list(RESPONSE_COLUMNS))
+
+
+def make_record(status: str = "ok", key: str = CELL.key) -> Record:
+    now = datetime.now(UTC)
+    place = Environment(
+        python="3", platform="p", device="cpu", hardware="h", versions={}, git_revision=None,
+        qbench="0",
+    )  # fmt: skip
+    return Record(
+        key=key, key_parts={"weights": "w"}, checkpoint="a", quantizer="rtn-4bit", method="rtn",
+        bits=4, normalizer="softmax", attention="softmax/reference", status=status,
+        environment=place, started=now, finished=now,
+    )  # fmt: skip
+
+
+def test_a_record_comes_back_as_it_went_in(tmp_path):
+    store, record = Store(tmp_path), make_record()
+    store.put(record, OUTCOMES, RESPONSES)
+    assert store.get(CELL) == record
+    pd.testing.assert_frame_equal(store.outcomes(record), OUTCOMES)
+    pd.testing.assert_frame_equal(store.responses(record), RESPONSES)
+
+
+def test_a_record_under_another_key_is_not_the_cells(tmp_path):
+    store = Store(tmp_path)
+    store.put(make_record(key="1" * 64), OUTCOMES, RESPONSES)
+    assert store.get(CELL) is None
+
+
+def test_a_run_killed_between_tables_and_record_leaves_no_record(tmp_path):
+    store = Store(tmp_path)
+    store.put(make_record(), OUTCOMES, RESPONSES)
+    next(tmp_path.rglob("0000000000000000.json")).unlink()  # the last file of a put
+    assert store.get(CELL) is None
+
+
+def test_an_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_a_damaged_record_is_named_with_its_place(tmp_path):
+    store = Store(tmp_path)
+    store.put(make_record(), OUTCOMES, RESPONSES)
+    next(tmp_path.rglob("0000000000000000.json")).write_text('{"key": 3}')
+    with pytest.raises(ResultsError, match=r"0000000000000000\.json: .*delete it and run again"):
+        store.get(CELL)
+
+
+def test_a_folder_without_a_grid_is_no_results_folder(tmp_path):
+    with pytest.raises(ResultsError, match=r"no grid\.json here"):
+        Store(tmp_path).grid()
+
+
+def _put_many(folder: str, worker: int) -> None:
+    store = Store(folder)
+    for number in range(20):
+        store.put(make_record(key=f"{number:016d}" + f"{worker}" * 48), OUTCOMES, RESPONSES)
+        cells = tuple(CELL.model_copy(update={"key": f"{n:064d}"}) for n in range(number))
+        store.put_grid(Grid(name=str(worker), checkpoints=("a",), quantizers=("rtn-4bit",),
+                            tasks=("t",), cells=cells))  # fmt: skip
+
+
+def test_two_processes_on_one_folder_do_not_damage_each_other(tmp_path):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_put_many, args=(str(tmp_path), n)) for n in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    store = Store(tmp_path)
+    assert store.grid().name in "01"
+    for number in range(20):
+        record = store.get(CELL.model_copy(update={"key": f"{number:016d}" + "0" * 48}))
+        assert record is not None
+        assert len(store.outcomes(record)) == 1
+    assert not list(tmp_path.rglob(".*.json.*")), "temporary files were left"
