@@ -1,0 +1,113 @@
+"""Strings to token ids as lm-eval's HFLM encodes them, but in batches and each string once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from qbench.errors import EvaluationError, RecipeError
+
+
+class Encoded(NamedTuple):
+    """One request in token ids. Both lists hold at least one."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+def check_bos(tokenizer: PreTrainedTokenizerBase, add_bos: bool) -> None:
+    """Raises RecipeError where ``add_bos`` is asked for and this tokenizer would add none."""
+    if not add_bos:
+        return
+    ids = tokenizer.encode("a", add_special_tokens=True)
+    if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
+        raise RecipeError(
+            "evaluation.add_bos: true, but this tokenizer puts no BOS before a text; "
+            "set add_bos: false or give it a post-processor that does"
+        )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each text, in order; equal texts are encoded once."""
+    if not texts:
+        return []
+    unique = list(dict.fromkeys(texts))
+    ids = tokenizer(
+        unique,
+        add_special_tokens=special_tokens,
+        padding=False,
+        truncation=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+    by_text = dict(zip(unique, ids, strict=True))
+    return [by_text[text] for text in texts]
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_bos: bool, prefix_id: int
+) -> list[list[int]]:
+    """Like HFLM: a BOS where asked for, unless the text begins with the prefix token's text."""
+    prefix = tokenizer.decode(prefix_id)
+    if not add_bos or not prefix:
+        return encode(tokenizer, texts, special_tokens=add_bos and bool(prefix))
+    bare = {text for text in texts if text.startswith(prefix)}
+    with_bos = iter(encode(tokenizer, [t for t in texts if t not in bare], special_tokens=True))
+    without = iter(encode(tokenizer, [t for t in texts if t in bare], special_tokens=False))
+    return [next(without) if text in bare else next(with_bos) for text in texts]
+
+
+def encode_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    add_bos: bool,
+    prefix_id: int,
+) -> list[Encoded]:
+    """(context, continuation) texts as ids, split where lm-eval splits them.
+
+    The whole text is encoded and cut after as many ids as the context alone has, with the
+    context's trailing spaces moved to the continuation. An empty context becomes the prefix
+    token (BOS, else EOS), unless the continuation begins with it already.
+
+    Raises EvaluationError for a request without a context or continuation token, which HFLM
+    stops at with a bare assertion.
+    """
+    texts: list[str] = []
+    heads: list[str] = []
+    for context, continuation in pairs:
+        head = context.rstrip()
+        heads.append(head)
+        texts.append(context + continuation)
+    filled = [i for i, (context, _) in enumerate(pairs) if context != ""]
+    empty = [i for i, (context, _) in enumerate(pairs) if context == ""]
+    both = encode_texts(
+        tokenizer,
+        [texts[i] for i in filled] + [heads[i] for i in filled],
+        add_bos=add_bos,
+        prefix_id=prefix_id,
+    )
+    alone = encode(tokenizer, [texts[i] for i in empty], special_tokens=False)
+
+    encoded: list[Encoded | None] = [None] * len(pairs)
+    for place, i in enumerate(filled):
+        whole, context = both[place], both[len(filled) + place]
+        encoded[i] = Encoded(context, whole[len(context) :])
+    for i, ids in zip(empty, alone, strict=True):
+        starts = ids[:1] == [prefix_id]
+        encoded[i] = Encoded(ids[:1], ids[1:]) if starts else Encoded([prefix_id], ids)
+
+    for (context, continuation), ids in zip(pairs, encoded, strict=True):
+        assert ids is not None
+        if not ids.context or not ids.continuation:
+            part = "context" if not ids.context else "continuation"
+            raise EvaluationError(
+                f"request {context[-40:]!r} + {continuation[:40]!r}: no token in the {part}, "
+                "so there is nothing to score; correct the task's prompt"
+            )
+    return encoded  # type: ignore[return-value]

@@ -1,0 +1,130 @@
+"""A tiny random Llama, a byte-level tokenizer trained here, and requests of every kind."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import torch
+from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEXT = (
+    "the cat sat on a mat while seven unbelievable researchers were measuring attention sinks in "
+    "quantized language models and nobody answered their question about photosynthesis because "
+    "electricity flows through copper wires when magnets rotate inside generators"
+)
+WORDS = TEXT.split()
+
+
+@functools.cache
+def tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 400 entries; with ``bos`` it can put <s> before a text."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([text(seed, 60) for seed in range(40)], trainer)
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+
+
+def text(seed: int, words: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+def llama(
+    seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "sdpa", heads: int = 3
+) -> LlamaForCausalLM:
+    """Random weights, large enough that every layer changes the answer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=32 * heads,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def choices(documents: int, seed: int = 0, task: str = "choices") -> list[Instance]:
+    """Multiple choice: 2 to 5 continuations a context, lengths as they come."""
+    draw = random.Random(seed)
+    requests = []
+    for document in range(documents):
+        context = f"Question: {text(seed + document, draw.randrange(3, 40))}\nAnswer:"
+        for idx in range(draw.randrange(2, 6)):
+            ending = " " + text(1000 + seed + 7 * document + idx, draw.randrange(1, 7))
+            requests.append(instance(context, ending, document, idx, task))
+    return requests
+
+
+def instance(context: str, ending: str, document: int = 0, idx: int = 0, task: str = "t"):
+    return Instance(
+        request_type="loglikelihood",
+        doc={},
+        arguments=(context, ending),
+        idx=idx,
+        metadata=(task, document, 1),
+    )
+
+
+def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
+    return [
+        Instance(
+            request_type="loglikelihood_rolling",
+            doc={},
+            arguments=(text(seed + i, n) if n else "",),
+            idx=0,
+            metadata=("pages", i, 1),
+        )
+        for i, n in enumerate(words)
+    ]
+
+
+ENDINGS = " yes", " no", " measuring", " electricity flows"
+KINDS: dict[str, list[Instance]] = {
+    "multiple choice": choices(17),
+    "one-token continuations": [
+        instance(text(i, 9), f" {word}", i, k)
+        for i in range(5)
+        for k, word in enumerate(("the", "cat", "on"))
+    ],
+    "empty context": [instance("", ending, i) for i, ending in enumerate(ENDINGS)]
+    + [instance("", "<s> the cat", 9)],
+    "identical requests": [instance(text(3, 8), " the cat sat", 0, k) for k in range(4)],
+    "join inside a token": [
+        instance("nobody answer", "ed their question about photosynthesis", 0, 0),
+        instance("nobody answ", "ered their question about photosynthesis", 0, 1),
+        instance("nobod", "y answered because magnets rotate inside a mat", 1, 0),
+    ],
+    "trailing spaces": [
+        instance("the cat sat on  ", "a mat", 0),
+        instance("nobody ", "answered", 1),
+    ],
+    "one input split in two places": [
+        instance("the cat sat", " on a mat while", 0, 0),
+        instance("the cat sat on a mat", " while", 0, 1),
+        instance("the cat sat on", " a mat while", 0, 2),
+        instance("the cat sat on a mat", " in", 0, 3),
+    ],
+    "context longer than max_length": [instance(text(i, 90), " the cat", i) for i in range(3)],
+    "a single request": [instance("a", " the", 0)],
+}

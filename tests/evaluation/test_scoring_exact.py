@@ -1,0 +1,177 @@
+"""Exact scoring against lm-eval's own HFLM, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from scoring_models import KINDS, choices, instance, llama, pages, text, tokenizer
+
+from qbench.errors import EvaluationError, RecipeError, UnavailableError
+from qbench.evaluation.scoring import language_model
+
+MAX_LENGTH = 64
+
+
+def both(model, *, bos=False, batch_size=4, max_length=MAX_LENGTH, **settings):
+    return [
+        language_model(
+            model,
+            tokenizer(bos),
+            mode=mode,
+            max_length=max_length,
+            batch_size=batch_size,
+            add_bos=bos,
+            **settings,
+        )
+        for mode in ("lm-eval", "exact")
+    ]
+
+
+@pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_likelihoods_equal_those_of_hflm_to_the_bit(kind, bos):
+    theirs, ours = both(llama(), bos=bos)
+    expected = theirs.loglikelihood(KINDS[kind], disable_tqdm=True)
+    assert ours.loglikelihood(KINDS[kind], disable_tqdm=True) == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 1000])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_batch_size_is_hflms_too(batch_size, attention):
+    theirs, ours = both(llama(attention=attention), batch_size=batch_size)
+    expected = theirs.loglikelihood(choices(11, seed=5), disable_tqdm=True)
+    assert ours.loglikelihood(choices(11, seed=5), disable_tqdm=True) == expected
+
+
+@pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_rolling_log_likelihoods_equal_those_of_hflm_to_the_bit(batch_size, bos, capfd):
+    theirs, ours = both(llama(), bos=bos, batch_size=batch_size)
+    requests = pages((3, 0, 75, 40, 1, 120))
+    expected = theirs.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(requests, disable_tqdm=True) == expected
+
+
+def test_softmax_in_the_models_dtype_is_hflms_default():
+    theirs, ours = both(llama(dtype=torch.bfloat16), softmax_dtype="model")
+    expected = theirs.loglikelihood(choices(9), disable_tqdm=True)
+    assert ours.loglikelihood(choices(9), disable_tqdm=True) == expected
+
+
+def test_small_parts_of_the_lm_head_do_not_change_a_bit():
+    theirs, ours = both(llama())
+    ours._rows_at_once = 16
+    expected = theirs.loglikelihood(choices(17), disable_tqdm=True)
+    assert ours.loglikelihood(choices(17), disable_tqdm=True) == expected
+
+
+def test_a_join_inside_a_token_splits_the_context_otherwise_than_it_is_alone():
+    """Guards the case above: the context's ids are not the beginning of the whole's ids."""
+    words = tokenizer()
+    for request in KINDS["join inside a token"]:
+        context, ending = request.args
+        alone, whole = words.encode(context), words.encode(context + ending)
+        assert whole[: len(alone)] != alone
+
+
+def test_scores_do_not_come_from_hflm(monkeypatch):
+    _, ours = both(llama())
+    monkeypatch.setattr(HFLM, "_model_call", None)
+    assert len(ours.loglikelihood(choices(3), disable_tqdm=True)) == len(choices(3))
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (instance(text(1, 3), " " + text(2, 80)), "continuation of .* tokens does not fit"),
+        (instance("the unbeliev", "able"), "no token in the continuation"),
+        (instance("", ""), "no token in the continuation"),
+        (instance("  ", "the cat"), "no token in the context"),
+    ],
+)
+def test_what_hflm_stops_at_with_a_bare_error_is_named(request_, words):
+    theirs, ours = both(llama())
+    with pytest.raises((AssertionError, IndexError)):
+        theirs.loglikelihood([request_], disable_tqdm=True)
+    with pytest.raises(EvaluationError, match=words):
+        ours.loglikelihood([request_], disable_tqdm=True)
+
+
+def test_a_bos_that_the_tokenizer_does_not_add_is_an_error():
+    with pytest.raises(RecipeError, match="add_bos"):
+        language_model(llama(), tokenizer(), mode="exact", max_length=64, add_bos=True)
+
+
+def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():
+    class Capped(type(llama())):
+        def forward(self, *args, **settings):
+            out = super().forward(*args, **settings)
+            out.logits = torch.tanh(out.logits)
+            return out
+
+    model = llama()
+    model.__class__ = Capped
+    with pytest.raises(UnavailableError, match="Capped changes its logits"):
+        language_model(model, tokenizer(), mode="exact", max_length=64)
+
+
+def test_a_batch_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
+    theirs, ours = both(llama(), batch_size=8)
+    expected = theirs.loglikelihood(choices(17), disable_tqdm=True)
+    decoder = ours._decoder
+
+    def small(ids, **settings):
+        if ids.shape[0] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decoder(ids, **settings)
+
+    ours._decoder = small
+    answers = ours.loglikelihood(choices(17), disable_tqdm=True)
+    assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
+    # Half a batch is another matrix product, which may round otherwise.
+    torch.testing.assert_close(
+        torch.tensor([a for a, _ in answers]), torch.tensor([a for a, _ in expected])
+    )
+    assert ours.report()["halvings"] > 0
+
+
+def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
+    _, ours = both(llama())
+
+    def never(ids, **settings):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ours._decoder = never
+    with pytest.raises(EvaluationError, match=r"lower evaluation\.max_length"):
+        ours.loglikelihood(choices(2), disable_tqdm=True)
+
+
+def test_the_report_says_how_the_scores_were_made():
+    _, ours = both(llama(), batch_size=4, max_length=200)
+    requests = [*choices(5), instance(text(8, 250), " the cat", 7)]
+    ours.loglikelihood(requests, disable_tqdm=True)
+    report = ours.report()
+    assert report["mode"] == "exact"
+    assert report["batch_size"] == 4
+    assert report["softmax_dtype"] == "float32"
+    assert report["requests"] == len(requests)
+    assert report["truncated"] == 1
+    assert report["batches"] == -(-len(requests) // 4)
+    assert report["peak_memory_gib"] > 0
+
+
+def test_progress_counts_every_request():
+    seen = []
+    lm = language_model(
+        llama(),
+        tokenizer(),
+        mode="exact",
+        max_length=64,
+        batch_size=4,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    lm.loglikelihood(choices(5), disable_tqdm=True)
+    count = len(choices(5))
+    assert seen[-1] == (count, count)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
