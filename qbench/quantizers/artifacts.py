@@ -1,0 +1,151 @@
+"""Quantized weights on disk, by content key, so that nothing is quantized twice.
+
+    ROOT/<digest of the original, 16 digits>/<quantizer>-<key, 16 digits>/
+        weights.safetensors     tensors named <module>/<tensor>
+        manifest.json           key, its parts, and every file's size and SHA-256
+
+A folder appears in one step, whole. A damaged one is noticed by digest and made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.linears import Tensors
+from qbench.quantizers.names import requirements
+from qbench.quantizers.settings import Settings
+
+FORMAT = 1
+WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
+DIGITS = 16
+
+
+class Damaged(Exception):
+    """An artifact on disk is not what its manifest says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Artifact:
+    """Where the weights of one checkpoint under one quantizer lie. ``parts`` are all that can
+    change them."""
+
+    folder: Path
+    parts: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return _key(self.parts)
+
+    @contextmanager
+    def locked(self, waiting: Callable[[], None]) -> Iterator[None]:
+        """Hold the artifact alone among processes; ``waiting`` is called where another has it."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waiting()
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def read(self, device: torch.device) -> tuple[dict[str, Tensors], str] | None:
+        """Tensors by module, and the note they were written with; None where there is nothing.
+
+        Raises Damaged where a file is missing, unreadable or not of the digest in the manifest.
+        """
+        if not self.folder.exists():
+            return None
+        try:
+            manifest = json.loads((self.folder / MANIFEST).read_bytes())
+            files, note = manifest["files"], manifest["note"]
+            if manifest["key"] != self.key:
+                raise Damaged(f"{MANIFEST}: another key")
+            for name, stated in files.items():
+                if _sha256(self.folder / name) != stated["sha256"]:
+                    raise Damaged(f"{name}: digest differs")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{type(error).__name__}: {error}") from None
+        result: dict[str, Tensors] = {}
+        for name, tensor in load_file(self.folder / WEIGHTS, device=str(device)).items():
+            module, part = name.split("/")
+            result.setdefault(module, {})[part] = tensor
+        return result, note
+
+    def write(self, tensors: dict[str, Tensors], note: str) -> None:
+        """Replace what is there, if anything, in one step."""
+        making = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+        flat = {
+            f"{module}/{part}": tensor.detach().cpu().contiguous()
+            for module, parts in tensors.items()
+            for part, tensor in parts.items()
+        }
+        save_file(flat, making / WEIGHTS)
+        manifest = {
+            "format": FORMAT,
+            "key": self.key,
+            "parts": self.parts,
+            "note": note,
+            "files": {
+                WEIGHTS: {
+                    "sha256": _sha256(making / WEIGHTS),
+                    "bytes": (making / WEIGHTS).stat().st_size,
+                }
+            },
+        }
+        (making / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        for path in making.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(self.folder, ignore_errors=True)
+        making.rename(self.folder)
+
+
+def artifact(
+    root: Path,
+    *,
+    digest: str,
+    settings: Settings,
+    calibration: Calibration | None,
+    device: torch.device,
+) -> Artifact:
+    """The artifact of the original weights ``digest`` under ``settings``."""
+    libraries = ("torch", "transformers", *requirements(settings))
+    parts = {
+        "original": digest,
+        "settings": asdict(settings),
+        "calibration": calibration.digest if calibration is not None else None,
+        "versions": {name: version(name) for name in libraries},
+        "device": device.type,
+        "format": FORMAT,
+    }
+    name = f"{settings.name}-{_key(parts)[:DIGITS]}"
+    return Artifact(folder=Path(root) / digest[:DIGITS] / name, parts=parts)
+
+
+def _key(parts: dict[str, Any]) -> str:
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,92 @@
+"""Text that calibrated quantizers see, as token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qbench.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """``samples`` rows of ``length`` token ids: int64 [samples, length]. ``digest`` is theirs."""
+
+    ids: Tensor
+    seed: int
+
+    @property
+    def samples(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of shape and ids; the file's name and format play no part."""
+        shape = f"{self.samples}x{self.length}:".encode()
+        return hashlib.sha256(shape + self.ids.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def read_calibration(
+    path: Path | str,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    length: int,
+    seed: int,
+) -> Calibration:
+    """Windows of ``length`` tokens from a JSON Lines file with a ``text`` in each line.
+
+    Documents are taken in an order drawn by ``seed``, without special tokens. A document of at
+    least ``length`` tokens gives one window, at a place drawn by ``seed``; shorter ones are joined
+    to their successors, the end-of-text token between them, until they do. Raises DataError for a
+    malformed file, or one with too little text.
+    """
+    texts = _read_texts(Path(path))
+    draw = random.Random(seed)
+    draw.shuffle(texts)
+    windows: list[list[int]] = []
+    joined: list[int] = []
+    for text in texts:
+        if len(windows) == samples:
+            break
+        if joined and tokenizer.eos_token_id is not None:
+            joined.append(tokenizer.eos_token_id)
+        # verbose=False: documents longer than the model's context are no mistake here.
+        joined += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(joined) >= length:
+            start = draw.randrange(len(joined) - length + 1)
+            windows.append(joined[start : start + length])
+            joined = []
+    if len(windows) < samples:
+        raise DataError(
+            f"{path}: gives {len(windows):,} windows of {length:,} tokens, {samples:,} were asked "
+            "for; lower calibration samples or length, or add text"
+        )
+    return Calibration(ids=torch.tensor(windows, dtype=torch.int64), seed=seed)
+
+
+def _read_texts(path: Path) -> list[str]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, TypeError, KeyError):
+            text = None
+        if not isinstance(text, str):
+            raise DataError(f"{path}: line {number}: not a JSON object with a text field")
+        texts.append(text)
+    return texts

@@ -1,0 +1,126 @@
+"""Our own small GPTQ in PyTorch: the library's cross-check, and for shapes that it refuses.
+
+Frantar, Ashkboos, Hoefler, Alistarh: GPTQ (2022), algorithm 1. With the Hessian H of a layer's
+inputs, columns are rounded one by one; each column's error, divided by its diagonal entry of the
+Cholesky factor of H⁻¹, is taken from the columns still to come.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qbench.errors import QuantizationError
+from qbench.quantizers import packed
+from qbench.quantizers.blocks import blocks, first_inputs, forward, hessian, input_groups
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.linears import (
+    Plain,
+    Progress,
+    Stored,
+    Tensors,
+    group_length,
+    linears,
+    plain,
+    require_whole_groups,
+)
+from qbench.quantizers.settings import Gptq
+
+BLOCK = 128  # columns updated at once; the others lag behind until it is done
+
+
+def quantize(
+    model: nn.Module, settings: Gptq, calibration: Calibration, progress: Progress
+) -> tuple[dict[str, Tensors], str]:
+    """What is to be stored for each linear layer, and what did it; ``model`` is overwritten.
+
+    Raises QuantizationError for odd shapes, or a Hessian that ``damp`` does not make regular.
+    """
+    for name, layer in linears(model).items():
+        require_whole_groups(settings, name, layer.in_features, "inputs")
+    root, decoder = blocks(model)
+    batches = first_inputs(model, calibration, settings.batch_size)
+    result: dict[str, Tensors] = {}
+    for index, block in enumerate(decoder):
+        groups = input_groups(block, *batches[0])
+        if not settings.true_sequential:  # all see the inputs of the unquantized block
+            hessians = [hessian(block, block.get_submodule(group[0]), batches) for group in groups]
+        for place, group in enumerate(groups):
+            progress(f"{root}.{index}", (index + place / len(groups)) / len(decoder))
+            if settings.true_sequential:
+                moments = hessian(block, block.get_submodule(group[0]), batches)
+            else:
+                moments = hessians[place]
+            factor, order = _factor(moments, settings, f"{root}.{index}.{group[0]}")
+            for name in group:
+                layer = block.get_submodule(name)
+                tensors = _solve(layer.weight, moments, factor, order, settings)
+                layer.weight.data = rebuild(plain(layer), tensors, settings).dequantize()
+                result[f"{root}.{index}.{name}"] = tensors
+        batches = [(forward(block, hidden, rest), rest) for hidden, rest in batches]
+    return result, "our own GPTQ"
+
+
+def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
+    group_size = group_length(settings, shape.in_features)
+    return packed.rebuild(shape, tensors, bits=settings.bits, group_size=group_size)
+
+
+def read(module: nn.Module) -> Stored | None:
+    return packed.read(module) if isinstance(module, packed.PackedLinear) else None
+
+
+def _factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, Tensor | None]:
+    """Upper Cholesky factor of H⁻¹ [in, in], and the order of its columns where not natural."""
+    damped = moments.clone()
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1  # inputs that are never on: any value does
+    order = torch.argsort(diagonal, descending=True) if settings.desc_act else None
+    diagonal += settings.damp * diagonal.mean()
+    if order is not None:
+        damped = damped[order][:, order]
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        return torch.linalg.cholesky(inverse, upper=True), order
+    except torch.linalg.LinAlgError:
+        raise QuantizationError(
+            f"{settings.name}: {name}: the Hessian is singular with damp {settings.damp:g}; "
+            "raise damp, or calibrate on more samples"
+        ) from None
+
+
+@torch.no_grad()
+def _solve(
+    weight: Tensor, moments: Tensor, factor: Tensor, order: Tensor | None, settings: Gptq
+) -> Tensors:
+    rest = weight.detach().float().clone()
+    rest[:, moments.diagonal() == 0] = 0
+    if order is not None:
+        rest = rest[:, order]
+    columns = rest.shape[1]
+    size = group_length(settings, columns)
+    codes = torch.empty_like(rest)
+    scales, zeros = [], []
+    step = size if size >= BLOCK else BLOCK // size * size  # no group crosses a block's border
+    for start in range(0, columns, step):
+        end = min(start + step, columns)
+        now, local = rest[:, start:end], factor[start:end, start:end]
+        errors = torch.empty_like(now)
+        for i in range(end - start):
+            if i % size == 0:
+                scale, zero = packed.grid(
+                    now[:, i : i + size], settings.bits, symmetric=settings.symmetric
+                )
+                scales.append(scale)
+                zeros.append(zero)
+            column = now[:, i : i + 1]
+            code = packed.nearest(column, scale, zero, settings.bits)
+            codes[:, start + i] = code[:, 0]
+            error = (column - (code - zero) * scale) / local[i, i]
+            now[:, i:] -= error * local[i, i:]
+            errors[:, i] = error[:, 0]
+        rest[:, end:] -= errors @ factor[start:end, end:]
+    tensors = packed.tensors_of(codes, torch.cat(scales, 1), torch.cat(zeros, 1), settings.bits)
+    if order is not None:
+        tensors["order"] = torch.argsort(order).to(torch.int32)
+    return tensors

@@ -1,0 +1,151 @@
+"""Our own quantized linear layer: codes packed to their real bits, a scale and a zero a group.
+
+Used by round-to-nearest and by our own GPTQ. The weight of row o, column i in group g is
+``scale[o, g] · (code[o, i] − zero[o, g])``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qbench.quantizers.linears import Plain, Stored, Tensors
+
+# A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+_CODES_A_BYTE = 8  # of the thinnest plane: rows are padded to a multiple of it
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [out, in] in 0 … 2^bits − 1 → bytes uint8 [out, ⌈in / 8⌉ · bits]."""
+    codes = nn.functional.pad(codes, (0, -codes.shape[1] % _CODES_A_BYTE))
+    planes, taken = [], 0
+    for width in _PLANES[bits]:
+        plane = (codes >> taken) & ((1 << width) - 1)
+        parts = plane.chunk(8 // width, dim=1)
+        byte = parts[0].clone()
+        for place, part in enumerate(parts[1:], start=1):
+            byte |= part << (place * width)
+        planes.append(byte)
+        taken += width
+    return torch.cat(planes, dim=1).contiguous()
+
+
+def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
+    """The inverse of ``pack``: uint8 [out, in_features]."""
+    padded = -(-in_features // _CODES_A_BYTE) * _CODES_A_BYTE
+    codes, start, taken = None, 0, 0
+    for width in _PLANES[bits]:
+        byte = packed[:, start : start + padded * width // 8]
+        mask = (1 << width) - 1
+        parts = [(byte >> (place * width)) & mask for place in range(8 // width)]
+        plane = torch.cat(parts, dim=1) if len(parts) > 1 else byte
+        codes = plane if codes is None else codes | (plane << taken)
+        start, taken = start + byte.shape[1], taken + width
+    return codes[:, :in_features]
+
+
+class PackedLinear(nn.Module):
+    """A linear layer over packed codes; its forward dequantizes, then multiplies.
+
+    ``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
+    [out, groups], ``order`` int32 [in] or None: column i of the weight is column order[i] of the
+    grouped codes (GPTQ's desc_act).
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        *,
+        bits: int,
+        group_size: int,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.bits, self.group_size, self.dtype = bits, group_size, dtype
+        self.in_features, self.out_features = in_features, out_features
+        for name in ("codes", "scale", "zero"):
+            self.register_buffer(name, tensors[name])
+        self.register_buffer("order", tensors.get("order"))
+        self.register_buffer("bias", bias)
+
+    def dequantize(self) -> Tensor:
+        """The weight, ``dtype`` [out, in]; computed in float32 and rounded once."""
+        codes = unpack(self.codes, self.bits, self.in_features)
+        groups = codes.view(self.out_features, -1, self.group_size).float()
+        weight = (groups - self.zero[..., None].float()) * self.scale[..., None].float()
+        weight = weight.view(self.out_features, self.in_features)
+        if self.order is not None:
+            weight = weight[:, self.order]
+        return weight.to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} → {self.out_features}, {self.bits} bits in {self.group_size}s"
+
+
+def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scale and zero for groups of weights, float32 [..., group] → two of [..., 1].
+
+    Rounding to nearest over [min(w, 0), max(w, 0)], or over ±max|w| with the zero in the middle:
+    the grid of the GPTQ paper's code. Scales are rounded to float16, as they are stored, so that
+    whoever rounds to this grid rounds to the values that will be used.
+    """
+    low, high = (
+        weight.amin(-1, keepdim=True).clamp(max=0),
+        weight.amax(-1, keepdim=True).clamp(min=0),
+    )
+    steps = 2**bits - 1
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    scale = ((high - low) / steps).half().float()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a group of zeros
+    zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else torch.round(-low / scale)
+    return scale, zero.clamp(0, steps)
+
+
+def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The codes, float32, of the grid's values nearest to ``weight``."""
+    return (torch.round(weight / scale) + zero).clamp_(0, 2**bits - 1)
+
+
+def tensors_of(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
+    """What is stored: codes [out, in], scale and zero [out, groups]."""
+    return {
+        "codes": pack(codes.to(torch.uint8), bits),
+        "scale": scale.half().contiguous(),
+        "zero": zero.to(torch.uint8).contiguous(),
+    }
+
+
+def rebuild(shape: Plain, tensors: Tensors, *, bits: int, group_size: int) -> PackedLinear:
+    return PackedLinear(
+        tensors,
+        bits=bits,
+        group_size=group_size,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        dtype=shape.dtype,
+        bias=shape.bias,
+    )
+
+
+def read(module: PackedLinear) -> Stored:
+    kept = (module.codes, module.scale, module.zero)
+    inverse = None if module.order is None else torch.argsort(module.order.long())
+
+    def groups(weight: Tensor) -> Tensor:
+        ordered = weight if inverse is None else weight[:, inverse]
+        return ordered.reshape(-1, module.group_size)
+
+    return Stored(
+        weight=module.dequantize(),
+        tensors=kept if module.order is None else (*kept, module.order),
+        groups=groups,
+    )
