@@ -12,6 +12,7 @@ from rich.console import Console
 
 from qbench import __version__
 from qbench.errors import QbenchError, RecipeError
+from qbench.executors import Job, gpu_slots, run_cells
 from qbench.quiet import settle, terminal
 
 settle()
@@ -50,7 +51,7 @@ Checkpoints = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="Folder of <task>/<split>.jsonl files: score from these, without the hub."),
+    typer.Option(help="Folder of TASK/SPLIT.jsonl files: score from these, without the hub."),
 ]
 Calibration = Annotated[
     Path | None,
@@ -64,7 +65,7 @@ Only = Annotated[
     typer.Option(metavar="PATTERN", help="Run only cells like this glob: 'softpick/gptq-*'."),
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="Results folder. Default: results/<name of the recipe>.")
+    Path | None, typer.Option(help="Results folder. Default: results/NAME, after the name in the recipe.")
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
 
@@ -82,6 +83,17 @@ def run_command(
     force: Annotated[
         bool, typer.Option("--force", help="Run cells again that have a good record.")
     ] = False,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="all|N", help="GPUs of this host to use. Default: one.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Cells side by side on each GPU, one process each, so that one is quantized while "
+            "others are scored. Default: 3 on a GPU, 1 on a CPU.",
+        ),
+    ] = None,
 ) -> None:
     """Quantize, audit and score every cell of a recipe; write records and delta tables.
 
@@ -89,20 +101,20 @@ def run_command(
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
     from qbench.progress import Display
-    from qbench.run import run_grid
-    from qbench.store import Store
 
     screen = terminal()
-    planned, store = _plan(recipe, checkpoint, data, calibration, limit, out, device)
+    job = _job(recipe, checkpoint, data, calibration, limit, out, device)
+    planned = _plan(job)
     cells = planned.select(only)
+    slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
     with Display(screen, len(cells)) as display:
         _announce(planned, display)
-        records = run_grid(planned, Store(store.directory), display, cells=cells, force=force)
-    _show_tables(store.directory)
-    failed = [record for record in records if record.status == "failed"]
-    for record in failed:
+        records = run_cells(planned, job, display, cells=cells, slots=slots, force=force)
+    _show_tables(job.out)
+    broken = [record for record in records if record.status == "failed"]
+    for record in broken:
         _complain(f"{record.cell}: failed: {record.error}")
-    if failed:
+    if broken:
         raise typer.Exit(1)
 
 
@@ -118,7 +130,10 @@ def plan_command(
     device: DeviceOption = Device.auto,
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing."""
-    planned, store = _plan(recipe, checkpoint, data, calibration, limit, out, device)
+    from qbench.store import Store
+
+    job = _job(recipe, checkpoint, data, calibration, limit, out, device)
+    planned, store = _plan(job), Store(job.out)
     for task in planned.tasks:
         scored = min(task.documents, planned.recipe.evaluation.limit or task.documents)
         typer.echo(f"task  {task.label}: {scored} of {task.documents} documents")
@@ -157,27 +172,29 @@ def _announce(planned, display) -> None:
         display.say(f"calibration text: {planned.calibration.path}")
 
 
-def _plan(recipe, checkpoint, data, calibration, limit, out, device):
+def _job(recipe, checkpoint, data, calibration, limit, out, device) -> Job:
+    """The options of ``run`` and ``plan``, the recipe read and checked."""
+    from qbench.environment import choose_device
     from qbench.recipe import Recipe
-    from qbench.store import Store
 
-    loaded = Recipe.load(
-        recipe,
-        checkpoints=_named(checkpoint),
+    named = _named(checkpoint)
+    loaded = Recipe.load(recipe, checkpoints=named, data=data, calibration=calibration, limit=limit)
+    return Job(
+        recipe=recipe,
+        checkpoints=tuple(named.items()),
         data=data,
         calibration=calibration,
         limit=limit,
+        out=out or Path("results") / loaded.name,
+        device=choose_device(device),
     )
-    directory = out or Path("results") / loaded.name
-    store = Store(directory)
-    from qbench.environment import choose_device
-    from qbench.plan import plan
+
+
+def _plan(job: Job):
     from qbench.quiet import redirected
 
-    chosen = choose_device(device)
-    with redirected(directory / "plan.log"):
-        planned = plan(loaded, device=chosen)
-    return planned, store
+    with redirected(job.out / "plan.log"):
+        return job.plan()
 
 
 def _named(pairs: list[str]) -> dict[str, str]:

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+SECONDS_BETWEEN_EVENTS = 0.1
+
+
+class Sink(Protocol):
+    """Where a cell at work says what it does; a display, or a queue to the one that draws."""
+
+    def begin(self, cell: str) -> None: ...
+    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None: ...
+    def advance(self, cell: str, completed: float, total: float | None = None) -> None: ...
+    def end(self, cell: str) -> None: ...
+    def say(self, line: str, style: str = "") -> None: ...
 
 
 class Display:
-    """Progress of the grid and of the cell at work.
-
-    ``cell`` opens a cell, ``step`` names what it does, ``advance`` says how far that is.
-    """
+    """Progress of the grid and of every cell at work."""
 
     def __init__(self, stream: TextIO, cells: int) -> None:
         self.console = Console(file=stream, highlight=False, soft_wrap=True)
-        self._cells, self._done = cells, 0
-        self._cell = ""
+        self._cells, self._begun = cells, 0
         self._started = time.monotonic()
+        self._numbers: dict[str, int] = {}
+        self._rows: dict[str, TaskID] = {}
         self._bars: Progress | None = None
         if self.console.is_terminal:
             self._bars = Progress(
@@ -29,12 +45,12 @@ class Display:
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[unit]}"),
+                TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=self.console,
                 transient=True,
             )
             self._grid = self._bars.add_task("grid", total=cells, unit="cells")
-            self._step = self._bars.add_task("", total=None, unit="", visible=False)
 
     def __enter__(self) -> Display:
         if self._bars:
@@ -49,31 +65,55 @@ class Display:
         """A line that stays."""
         self.console.print(line, style=style, markup=False)
 
-    @contextmanager
-    def cell(self, name: str) -> Iterator[None]:
-        self._cell = name
-        try:
-            yield
-        finally:
-            self._done += 1
-            self._cell = ""
-            if self._bars:
-                self._bars.update(self._grid, completed=self._done)
-                self._bars.update(self._step, visible=False)
+    def begin(self, cell: str) -> None:
+        self._begun += 1
+        self._numbers[cell] = self._begun
+        if self._bars:
+            self._rows[cell] = self._bars.add_task(cell, total=None, unit="")
 
-    def step(self, name: str, total: float | None = None, unit: str = "") -> None:
-        """The cell at work begins ``name``."""
+    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
+        """``cell`` begins ``name``, which is ``total`` units of work if that is known."""
         if self._bars:
             self._bars.reset(
-                self._step, description=f"{self._cell}: {name}", total=total, unit=unit,
-                visible=True,
-            )  # fmt: skip
+                self._rows[cell], description=f"{cell}: {name}", total=total, unit=unit
+            )
         else:
             elapsed = time.monotonic() - self._started
-            place = f"[{self._done + 1}/{self._cells}]"
-            self.say(f"{elapsed:7.1f}s {place} {self._cell}: {name}")
+            place = f"[{self._numbers[cell]}/{self._cells}]"
+            self.say(f"{elapsed:7.1f}s {place} {cell}: {name}")
 
-    def advance(self, completed: float, total: float | None = None) -> None:
-        """How far the step at work is; bars only, so that plain output stays a line a step."""
+    def advance(self, cell: str, completed: float, total: float | None = None) -> None:
+        """How far the step is; on bars alone, so that plain output stays a line a step."""
         if self._bars:
-            self._bars.update(self._step, completed=completed, total=total)
+            self._bars.update(self._rows[cell], completed=completed, total=total)
+
+    def end(self, cell: str) -> None:
+        if self._bars:
+            self._bars.remove_task(self._rows.pop(cell))
+            self._bars.advance(self._grid)
+
+
+class Sender:
+    """A Sink in another process: every call becomes a message ``(method, arguments)``."""
+
+    def __init__(self, queue) -> None:
+        self._queue = queue
+        self._last = 0.0
+
+    def begin(self, cell: str) -> None:
+        self._queue.put(("begin", (cell,)))
+
+    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
+        self._queue.put(("step", (cell, name, total, unit)))
+
+    def advance(self, cell: str, completed: float, total: float | None = None) -> None:
+        now = time.monotonic()
+        if now - self._last > SECONDS_BETWEEN_EVENTS:
+            self._last = now
+            self._queue.put(("advance", (cell, completed, total)))
+
+    def end(self, cell: str) -> None:
+        self._queue.put(("end", (cell,)))
+
+    def say(self, line: str, style: str = "") -> None:
+        self._queue.put(("say", (line, style)))

@@ -1,24 +1,21 @@
-"""Cell → Record: load, attend, quantize, audit, evaluate; and the loop over a grid."""
+"""Cell → Record: load, attend, quantize, audit, evaluate."""
 
 from __future__ import annotations
 
 import gc
 import os
 import traceback
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from filelock import FileLock, Timeout
 
 from qbench.environment import environment, measured
 from qbench.errors import AuditError, QbenchError
 from qbench.plan import Cell, Plan
-from qbench.progress import Display
+from qbench.progress import Sink
 from qbench.quantizers import requirements
 from qbench.quiet import redirected
 from qbench.record import Audit, Record, Score, Stage
@@ -47,41 +44,22 @@ class Outcome:
     outcomes: list[pd.DataFrame] = field(default_factory=list)
     responses: list[pd.DataFrame] = field(default_factory=list)
     scoring: dict[str, Any] = field(default_factory=dict)
-    attention: str = ""
 
 
-def run(cell: Cell, plan: Plan, store: Store, display: Display) -> Record:
+def run(cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record:
     """Run one cell and put its record into the store, whether it worked or not."""
     gathered = Outcome(started=datetime.now(UTC))
     log = store.log(cell.place)
     error = None
     with redirected(log):
         try:
-            _run(cell, plan, gathered, display)
+            _run(cell, plan, gathered, sink)
         except Exception as problem:
             traceback.print_exc()
             error = _one_line(problem, log)
         finally:
             _free(plan.device)
-    record = Record(
-        key=cell.key,
-        key_parts=cell.key_parts,
-        checkpoint=cell.checkpoint_name,
-        quantizer=cell.quantizer.label,
-        method=cell.quantizer.settings.method,
-        bits=cell.quantizer.settings.bits,
-        normalizer=cell.checkpoint.normalizer,
-        attention=gathered.attention or f"{cell.checkpoint.normalizer}/{cell.attention}",
-        status="failed" if error else "ok",
-        error=error,
-        scores=() if error else tuple(gathered.scores),
-        audit=gathered.audit,
-        scoring=gathered.scoring,
-        stages=tuple(gathered.stages),
-        environment=environment(plan.device, requirements(cell.quantizer.settings)),
-        started=gathered.started,
-        finished=datetime.now(UTC),
-    )
+    record = _record(cell, plan, gathered, error)
     whole = error is None
     store.put(
         record,
@@ -91,48 +69,47 @@ def run(cell: Cell, plan: Plan, store: Store, display: Display) -> Record:
     return record
 
 
-def run_grid(
-    plan: Plan, store: Store, display: Display, *, cells: Sequence[Cell], force: bool = False
-) -> list[Record]:
-    """Run every cell that has no good record yet. Cells that another run is at work on come
-    last, when that run has finished them. Returns the records of ``cells``, in order."""
-    store.put_grid(plan.grid)
-    waiting = deque((cell, False) for cell in cells)
-    done: dict[str, Record] = {}
-    while waiting:
-        cell, wait = waiting.popleft()
-        try:
-            with FileLock(store.lock_file(cell.place), timeout=-1 if wait else 0):
-                known = store.get(cell.place)
-                if known is not None and known.status == "ok" and (wait or not force):
-                    record = known
-                    with display.cell(cell.name):
-                        display.say(f"{cell.name}: already there")
-                else:
-                    with display.cell(cell.name):
-                        record = run(cell, plan, store, display)
-                    _report(record, display)
-        except Timeout:
-            display.say(f"{cell.name}: another run is at work on it; later")
-            waiting.append((cell, True))
-            continue
-        done[cell.name] = record
-    return [done[cell.name] for cell in cells]
+def failed(cell: Cell, plan: Plan, error: str) -> Record:
+    """The record of a cell that left none itself."""
+    return _record(cell, plan, Outcome(started=datetime.now(UTC)), error)
 
 
-def _run(cell: Cell, plan: Plan, gathered: Outcome, display: Display) -> None:
-    model, tokenizer = _load(cell, plan, gathered, display)
-    model = _quantize(cell, plan, model, tokenizer, gathered, display)
-    _audit(cell, plan, model, gathered, display)
-    _evaluate(cell, plan, model, tokenizer, gathered, display)
+def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Record:
+    settings = cell.quantizer.settings
+    return Record(
+        key=cell.key,
+        key_parts=cell.key_parts,
+        checkpoint=cell.checkpoint_name,
+        quantizer=cell.quantizer.label,
+        method=settings.method,
+        bits=settings.bits,
+        normalizer=cell.checkpoint.normalizer,
+        attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
+        status="failed" if error else "ok",
+        error=error,
+        scores=() if error else tuple(gathered.scores),
+        audit=gathered.audit,
+        scoring=gathered.scoring,
+        stages=tuple(gathered.stages),
+        environment=environment(plan.device, requirements(settings)),
+        started=gathered.started,
+        finished=datetime.now(UTC),
+    )
+
+
+def _run(cell: Cell, plan: Plan, gathered: Outcome, sink: Sink) -> None:
+    model, tokenizer = _load(cell, plan, gathered, sink)
+    model = _quantize(cell, plan, model, tokenizer, gathered, sink)
+    _audit(cell, plan, model, gathered, sink)
+    _evaluate(cell, plan, model, tokenizer, gathered, sink)
 
 
 def _load(
-    cell: Cell, plan: Plan, gathered: Outcome, display: Display
+    cell: Cell, plan: Plan, gathered: Outcome, sink: Sink
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from qbench.checkpoints import load_tokenizer
 
-    display.step("load")
+    sink.step(cell.name, "load")
     with measured("load", plan.device, gathered.stages):
         tokenizer = load_tokenizer(cell.checkpoint)
         model = _original(cell, plan)
@@ -158,13 +135,13 @@ def _quantize(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     gathered: Outcome,
-    display: Display,
+    sink: Sink,
 ) -> PreTrainedModel:
     from qbench.quantizers.calibration import read_calibration
     from qbench.quantizers.quantization import quantize
 
     settings = cell.quantizer.settings
-    display.step("quantize", total=1)
+    sink.step(cell.name, "quantize", total=1)
     with measured("quantize", plan.device, gathered.stages) as detail:
         calibration = None
         if settings.needs_calibration:
@@ -180,18 +157,16 @@ def _quantize(
             calibration=calibration,
             digest=cell.checkpoint.digest,
             artifacts=cache_folder() / "artifacts",
-            progress=lambda _, fraction: display.advance(fraction, 1),
+            progress=lambda _, fraction: sink.advance(cell.name, fraction, 1),
         )
         detail.append(quantized.detail)
     return quantized.model
 
 
-def _audit(
-    cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, display: Display
-) -> None:
+def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, sink: Sink) -> None:
     from qbench.quantizers.audit import audit
 
-    display.step("audit")
+    sink.step(cell.name, "audit")
     with measured("audit", plan.device, gathered.stages):
         original = _original(cell, plan)
         probe = _probe(original.config.vocab_size).to(plan.device)
@@ -208,7 +183,7 @@ def _evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     gathered: Outcome,
-    display: Display,
+    sink: Sink,
 ) -> None:
     from qbench.evaluation.evaluate import evaluate
     from qbench.evaluation.scoring import language_model
@@ -224,10 +199,10 @@ def _evaluate(
             add_bos=scoring.add_bos,
             softmax_dtype=scoring.softmax_dtype,
             tolerance=scoring.tolerance,
-            progress=lambda done, total: display.advance(done, total),
+            progress=lambda done, total: sink.advance(cell.name, done, total),
         )
         for task in plan.tasks:
-            display.step(f"evaluate {task.name}", unit="requests")
+            sink.step(cell.name, f"evaluate {task.name}", unit="requests")
             result = evaluate(scorer, task, limit=scoring.limit, seed=scoring.seed)
             gathered.scores += result.scores
             gathered.outcomes.append(result.outcomes)
@@ -241,21 +216,6 @@ def _probe(vocabulary: int) -> torch.Tensor:
 
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary, PROBE_SHAPE, generator=generator)
-
-
-def _report(record: Record, display: Display) -> None:
-    if record.status == "failed":
-        display.say(f"{record.cell}: FAILED: {record.error}", style="bold red")
-        return
-    seconds = {stage.name: stage.seconds for stage in record.stages}
-    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-    proof = ""
-    if record.audit is not None and record.bits is not None:
-        proof = (
-            f"; {record.audit.bits_per_weight:.2f} bits a weight, "
-            f"error {record.audit.weight_error:.3f}"
-        )
-    display.say(f"{record.cell}: done ({parts}{proof})")
 
 
 def _one_line(problem: Exception, log: Path) -> str:

@@ -1,0 +1,169 @@
+"""Where cells run: in this process, or side by side in processes that each see one GPU.
+
+Both speak the standard ``concurrent.futures.Executor`` interface, so that a cluster's executor
+can take their place without the runner knowing.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qbench.errors import RecipeError
+from qbench.progress import Sender, Sink
+from qbench.record import Record
+
+if TYPE_CHECKING:
+    from qbench.plan import Cell, Plan
+
+CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
+
+
+class SerialExecutor(Executor):
+    """Runs each call when it is submitted, in this process."""
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """All that a worker process needs to make the same plan as its parent."""
+
+    recipe: Path
+    checkpoints: tuple[tuple[str, str], ...]
+    data: Path | None
+    calibration: Path | None
+    limit: int | None
+    out: Path
+    device: str
+
+    def plan(self):
+        from qbench.plan import plan
+        from qbench.recipe import Recipe
+
+        recipe = Recipe.load(
+            self.recipe,
+            checkpoints=dict(self.checkpoints),
+            data=self.data,
+            calibration=self.calibration,
+            limit=self.limit,
+        )
+        return plan(recipe, device=self.device)
+
+
+def gpu_slots(gpus: str | None, workers: int | None, device: str) -> list[int]:
+    """The GPU of each worker process; an empty list means one cell at a time in this process.
+
+    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there.
+    """
+    if device == "cpu":
+        if gpus is not None:
+            raise RecipeError(f"--gpus {gpus}: this run computes on the CPU; leave --gpus out")
+        return [0] * workers if workers and workers > 1 else []
+    import torch
+
+    present = torch.cuda.device_count()
+    if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
+        raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
+    wanted = present if gpus == "all" else int(gpus or 1)
+    per_gpu = workers or CELLS_A_GPU
+    if wanted == 1 and per_gpu == 1:
+        return []
+    return [gpu for _ in range(per_gpu) for gpu in range(wanted)]
+
+
+def run_cells(
+    plan: Plan, job: Job, sink: Sink, *, cells: Sequence[Cell], slots: list[int], force: bool
+) -> list[Record]:
+    """Run ``cells`` in this process, or in one process a slot; their records in order."""
+    from qbench.grid import run_grid, run_if_needed
+    from qbench.store import Store
+
+    store = Store(job.out)
+    if slots:
+        with processes(job, slots, sink) as (executor, work):
+            return run_grid(
+                plan, store, sink, cells=cells, executor=executor, work=work, force=force
+            )
+    named = {cell.name: cell for cell in cells}
+
+    def here(name: str, force: bool, wait: bool) -> Record | None:
+        return run_if_needed(named[name], plan, store, sink, force=force, wait=wait)
+
+    return run_grid(
+        plan, store, sink, cells=cells, executor=SerialExecutor(), work=here, force=force
+    )
+
+
+@contextmanager
+def processes(job: Job, slots: list[int], sink: Sink) -> Iterator[tuple[Executor, Callable]]:
+    """An executor over one process a slot, and the work to submit to it."""
+    context = multiprocessing.get_context("spawn")
+    messages, free = context.Queue(), context.Queue()
+    for gpu in slots:
+        free.put(gpu)
+    drawing = threading.Thread(target=_draw, args=(messages, sink), daemon=True)
+    drawing.start()
+    executor = ProcessPoolExecutor(
+        max_workers=len(slots),
+        mp_context=context,
+        initializer=_settle_worker,
+        initargs=(job, messages, free),
+    )
+    try:
+        yield executor, _work
+    finally:
+        executor.shutdown(cancel_futures=True)
+        messages.put(None)
+        drawing.join()
+
+
+def _draw(messages: Any, sink: Sink) -> None:
+    while (message := messages.get()) is not None:
+        method, arguments = message
+        getattr(sink, method)(*arguments)
+
+
+_WORKER: dict[str, Any] = {}
+
+
+def _settle_worker(job: Job, messages: Any, free: Any) -> None:
+    gpu = free.get()
+    if job.device == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(n) for n in range(gpu + 1)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[gpu]
+    _WORKER.update(job=job, sink=Sender(messages))
+
+
+@functools.cache
+def _worker_plan():
+    from qbench.quiet import redirected
+
+    job = _WORKER["job"]
+    with redirected(job.out / "plan.log"):
+        return job.plan()
+
+
+def _work(name: str, force: bool, wait: bool) -> Record | None:
+    from qbench.grid import run_if_needed
+    from qbench.store import Store
+
+    plan = _worker_plan()
+    (cell,) = [cell for cell in plan.cells if cell.name == name]
+    store, sink = Store(_WORKER["job"].out), _WORKER["sink"]
+    return run_if_needed(cell, plan, store, sink, force=force, wait=wait)
