@@ -1,0 +1,248 @@
+"""Our attention inside transformers' models, through AttentionInterface and AttentionMaskInterface.
+
+``qbench-<normalizer>-<implementation>`` are the names that ``attn_implementation=`` takes, e.g.
+``qbench-softpick-reference``. What a model under these names understands:
+
+- no mask: causal, the last query aligned with the last key (also chunked prefill and decode);
+- ``attention_mask`` [B, T] of 0/1: padding on either side, or holes, also with a KV cache;
+- packed ``position_ids`` [B, T] (0 1 2 0 1 …) without mask and cache: no sequence sees another;
+- ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 [S + 1]), ``max_length_q``, ``max_length_k``, batch
+  1, no mask and no cache: the same, and the cheapest way for many sequences; pass
+  ``position_ids`` too, since the rotary embedding needs them;
+- a custom bool mask [B or 1, Hq or 1, Tq, Tk], True = attend, used as it is (no causality added).
+
+Additive masks are refused: their finite minimum would count in softpick's denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from qbench.attention import reference
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import RecipeError, UnavailableError
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+REFUSED = (
+    "softcap",
+    "position_bias",
+    "s_aux",
+    "cache",
+)  # change the scores; none of ours knows them
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Who attends to whom, made only when a layer asks: packed sequences with ``cu_seq_lens``
+    never do, and their dense mask would be quadratic."""
+
+    make: Callable[[], Tensor]
+    made: list[Tensor]
+
+    def dense(self) -> Tensor:
+        if not self.made:
+            self.made.append(self.make())
+        return self.made[0]
+
+
+def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
+    """The name to pass as ``attn_implementation=``.
+
+    ``implementation``: ``reference``, ``triton``, or ``auto``, which is triton on CUDA and the
+    reference elsewhere. Raises RecipeError for an unknown name, UnavailableError where triton
+    cannot run.
+    """
+    NORMALIZERS.get(normalizer)
+    kind = torch.device(device).type
+    if implementation not in IMPLEMENTATIONS:
+        raise RecipeError(
+            f"unknown attention {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}"
+        )
+    if implementation == "auto":
+        implementation = "triton" if kind == "cuda" else "reference"
+    if implementation == "triton":
+        _require_triton(kind)
+    return f"qbench-{normalizer}-{implementation}"
+
+
+def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
+    """Sets the attention of ``model``; returns what runs, e.g. ``softpick/triton``.
+
+    Errors as :func:`attention_name`, and UnavailableError where the model's class does not take
+    attention from outside.
+    """
+    device = next(model.parameters()).device
+    name = attention_name(normalizer, implementation, device)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise UnavailableError(
+            f"{type(model).__name__} does not take its attention from AttentionInterface; "
+            "use a model class of transformers that does, such as LlamaForCausalLM"
+        )
+    return name.removeprefix("qbench-").replace("-", "/")
+
+
+def _require_triton(kind: str) -> None:
+    from qbench.attention import kernels
+
+    problem = kernels.problem(kind)
+    if problem:
+        raise UnavailableError(f"attention: triton cannot run here: {problem}; use 'reference'")
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **options: Any,
+) -> Tensor | Mask | None:
+    """None where the mask is plain causality, aligned at the last key; else who sees whom."""
+    make = _dense_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size, options
+    )
+    if torch.compiler.is_compiling():
+        plain = attention_mask is None and isinstance(q_offset, int)
+    else:
+        plain = attention_mask is None or bool(attention_mask.all())
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    wide = local_size is None or kv_length < local_size
+    if allow_is_causal_skip and plain and aligned and wide:
+        return None
+    packed = not allow_is_causal_skip and attention_mask is None
+    if packed and not torch.compiler.is_compiling():
+        return Mask(make, [])
+    return make()
+
+
+def _dense_mask(
+    batch: int,
+    queries: int,
+    keys: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+    local_size: int | None,
+    options: dict[str, Any],
+) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        return sdpa_mask(
+            batch_size=batch,
+            q_length=queries,
+            kv_length=keys,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            attention_mask=padding,
+            local_size=local_size,
+            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
+
+    return make
+
+
+def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tensor, None]]:
+    """The function that transformers calls in each layer."""
+
+    def forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Mask | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        for name in REFUSED:
+            if options.get(name) is not None:
+                raise UnavailableError(f"{normalizer} attention has no {name}; use a model without")
+        if dropout:
+            raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if cu_seq_lens_q is not None:
+            output = _packed(
+                implementation, normalizer, query, key, value, scaling, causal,
+                cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k,
+            )  # fmt: skip
+            return output.transpose(1, 2), None
+        if isinstance(attention_mask, Mask):
+            attention_mask = attention_mask.dense()
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            raise UnavailableError(
+                f"{normalizer} attention takes bool masks, True = attend, not "
+                f"{attention_mask.dtype}; pass mask > -1 of an additive one"
+            )
+        output = _function(implementation)(
+            query,
+            key,
+            value,
+            normalizer=normalizer,
+            scale=scaling,
+            mask=attention_mask,
+            causal=causal and attention_mask is None,
+        )
+        return output.transpose(1, 2), None
+
+    return forward
+
+
+def _function(implementation: str) -> Callable[..., Tensor]:
+    if implementation == "reference":
+        return reference.attention
+    from qbench.attention import kernels
+
+    return kernels.attention
+
+
+def _packed(
+    implementation: str,
+    normalizer: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    causal: bool,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int | None,
+    longest_k: int | None,
+) -> Tensor:
+    """[1, H, T, D] of sequences in a row, none of which sees another."""
+    if implementation == "triton":
+        from qbench.attention import kernels
+
+        return kernels.packed_attention(
+            query, key, value, normalizer=normalizer, scale=scale, causal=causal,
+            starts_q=starts_q, starts_k=starts_k, longest_q=longest_q, longest_k=longest_k,
+        )  # fmt: skip
+    return reference.packed_attention(
+        query, key, value, normalizer=normalizer, scale=scale, causal=causal,
+        starts_q=starts_q, starts_k=starts_k,
+    )  # fmt: skip
+
+
+def _register() -> None:
+    for normalizer in NORMALIZERS:
+        for implementation in IMPLEMENTATIONS[1:]:
+            name = f"qbench-{normalizer}-{implementation}"
+            AttentionInterface.register(name, _attention(normalizer, implementation))
+            AttentionMaskInterface.register(name, _mask)
+
+
+_register()
