@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Backend(PinnedHFLM, abc.ABC):
         super().__init__(model, tokenizer, settings)
         self._progress = progress
         self._observer = observer
+        self._instances: Sequence[Any] = ()
         self._done = self._total = 0
         self._counts = {"requests": 0, "batches": 0, "tokens": 0, "truncated": 0, "halvings": 0}
         self._decoder, self._head = _parts(model)
@@ -133,6 +134,7 @@ class Backend(PinnedHFLM, abc.ABC):
             for owner, (_, context, continuation) in enumerate(requests)
         ]
         check_lengths(asked, self.max_length)
+        self._instances = ()
         return self._score(asked)
 
     def _observed(
@@ -142,6 +144,7 @@ class Backend(PinnedHFLM, abc.ABC):
         score: Callable[[Sequence[Request]], list[Answer]],
     ) -> list[Answer]:
         check_lengths(requests, self.max_length)
+        self._instances = instances
         self._counts["requests"] += len(requests)
         self._counts["truncated"] += sum(len(r.tokens) > self.max_length + 1 for r in requests)
         self._done, self._total = 0, len(requests)
@@ -158,6 +161,13 @@ class Backend(PinnedHFLM, abc.ABC):
     @property
     def _observe(self) -> Callable[[Scored, torch.Tensor], None] | None:
         return None if self._observer is None else self._observer.observe
+
+    def _document(self, owner: int) -> Hashable:
+        """What the requests of one document have in common."""
+        if not self._instances:
+            return owner
+        instance = self._instances[owner]
+        return instance.task_name, instance.doc_id
 
     def _advance(self, requests: int) -> None:
         self._done += requests

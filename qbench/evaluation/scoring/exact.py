@@ -22,6 +22,8 @@ from qbench.evaluation.scoring.rows import RowScores, Scored, score_rows, to_dev
 class ExactLM(Backend):
     """An lm-eval language model with HFLM's scores; ``report()`` says how it ran."""
 
+    _misread = True  # requests whose log-probability HFLM reads from the wrong rows
+
     def _score(self, requests: Sequence[Request]) -> list[Answer]:
         return self._score_batches(requests, self.settings.batch_size)
 
@@ -89,7 +91,7 @@ class ExactLM(Backend):
                 self._head,
                 hidden,
                 scored,
-                read=read,
+                read=read if self._misread else None,
                 softmax_dtype=self.softmax_dtype,
                 at_once=max(self._rows_at_once, len(hidden) if whole else 0),
                 multiple=multiple,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, UnavailableError
 from qbench.evaluation.scoring.backend import PinnedHFLM, Progress
 from qbench.evaluation.scoring.exact import ExactLM
+from qbench.evaluation.scoring.fast import FastLM
 from qbench.evaluation.scoring.rows import Observer
 from qbench.evaluation.scoring.settings import (
     AUTO_BATCH_SIZE,
     AUTO_BATCH_TOKENS,
+    AUTO_SAMPLE,
     AUTO_WINDOW_BATCH_SIZE,
     Mode,
     Settings,
@@ -39,8 +41,8 @@ def language_model(
     batch_tokens: int | Literal["auto"] = "auto",
     add_bos: bool = False,
     softmax_dtype: Literal["float32", "model"] = "float32",
-    tolerance: float = 0.25,
-    sample: int = 32,
+    tolerance: float = 0.05,
+    sample: int | Literal["auto"] = "auto",
     seed: int = 0,
     progress: Progress | None = None,
     observer: Observer | None = None,
@@ -48,8 +50,8 @@ def language_model(
     """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
 
     ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
-    ``fast`` gives scores within ``tolerance`` (see ``scoring.fast``), checked on ``sample``
-    documents a call. ``batch_size`` counts requests and, in fast mode, those of the sample;
+    ``fast`` gives scores within ``tolerance`` nats a scored token, checked on ``sample`` documents
+    a call. ``batch_size`` counts requests and, in fast mode, those of the sample;
     "auto" is a constant of the device type, since scores depend on it. ``max_length`` is in
     tokens. ``progress(done, total)`` counts requests; ``observer`` sees the log-probabilities
     of every scored token. ``report()`` of what is returned says how it ran.
@@ -66,11 +68,12 @@ def language_model(
         batch_tokens=(
             AUTO_BATCH_TOKENS.get(device, 2_048) if batch_tokens == "auto" else batch_tokens
         ),
+        measure_memory=batch_tokens == "auto",
         max_length=max_length,
         add_bos=add_bos,
         softmax_dtype=softmax_dtype,
         tolerance=tolerance,
-        sample=sample,
+        sample=AUTO_SAMPLE.get(device, 8) if sample == "auto" else sample,
         seed=seed,
     )
     if settings.batch_size < 1 or max_length < 2:
@@ -86,4 +89,11 @@ def language_model(
         return PinnedHFLM(model, tokenizer, settings)
     if mode == "exact":
         return ExactLM(model, tokenizer, settings, progress=progress, observer=observer)
+    if mode == "fast":
+        if mixes_batches(model):
+            raise UnavailableError(
+                "LLM.int8 chooses its outlier columns over the whole batch, so packing changes "
+                "its scores; use scoring: exact"
+            )
+        return FastLM(model, tokenizer, settings, progress=progress, observer=observer)
     raise RecipeError(f"unknown scoring {mode!r}; known: exact, fast, lm-eval")

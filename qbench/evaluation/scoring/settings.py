@@ -11,6 +11,7 @@ Mode = Literal["exact", "fast", "lm-eval"]
 AUTO_BATCH_SIZE = {"cuda": 64, "cpu": 8}
 AUTO_WINDOW_BATCH_SIZE = {"cuda": 8, "cpu": 1}
 AUTO_BATCH_TOKENS = {"cuda": 32_768, "cpu": 2_048}
+AUTO_SAMPLE = {"cuda": 32, "cpu": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,13 +19,16 @@ class Settings:
     """Settings of one language model; sizes are resolved, none is "auto" any more.
 
     ``batch_size`` counts requests, ``window_batch_size`` rolling windows of up to ``max_length``
-    tokens, ``batch_tokens`` the tokens of a packed batch (fast mode only).
+    tokens, ``batch_tokens`` the tokens of a packed batch (fast mode only): the most, where
+    ``measure_memory`` lets the device's memory decide. ``tolerance`` is in nats per scored token
+    and ``sample`` the documents of each call on which fast scoring is compared with exact.
     """
 
     mode: Mode
     batch_size: int
     window_batch_size: int
     batch_tokens: int
+    measure_memory: bool
     max_length: int
     add_bos: bool
     softmax_dtype: Literal["float32", "model"]

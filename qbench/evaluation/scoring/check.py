@@ -1,0 +1,81 @@
+"""How far fast scores lie from exact ones, on a sample of each call's documents."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qbench.errors import EvaluationError
+
+
+@dataclass(slots=True)
+class Check:
+    """Differences so far. ``tolerance`` is in nats per scored token."""
+
+    tolerance: float
+    documents: int = 0
+    requests: int = 0
+    changed: int = 0
+    largest: float = 0.0
+    largest_per_token: float = 0.0
+    total: float = 0.0
+    total_per_token: float = field(default=0.0)
+
+    def draw(self, documents: Sequence[Hashable], count: int, seed: int) -> list[int]:
+        """Places of all requests of ``count`` documents, drawn with ``seed``, in order."""
+        distinct = list(dict.fromkeys(documents))
+        chosen = set(random.Random(seed).sample(distinct, min(count, len(distinct))))
+        return [i for i, document in enumerate(documents) if document in chosen]
+
+    def add(
+        self,
+        *,
+        documents: Sequence[Hashable],
+        tokens: Sequence[int],
+        fast: Sequence[tuple[float, bool]],
+        exact: Sequence[tuple[float, bool]],
+    ) -> None:
+        """One entry a request. Raises EvaluationError where one leaves the tolerance."""
+        for count, (ours, _), (theirs, _) in zip(tokens, fast, exact, strict=True):
+            difference = abs(ours - theirs)
+            # A comparison that NaN fails: a score that is not a number is not within tolerance.
+            if not difference <= self.tolerance * count:
+                raise EvaluationError(
+                    f"fast scoring differs from exact by {difference:.4g} nats over {count} "
+                    f"tokens, more than evaluation.tolerance {self.tolerance:g} a token; "
+                    "use scoring: exact or raise the tolerance"
+                )
+            self.largest = max(self.largest, difference)
+            self.largest_per_token = max(self.largest_per_token, difference / count)
+            self.total += difference
+            self.total_per_token += difference / count
+        self.requests += len(tokens)
+        groups: dict[Hashable, list[int]] = {}
+        for i, document in enumerate(documents):
+            groups.setdefault(document, []).append(i)
+        self.documents += len(groups)
+        for places in groups.values():
+            self.changed += _answer(fast, places) != _answer(exact, places)
+
+    def report(self) -> dict[str, Any]:
+        """For the record; differences in nats, of whole requests and per scored token."""
+        count = max(1, self.requests)
+        return {
+            "documents": self.documents,
+            "requests": self.requests,
+            "largest": self.largest,
+            "mean": self.total / count,
+            "largest_per_token": self.largest_per_token,
+            "mean_per_token": self.total_per_token / count,
+            "changed_answers": self.changed,
+            "tolerance_per_token": self.tolerance,
+        }
+
+
+def _answer(scores: Sequence[tuple[float, bool]], places: Sequence[int]) -> int | bool:
+    """The likeliest choice, or for a single request whether it is the greedy continuation."""
+    if len(places) == 1:
+        return scores[places[0]][1]
+    return max(places, key=lambda i: scores[i][0])

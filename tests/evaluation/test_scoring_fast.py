@@ -1,0 +1,172 @@
+"""Fast scoring against exact: packing, order and batch size change nothing but rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scoring_models import KINDS, choices, instance, llama, pages, text, tokenizer
+
+from qbench.attention.interface import attend
+from qbench.errors import EvaluationError, UnavailableError
+from qbench.evaluation.scoring import fast as fast_module
+from qbench.evaluation.scoring import language_model
+
+ATTENTIONS = ["sdpa", "softmax", "softpick", "rectified"]
+
+
+def scorers(model, *, bos=False, max_length=64, batch_tokens=300, **settings):
+    return [
+        language_model(
+            model,
+            tokenizer(bos),
+            mode=mode,
+            max_length=max_length,
+            batch_size=4,
+            batch_tokens=batch_tokens,
+            add_bos=bos,
+            **settings,
+        )
+        for mode in ("exact", "fast")
+    ]
+
+
+def model_with(attention: str):
+    model = llama()
+    if attention != "sdpa":
+        assert attend(model, normalizer=attention) == f"{attention}/reference"
+    return model
+
+
+def assert_close(answers, expected, tolerance=1e-4):
+    assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
+    for (ours, _), (theirs, _) in zip(answers, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=tolerance)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "split in two" not in kind])
+def test_fast_equals_exact_in_float32(kind, attention):
+    exact, fast = scorers(model_with(attention))
+    expected = exact.loglikelihood(KINDS[kind], disable_tqdm=True)
+    assert_close(fast.loglikelihood(KINDS[kind], disable_tqdm=True), expected)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_rolling_windows_equal_exact_in_float32(attention):
+    exact, fast = scorers(model_with(attention))
+    requests = pages((3, 0, 75, 40, 1, 120))
+    expected = exact.loglikelihood_rolling(requests, disable_tqdm=True)
+    ours = fast.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert ours == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
+@pytest.mark.parametrize("batch_tokens", [1, 65, 500, 100_000])
+def test_the_size_of_a_pack_does_not_matter(batch_tokens, bos):
+    exact, fast = scorers(model_with("softpick"), batch_tokens=batch_tokens, bos=bos)
+    expected = exact.loglikelihood(choices(23, seed=3), disable_tqdm=True)
+    assert_close(fast.loglikelihood(choices(23, seed=3), disable_tqdm=True), expected)
+
+
+def test_the_order_of_requests_does_not_matter():
+    _, fast = scorers(model_with("softpick"))
+    requests = choices(23, seed=3)
+    forwards = fast.loglikelihood(requests, disable_tqdm=True)
+    backwards = fast.loglikelihood(requests[::-1], disable_tqdm=True)
+    assert_close(backwards[::-1], forwards)
+
+
+def test_one_input_split_in_two_places_is_read_from_the_right_rows():
+    """HFLM, and exact scoring with it, reads the wrong rows here; each request alone is right."""
+    exact, fast = scorers(llama())
+    requests = KINDS["one input split in two places"]
+    alone = [exact.loglikelihood([r], disable_tqdm=True)[0] for r in requests]
+    assert_close(fast.loglikelihood(requests, disable_tqdm=True), alone)
+    together = exact.loglikelihood(requests, disable_tqdm=True)
+    assert [a for a, _ in together] != pytest.approx([a for a, _ in alone])
+
+
+def test_choices_share_their_context():
+    exact, fast = scorers(llama(), sample=0, max_length=200)
+    requests = [instance(text(1, 40), " " + text(k, 2), 0, k) for k in range(5)]
+    for scorer in (exact, fast):
+        scorer.loglikelihood(requests, disable_tqdm=True)
+    context = len(tokenizer().encode(text(1, 40)))
+    assert exact.report()["tokens"] > 5 * context
+    assert fast.report()["tokens"] < 2 * context
+
+
+def test_the_model_has_its_own_attention_again_after_scoring():
+    model = model_with("softpick")
+    _, fast = scorers(model)
+    fast.loglikelihood(choices(3), disable_tqdm=True)
+    assert model.config._attn_implementation == "qbench-softpick-reference"
+
+
+def test_the_difference_from_exact_is_measured_and_reported():
+    _, fast = scorers(llama(dtype=torch.bfloat16), sample=6, tolerance=10.0)
+    requests = choices(17)
+    fast.loglikelihood(requests, disable_tqdm=True)
+    fast.loglikelihood_rolling(pages((30, 50, 20)), disable_tqdm=True)
+    difference = fast.report()["difference_from_exact"]
+    assert difference["documents"] == 6 + fast_module.WINDOWS
+    assert 0 < difference["mean"] <= difference["largest"] < 10
+    assert difference["largest_per_token"] <= difference["largest"]
+    assert difference["tolerance_per_token"] == 10.0
+
+
+def test_a_difference_beyond_the_tolerance_fails():
+    _, fast = scorers(llama(dtype=torch.bfloat16), tolerance=1e-9)
+    with pytest.raises(EvaluationError, match=r"more than evaluation\.tolerance 1e-09"):
+        fast.loglikelihood(choices(17), disable_tqdm=True)
+
+
+def test_scores_that_are_not_numbers_fail():
+    model = llama()
+    _, fast = scorers(model)
+    model.model.layers[1].mlp.down_proj.weight.data[:] = float("nan")
+    with pytest.raises(EvaluationError, match="differs from exact by nan"):
+        fast.loglikelihood(choices(3), disable_tqdm=True)
+
+
+def test_the_sample_is_not_counted():
+    _, with_sample = scorers(llama(), sample=9)
+    _, without = scorers(llama(), sample=0)
+    for scorer in (with_sample, without):
+        scorer.loglikelihood(choices(9), disable_tqdm=True)
+    counts = ("requests", "batches", "tokens", "truncated", "halvings")
+    assert [with_sample.report()[c] for c in counts] == [without.report()[c] for c in counts]
+
+
+def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
+    exact, fast = scorers(model_with("softpick"), batch_tokens=1000)
+    expected = exact.loglikelihood(choices(17), disable_tqdm=True)
+    decoder = fast._decoder
+
+    def small(ids, **settings):
+        if ids.numel() > 250:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decoder(ids, **settings)
+
+    fast._decoder = small
+    assert_close(fast.loglikelihood(choices(17), disable_tqdm=True), expected)
+    assert fast.report()["halvings"] > 0
+
+
+def test_llm_int8_is_refused_and_auto_takes_exact():
+    from qbench.evaluation.scoring import resolve_mode
+
+    class Linear8bitLt(torch.nn.Linear):
+        pass
+
+    model = llama()
+    assert resolve_mode(model, "auto") == "exact"
+    model.model.layers[0].self_attn.q_proj.__class__ = Linear8bitLt
+    assert resolve_mode(model, "auto") == "exact"
+    with pytest.raises(UnavailableError, match=r"LLM\.int8 .* use scoring: exact"):
+        language_model(model, tokenizer(), mode="fast", max_length=64)
+
+
+def test_an_attention_that_cannot_be_packed_is_refused():
+    with pytest.raises(UnavailableError, match="'eager'"):
+        language_model(llama(attention="eager"), tokenizer(), mode="fast", max_length=64)
