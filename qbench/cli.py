@@ -33,6 +33,11 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
 class Listing(StrEnum):
     quantizers = "quantizers"
     normalizers = "normalizers"
@@ -67,6 +72,13 @@ Only = Annotated[
 Out = Annotated[
     Path | None, typer.Option(help="Results folder. Default: results/NAME, after the name in the recipe.")
 ]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are "
+        "ten times slower in bfloat16.",
+    ),
+]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
 
 
@@ -77,9 +89,17 @@ def run_command(
     data: Data = None,
     calibration: Calibration = None,
     limit: Limit = None,
+    dtype: DtypeOption = None,
     only: Only = None,
     out: Out = None,
-    device: DeviceOption = Device.auto,
+    device: DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are "
+        "ten times slower in bfloat16.",
+    ),
+]
+DeviceOption = Device.auto,
     force: Annotated[
         bool, typer.Option("--force", help="Run cells again that have a good record.")
     ] = False,
@@ -103,7 +123,7 @@ def run_command(
     from qbench.progress import Display
 
     screen = terminal()
-    job = _job(recipe, checkpoint, data, calibration, limit, out, device)
+    job = _job(recipe, checkpoint, data, calibration, limit, dtype, out, device)
     planned = _plan(job)
     cells = planned.select(only)
     slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
@@ -125,14 +145,22 @@ def plan_command(
     data: Data = None,
     calibration: Calibration = None,
     limit: Limit = None,
+    dtype: DtypeOption = None,
     only: Only = None,
     out: Out = None,
-    device: DeviceOption = Device.auto,
+    device: DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are "
+        "ten times slower in bfloat16.",
+    ),
+]
+DeviceOption = Device.auto,
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing."""
     from qbench.store import Store
 
-    job = _job(recipe, checkpoint, data, calibration, limit, out, device)
+    job = _job(recipe, checkpoint, data, calibration, limit, dtype, out, device)
     planned, store = _plan(job), Store(job.out)
     for task in planned.tasks:
         scored = min(task.documents, planned.recipe.evaluation.limit or task.documents)
@@ -172,19 +200,27 @@ def _announce(planned, display) -> None:
         display.say(f"calibration text: {planned.calibration.path}")
 
 
-def _job(recipe, checkpoint, data, calibration, limit, out, device) -> Job:
+def _job(recipe, checkpoint, data, calibration, limit, dtype, out, device) -> Job:
     """The options of ``run`` and ``plan``, the recipe read and checked."""
     from qbench.environment import choose_device
     from qbench.recipe import Recipe
 
     named = _named(checkpoint)
-    loaded = Recipe.load(recipe, checkpoints=named, data=data, calibration=calibration, limit=limit)
+    loaded = Recipe.load(
+        recipe,
+        checkpoints=named,
+        data=data,
+        calibration=calibration,
+        limit=limit,
+        dtype=dtype,
+    )
     return Job(
         recipe=recipe,
         checkpoints=tuple(named.items()),
         data=data,
         calibration=calibration,
         limit=limit,
+        dtype=dtype,
         out=out or Path("results") / loaded.name,
         device=choose_device(device),
     )

@@ -48,6 +48,7 @@ class Job:
     data: Path | None
     calibration: Path | None
     limit: int | None
+    dtype: str | None
     out: Path
     device: str
 
@@ -61,6 +62,7 @@ class Job:
             data=self.data,
             calibration=self.calibration,
             limit=self.limit,
+            dtype=self.dtype,
         )
         return plan(recipe, device=self.device)
 

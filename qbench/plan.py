@@ -130,10 +130,11 @@ def _cell(
     calibration: CalibrationSource | None,
     shared: dict[str, Any],
 ) -> Cell:
-    from qbench.attention.interface import choose
+    from qbench.attention.interface import attention_name
 
     settings = quantizer.settings
-    attention = choose(recipe.evaluation.attention, device)
+    wanted = recipe.evaluation.attention
+    attention = attention_name(checkpoint.normalizer, wanted, device).rpartition("-")[2]
     scoring = _scoring(recipe, checkpoint, settings, device)
     libraries = requirements(settings) + (("triton",) if attention == "triton" else ())
     parts: dict[str, Any] = {

@@ -114,10 +114,12 @@ class Recipe(Strict):
         data: Path | None = None,
         calibration: Path | None = None,
         limit: int | None = None,
+        dtype: str | None = None,
     ) -> Recipe:
         """Read and check a recipe; the keyword arguments override what it says.
 
-        ``checkpoints`` maps names to folders or hub ids, relative to the working folder.
+        ``checkpoints`` maps names to folders or hub ids, relative to the working folder;
+        ``dtype`` (bfloat16 or float32) is computed in by all cells, unquantized ones too.
         Raises RecipeError, one line a problem.
         """
         raw = _read(path)
@@ -135,6 +137,8 @@ class Recipe(Strict):
             }
         if limit is not None:
             raw["evaluation"] = {**(raw.get("evaluation") or {}), "limit": limit}
+        if dtype is not None:
+            _override_dtype(raw, dtype)
         try:
             recipe = cls.model_validate({**raw, "folder": path.resolve().parent})
         except ValidationError as error:
@@ -248,6 +252,24 @@ def _override_checkpoints(path: Path, raw: dict[str, Any], overrides: dict[str, 
             f"{path}: checkpoints.{empty[0]}: no default is known; "
             f"say --checkpoint {empty[0]}=FOLDER_OR_HUB_ID"
         )
+
+
+def _override_dtype(raw: dict[str, Any], dtype: str) -> None:
+    raw["compute_dtype"] = dtype
+    unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
+    quantizers = raw.get("quantizers")
+    if not isinstance(quantizers, list):
+        return  # the schema says so, with its place
+    changed: list[Any] = []
+    for entry in quantizers:
+        name = entry.get("name") if isinstance(entry, dict) else entry
+        if name in ("bf16", "fp32"):
+            entry = unquantized
+        elif isinstance(entry, dict):
+            entry = {key: value for key, value in entry.items() if key != "compute_dtype"}
+        if entry not in changed:
+            changed.append(entry)
+    raw["quantizers"] = changed
 
 
 def _is_folder(source: str) -> bool:

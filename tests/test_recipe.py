@@ -113,3 +113,10 @@ def test_the_appendix_recipes_hold_every_precision_and_task_of_the_paper(name):
     }  # fmt: skip
     tasks = [task.name for task in recipe.tasks]
     assert tasks == ["arc_easy", "lambada_openai", "piqa", "sciq", "wikitext"]
+
+
+def test_another_dtype_replaces_the_unquantized_cell_and_what_quantized_ones_compute_in(tmp_path):
+    quantizers = ["bf16", {"name": "rtn-4bit", "compute_dtype": "bfloat16"}]
+    recipe = Recipe.load(write(tmp_path, quantizers=quantizers), dtype="float32")
+    assert [q.label for q in recipe.quantizers] == ["fp32", "rtn-4bit"]
+    assert {q.settings.compute_dtype for q in recipe.quantizers} == {"float32"}
