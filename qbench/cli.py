@@ -70,7 +70,7 @@ Only = Annotated[
     typer.Option(metavar="PATTERN", help="Run only cells like this glob: 'softpick/gptq-*'."),
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="Results folder. Default: results/NAME, after the name in the recipe.")
+    Path | None, typer.Option(help="Results folder. Default: results/NAME of the recipe.")
 ]
 DtypeOption = Annotated[
     Dtype | None,
@@ -92,14 +92,7 @@ def run_command(
     dtype: DtypeOption = None,
     only: Only = None,
     out: Out = None,
-    device: DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option(
-        help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are "
-        "ten times slower in bfloat16.",
-    ),
-]
-DeviceOption = Device.auto,
+    device: DeviceOption = Device.auto,
     force: Annotated[
         bool, typer.Option("--force", help="Run cells again that have a good record.")
     ] = False,
@@ -148,14 +141,7 @@ def plan_command(
     dtype: DtypeOption = None,
     only: Only = None,
     out: Out = None,
-    device: DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option(
-        help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are "
-        "ten times slower in bfloat16.",
-    ),
-]
-DeviceOption = Device.auto,
+    device: DeviceOption = Device.auto,
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing."""
     from qbench.store import Store
