@@ -1,8 +1,89 @@
-"""The Triton kernels: forward, backward and decode for every normalizer of one family."""
+"""The Triton kernels: forward, backward and decode for every normalizer of one family.
+
+``torch.ops.qbench.attention`` is a custom operator with a fake implementation, so that
+torch.compile takes it in one graph. Importing this package needs Triton; running it needs a
+CUDA device, or ``TRITON_INTERPRET=1`` in the environment, which runs the kernels on the CPU.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def problem(device: str) -> str | None:
-    """Why the kernels cannot run on this kind of device, or None."""
-    return "the kernels are not there yet"
+    """Why the kernels cannot run on this kind of device (``cuda``, ``cpu``), or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"the kernels need a CUDA device, not {device!r}"
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    normalizer: str,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    spans: Tensor | None = None,
+    longest_q: int | None = None,
+    longest_k: int | None = None,
+) -> Tensor:
+    """Attention by the kernels; arguments, result and errors as ``reference.attention``.
+
+    ``spans`` (int32 [S, 6], see :mod:`qbench.attention.kernels.spans`) limits it to sequences
+    inside the batch rows; rows outside them give 0. ``longest_q`` and ``longest_k`` are the most
+    query and key rows of one sequence, if known. Raises ValueError for float64.
+    """
+    from qbench.attention.kernels import operator
+    from qbench.attention.normalizers import NORMALIZERS
+    from qbench.attention.reference import check
+
+    NORMALIZERS.get(normalizer)
+    check(query, key, value, mask)
+    for tensor in (query, key, value):
+        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
+            raise ValueError(
+                f"the kernels take bfloat16, float16 or float32, one for all, not {tensor.dtype}; "
+                "reference.attention takes float64"
+            )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"scale must be positive; it is {scale}")
+    return operator.apply(
+        query, key, value, mask, spans, normalizer, scale, causal, window or 0,
+        longest_q or query.shape[2], longest_k or key.shape[2],
+    )  # fmt: skip
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    normalizer: str,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int | None = None,
+    longest_k: int | None = None,
+) -> Tensor:
+    """Sequences laid in a row in [1, H, T, D]; arguments as ``reference.packed_attention``."""
+    from qbench.attention.kernels.spans import packed_spans
+
+    return attention(
+        query, key, value, normalizer=normalizer, scale=scale, causal=causal, window=window,
+        spans=packed_spans(starts_q, starts_k), longest_q=longest_q, longest_k=longest_k,
+    )  # fmt: skip

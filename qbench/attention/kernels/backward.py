@@ -1,0 +1,282 @@
+"""Backward pass: one kernel for the keys' and values' gradients, one for the queries'.
+
+Both recompute the weights from the rows' levels. Each program alone writes what it computes, in
+a fixed order of additions, so gradients are the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qbench.attention.kernels.family import load_rows, score_gradient, sequence, visible, wide
+
+
+@triton.jit(do_not_specialize=["rows_total", "queries"])
+def delta_kernel(
+    output, gradient, delta, rows_total, queries, heads,
+    o_b, o_h, o_t, g_b, g_h, g_t,
+    M: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """D = dO · o of each row, [B, H, Tq]."""
+    row = wide(tl.program_id(0)) * M + tl.arange(0, M)
+    columns = tl.arange(0, DV_BLOCK)
+    batch = row // (heads * queries)
+    head = row // queries % heads
+    place = row % queries
+    inside = (row[:, None] < rows_total) & (columns[None, :] < DV)
+    at = batch * o_b + head * o_h + place * o_t
+    out = tl.load(output + at[:, None] + columns[None, :], mask=inside, other=0.0)
+    at = batch * g_b + head * g_h + place * g_t
+    grad = tl.load(gradient + at[:, None] + columns[None, :], mask=inside, other=0.0)
+    products = out.to(tl.float32) * grad.to(tl.float32)
+    tl.store(delta + row, tl.sum(products, 1), mask=row < rows_total)
+
+
+@triton.jit
+def key_sweep(
+    dk, dv, k, v, keys, begin, end,
+    q_source, g_source, level_row, delta_row, mask, batch, head, stop_q, stop_k, shift, window,
+    scale, q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
+    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASKED: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys."""
+    for start in tl.range(begin, end, M, num_stages=STAGES):
+        rows = start + tl.arange(0, M)
+        q = load_rows(
+            q_source, batch, head, start, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, MASKED, False
+        )
+        if MASKED:  # a row beyond the last has level +∞, so all its weights are 0
+            level = tl.load(level_row + rows, mask=rows < stop_q, other=float("inf"))
+            delta = tl.load(delta_row + rows, mask=rows < stop_q, other=0.0)
+        else:
+            level = tl.load(level_row + rows)
+            delta = tl.load(delta_row + rows)
+        scores = tl.dot(k, q.T, input_precision="ieee")
+        g = load_rows(
+            g_source, batch, head, start, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, MASKED, False
+        )
+        dp = tl.dot(v, g.T, input_precision="ieee")
+        weight, ds = score_gradient(
+            scores * scale, level[None, :], dp, delta[None, :], NORMALIZER, PRECISE
+        )
+        if MASKED:
+            seen = visible(
+                rows[None, :], keys[:, None], stop_q, stop_k, shift, window,
+                mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
+            )  # fmt: skip
+            weight = tl.where(seen, weight, 0.0)
+            ds = tl.where(seen, ds, 0.0)
+        dv = tl.dot(weight.to(g.dtype), g, dv, input_precision="ieee")
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["queries", "keys_total", "window", "mask_b", "mask_h", "mask_t"])
+def key_kernel(
+    q_source, k_source, v_source, g_source, levels, deltas, imprecise, dk_out, dv_out, mask, spans,
+    kv_heads, group, queries, keys_total, window, scale, score_scale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_k,
+    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    SPANS: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of N keys and values, over all query heads that share them."""
+    kv_head = tl.program_id(1) % kv_heads
+    batch, start_q, stop_q, start_k, stop_k, shift = sequence(
+        spans, tl.program_id(1) // kv_heads, queries, keys_total, SPANS
+    )
+    first = start_k + tl.program_id(0) * N
+    if first >= stop_k:
+        return
+    keys = first + tl.arange(0, N)
+    k = load_rows(
+        k_source, batch, kv_head, first, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, True, False
+    )
+    v = load_rows(
+        v_source, batch, kv_head, first, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, True, False
+    )
+    begin = start_q
+    end = stop_q
+    if CAUSAL:
+        begin = tl.maximum(begin, first - shift)
+    whole_begin = begin
+    if CAUSAL:
+        whole_begin += tl.cdiv(tl.maximum(0, first + N - 1 - shift - begin), M) * M
+    whole_end = end
+    if WINDOW:
+        end = tl.minimum(end, first + N - 1 - shift + window)
+        whole_end = tl.minimum(end, first - shift + window)
+    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // M * M
+    if HAS_MASK:
+        whole_begin = begin
+        whole_end = begin
+
+    # Where the forward pass met rows of tiny scores, weights need the series for e^x − 1.
+    careful = tl.load(imprecise) != 0
+    dk = tl.zeros([N, D_BLOCK], tl.float32)
+    dv = tl.zeros([N, DV_BLOCK], tl.float32)
+    for member in range(group):
+        head = kv_head * group + member
+        line = (wide(batch) * kv_heads * group + head) * queries
+        if PRECISE or careful:
+            dk, dv = key_sweep(
+                dk, dv, k, v, keys, begin, end,
+                q_source, g_source, levels + line, deltas + line, mask, batch, head,
+                stop_q, stop_k, shift, window, score_scale,
+                q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, M, D, D_BLOCK, DV, DV_BLOCK, 1,
+            )  # fmt: skip
+        else:
+            if CAUSAL and not HAS_MASK:
+                dk, dv = key_sweep(
+                    dk, dv, k, v, keys, begin, tl.minimum(whole_begin, end),
+                    q_source, g_source, levels + line, deltas + line, mask, batch, head,
+                    stop_q, stop_k, shift, window, score_scale,
+                    q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
+                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, M, D, D_BLOCK,
+                    DV, DV_BLOCK, STAGES,
+                )  # fmt: skip
+            if not HAS_MASK:
+                dk, dv = key_sweep(
+                    dk, dv, k, v, keys, whole_begin, whole_end,
+                    q_source, g_source, levels + line, deltas + line, mask, batch, head,
+                    stop_q, stop_k, shift, window, score_scale,
+                    q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
+                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, False, M, D, D_BLOCK,
+                    DV, DV_BLOCK, STAGES,
+                )  # fmt: skip
+            dk, dv = key_sweep(
+                dk, dv, k, v, keys, whole_end, end,
+                q_source, g_source, levels + line, deltas + line, mask, batch, head,
+                stop_q, stop_k, shift, window, score_scale,
+                q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, M, D, D_BLOCK,
+                DV, DV_BLOCK, STAGES,
+            )  # fmt: skip
+
+    place = dk_out + wide(batch) * dk_b + wide(kv_head) * dk_h
+    columns = tl.arange(0, D_BLOCK)
+    tl.store(
+        place + wide(keys)[:, None] * dk_t + columns[None, :],
+        (dk * scale).to(dk_out.dtype.element_ty),
+        mask=(keys[:, None] < stop_k) & (columns[None, :] < D),
+    )
+    place = dv_out + wide(batch) * dv_b + wide(kv_head) * dv_h
+    columns = tl.arange(0, DV_BLOCK)
+    tl.store(
+        place + wide(keys)[:, None] * dv_t + columns[None, :],
+        dv.to(dv_out.dtype.element_ty),
+        mask=(keys[:, None] < stop_k) & (columns[None, :] < DV),
+    )
+
+
+@triton.jit
+def query_sweep(
+    dq, q, g, level, delta, rows, begin, end,
+    k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
+    k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASKED: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries."""
+    for start in tl.range(begin, end, N, num_stages=STAGES):
+        k = load_rows(
+            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, MASKED, False
+        )
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        v = load_rows(
+            v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, MASKED, False
+        )
+        dp = tl.dot(g, v.T, input_precision="ieee")
+        # The weights themselves are not needed here, so neither is their precise form.
+        _, ds = score_gradient(
+            scores * scale, level[:, None], dp, delta[:, None], NORMALIZER, False
+        )
+        if MASKED:
+            keys = start + tl.arange(0, N)
+            seen = visible(
+                rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
+                mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
+            )  # fmt: skip
+            ds = tl.where(seen, ds, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
+def query_kernel(
+    q_source, k_source, v_source, g_source, levels, deltas, dq_out, mask, spans,
+    heads, group, queries, keys, window, scale, score_scale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
+    mask_b, mask_h, mask_t, mask_k,
+    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    SPANS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of M queries."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1) % heads
+    batch, start_q, stop_q, start_k, stop_k, shift = sequence(
+        spans, tl.program_id(1) // heads, queries, keys, SPANS
+    )
+    first = start_q + block * M
+    if first >= stop_q:
+        return
+    kv_head = head // group
+    rows = first + tl.arange(0, M)
+    q = load_rows(q_source, batch, head, first, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, True, False)
+    g = load_rows(g_source, batch, head, first, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, True, False)
+    line = (wide(batch) * heads + head) * queries
+    level = tl.load(levels + line + rows, mask=rows < stop_q, other=float("inf"))
+    delta = tl.load(deltas + line + rows, mask=rows < stop_q, other=0.0)
+
+    begin = start_k
+    end = stop_k
+    whole_end = stop_k
+    if CAUSAL:
+        end = tl.minimum(stop_k, tl.minimum(first + M, stop_q) + shift)
+        whole_end = tl.minimum(stop_k, first + shift + 1)
+    if WINDOW:
+        begin = tl.maximum(begin, first + shift - window + 1)
+    whole_begin = begin
+    if WINDOW:
+        whole_begin += tl.cdiv(tl.maximum(0, first + M + shift - window - begin), N) * N
+    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // N * N
+    if HAS_MASK:
+        whole_begin = begin
+        whole_end = begin
+
+    dq = tl.zeros([M, D_BLOCK], tl.float32)
+    if WINDOW:
+        dq = query_sweep(
+            dq, q, g, level, delta, rows, begin, whole_begin,
+            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
+            score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        )  # fmt: skip
+    if not HAS_MASK:
+        dq = query_sweep(
+            dq, q, g, level, delta, rows, whole_begin, whole_end,
+            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
+            score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        )  # fmt: skip
+    dq = query_sweep(
+        dq, q, g, level, delta, rows, whole_end, end,
+        k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
+        score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+    )  # fmt: skip
+    place = dq_out + wide(batch) * dq_b + wide(head) * dq_h
+    columns = tl.arange(0, D_BLOCK)
+    tl.store(
+        place + wide(rows)[:, None] * dq_t + columns[None, :],
+        (dq * scale).to(dq_out.dtype.element_ty),
+        mask=(rows[:, None] < stop_q) & (columns[None, :] < D),
+    )

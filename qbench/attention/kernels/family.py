@@ -1,0 +1,161 @@
+"""What the kernels share: the normalizers' formulas on a tile of scores, and whose keys are whose.
+
+Scores are kept in units of log2: y = x · log2 e, so that e^x is one exp2 instruction. ``maximum``
+is m in the same units; softpick and rectified floor it at 0, which changes neither function.
+
+``NORMALIZER`` is a compile-time string. A new one adds a branch to :func:`terms`,
+:func:`masked_score` and :func:`score_gradient`, and a reference.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: RET505 (Triton compiles an early return in a constexpr branch only with its else)
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# Below this m (in log2 units), e^(x − m) − e^(−m) has lost more bits than fp16 and bf16 keep:
+# exp2 is right to about 2^-22 of e^(−m). Such tiles, which are rare, are computed again with
+# a polynomial for e^x − 1.
+SMALL_MAXIMUM = tl.constexpr(2.0**-11)
+
+
+@triton.jit
+def wide(index):
+    """In 64 bits: a long packed batch has more elements than 32 can count."""
+    return tl.full([], 0, tl.int64) + index
+
+
+@triton.jit
+def expm1_near_zero(y):
+    """e^x − 1 for x = y · ln 2, |y| ≤ 1/4: seven terms of the series, right to 1e-9 of itself."""
+    x = y * LN_2
+    return x * (
+        1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
+    )
+
+
+@triton.jit
+def masked_score(NORMALIZER: tl.constexpr):
+    """The score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
+    return 0.0 if NORMALIZER == "softpick" else float("-inf")
+
+
+@triton.jit
+def first_maximum(NORMALIZER: tl.constexpr):
+    """Where the running maximum starts."""
+    return float("-inf") if NORMALIZER == "softmax" else 0.0
+
+
+@triton.jit
+def terms(y, shift, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
+    """What each score adds above and below the fraction line, times 2^−shift."""
+    e = tl.math.exp2(y - shift)
+    if NORMALIZER == "softpick":
+        floor = tl.math.exp2(-shift)
+        difference = e - floor
+        if PRECISE:
+            difference = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), difference)
+        return tl.maximum(difference, 0.0), tl.abs(difference)
+    elif NORMALIZER == "rectified":
+        e = tl.where(y >= 0, e, 0.0)
+        return e, e
+    else:
+        return e, e
+
+
+@triton.jit
+def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr):
+    """The output rows, and each row's level: m + log2 Σ, from which the backward pass recomputes
+    weights as 2^(y − level). A row with nothing to attend to gives 0 and level +∞."""
+    if NORMALIZER == "softpick":
+        total += EPSILON
+        return acc / total[:, None], maximum + tl.math.log2(total)
+    else:
+        empty = total == 0
+        safe = tl.where(empty, 1.0, total)
+        level = tl.where(empty, float("inf"), maximum + tl.math.log2(safe))
+        return acc / safe[:, None], level
+
+
+@triton.jit
+def score_gradient(y, level, dp, delta, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
+    """Weights and gradient of the scores (equation 7 for softpick, with E = e^(x − m) / Σ):
+    dS = E · (step(x) dP − sign(x) D), where dP = dO · v and D = dO · o. A score of exactly 0,
+    where the function has a kink, counts as negative."""
+    e = tl.math.exp2(y - level)
+    if NORMALIZER == "softpick":
+        floor = tl.math.exp2(-level)
+        weight = e - floor
+        if PRECISE:
+            weight = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), weight)
+        return tl.maximum(weight, 0.0), e * tl.where(y > 0, dp - delta, delta)
+    else:
+        if NORMALIZER == "rectified":
+            e = tl.where(y >= 0, e, 0.0)
+        return e, e * (dp - delta)
+
+
+@triton.jit
+def sequence(spans, index, queries, keys, SPANS: tl.constexpr):
+    """Batch row, first and last + 1 query row, first and last + 1 key row, and the shift: query
+    row i stands at key row i + shift."""
+    if SPANS:
+        entry = spans + index * 6
+        return (
+            tl.load(entry),
+            tl.load(entry + 1),
+            tl.load(entry + 2),
+            tl.load(entry + 3),
+            tl.load(entry + 4),
+            tl.load(entry + 5),
+        )
+    else:
+        return index, 0, queries, 0, keys, keys - queries
+
+
+@triton.jit
+def load_rows(
+    source, batch, head, row, stop, stride_b, stride_h, stride_t,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, WIDTH_BLOCK] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
+    BOUNDED. With TMA ``source`` is a tensor descriptor of [B, H, T, D], else a pointer."""
+    if TMA:
+        return source.load([batch, head, row, 0]).reshape(ROWS, WIDTH_BLOCK)
+    else:
+        base = source + wide(batch) * stride_b + wide(head) * stride_h
+        base += wide(row) * stride_t
+        rows = tl.arange(0, ROWS)
+        columns = tl.arange(0, WIDTH_BLOCK)
+        pointers = base + rows[:, None] * stride_t + columns[None, :]
+        if BOUNDED:
+            inside = (rows[:, None] + row < stop) & (columns[None, :] < WIDTH)
+            return tl.load(pointers, mask=inside, other=0.0)
+        elif WIDTH_BLOCK == WIDTH:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
+
+
+@triton.jit
+def visible(
+    rows, keys, stop_q, stop_k, shift, window, mask, batch, head, mask_b, mask_h, mask_t, mask_k,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Which of ``keys`` each of ``rows`` attends to; the two broadcast against each other."""
+    seen = keys < stop_k
+    own = rows + shift
+    if CAUSAL:
+        seen = seen & (keys <= own)
+    if WINDOW:
+        seen = seen & (keys > own - window)
+    if HAS_MASK:
+        place = mask + wide(batch) * mask_b + wide(head) * mask_h
+        place = place + wide(rows) * mask_t + keys * mask_k
+        inside = (rows < stop_q) & (keys < stop_k)
+        seen = seen & (tl.load(place, mask=inside, other=0) != 0)
+    return seen

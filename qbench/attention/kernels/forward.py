@@ -1,0 +1,165 @@
+"""Forward pass: one program a block of queries, over the keys in tiles.
+
+The keys of a block fall into three ranges: tiles that some row may see only in part (left of a
+sliding window), tiles that every row sees whole, and tiles cut by causality or the end of the
+sequence. Only the first and last need masks, and only they pay for them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qbench.attention.kernels.family import (
+    SMALL_MAXIMUM,
+    finish,
+    first_maximum,
+    load_rows,
+    masked_score,
+    sequence,
+    terms,
+    visible,
+    wide,
+)
+
+
+@triton.jit
+def sweep(
+    acc, total, maximum, q, rows, begin, end,
+    k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
+    k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    MASKED: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr, TMA: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr,
+    DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys from ``begin`` to ``end`` into the running output, sum and maximum."""
+    for start in tl.range(begin, end, N, num_stages=STAGES):
+        k = load_rows(
+            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, MASKED, TMA
+        )
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        if MASKED:
+            keys = start + tl.arange(0, N)
+            seen = visible(
+                rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
+                mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
+            )  # fmt: skip
+            scores = tl.where(seen, scores, masked_score(NORMALIZER))
+        highest = tl.max(scores, 1)
+        raised = tl.maximum(maximum, highest * scale)
+        shift_2 = raised
+        if NORMALIZER == "softmax":  # a row that has seen no key yet must not give −∞ − (−∞)
+            shift_2 = tl.where(raised == float("-inf"), 0.0, raised)
+        above, below = terms(scores * scale, shift_2[:, None], NORMALIZER, PRECISE)
+        lower = tl.math.exp2(maximum - shift_2)
+        total = total * lower + tl.sum(below, 1)
+        acc = acc * lower[:, None]
+        maximum = raised
+        if SKIP:
+            if tl.max(highest) > 0:
+                v = load_rows(
+                    v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK,
+                    MASKED, TMA,
+                )  # fmt: skip
+                acc = tl.dot(above.to(v.dtype), v, acc, input_precision="ieee")
+        else:
+            v = load_rows(
+                v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK,
+                MASKED, TMA,
+            )  # fmt: skip
+            acc = tl.dot(above.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, total, maximum
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
+def forward_kernel(
+    q_source, k_source, v_source, output, levels, imprecise, mask, spans,
+    heads, group, queries, keys, window, scale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
+    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    SPANS: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr, TMA: tl.constexpr,
+    EPSILON: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Causal blocks at the end have the most keys: they start first, so that none starts late.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1) % heads
+    batch, start_q, stop_q, start_k, stop_k, shift = sequence(
+        spans, tl.program_id(1) // heads, queries, keys, SPANS
+    )
+    first = start_q + block * M
+    if first >= stop_q:
+        return
+    kv_head = head // group
+    rows = first + tl.arange(0, M)
+    q = load_rows(q_source, batch, head, first, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, True, False)
+
+    begin = start_k
+    end = stop_k
+    whole_end = stop_k
+    if CAUSAL:
+        end = tl.minimum(stop_k, tl.minimum(first + M, stop_q) + shift)
+        whole_end = tl.minimum(stop_k, first + shift + 1)
+    if WINDOW:
+        begin = tl.maximum(begin, first + shift - window + 1)
+    whole_begin = begin
+    if WINDOW:
+        whole_begin += tl.cdiv(tl.maximum(0, first + M + shift - window - begin), N) * N
+    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // N * N
+    if HAS_MASK:
+        whole_begin = begin
+        whole_end = begin
+
+    acc = tl.zeros([M, DV_BLOCK], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    maximum = tl.full([M], first_maximum(NORMALIZER), tl.float32)
+    if WINDOW:
+        acc, total, maximum = sweep(
+            acc, total, maximum, q, rows, begin, whole_begin,
+            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
+            k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, PRECISE, SKIP, TMA,
+            N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        )  # fmt: skip
+    if not HAS_MASK:
+        acc, total, maximum = sweep(
+            acc, total, maximum, q, rows, whole_begin, whole_end,
+            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
+            k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, PRECISE, SKIP, TMA,
+            N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        )  # fmt: skip
+    acc, total, maximum = sweep(
+        acc, total, maximum, q, rows, whole_end, end,
+        k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
+        k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, PRECISE, SKIP, TMA,
+        N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+    )  # fmt: skip
+
+    if NORMALIZER == "softpick" and not PRECISE:
+        small = (maximum > 0) & (maximum < SMALL_MAXIMUM) & (rows < stop_q)
+        if tl.max(small.to(tl.int32)) > 0:
+            tl.store(imprecise, 1)  # every program that stores, stores the same
+            acc, total, maximum = sweep(
+                tl.zeros([M, DV_BLOCK], tl.float32), tl.zeros([M], tl.float32),
+                tl.zeros([M], tl.float32), q, rows, begin, end,
+                k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
+                scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, False, TMA,
+                N, D, D_BLOCK, DV, DV_BLOCK, 1,
+            )  # fmt: skip
+
+    out, level = finish(acc, total, maximum, EPSILON, NORMALIZER)
+    columns = tl.arange(0, DV_BLOCK)
+    place = output + wide(batch) * o_b + wide(head) * o_h
+    place += wide(first) * o_t
+    inside = (rows[:, None] < stop_q) & (columns[None, :] < DV)
+    tl.store(
+        place + tl.arange(0, M)[:, None] * o_t + columns[None, :],
+        out.to(output.dtype.element_ty),
+        mask=inside,
+    )
+    level_row = levels + (wide(batch) * heads + head) * queries
+    tl.store(level_row + rows, level, mask=rows < stop_q)

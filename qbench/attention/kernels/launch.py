@@ -1,0 +1,176 @@
+"""From tensors to kernel launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qbench.attention.kernels import tiles
+from qbench.attention.kernels.backward import delta_kernel, key_kernel, query_kernel
+from qbench.attention.kernels.decode import decode_kernel, join_kernel
+from qbench.attention.kernels.family import LOG2_E
+from qbench.attention.kernels.forward import forward_kernel
+from qbench.attention.kernels.tiles import Tile
+from qbench.attention.normalizers import EPSILON, NORMALIZERS
+
+DECODE_ROWS = 64  # at most so many heads × queries that share keys are decoded together
+DECODE_PROGRAMS = 132 * 8  # keys are split until an H200 has this many programs
+
+
+def block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and levels [B, H, Tq] in float32.
+    Where sequences need not cover every row, rows outside them are 0 and have level +∞."""
+    batch, heads, queries, _ = query.shape
+    shape = (batch, queries, heads, value.shape[3])
+    if covered:
+        output = query.new_empty(shape)
+        levels = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    else:
+        output = query.new_zeros(shape)
+        levels = query.new_full((batch, heads, queries), float("inf"), dtype=torch.float32)
+    return output.transpose(1, 2), levels
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
+    normalizer: str, scale: float, causal: bool, window: int, longest_q: int, longest_k: int,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, levels, and a flag [1] that is 1 where rows of tiny scores were met."""
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    v_width = value.shape[3]
+    group = heads // kv_heads
+    output, levels = empty_output(query, value, covered=spans is None)
+    imprecise = torch.zeros(1, dtype=torch.int32, device=query.device)
+    if output.numel() == 0:
+        return output, levels, imprecise
+    query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
+    sequences = batch if spans is None else spans.shape[0]
+    common = {
+        "NORMALIZER": normalizer, "CAUSAL": causal, "WINDOW": window > 0,
+        "HAS_MASK": mask is not None, "SPANS": spans is not None, "EPSILON": EPSILON,
+        "D": width, "D_BLOCK": block(width), "DV": v_width, "DV_BLOCK": block(v_width),
+    }  # fmt: skip
+    strides = (
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
+        *_mask_strides(mask),
+    )  # fmt: skip
+    if group * longest_q <= DECODE_ROWS:
+        tile = tile or tiles.decode_tile(block(width), query.dtype)
+        rows = max(16, triton.next_power_of_2(group * longest_q))
+        pairs = sequences * kv_heads
+        splits = min(triton.cdiv(DECODE_PROGRAMS, pairs), triton.cdiv(longest_k, 4 * tile.n))
+        splits = max(1, splits)
+        partial = None
+        if splits > 1:
+            lines = (pairs, splits, rows, block(v_width) + 2)
+            partial = query.new_empty(lines, dtype=torch.float32)
+        decode_kernel[(splits, pairs)](
+            query, key, value, output, levels, partial, mask, spans,
+            kv_heads, group, queries, keys, window, scale * LOG2_E, splits, *strides,
+            SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse, SPLIT=splits > 1,
+            R=rows, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+        )  # fmt: skip
+        if splits > 1:
+            join_kernel[(pairs,)](
+                output, levels, partial, spans, kv_heads, group, queries, keys, splits,
+                *output.stride()[:3], NORMALIZER=normalizer, SPANS=spans is not None,
+                EPSILON=EPSILON, R=rows, DV=v_width, DV_BLOCK=block(v_width),
+            )  # fmt: skip
+        return output, levels, imprecise
+    tile = tile or tiles.forward_tile(block(width), query.dtype)
+    sources = (key, value)
+    tma = tile.tma and _tma_layout(key) and _tma_layout(value)
+    if tma:
+        sources = tuple(
+            TensorDescriptor.from_tensor(source, [1, 1, tile.n, block(source.shape[3])])
+            for source in sources
+        )
+    forward_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
+        query, *sources, output, levels, imprecise, mask, spans,
+        heads, group, queries, keys, window, scale * LOG2_E, *strides,
+        PRECISE=query.dtype == torch.float32, TMA=tma,
+        SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse,
+        M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+    )  # fmt: skip
+    return output, levels, imprecise
+
+
+def backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, levels: Tensor,
+    imprecise: Tensor, mask: Tensor | None, spans: Tensor | None,
+    normalizer: str, scale: float, causal: bool, window: int, longest_q: int, longest_k: int,
+    key_tile: Tile | None = None, query_tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, laid out as the output is."""
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    v_width = value.shape[3]
+    group = heads // kv_heads
+    make = torch.empty if spans is None else torch.zeros
+    like = {"dtype": query.dtype, "device": query.device}
+    dq = make((batch, queries, heads, width), **like).transpose(1, 2)
+    dk = make((batch, keys, kv_heads, width), **like).transpose(1, 2)
+    dv = make((batch, keys, kv_heads, v_width), **like).transpose(1, 2)
+    if query.numel() == 0 or key.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    query, key, value, gradient = (_dense_rows(t) for t in (query, key, value, gradient))
+    deltas = torch.empty_like(levels)
+    rows = batch * heads * queries
+    delta_kernel[(triton.cdiv(rows, 64),)](
+        output, gradient, deltas, rows, queries, heads,
+        *output.stride()[:3], *gradient.stride()[:3],
+        M=64, DV=v_width, DV_BLOCK=block(v_width),
+    )  # fmt: skip
+    sequences = batch if spans is None else spans.shape[0]
+    common = {
+        "NORMALIZER": normalizer, "CAUSAL": causal, "WINDOW": window > 0,
+        "HAS_MASK": mask is not None, "SPANS": spans is not None,
+        "D": width, "D_BLOCK": block(width), "DV": v_width, "DV_BLOCK": block(v_width),
+    }  # fmt: skip
+    strides = (
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
+    )  # fmt: skip
+    tile = key_tile or tiles.key_tile(block(width), query.dtype)
+    key_kernel[(triton.cdiv(longest_k, tile.n), kv_heads * sequences)](
+        query, key, value, gradient, levels, deltas, imprecise, dk, dv, mask, spans,
+        kv_heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
+        *dk.stride()[:3], *dv.stride()[:3], *_mask_strides(mask),
+        PRECISE=query.dtype == torch.float32,
+        M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+    )  # fmt: skip
+    tile = query_tile or tiles.query_tile(block(width), query.dtype)
+    query_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
+        query, key, value, gradient, levels, deltas, dq, mask, spans,
+        heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
+        *dq.stride()[:3], *_mask_strides(mask),
+        M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """Any strides but that of a row's elements, which must lie side by side."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:
+    """An axis of size one serves every batch row, or every head."""
+    if mask is None:
+        return 0, 0, 0, 0
+    batch, head, row, column = mask.stride()
+    return (batch if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0, row, column)
+
+
+def _tma_layout(tensor: Tensor) -> bool:
+    """The accelerator wants 16-byte aligned starts and strides."""
+    size = tensor.element_size()
+    strides = [stride * size for stride in tensor.stride()[:3]]
+    return tensor.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)

@@ -1,0 +1,88 @@
+"""``torch.ops.qbench.attention`` and its gradient: what torch.compile and autograd see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qbench.attention.kernels import launch
+
+
+@torch.library.custom_op("qbench::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    spans: Tensor | None,
+    normalizer: str,
+    scale: float,
+    causal: bool,
+    window: int,
+    longest_q: int,
+    longest_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return launch.forward(
+        query, key, value, mask, spans, normalizer, scale, causal, window, longest_q, longest_k
+    )
+
+
+@attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    output, levels = launch.empty_output(query, value, covered=True)
+    return output, levels, query.new_empty(1, dtype=torch.int32)
+
+
+@torch.library.custom_op("qbench::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    levels: Tensor,
+    imprecise: Tensor,
+    mask: Tensor | None,
+    spans: Tensor | None,
+    normalizer: str,
+    scale: float,
+    causal: bool,
+    window: int,
+    longest_q: int,
+    longest_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return launch.backward(
+        gradient, query, key, value, output, levels, imprecise, mask, spans,
+        normalizer, scale, causal, window, longest_q, longest_k,
+    )  # fmt: skip
+
+
+@attention_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    def like(tensor: Tensor) -> Tensor:
+        batch, heads, length, width = tensor.shape
+        return tensor.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+    return like(query), like(key), like(value)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, mask, spans, *ctx.settings = inputs
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(query, key, value, *output, mask, spans)
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+    gradients = attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return *gradients, *[None] * (2 + len(ctx.settings))
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def apply(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+    return attention(query, key, value, *settings)[0]
