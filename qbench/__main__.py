@@ -1,0 +1,5 @@
+"""``python -m qbench``."""
+
+from qbench.cli import main
+
+main()
