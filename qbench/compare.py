@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qbench.errors import ResultsError
 from qbench.record import Grid, GridCell, Record, Score
 from qbench.store import Store
+
+if TYPE_CHECKING:
+    from qbench.statistics import Effect, Interval
 
 Status = Literal["ok", "failed", "missing"]
 
@@ -47,9 +50,10 @@ class Entry:
 class Line:
     """One metric of one task at one precision, over all checkpoints (grid's order).
 
+    ``intervals`` maps a checkpoint to its own score with an interval (``statistics.Interval``).
     ``deltas``, ``damages`` and ``differences`` map a checkpoint to its Δ against the baseline
     checkpoint, its damage, and its difference-in-differences; values of type
-    ``qbench.statistics.Effect``. A question that cannot be answered has no entry.
+    ``statistics.Effect``. A question that cannot be answered has no entry.
     """
 
     task: str
@@ -61,9 +65,10 @@ class Line:
     method: str
     bits: float | None
     entries: tuple[Entry, ...]
-    deltas: Mapping[str, object] = field(default_factory=dict)
-    damages: Mapping[str, object] = field(default_factory=dict)
-    differences: Mapping[str, object] = field(default_factory=dict)
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    deltas: Mapping[str, Effect] = field(default_factory=dict)
+    damages: Mapping[str, Effect] = field(default_factory=dict)
+    differences: Mapping[str, Effect] = field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:
@@ -107,6 +112,12 @@ class Comparison:
     @property
     def others(self) -> tuple[str, ...]:
         return self.grid.checkpoints[1:]
+
+    @property
+    def unquantized(self) -> str | None:
+        """The quantizer that damage is taken against: the grid's first that quantizes nothing."""
+        none = [cell.quantizer for cell in self.grid.cells if cell.method == "none"]
+        return none[0] if none else None
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -155,6 +166,14 @@ def judge(record: Record | None) -> tuple[Status, str]:
     if record.audit is not None and not record.audit.passed:
         return "failed", "; ".join(record.audit.problems) or "did not pass its audit"
     return "ok", ""
+
+
+def redundant(line: Line, lines: Iterable[Line]) -> bool:
+    """Whether another metric of the same task says the same."""
+    told_by = REDUNDANT.get(line.metric)
+    return told_by is not None and any(
+        other.metric == told_by and other.task == line.task for other in lines
+    )
 
 
 def is_percentage(metric: str) -> bool:

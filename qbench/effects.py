@@ -1,11 +1,150 @@
-"""Comparison → the same with intervals and tests on every line."""
+"""Comparison → the same with intervals and tests on every line, from per-document outcomes."""
 
 from __future__ import annotations
 
-from qbench.compare import Comparison
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from qbench.compare import Comparison, Line, redundant
+from qbench.statistics import (
+    Column,
+    Effect,
+    Interval,
+    Panel,
+    Resampled,
+    adjust,
+    effect,
+    resample,
+    score,
+)
 from qbench.store import Store
+
+Name = tuple[str, str]  # cell, metric
+KINDS = ("deltas", "damages", "differences")
 
 
 def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparison:
-    """Intervals are added here; until they are, a comparison comes back as it is."""
-    return comparison
+    """Add Δ, damages and differences-in-differences to every line.
+
+    p-values are adjusted over the grid within each kind of question. Raises ResultsError where
+    a record has lost its outcomes.
+    """
+    columns = read_columns(comparison, store)
+    found: dict[tuple[int, str, str], Effect] = {}  # line's place, kind, checkpoint
+    intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
+    for task in comparison.grid.tasks:
+        panels = _Panels(columns.get(task, {}), seed=seed)
+        for place, line in enumerate(comparison.lines):
+            if line.task == task:
+                for kind, checkpoint, signs in _questions(comparison, line):
+                    answer = panels.answer(signs, line.aggregation)
+                    if answer is not None:
+                        found[place, kind, checkpoint] = answer
+                for entry in line.entries:
+                    interval = panels.score((entry.cell, line.metric), line.aggregation)
+                    if interval is not None:
+                        intervals[place][entry.checkpoint] = interval
+    found |= _adjusted(comparison, found)
+    answers: dict[tuple[int, str], dict[str, Effect]] = defaultdict(dict)
+    for (place, kind, checkpoint), answer in found.items():
+        answers[place, kind][checkpoint] = answer
+    lines = tuple(
+        dataclasses.replace(
+            line, intervals=intervals[place], **{kind: answers[place, kind] for kind in KINDS}
+        )
+        for place, line in enumerate(comparison.lines)
+    )
+    return dataclasses.replace(comparison, lines=lines)
+
+
+def read_columns(comparison: Comparison, store: Store) -> dict[str, dict[Name, Column]]:
+    """Outcomes of every cell that has scores: task → (cell, metric) → column."""
+    columns: dict[str, dict[Name, Column]] = defaultdict(dict)
+    shown = {(entry.cell, line.task, line.metric)
+             for line in comparison.lines for entry in line.entries if entry.status == "ok"}  # fmt: skip  # noqa: E501
+    for cell, record in comparison.records.items():
+        if not any(name == cell for name, _, _ in shown):
+            continue
+        for (task, metric), rows in store.outcomes(record).groupby(["task", "metric"], sort=False):
+            if (cell, task, metric) in shown:
+                columns[task][cell, metric] = Column.of(
+                    rows["document"].to_numpy(), rows["value"].to_numpy(), rows["weight"].to_numpy()
+                )
+    return columns
+
+
+class _Panels:
+    """Panels of one task. Cells that saw the same documents share one, and so its bootstrap."""
+
+    def __init__(self, columns: Mapping[Name, Column], *, seed: int) -> None:
+        self.columns = columns
+        self.seed = seed
+        self._made: dict[tuple[Name, ...], tuple[Panel, Resampled] | None] = {}
+        first = next(iter(columns.values()), None)
+        self._alike = tuple(
+            name
+            for name, column in columns.items()
+            if np.array_equal(column.documents, first.documents)
+        )
+
+    def answer(self, signs: Mapping[Name, int], aggregation: str) -> Effect | None:
+        if not all(name in self.columns for name in signs):
+            return None
+        names = self._alike if set(signs) <= set(self._alike) else tuple(signs)
+        made = self._panel(names)
+        return effect(made[0], signs, aggregation, made[1]) if made else None
+
+    def score(self, name: Name, aggregation: str) -> Interval | None:
+        if name not in self.columns:
+            return None
+        made = self._panel(self._alike if name in self._alike else (name,))
+        return score(made[0], name, aggregation, made[1]) if made else None
+
+    def _panel(self, names: tuple[Name, ...]) -> tuple[Panel, Resampled] | None:
+        if names not in self._made:
+            panel = Panel.of({name: self.columns[name] for name in names})
+            enough = panel.documents > 1
+            self._made[names] = (panel, resample(panel, seed=self.seed)) if enough else None
+        return self._made[names]
+
+
+def _questions(comparison: Comparison, line: Line) -> Iterator[tuple[str, str, dict[Name, int]]]:
+    """Kind, checkpoint, and the signed columns whose sum answers it."""
+
+    def column(checkpoint: str, quantizer: str) -> Name:
+        return f"{checkpoint}/{quantizer}", line.metric
+
+    base = comparison.baseline
+    for other in comparison.others:
+        yield (
+            "deltas",
+            other,
+            {column(other, line.quantizer): 1, column(base, line.quantizer): -1},
+        )
+    unquantized = comparison.unquantized
+    if not line.quantized or unquantized is None:
+        return
+    for checkpoint in comparison.checkpoints:
+        damage = {column(checkpoint, line.quantizer): 1, column(checkpoint, unquantized): -1}
+        yield "damages", checkpoint, damage
+        if checkpoint != base:
+            against = {column(base, line.quantizer): -1, column(base, unquantized): 1}
+            yield "differences", checkpoint, damage | against
+
+
+def _adjusted(
+    comparison: Comparison, found: Mapping[tuple[int, str, str], Effect]
+) -> dict[tuple[int, str, str], Effect]:
+    result = {}
+    for kind in KINDS:
+        family = [
+            where
+            for where in found
+            if where[1] == kind and not redundant(comparison.lines[where[0]], comparison.lines)
+        ]
+        answers = adjust([found[where] for where in family])
+        result |= dict(zip(family, answers, strict=True))
+    return result

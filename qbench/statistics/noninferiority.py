@@ -1,0 +1,45 @@
+"""Is the new score at most ``margin`` worse? One-sided bounds, and how many documents it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scipy import special
+
+from qbench.statistics.effect import POWER, Effect
+
+LEVEL = 0.05  # one-sided
+CONFIDENCE = 1 - 2 * LEVEL  # of the two-sided interval whose ends are one-sided bounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worsening:
+    """How much worse the new score is, with one-sided 95 % bounds; negative is better."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def worsening(effect: Effect, *, higher_is_better: bool) -> Worsening:
+    """From an effect (new − old), on the scale of its test: for perplexities, of logarithms.
+
+    Student's t on the documents' contributions; Tango's score bounds where few answers changed.
+    """
+    tested = effect.tested
+    low, high = effect.bounds
+    if higher_is_better:
+        return Worsening(estimate=-tested.estimate, low=-high, high=-low)
+    return Worsening(estimate=tested.estimate, low=low, high=high)
+
+
+def documents_needed(margin: float, stderr: float, documents: int) -> int | None:
+    """Documents at which a quantizer that changes nothing on average passes with 80 % power.
+
+    The standard error shrinks as 1/√n. ``None`` where the margin is 0: no number is enough.
+    """
+    if margin <= 0:
+        return None
+    ratio = float(special.ndtri(1 - LEVEL) + special.ndtri(POWER)) * stderr / margin
+    return max(2, math.ceil(documents * ratio**2))

@@ -1,0 +1,349 @@
+"""Statistics against known values, against scipy, and against simulated truth."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from scipy import stats
+from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
+
+from qbench.statistics import (
+    Column,
+    Panel,
+    adjust,
+    documents_needed,
+    effect,
+    resample,
+    worsening,
+)
+from qbench.statistics.effect import agreement_bound, detectable
+from qbench.statistics.pairs import mcnemar, score_interval
+
+SIMULATIONS = 400
+TWO = {"new": 1, "old": -1}
+FOUR = {"a": 1, "b": -1, "c": -1, "d": 1}
+
+
+def panel(*values, weights=None):
+    matrix = np.stack([np.asarray(column, dtype=float) for column in values], axis=1)
+    names = list(TWO) if len(values) == 2 else list(FOUR)
+    weights = np.ones_like(matrix) if weights is None else np.stack([weights] * len(values), axis=1)
+    return Panel(values=matrix, weights=weights, place={name: i for i, name in enumerate(names)})
+
+
+def answers(rng, documents, gained, lost):
+    """Two cells' right-or-wrong answers with the given shares of changes."""
+    change, base = rng.random(documents), rng.random(documents) < 0.6
+    new = np.where(change < gained, 1, np.where(change < gained + lost, 0, base))
+    old = np.where(change < gained, 0, np.where(change < gained + lost, 1, base))
+    return new.astype(float), old.astype(float)
+
+
+# McNemar
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(3, 9), (0, 5), (25, 25), (121, 59), (1, 0)])
+def test_mcnemar_equals_the_exact_test_of_statsmodels(gained, lost):
+    table = [[40, gained], [lost, 17]]
+    assert mcnemar(gained, lost) == pytest.approx(reference_mcnemar(table, exact=True).pvalue)
+
+
+def test_mcnemar_of_one_against_nine_changes_is_22_in_1024():
+    assert mcnemar(1, 9) == pytest.approx(22 / 1024)
+
+
+def test_no_changed_answer_is_no_evidence():
+    assert mcnemar(0, 0) == 1.0
+
+
+# Score interval
+
+
+def test_score_interval_without_changes_is_z2_over_n_plus_z2():
+    low, high = score_interval(0, 0, 100, confidence=0.95)
+    assert high == pytest.approx(1.959964**2 / (100 + 1.959964**2), rel=1e-5)
+    assert low == pytest.approx(-high)
+
+
+@pytest.mark.parametrize(("gained", "lost", "documents"), [(9, 4, 57), (0, 5, 33), (1, 0, 8)])
+def test_score_interval_turns_round_with_its_arguments(gained, lost, documents):
+    low, high = score_interval(gained, lost, documents, confidence=0.95)
+    mirrored = score_interval(lost, gained, documents, confidence=0.95)
+    assert (low, high) == pytest.approx((-mirrored[1], -mirrored[0]))
+    assert low < (gained - lost) / documents < high
+
+
+def test_score_interval_approaches_the_wald_interval_with_many_documents():
+    low, high = score_interval(900, 1100, 20_000, confidence=0.95)
+    se = np.sqrt(2000 - 200**2 / 20_000) / 20_000
+    assert (low, high) == pytest.approx((-0.01 - 1.96 * se, -0.01 + 1.96 * se), abs=2e-5)
+
+
+# Intervals of effects
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "weighted_perplexity", "bits_per_byte"])
+def test_bca_agrees_with_scipys_on_its_own_rounds(aggregation):
+    rng = np.random.default_rng(1)
+    words = rng.lognormal(3, 0.8, 411).round() + 1
+    old = -words * (3 + 0.3 * rng.normal(size=411))
+    new = old - words * (0.05 + 0.1 * rng.normal(size=411))
+    if aggregation == "mean":
+        words = np.ones(411)
+    ours = effect(
+        panel(new, old, weights=words), TWO, aggregation,
+        resample(panel(new, old, weights=words), rounds=5_000),
+    )  # fmt: skip
+
+    def statistic(new, old, words, axis=-1):
+        ratios = [column.sum(axis=axis) / words.sum(axis=axis) for column in (new, old)]
+        transform = {
+            "mean": lambda r: r,
+            "weighted_perplexity": lambda r: np.exp(-r),
+            "bits_per_byte": lambda r: -r / np.log(2),
+        }[aggregation]
+        return transform(ratios[0]) - transform(ratios[1])
+
+    reference = stats.bootstrap(
+        (new, old, words), statistic, paired=True, n_resamples=5_000, batch=500,
+        rng=np.random.default_rng(2),
+    ).confidence_interval  # fmt: skip
+    width = reference.high - reference.low
+    assert ours.interval.low == pytest.approx(reference.low, abs=0.05 * width)
+    assert ours.interval.high == pytest.approx(reference.high, abs=0.05 * width)
+
+
+def test_delta_method_and_bootstrap_agree_for_perplexities():
+    rng = np.random.default_rng(3)
+    words = rng.lognormal(7, 0.6, 400).round()
+    old = -words * (3 + 0.2 * rng.normal(size=400))
+    new = old - words * (0.1 + 0.05 * rng.normal(size=400))
+    both = panel(new, old, weights=words)
+    found = effect(both, TWO, "weighted_perplexity", resample(both))
+    for interval in (found.interval, found.log_ratio):
+        half_width = (interval.high - interval.low) / 2
+        assert half_width == pytest.approx(1.96 * interval.stderr, rel=0.05)
+
+
+def test_the_interval_of_a_log_ratio_is_that_of_llama_cpps_covariance_formula():
+    rng = np.random.default_rng(4)
+    old = -rng.lognormal(size=500)
+    new = old - 0.1 * rng.lognormal(size=500)
+    found = effect(panel(new, old), TWO, "perplexity", resample(panel(new, old), rounds=100))
+    covariance = np.cov(new, old)
+    variance = covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]
+    assert found.log_ratio.stderr == pytest.approx(np.sqrt(variance / 500))
+    assert found.log_ratio.estimate == pytest.approx(old.mean() - new.mean())
+    assert found.p == pytest.approx(stats.ttest_rel(new, old).pvalue, rel=1e-6)
+
+
+def test_a_difference_in_differences_is_tested_as_one_sample_of_documents():
+    rng = np.random.default_rng(5)
+    columns = (rng.random((4, 211)) < 0.5).astype(float)
+    four = panel(*columns)
+    found = effect(four, FOUR, "mean", resample(four, rounds=200))
+    contrast = columns[0] - columns[1] - columns[2] + columns[3]
+    assert found.estimate == pytest.approx(contrast.mean())
+    assert found.p == pytest.approx(stats.ttest_1samp(contrast, 0).pvalue)
+
+
+COVERAGE = {
+    # documents, P(gained), P(lost): many changes, an even few, one-sided and rare
+    "many changes": (301, 0.12, 0.08),
+    "a few changes": (199, 0.02, 0.02),
+    "only losses": (601, 0.0, 0.01),
+}
+
+
+@pytest.mark.parametrize("case", COVERAGE)
+def test_accuracy_intervals_cover_the_truth_in_95_of_100_simulations(case):
+    documents, gained, lost = COVERAGE[case]
+    rng = np.random.default_rng(6)
+    covered = 0
+    for simulation in range(SIMULATIONS):
+        both = panel(*answers(rng, documents, gained, lost))
+        rounds = resample(both, rounds=400, seed=simulation)
+        interval = effect(both, TWO, "mean", rounds).interval
+        covered += interval.low <= gained - lost <= interval.high
+    assert covered / SIMULATIONS == pytest.approx(0.95, abs=0.02)
+
+
+def test_perplexity_intervals_cover_the_truth_in_95_of_100_simulations():
+    rng = np.random.default_rng(7)
+    covered = np.zeros(2)
+    for simulation in range(SIMULATIONS):
+        words = rng.lognormal(3, 0.5, 120)
+        old = -words * (3 + 0.3 * rng.normal(size=120))
+        new = old - words * (0.1 + 0.1 * rng.normal(size=120))
+        both = panel(new, old, weights=words)
+        rounds = resample(both, rounds=400, seed=simulation)
+        found = effect(both, TWO, "weighted_perplexity", rounds)
+        truth = np.exp(3.1) - np.exp(3.0)
+        covered += [
+            found.interval.low <= truth <= found.interval.high,
+            found.log_ratio.low <= 0.1 <= found.log_ratio.high,
+        ]
+    assert covered / SIMULATIONS == pytest.approx([0.95, 0.95], abs=0.02)
+
+
+def test_difference_in_differences_intervals_cover_the_truth():
+    rng = np.random.default_rng(8)
+    covered = 0
+    for simulation in range(SIMULATIONS):
+        a, b = answers(rng, 301, 0.05, 0.15)
+        c, d = answers(rng, 301, 0.02, 0.06)
+        four = panel(a, b, c, d)
+        interval = effect(four, FOUR, "mean", resample(four, rounds=400, seed=simulation)).interval
+        covered += interval.low <= -0.10 + 0.04 <= interval.high
+    assert covered / SIMULATIONS == pytest.approx(0.95, abs=0.02)
+
+
+# Clusters, seeds, edges
+
+
+def test_rows_of_one_document_are_one_cluster():
+    document = np.repeat(np.arange(50), 3)
+    rng = np.random.default_rng(9)
+    per_document = rng.normal(size=50)
+    thrice = Column.of(document, np.repeat(per_document, 3), np.ones(150))
+    once = Column.of(np.arange(50), per_document, np.ones(50))
+    other = np.zeros(50)
+    found = []
+    for column in (thrice, once):
+        zero = Column.of(column.documents, other, column.weights)
+        two = Panel.of({"new": column, "old": zero})
+        found.append(effect(two, TWO, "mean", resample(two, rounds=300)).interval)
+    assert found[0].estimate == pytest.approx(found[1].estimate)
+    assert found[0].stderr == pytest.approx(found[1].stderr)
+    assert found[0].low == pytest.approx(found[1].low)
+
+
+def test_cells_that_saw_different_documents_are_paired_on_the_common_ones():
+    new = Column.of([3, 1, 7, 9], [1, 0, 1, 1], [1, 1, 1, 1])
+    old = Column.of([1, 3, 8, 9, 2], [1, 0, 1, 1, 0], [1] * 5)
+    both = Panel.of({"new": new, "old": old})
+    assert both.documents == 3
+    assert both.values.tolist() == [[0, 1], [1, 0], [1, 1]]
+
+
+def test_the_same_seed_gives_the_same_interval_and_another_seed_another():
+    both = panel(*np.random.default_rng(10).normal(size=(2, 99)))
+    first, again, other = (
+        effect(both, TWO, "mean", resample(both, seed=seed)).interval for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("signs", [TWO, FOUR])
+def test_identical_answers_do_not_claim_certainty(signs):
+    same = (np.arange(80) % 3 == 0).astype(float)
+    cells = panel(*[same] * len(signs))
+    found = effect(cells, signs, "mean", resample(cells, rounds=200))
+    assert found.estimate == 0
+    assert found.interval.low < -0.02 < 0.02 < found.interval.high
+    assert found.p == 1.0
+
+
+def test_no_change_among_100_bounds_the_share_that_differ_at_the_exact_limit():
+    reference = stats.binomtest(0, 100).proportion_ci(0.95, method="exact").high
+    assert agreement_bound(100) == pytest.approx(reference)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_outcomes_that_are_not_finite_have_no_effect(bad):
+    new, old = np.zeros((2, 20))
+    new[3] = bad
+    both = panel(new, old)
+    assert effect(both, TWO, "perplexity", resample(both, rounds=9)) is None
+
+
+def test_an_aggregation_that_is_not_known_is_left_alone():
+    both = panel(*np.ones((2, 20)))
+    assert effect(both, TWO, "f1", resample(both, rounds=9)) is None
+
+
+def test_a_perplexity_of_millions_has_a_finite_test():
+    rng = np.random.default_rng(11)
+    new, old = -16 + rng.normal(size=500), -3.4 + rng.normal(size=500)
+    found = effect(panel(new, old), TWO, "perplexity", resample(panel(new, old), rounds=500))
+    assert found.estimate > 1e6
+    assert 12 < found.log_ratio.low < 12.6 < found.log_ratio.high < 13.2
+    assert found.p < 1e-50
+
+
+# Many tests, power, non-inferiority
+
+
+def test_holm_and_benjamini_hochberg_give_the_textbook_values():
+    both = panel(*answers(np.random.default_rng(12), 99, 0.1, 0.1))
+    one = effect(both, TWO, "mean", resample(both, rounds=50))
+    import dataclasses
+
+    raw = [0.01, 0.04, 0.03, 0.005]
+    found = adjust([dataclasses.replace(one, p=p) for p in raw])
+    assert [e.p_holm for e in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert [e.p_bh for e in found] == pytest.approx([0.02, 0.04, 0.04, 0.02])
+    assert [e.mark for e in found] == ["‡", "†", "†", "‡"]
+
+
+def test_an_effect_of_the_detectable_size_is_found_in_80_of_100_simulations():
+    rng = np.random.default_rng(13)
+    size = detectable(1 / np.sqrt(150), 150)
+    p = stats.ttest_1samp(size + rng.normal(size=(4000, 150)), 0, axis=1).pvalue
+    assert np.mean(p < 0.05) == pytest.approx(0.80, abs=0.02)
+
+
+def test_a_score_at_the_margin_passes_non_inferiority_in_5_of_100_simulations():
+    rng = np.random.default_rng(14)
+    passed = 0
+    for simulation in range(SIMULATIONS):
+        both = panel(*answers(rng, 301, 0.05, 0.08))
+        found = effect(both, TWO, "mean", resample(both, rounds=20, seed=simulation))
+        passed += worsening(found, higher_is_better=True).high < 0.03
+    assert passed / SIMULATIONS == pytest.approx(0.05, abs=0.02)
+
+
+def test_with_as_many_documents_as_needed_an_equal_quantizer_passes_in_80_of_100():
+    needed = documents_needed(0.03, 0.02, 400)
+    se = 0.02 * np.sqrt(400 / needed)
+    estimates = np.random.default_rng(15).normal(scale=se, size=20_000)
+    assert np.mean(estimates + 1.645 * se < 0.03) == pytest.approx(0.80, abs=0.01)
+
+
+def test_no_number_of_documents_is_enough_for_a_margin_of_zero():
+    assert documents_needed(0.0, 0.01, 100) is None
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_worse_is_positive_whichever_way_a_metric_points(higher_is_better):
+    new, old = np.zeros(60), np.concatenate([np.ones(30), np.zeros(30)])
+    found = effect(panel(new, old), TWO, "mean", resample(panel(new, old), rounds=50))
+    worse = worsening(found, higher_is_better=higher_is_better)
+    assert worse.estimate == (0.5 if higher_is_better else -0.5)
+    assert worse.low < worse.estimate < worse.high
+
+
+def test_ten_thousand_rounds_of_a_cell_take_under_a_second():
+    rng = np.random.default_rng(16)
+    right = [panel(*(rng.random((4, size)) < 0.5)) for size in (2376, 1838, 1000)]
+    nats = [panel(*-rng.lognormal(size=(4, size))) for size in (5153, 62)]
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        for task in (*right, *nats):
+            effect(task, FOUR, "mean", resample(task, rounds=10_000))
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 2.0  # 0.8 s on an idle core; test machines are shared
+
+
+def test_few_kinds_of_documents_are_resampled_as_the_documents_themselves_would_be():
+    few = panel(*np.random.default_rng(17).integers(0, 2, size=(2, 400)))
+    many = Panel(
+        values=few.values + 1e-9 * np.arange(400)[:, None], weights=few.weights, place=few.place
+    )
+    by_kind, by_document = (resample(p, rounds=20_000).ratios @ [1, -1] for p in (few, many))
+    assert by_kind.std() == pytest.approx(by_document.std(), rel=0.03)
+    assert np.quantile(by_kind, 0.025) == pytest.approx(np.quantile(by_document, 0.025), abs=0.004)
