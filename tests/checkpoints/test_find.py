@@ -58,7 +58,7 @@ def test_every_published_attention_has_its_normalizer(tmp_path, implementation, 
 def test_a_recipe_that_contradicts_the_checkpoint_is_refused(tmp_path):
     folder = write(tmp_path / "c")
     assert find(str(folder), normalizer="softpick").normalizer == "softpick"
-    with pytest.raises(CheckpointError, match="trained with softpick, the recipe says .*softmax"):
+    with pytest.raises(CheckpointError, match=r"trained with softpick, the recipe says .*softmax"):
         find(str(folder), normalizer="softmax")
 
 
@@ -121,7 +121,7 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"nonsense", struct.pack("<Q", 2**60) + b"{}"])
 def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="model.safetensors is not a safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
         shapes(tmp_path)
 
 
@@ -142,5 +142,7 @@ def test_published_sizes_follow_from_the_configuration_as_upstream():
 
 
 def test_names_of_a_layer_carry_over():
-    assert llama_name("model.layers.3.attn.o_proj.weight") == "model.layers.3.self_attn.o_proj.weight"
+    assert (
+        llama_name("model.layers.3.attn.o_proj.weight") == "model.layers.3.self_attn.o_proj.weight"
+    )
     assert llama_name("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
