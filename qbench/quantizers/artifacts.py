@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.linears import Tensors
@@ -77,15 +77,16 @@ class Artifact:
             files, note = manifest["files"], manifest["note"]
             if manifest["key"] != self.key:
                 raise Damaged(f"{MANIFEST}: another key")
-            for name, stated in files.items():
-                if _sha256(self.folder / name) != stated["sha256"]:
-                    raise Damaged(f"{name}: digest differs")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # Read once and checked: a mapped file could change, or end, under a running model.
+            payload = (self.folder / WEIGHTS).read_bytes()
+            if hashlib.sha256(payload).hexdigest() != files[WEIGHTS]["sha256"]:
+                raise Damaged(f"{WEIGHTS}: digest differs")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
         result: dict[str, Tensors] = {}
-        for name, tensor in load_file(self.folder / WEIGHTS, device=str(device)).items():
+        for name, tensor in load(payload).items():
             module, part = name.split("/")
-            result.setdefault(module, {})[part] = tensor
+            result.setdefault(module, {})[part] = tensor.to(device)
         return result, note
 
     def write(self, tensors: dict[str, Tensors], note: str) -> None:
@@ -98,7 +99,8 @@ class Artifact:
             for module, parts in tensors.items()
             for part, tensor in parts.items()
         }
-        save_file(flat, making / WEIGHTS)
+        payload = save(flat)
+        (making / WEIGHTS).write_bytes(payload)
         manifest = {
             "format": FORMAT,
             "key": self.key,
@@ -106,8 +108,8 @@ class Artifact:
             "note": note,
             "files": {
                 WEIGHTS: {
-                    "sha256": _sha256(making / WEIGHTS),
-                    "bytes": (making / WEIGHTS).stat().st_size,
+                    "sha256": hashlib.sha256(payload).hexdigest(),
+                    "bytes": len(payload),
                 }
             },
         }
@@ -144,8 +146,3 @@ def artifact(
 def _key(parts: dict[str, Any]) -> str:
     canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -44,7 +44,7 @@ def rebuild(shape: Plain, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
     return module.eval()
 
 
-def read(module: nn.Module) -> Stored | None:
+def read(module: nn.Module, settings: Bnb4 | Bnb8) -> Stored | None:
     if isinstance(module, bitsandbytes.nn.Linear4bit):
         state = module.weight.quant_state
         nested = (state.state2.absmax, state.offset.reshape(1)) if state.nested else ()

@@ -119,11 +119,11 @@ def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> nn.Module:
     return module.eval()
 
 
-def read(module: nn.Module) -> Stored | None:
+def read(module: nn.Module, settings: Gptq) -> Stored | None:
     if type(module).__name__ != "TorchLinear":
         return None
     order = torch.argsort(module.g_idx.long(), stable=True)
-    size = module.group_size
+    size = group_length(settings, module.in_features)
     return Stored(
         weight=module.dequantize_weight().T,
         tensors=tuple(getattr(module, part) for part in PARTS),

@@ -66,8 +66,10 @@ def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.PackedLine
     return packed.rebuild(shape, tensors, bits=settings.bits, group_size=group_size)
 
 
-def read(module: nn.Module) -> Stored | None:
-    return packed.read(module) if isinstance(module, packed.PackedLinear) else None
+def read(module: nn.Module, settings: Gptq) -> Stored | None:
+    if not isinstance(module, packed.PackedLinear):
+        return None
+    return packed.read(module, group_length(settings, module.in_features))
 
 
 def _factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, Tensor | None]:
@@ -93,34 +95,34 @@ def _factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, Tensor 
 def _solve(
     weight: Tensor, moments: Tensor, factor: Tensor, order: Tensor | None, settings: Gptq
 ) -> Tensors:
-    rest = weight.detach().float().clone()
-    rest[:, moments.diagonal() == 0] = 0
+    """Round ``weight`` [out, in] against ``moments``, whose ``factor`` is in ``order``."""
+    rest = weight.detach().float().T.contiguous()  # [in, out]: a column of the weight is one run
+    rest[moments.diagonal() == 0] = 0
     if order is not None:
-        rest = rest[:, order]
-    columns = rest.shape[1]
+        rest = rest[order]
+    columns = rest.shape[0]
     size = group_length(settings, columns)
     codes = torch.empty_like(rest)
     scales, zeros = [], []
     step = size if size >= BLOCK else BLOCK // size * size  # no group crosses a block's border
     for start in range(0, columns, step):
         end = min(start + step, columns)
-        now, local = rest[:, start:end], factor[start:end, start:end]
+        now, local = rest[start:end], factor[start:end, start:end]
         errors = torch.empty_like(now)
         for i in range(end - start):
             if i % size == 0:
                 scale, zero = packed.grid(
-                    now[:, i : i + size], settings.bits, symmetric=settings.symmetric
+                    now[i : i + size].T, settings.bits, symmetric=settings.symmetric
                 )
                 scales.append(scale)
                 zeros.append(zero)
-            column = now[:, i : i + 1]
-            code = packed.nearest(column, scale, zero, settings.bits)
-            codes[:, start + i] = code[:, 0]
-            error = (column - (code - zero) * scale) / local[i, i]
-            now[:, i:] -= error * local[i, i:]
-            errors[:, i] = error[:, 0]
-        rest[:, end:] -= errors @ factor[start:end, end:]
-    tensors = packed.tensors_of(codes, torch.cat(scales, 1), torch.cat(zeros, 1), settings.bits)
+                scale, zero = scale[:, 0], zero[:, 0]
+            code = packed.nearest(now[i], scale, zero, settings.bits)
+            codes[start + i] = code
+            errors[i] = (now[i] - (code - zero) * scale) / local[i, i]
+            now[i + 1 :].addr_(local[i, i + 1 :], errors[i], alpha=-1)
+        rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    tensors = packed.tensors_of(codes.T, torch.cat(scales, 1), torch.cat(zeros, 1), settings.bits)
     if order is not None:
         tensors["order"] = torch.argsort(order).to(torch.int32)
     return tensors

@@ -74,13 +74,13 @@ def rebuild(shape: Plain, tensors: Tensors, settings: Hqq) -> nn.Module:
     return module.eval()
 
 
-def read(module: nn.Module) -> Stored | None:
+def read(module: nn.Module, settings: Hqq) -> Stored | None:
     if not isinstance(module, HQQLinear):
         return None
-    size, axis = module.meta["group_size"], module.meta["axis"]
 
     def groups(weight: Tensor) -> Tensor:
-        return weight.reshape(-1, size) if axis == 1 else weight.reshape(size, -1).T
+        size = settings.group_size
+        return weight.reshape(-1, size) if settings.axis == 1 else weight.reshape(size, -1).T
 
     return Stored(
         weight=module.dequantize(),

@@ -136,13 +136,14 @@ def rebuild(shape: Plain, tensors: Tensors, *, bits: int, group_size: int) -> Pa
     )
 
 
-def read(module: PackedLinear) -> Stored:
+def read(module: PackedLinear, group_size: int) -> Stored:
+    """What ``module`` stores, its groups of the ``group_size`` that it should have."""
     kept = (module.codes, module.scale, module.zero)
     inverse = None if module.order is None else torch.argsort(module.order.long())
 
     def groups(weight: Tensor) -> Tensor:
         ordered = weight if inverse is None else weight[:, inverse]
-        return ordered.reshape(-1, module.group_size)
+        return ordered.reshape(-1, group_size)
 
     return Stored(
         weight=module.dequantize(),

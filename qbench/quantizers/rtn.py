@@ -42,5 +42,7 @@ def rebuild(shape: Plain, tensors: Tensors, settings: Rtn) -> nn.Module:
     return packed.rebuild(shape, tensors, bits=settings.bits, group_size=group_size)
 
 
-def read(module: nn.Module) -> Stored | None:
-    return packed.read(module) if isinstance(module, packed.PackedLinear) else None
+def read(module: nn.Module, settings: Rtn) -> Stored | None:
+    if not isinstance(module, packed.PackedLinear):
+        return None
+    return packed.read(module, group_length(settings, module.in_features))

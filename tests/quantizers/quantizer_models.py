@@ -1,0 +1,101 @@
+"""A tiny Llama with correlated activations, its calibration, and quantizing it in one line."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qbench.attention.interface import attend
+from qbench.quantizers import parse
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.quantization import Quantized, quantize
+from qbench.quantizers.settings import Settings
+
+VOCABULARY = 97
+DIGEST = "0123456789abcdef" * 4
+
+
+def llama(
+    normalizer: str = "softmax",
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    hidden: int = 64,
+    intermediate: int = 160,
+    bias: bool = False,
+) -> LlamaForCausalLM:
+    """Random weights; embeddings of low rank, so that layers' inputs are correlated."""
+    draw = torch.Generator().manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        attention_bias=bias,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                rank = 12 if "embed" in name else parameter.shape[1]
+                left = torch.randn(parameter.shape[0], rank, generator=draw)
+                right = torch.randn(rank, parameter.shape[1], generator=draw)
+                parameter.copy_(left @ right / (rank * parameter.shape[1]) ** 0.5)
+            elif "bias" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    model = model.to(dtype=dtype, device=device).eval().requires_grad_(False)
+    attend(model, normalizer=normalizer, implementation="reference")
+    return model
+
+
+def ids(seed: int, samples: int, length: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (samples, length), generator=draw)
+
+
+@functools.cache
+def calibration(seed: int = 1) -> Calibration:
+    return Calibration(ids=ids(seed, 8, 48), seed=seed)
+
+
+PROBE = ids(2, 2, 23)
+
+
+def settings(name: str, **stated: object) -> Settings:
+    """Of a tiny model: groups of 32, float32."""
+    chosen: dict[str, object] = {"compute_dtype": "float32", "group_size": 32}
+    if name.startswith("bnb"):
+        del chosen["group_size"]
+    return parse(name, {**chosen, **stated})
+
+
+def make(chosen: Settings, artifacts: Path, normalizer: str = "softmax") -> Quantized:
+    """The tiny model, quantized."""
+    return quantize(
+        llama(normalizer, dtype=getattr(torch, chosen.compute_dtype)),
+        None,
+        chosen,
+        calibration=calibration() if chosen.needs_calibration else None,
+        digest=DIGEST,
+        artifacts=artifacts,
+    )
+
+
+@torch.no_grad()
+def logits(model: LlamaForCausalLM, tokens: Tensor = PROBE) -> Tensor:
+    return model(input_ids=tokens.to(model.device), use_cache=False).logits.float()
+
+
+def damage(model: LlamaForCausalLM, original: LlamaForCausalLM, tokens: Tensor = PROBE) -> float:
+    """Mean KL divergence of the next token, in nats."""
+    before, after = logits(original, tokens), logits(model, tokens)
+    before, after = before.log_softmax(-1), after.log_softmax(-1)
+    return float((before.exp() * (before - after)).sum(-1).mean())

@@ -1,0 +1,195 @@
+"""Quantized weights on disk: reused, told apart, checked, and made by one process at a time."""
+
+import json
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from quantizer_models import DIGEST, calibration, llama, logits, make, settings
+
+from qbench.quantizers import rtn
+from qbench.quantizers.artifacts import artifact
+
+CPU = torch.device("cpu")
+
+# Python 3.12 warns of a fork beside libraries' threads; these children only compute and end.
+FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def folder(root, chosen, seed=1, digest=DIGEST):
+    used = calibration(seed) if chosen.needs_calibration else None
+    return artifact(root, digest=digest, settings=chosen, calibration=used, device=CPU).folder
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("bnb-4bit", {"double_quant": True, "compute_dtype": "bfloat16"}),
+        ("bnb-8bit", {}),
+        ("hqq-3bit", {}),
+        ("rtn-2bit", {"compute_dtype": "bfloat16"}),
+        ("gptq-3bit", {"backend": "torch", "desc_act": True}),
+    ],
+)
+def test_what_is_read_again_scores_the_same_to_the_bit(name, stated, tmp_path):
+    chosen = settings(name, **stated)
+    first, second = make(chosen, tmp_path), make(chosen, tmp_path)
+    assert "reused" not in first.detail
+    assert second.detail == f"artifact reused: {first.detail}"
+    assert torch.equal(logits(first.model), logits(second.model))
+
+
+def test_what_is_reused_is_not_quantized_again(tmp_path, monkeypatch):
+    make(settings("rtn-4bit"), tmp_path)
+    monkeypatch.setattr(rtn, "quantize", lambda *_: pytest.fail("quantized twice"))
+    make(settings("rtn-4bit"), tmp_path)
+
+
+def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
+    chosen = settings("gptq-4bit", backend="torch")
+    folders = {
+        folder(tmp_path, chosen),
+        folder(tmp_path, chosen, seed=2),
+        folder(tmp_path, chosen, digest="f" * 64),
+        *(
+            folder(tmp_path, replace(chosen, **{name: value}))
+            for name, value in {
+                "bits": 3,
+                "group_size": 16,
+                "symmetric": False,
+                "desc_act": True,
+                "damp": 0.02,
+                "backend": "gptqmodel",
+                "compute_dtype": "bfloat16",
+            }.items()
+        ),
+        artifact(
+            tmp_path,
+            digest=DIGEST,
+            settings=chosen,
+            calibration=calibration(),
+            device=torch.device("cuda"),
+        ).folder,
+    }
+    assert len(folders) == 11
+
+
+def test_calibration_plays_no_part_where_none_is_needed(tmp_path):
+    from qbench.quantizers.quantization import quantize
+
+    for used in (None, calibration()):
+        made = quantize(
+            llama(),
+            None,
+            settings("rtn-4bit"),
+            calibration=used,
+            digest=DIGEST,
+            artifacts=tmp_path,
+        )
+    assert "reused" in made.detail
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda at: flip_a_byte(at / "weights.safetensors"),
+        lambda at: (at / "weights.safetensors").write_bytes(b""),
+        lambda at: (at / "weights.safetensors").unlink(),
+        lambda at: (at / "manifest.json").unlink(),
+        lambda at: (at / "manifest.json").write_text("{"),
+        lambda at: (at / "manifest.json").write_text("[]"),
+        lambda at: (at / "manifest.json").write_text(
+            (at / "manifest.json").read_text().replace('"key": "', '"key": "0')
+        ),
+    ],
+    ids=["byte", "empty", "gone", "no manifest", "half manifest", "list", "another key"],
+)
+def test_a_damaged_artifact_is_noticed_reported_and_made_again(harm, tmp_path):
+    chosen = settings("rtn-4bit")
+    first = make(chosen, tmp_path)
+    harm(folder(tmp_path, chosen))
+    second = make(chosen, tmp_path)
+    assert second.detail.startswith("artifact was damaged (")
+    assert torch.equal(logits(first.model), logits(second.model))
+    assert "reused" in make(chosen, tmp_path).detail
+
+
+def test_a_folder_appears_whole_and_nothing_else_is_left(tmp_path):
+    chosen = settings("rtn-4bit")
+    make(chosen, tmp_path)
+    at = folder(tmp_path, chosen)
+    assert sorted(p.name for p in at.iterdir()) == ["manifest.json", "weights.safetensors"]
+    assert {p.name for p in at.parent.iterdir()} <= {at.name, f".{at.name}.lock"}
+    manifest = json.loads((at / "manifest.json").read_text())
+    assert manifest["parts"]["settings"]["bits"] == 4
+    assert set(manifest["parts"]["versions"]) == {"torch", "transformers"}
+
+
+def test_what_a_killed_process_left_half_made_is_no_artifact(tmp_path):
+    chosen = settings("rtn-4bit")
+    at = folder(tmp_path, chosen)
+    half = at.with_name(f".{at.name}.{os.getpid()}")
+    half.mkdir(parents=True)
+    (half / "weights.safetensors").write_bytes(b"half")
+    assert make(chosen, tmp_path).detail == "round to nearest"
+    assert not half.exists()
+
+
+def _make(root, start, details):
+    start.wait(20)
+    details.put(make(settings("hqq-2bit"), Path(root)).detail)
+
+
+@FORKS
+def test_two_processes_quantize_the_same_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, details = context.Event(), context.Queue()
+    both = [context.Process(target=_make, args=(str(tmp_path), start, details)) for _ in range(2)]
+    for process in both:
+        process.start()
+    start.set()
+    found = sorted(details.get(timeout=60) for _ in both)
+    for process in both:
+        process.join()
+    assert found == ["artifact reused: hqq", "hqq"]
+
+
+def _hold(root, held, release):
+    chosen = settings("rtn-4bit")
+    at = artifact(Path(root), digest=DIGEST, settings=chosen, calibration=None, device=CPU)
+    with at.locked(lambda: None):
+        held.set()
+        release.wait(20)
+
+
+@FORKS
+def test_waiting_for_another_process_is_told(tmp_path):
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(str(tmp_path), held, release))
+    other.start()
+    try:
+        assert held.wait(20)
+        at = artifact(
+            tmp_path, digest=DIGEST, settings=settings("rtn-4bit"), calibration=None, device=CPU
+        )
+        told = []
+
+        def waiting():
+            told.append("waiting")
+            release.set()
+
+        with at.locked(waiting):
+            assert told == ["waiting"]
+    finally:
+        release.set()
+        other.join()

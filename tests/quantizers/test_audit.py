@@ -1,0 +1,241 @@
+"""The audit passes what is right and names what is not."""
+
+import copy
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes import functional
+from quantizer_models import PROBE, llama, make, settings
+from torch import nn
+
+from qbench.quantizers import parse
+from qbench.quantizers.audit import audit
+from qbench.quantizers.linears import linears
+from qbench.quantizers.measure import forward_weight, levels
+from qbench.quantizers.packed import PackedLinear
+from qbench.record import Audit
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def check(quantized, chosen, original=None):
+    report = audit(original or llama(), quantized, chosen, PROBE)
+    assert Audit.model_validate_json(report.model_dump_json()) == report
+    return report
+
+
+def replace(model, name, module):
+    model.set_submodule(name, module)
+    return model
+
+
+@pytest.fixture(scope="module")
+def rtn4(tmp_path_factory):
+    return make(settings("rtn-4bit"), tmp_path_factory.mktemp("artifacts")).model
+
+
+def test_a_quantizer_that_does_nothing_is_caught():
+    report = check(llama(), settings("rtn-4bit"))
+    assert not report.passed
+    assert report.coverage == 0
+    assert "the logits are those of the unquantized model" in report.problems
+    assert len(report.left_out) == 14
+
+
+class Keeping(nn.Module):
+    """Looks quantized, multiplies by the original."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.bias = None
+        self.inner = layer
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_layer_that_only_looks_quantized_is_caught(rtn4):
+    model = replace(copy.deepcopy(rtn4), LAYER, Keeping(linears(llama())[LAYER]))
+    report = check(model, settings("rtn-4bit"))
+    assert not report.passed
+    assert any("nothing was quantized" in problem for problem in report.problems)
+    assert any("stores 32.00 bits" in problem for problem in report.problems)
+    assert report.coverage == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "really"),
+    [("rtn-4bit", "rtn-8bit"), ("rtn-2bit", "rtn-3bit"), ("hqq-4bit", "hqq-8bit")],
+)
+def test_more_bits_than_the_name_says_are_caught_by_levels_and_by_storage(name, really, tmp_path):
+    report = check(make(settings(really), tmp_path).model, settings(name))
+    bits = settings(name).bits
+    assert not report.passed
+    assert report.levels > 2**bits
+    assert any(f"{bits} bits have {2**bits}" in problem for problem in report.problems)
+    assert any("bits a weight" in problem for problem in report.problems)
+
+
+def test_fewer_bits_than_the_name_says_are_caught(tmp_path):
+    report = check(make(settings("rtn-2bit"), tmp_path).model, settings("rtn-4bit"))
+    assert any("rtn-4bit should take 4 to" in problem for problem in report.problems)
+
+
+def test_groups_smaller_than_the_settings_say_are_caught(tmp_path):
+    model = make(settings("rtn-3bit", group_size=8), tmp_path).model
+    report = check(model, settings("rtn-3bit"))
+    assert report.levels > 8
+    assert any("levels in a group, 3 bits have 8" in problem for problem in report.problems)
+
+
+def test_one_layer_left_out_is_caught_and_named(rtn4):
+    model = replace(copy.deepcopy(rtn4), LAYER, linears(llama())[LAYER])
+    report = check(model, settings("rtn-4bit"))
+    assert not report.passed
+    assert report.left_out == (LAYER,)
+    assert f"not quantized: {LAYER}" in report.problems
+    assert 0.8 < report.coverage < 1
+
+
+def blocks_of_64():
+    """A model whose widths suit bitsandbytes' packing for processors with AVX512-BF16."""
+    return llama(hidden=64, intermediate=128)
+
+
+@pytest.fixture
+def bnb4(tmp_path):
+    from qbench.quantizers.quantization import quantize
+
+    return quantize(
+        blocks_of_64(),
+        None,
+        settings("bnb-4bit"),
+        calibration=None,
+        digest="0" * 64,
+        artifacts=tmp_path,
+    ).model
+
+
+def test_weights_repacked_for_avx512_are_caught(bnb4):
+    assert check(bnb4, settings("bnb-4bit"), blocks_of_64()).passed
+    module = bnb4.get_submodule(LAYER)
+    module.weight.data, _ = functional._convert_weight_packed_for_cpu(
+        module.weight.data, module.weight.quant_state
+    )
+    report = check(bnb4, settings("bnb-4bit"), blocks_of_64())
+    assert not report.passed
+    assert any(problem.startswith(LAYER) for problem in report.problems)
+
+
+def test_a_forward_that_uses_other_weights_than_are_stored_is_caught(bnb4):
+    """What repacking looks like where its kernel exists: the forward is right, the stored
+    weights, as a save or a later dequantization sees them, are not."""
+    module = bnb4.get_submodule(LAYER)
+    wanted = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    module.weight.data, state = functional._convert_weight_packed_for_cpu(
+        module.weight.data, module.weight.quant_state
+    )
+    module.forward = lambda x: nn.functional.linear(x, wanted.to(x.dtype))
+    state.dtype, state.packing_format_for_cpu = torch.float32, True
+    state.absmax = state.absmax.float()
+    report = check(bnb4, settings("bnb-4bit"), blocks_of_64())
+    assert not report.passed
+    assert report.weight_error < 0.2
+    assert any(
+        problem.startswith(LAYER) and "off the stored ones" in problem
+        for problem in report.problems
+    )
+
+
+def test_a_zero_point_off_by_one_is_caught(rtn4):
+    model = copy.deepcopy(rtn4)
+    model.get_submodule(LAYER).zero += 1
+    report = check(model, settings("rtn-4bit"))
+    assert any("lean to one side" in problem for problem in report.problems)
+
+
+def test_scales_of_another_layer_are_caught(rtn4):
+    model = copy.deepcopy(rtn4)
+    layer = model.get_submodule(LAYER)
+    layer.scale = layer.scale.flip(0) * 4
+    report = check(model, settings("rtn-4bit"))
+    assert any("weight error" in problem for problem in report.problems)
+
+
+class Wandering(PackedLinear):
+    """Small batches are multiplied by something else."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 if x.shape[0] > 16 else 1.1)
+
+
+def test_a_forward_that_changes_with_the_batch_is_caught(rtn4):
+    model = copy.deepcopy(rtn4)
+    model.get_submodule(LAYER).__class__ = Wandering
+    report = check(model, settings("rtn-4bit"))
+    assert any("on random inputs" in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_caught_and_not_written(rtn4, value):
+    model = copy.deepcopy(rtn4)
+    model.get_submodule(LAYER).scale[0, 0] = value
+    report = check(model, settings("rtn-4bit"))
+    assert f"{LAYER}: weights that are not finite" in report.problems
+    assert "logits are not finite" in report.problems
+
+
+def test_a_layer_that_raises_is_a_problem_not_a_crash(rtn4):
+    model = copy.deepcopy(rtn4)
+    model.get_submodule(LAYER).codes = torch.zeros(1, 1, dtype=torch.uint8)
+    report = check(model, settings("rtn-4bit"))
+    assert any("forward fails" in problem for problem in report.problems)
+    assert any(f"{LAYER}: cannot be measured" in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_an_unquantized_model_passes_with_coverage_zero(name, dtype):
+    report = check(llama(dtype=dtype), parse(name, {}))
+    assert report.passed
+    assert (report.coverage, report.bits, report.levels) == (0, None, 0)
+    assert report.bits_per_weight == dtype.itemsize * 8
+    assert report.weight_error < 3e-3
+
+
+def test_an_unquantized_cell_of_quantized_weights_is_caught(rtn4):
+    report = check(rtn4, parse("fp32", {}))
+    assert any("not a plain linear layer in float32" in problem for problem in report.problems)
+
+
+def test_an_unquantized_cell_of_other_weights_is_caught():
+    model = llama()
+    linears(model)[LAYER].weight.data[0, 0] += 1
+    assert f"{LAYER}: not the original weights" in check(model, parse("fp32", {})).problems
+
+
+def test_levels_are_those_of_the_fullest_group():
+    assert levels(torch.tensor([[1.0, 1, 1, 1], [3, 1, 2, 1], [0, 0, 5, 5]])) == 3
+    assert levels(torch.tensor([[7.0]])) == 1
+
+
+@pytest.mark.parametrize("inputs", [5, 512, 700])
+def test_the_identity_reads_a_weight_off_its_forward(inputs):
+    layer = nn.Linear(inputs, 3)
+    assert torch.equal(forward_weight(layer, inputs, torch.float32), layer.weight)
+    assert layer.bias is not None
+
+
+def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
+    """Where the processor has AVX512-BF16, a layer that asks would repack at its first forward."""
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    assert bitsandbytes.nn.Linear4bit(64, 64).support_avx512bf16_for_cpu
+    model = make(settings("bnb-4bit", double_quant=True), tmp_path).model
+    layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 14
+    before = [functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in layers]
+    model(input_ids=PROBE)
+    after = [functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in layers]
+    assert not any(m.support_avx512bf16_for_cpu for m in layers)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert check(model, settings("bnb-4bit", double_quant=True)).passed

@@ -1,0 +1,86 @@
+"""Calibration text: which tokens, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qbench.errors import DataError
+from qbench.quantizers.calibration import read_calibration
+
+WORDS = [f"w{i}" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A word a token: w7 is 7; </s> is 200."""
+    vocabulary = {word: i for i, word in enumerate([*WORDS, "</s>"])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+def write(path, lengths):
+    """Document d counts up from w(10·d)."""
+    lines = [
+        json.dumps({"text": " ".join(WORDS[10 * d : 10 * d + n])}) for d, n in enumerate(lengths)
+    ]
+    path.write_text("\n".join(lines) + "\n\n")
+    return path
+
+
+def test_a_long_document_gives_one_window_of_its_own(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", [10, 10, 10, 10])
+    found = read_calibration(path, tokenizer, 4, 6, 0)
+    assert found.ids.shape == (4, 6)
+    for row in found.ids.tolist():
+        assert row == list(range(row[0], row[0] + 6))
+    assert sorted(row[0] // 10 for row in found.ids.tolist()) == [0, 1, 2, 3]
+
+
+def test_short_documents_are_joined_with_the_end_of_text_between(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", [3, 3, 3, 3])
+    rows = read_calibration(path, tokenizer, 2, 7, 0).ids.tolist()
+    assert all(row[3] == 200 for row in rows)
+    assert all(row[:3] == list(range(row[0], row[0] + 3)) for row in rows)
+
+
+def test_the_seed_decides_and_decides_alone(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", [10] * 12)
+    first, again = (read_calibration(path, tokenizer, 5, 4, 3) for _ in range(2))
+    other = read_calibration(path, tokenizer, 5, 4, 4)
+    assert torch.equal(first.ids, again.ids)
+    assert first.digest == again.digest != other.digest
+
+
+def test_the_digest_is_of_the_tokens_not_of_the_file(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", [10] * 3)
+    other = tmp_path / "elsewhere.jsonl"
+    other.write_text(
+        "\n".join(
+            json.dumps({**json.loads(x), "source": "s"}) for x in path.read_text().split("\n") if x
+        )
+    )
+    digests = {read_calibration(p, tokenizer, 3, 5, 0).digest for p in (path, other)}
+    assert len(digests) == 1
+
+
+def test_too_little_text_says_how_much_there_is(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", [10, 10, 2])
+    with pytest.raises(DataError, match=r"c\.jsonl: gives 2 windows of 8 tokens, 3 were asked"):
+        read_calibration(path, tokenizer, 3, 8, 0)
+
+
+@pytest.mark.parametrize("line", ["{", '{"body": "x"}', '{"text": 3}', '["text"]'])
+def test_a_malformed_line_is_named(tmp_path, tokenizer, line):
+    path = write(tmp_path / "c.jsonl", [5])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=r"c\.jsonl: line 3: not a JSON object with a text field"):
+        read_calibration(path, tokenizer, 1, 4, 0)
+
+
+def test_a_missing_file_is_named(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
+        read_calibration(tmp_path / "absent.jsonl", tokenizer, 1, 4, 0)

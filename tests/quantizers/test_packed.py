@@ -1,0 +1,80 @@
+"""Codes packed to their real bits, and the grid that they stand for."""
+
+import pytest
+import torch
+
+from qbench.quantizers import packed
+from qbench.quantizers.linears import Plain
+
+
+def draw(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 40, 63, 128])
+def test_unpacking_gives_back_every_code(bits, width):
+    codes = torch.randint(0, 2**bits, (5, width), generator=draw(), dtype=torch.uint8)
+    assert torch.equal(packed.unpack(packed.pack(codes, bits), bits, width), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_code_takes_its_bits_and_no_more(bits):
+    stored = packed.pack(torch.zeros(6, 64, dtype=torch.uint8), bits)
+    assert stored.numel() * 8 == 6 * 64 * bits
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("size", [1, 8, 33])
+def test_a_weight_inside_the_grid_moves_half_a_step_at_most(bits, symmetric, size):
+    weight = torch.randn(11, 3, size, generator=draw())
+    scale, zero = packed.grid(weight, bits, symmetric=symmetric)
+    codes = packed.nearest(weight, scale, zero, bits)
+    inside = (weight / scale + zero >= -0.5) & (weight / scale + zero <= 2**bits - 0.5)
+    moved = ((codes - zero) * scale - weight).abs()
+    assert inside.float().mean() > 0.5
+    assert bool((moved <= scale * 0.5001)[inside].all())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_group_of_zeros_stays_zero(symmetric):
+    weight = torch.zeros(2, 1, 8)
+    scale, zero = packed.grid(weight, 3, symmetric=symmetric)
+    assert bool(torch.isfinite(scale).all())
+    assert torch.equal((packed.nearest(weight, scale, zero, 3) - zero) * scale, weight)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_zero_is_on_the_grid_of_a_group_of_one_sign(sign):
+    weight = sign * (5 + torch.rand(1, 1, 16, generator=draw()))
+    scale, zero = packed.grid(weight, 4, symmetric=False)
+    assert zero.item() in (0, 15)
+    assert bool(
+        ((packed.nearest(weight, scale, zero, 4) - zero) * scale - weight).abs().max() < 0.3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_multiplies_by_what_it_dequantizes(dtype):
+    weight, bias = torch.randn(10, 24, generator=draw()), torch.randn(10, generator=draw())
+    scale, zero = packed.grid(weight.view(10, 3, 8), 3, symmetric=False)
+    codes = packed.nearest(weight.view(10, 3, 8), scale, zero, 3).view(10, 24)
+    layer = packed.rebuild(
+        Plain(
+            in_features=24, out_features=10, bias=bias.to(dtype), dtype=dtype, device=bias.device
+        ),
+        packed.tensors_of(codes, scale[..., 0], zero[..., 0], 3),
+        bits=3,
+        group_size=8,
+    )
+    x = torch.randn(4, 24, generator=draw(1)).to(dtype)
+    assert layer.dequantize().dtype == dtype
+    expected = x @ layer.dequantize().T + bias.to(dtype)
+    torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        layer.dequantize().float(),
+        ((codes.view(10, 3, 8) - zero) * scale).view(10, 24),
+        rtol=1e-2,
+        atol=1e-6,
+    )
