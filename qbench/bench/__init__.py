@@ -1,0 +1,1 @@
+"""Measurements of qbench itself against what its users would use otherwise."""
