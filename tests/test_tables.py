@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
+import subprocess
+from html.parser import HTMLParser
 
 import pytest
 from synthetic import PAPER, key, make_store
@@ -11,7 +14,7 @@ from synthetic import PAPER, key, make_store
 from qbench.compare import compare
 from qbench.errors import RecipeError, ResultsError
 from qbench.store import Store
-from qbench.tables import delta, render
+from qbench.tables import delta, render, write_tables
 
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
 
@@ -67,7 +70,7 @@ def test_delta_is_the_difference_of_the_unrounded_values(store):
 
 
 def test_every_markdown_row_has_as_many_cells_as_the_head(store):
-    for block in render(plain(store)).split("### ")[1:]:
+    for block in render(compare(store)).split("### ")[1:]:
         rows = [line for line in block.splitlines() if line.startswith("|")]
         assert len({row.count(" | ") for row in rows}) == 1
 
@@ -117,10 +120,133 @@ def test_a_grid_in_which_every_cell_failed_still_shows_its_tasks(tmp_path):
 
 
 def test_an_unknown_format_names_the_known_ones(store):
-    with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, csv"):
+    with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, tex, csv, html"):
         render(plain(store), format="docx")
 
 
 def test_a_folder_without_results_says_what_to_name(tmp_path):
     with pytest.raises(ResultsError, match=r"no grid\.json here"):
         compare(Store(tmp_path))
+
+
+# With statistics
+
+
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory):
+    """A grid in which softpick is clearly better at hqq-2bit, and the rest is close."""
+    store = make_store(
+        tmp_path_factory.mktemp("tested"),
+        sizes={"arc_easy": 400, "lambada_openai": 300, "wikitext": 30},
+        quantizers=("bf16", "hqq-2bit", "hqq-8bit"),
+        shift={"softmax/hqq-2bit": 1.0},
+        failed=("softpick/hqq-8bit",),
+    )
+    return compare(store)
+
+
+def test_a_clear_difference_is_marked_and_a_small_one_is_not(tested):
+    text = render(tested)
+    assert "‡ |" in next(line for line in text.splitlines() if "hqq-2bit" in line)
+    assert "‡" not in next(line for line in text.splitlines() if "bf16" in line)
+
+
+def test_markdown_names_the_record_of_every_number(tested):
+    text = render(tested)
+    assert f"softmax/hqq-2bit {key('softmax', 'hqq-2bit')[:16]}" in text
+    assert "softpick/hqq-8bit " + key("softpick", "hqq-8bit")[:16] not in text
+
+
+def test_csv_carries_intervals_tests_and_adjusted_p_values(tested):
+    rows = list(csv.DictReader(io.StringIO(render(tested, format="csv"))))
+    one = next(r for r in rows if r["quantizer"] == "hqq-2bit" and r["checkpoint"] == "softpick")
+    assert float(one["delta_low"]) < float(one["delta"]) < float(one["delta_high"])
+    assert one["delta_test"] == "McNemar, exact"
+    assert float(one["delta_p"]) <= float(one["delta_p_bh"]) <= float(one["delta_p_holm"])
+    assert float(one["damage"]) < 0 < float(one["did"])
+    assert float(one["low"]) < float(one["value"]) < float(one["high"])
+
+
+def test_published_numbers_stand_beside_ours_with_the_distance_in_standard_errors(tested):
+    comparison = tested
+    text = render(comparison, published="softpick-340m")
+    line = comparison.lines[0]
+    entry = line.entries[0]
+    away = (entry.value - 0.5661) / entry.stderr
+    assert f"56.61 ({away:+.1f} SE)".replace("-", "−") in text
+    assert "Printed: softpick-340m, Table 2, Table 10" in text
+    rows = list(
+        csv.DictReader(io.StringIO(render(tested, format="csv", published="softpick-340m")))
+    )
+    assert rows[0]["printed"] == "56.61"
+    assert float(rows[0]["standard_errors_away"]) == pytest.approx(away)
+
+
+def test_an_unknown_published_set_names_the_known_ones(tested):
+    with pytest.raises(RecipeError, match=r"--published llama: unknown; possible: softpick-340m"):
+        render(tested, published="llama")
+
+
+@pytest.mark.parametrize("published", [None, "softpick-340m"])
+def test_latex_compiles_as_it_stands(tested, tmp_path, published):
+    if shutil.which("pdflatex") is None:
+        pytest.skip("no pdflatex here")
+    text = render(tested, format="tex", published=published)
+    (tmp_path / "tables.tex").write_text(text)
+    run = subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "tables.tex"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-2000:]
+    assert "Missing character" not in run.stdout
+    assert (tmp_path / "tables.pdf").stat().st_size > 10_000
+
+
+def test_latex_has_rules_arrows_marks_and_keys(tested):
+    text = render(tested, format="tex")
+    for part in (r"\toprule", r"\midrule", r"\bottomrule", r"$\uparrow$", r"$^{\ddagger}$"):
+        assert part in text
+    assert r"lambada\_openai" in text
+    assert f"%   softmax/bf16 {key('softmax', 'bf16')[:16]}" in text
+    assert text.isascii()
+
+
+class Cells(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.open = [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "tr":
+            self.rows.append(0)
+        if tag in ("td", "th"):
+            self.rows[-1] += 1
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_html_is_well_formed_stands_alone_and_escapes(tested):
+    text = render(tested, format="html")
+    cells = Cells()
+    cells.feed(text)
+    assert cells.open == []
+    assert set(cells.rows) == {8}
+    assert "http" not in text
+    assert "<script" not in text
+
+
+def test_a_hostile_name_is_escaped_in_html_and_latex(tmp_path):
+    store = make_store(
+        tmp_path, sizes={"arc_easy": 20}, quantizers=("bf16",), checkpoints=("<b>&_{}", "x")
+    )
+    assert "<b>&_" not in render(plain(store), format="html")
+    assert r"\textless{}b\textgreater{}\&\_\{\}" in render(plain(store), format="tex")
+
+
+def test_all_formats_are_written_into_the_results_folder(store):
+    paths = write_tables(store, formats=("md", "tex", "csv", "html"))
+    assert [path.name for path in paths] == [f"tables.{x}" for x in ("md", "tex", "csv", "html")]
+    assert all(path.stat().st_size > 500 for path in paths)

@@ -4,41 +4,55 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from qbench.compare import Comparison, Entry, Line
+from qbench.published import Printed, printed
+from qbench.tables.layout import find_printed, standard_errors_away
 
+if TYPE_CHECKING:
+    from qbench.statistics import Effect
+
+ABOUT = (
+    *("task", "label", "metric", "direction", "method", "bits", "quantizer", "checkpoint"),
+    *("status", "value", "stderr", "low", "high", "documents"),
+)
+QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
+PARTS = ("", "_stderr", "_low", "_high", "_log_ratio", "_log_low", "_log_high")
+TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
+PRINTED = ("printed", "printed_delta", "printed_source", "standard_errors_away")
+TRACE = ("key", "reason")
 COLUMNS = (
-    "task",
-    "label",
-    "metric",
-    "direction",
-    "method",
-    "bits",
-    "quantizer",
-    "checkpoint",
-    "status",
-    "value",
-    "stderr",
-    "documents",
-    "delta",
-    "key",
-    "reason",
+    *ABOUT,
+    *(question + part for question in QUESTIONS for part in (*PARTS, *TESTS)),
+    *PRINTED,
+    *TRACE,
 )
 
 
-def comma_separated(comparison: Comparison) -> str:
-    """All scores of the grid in full precision and the record's units, failed and missing too."""
+def comma_separated(comparison: Comparison, *, published: str | None = None) -> str:
+    """All scores of the grid in full precision and the record's units, failed and missing too.
+
+    ``did`` is the difference-in-differences. Printed numbers are in the paper's units.
+    """
+    paper = printed(published) if published else {}
+    normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
+    columns = [column for column in COLUMNS if paper or column not in PRINTED]
     text = io.StringIO()
-    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
     for line in comparison.lines:
         for entry in line.entries:
-            table.writerow(dict(_row(comparison, line, entry)))
+            row = dict(_row(line, entry))
+            if paper:
+                row |= _printed(line, entry, paper, normalizers)
+            table.writerow(row)
     return text.getvalue()
 
 
-def _row(comparison: Comparison, line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
+def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
+    interval = line.intervals.get(entry.checkpoint)
     yield "task", line.task
     yield "label", line.label
     yield "metric", line.metric
@@ -49,8 +63,49 @@ def _row(comparison: Comparison, line: Line, entry: Entry) -> Iterator[tuple[str
     yield "checkpoint", entry.checkpoint
     yield "status", entry.status
     yield "value", entry.value
-    yield "stderr", entry.stderr
+    yield "stderr", entry.stderr if entry.stderr is not None or not interval else interval.stderr
+    yield "low", interval.low if interval else None
+    yield "high", interval.high if interval else None
     yield "documents", entry.documents
-    yield "delta", line.delta(entry.checkpoint) if entry.checkpoint in comparison.others else None
+    if entry is not line.entries[0]:
+        yield "delta", line.delta(entry.checkpoint)
+    for question, kind in QUESTIONS.items():
+        effects: Mapping[str, Effect] = getattr(line, kind)
+        if entry.checkpoint in effects:
+            yield from _effect(question, effects[entry.checkpoint])
     yield "key", entry.key
     yield "reason", entry.reason
+
+
+def _effect(question: str, effect: Effect) -> Iterator[tuple[str, object]]:
+    interval, log_ratio = effect.interval, effect.log_ratio
+    yield question, interval.estimate
+    yield f"{question}_stderr", interval.stderr
+    yield f"{question}_low", interval.low
+    yield f"{question}_high", interval.high
+    if log_ratio:
+        yield f"{question}_log_ratio", log_ratio.estimate
+        yield f"{question}_log_low", log_ratio.low
+        yield f"{question}_log_high", log_ratio.high
+    yield f"{question}_test", effect.test
+    yield f"{question}_p", effect.p
+    yield f"{question}_p_holm", effect.p_holm
+    yield f"{question}_p_bh", effect.p_bh
+    yield f"{question}_detectable", effect.detectable
+    yield f"{question}_documents", effect.documents
+
+
+def _printed(
+    line: Line, entry: Entry, paper: dict[tuple, Printed], normalizers: Mapping[str, str]
+) -> dict[str, object]:
+    found = find_printed(line, paper)
+    model = normalizers.get(entry.checkpoint, entry.checkpoint)
+    if found is None or model not in found.values:
+        return {}
+    value = found.values[model]
+    return {
+        "printed": value,
+        "printed_delta": found.delta if model == "softpick" else None,
+        "printed_source": found.source,
+        "standard_errors_away": standard_errors_away(line, entry.checkpoint, float(value)),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from qbench.compare import REDUNDANT, Comparison, Line
+from qbench.compare import Comparison, Line, redundant
 
 METHOD_TITLES = {
     "none": "Unquantized",
@@ -44,13 +44,13 @@ def delta(comparison: Comparison) -> list[Table]:
 
 def _table(comparison: Comparison, method: str) -> Table:
     lines = [line for line in comparison.lines if line.method in ("none", method)]
-    shown = [line for line in lines if not _redundant(line, lines)]
+    shown = [line for line in lines if not redundant(line, lines)]
     rows = []
     for _, group in groupby(shown, key=lambda line: line.task):
         for place, line in enumerate(group):
             rows.append(Row(line=line, begins_task=place == 0))
     left_out = dict.fromkeys(
-        f"{line.task} {line.metric}" for line in lines if _redundant(line, lines)
+        f"{line.task} {line.metric}" for line in lines if redundant(line, lines)
     )
     quantizers = {line.quantizer for line in lines}
     notes = [note for note in comparison.problems() if _quantizer_of(note) in quantizers]
@@ -67,11 +67,6 @@ def _table(comparison: Comparison, method: str) -> Table:
     )
 
 
-def _redundant(line: Line, lines: list[Line]) -> bool:
-    told_by = REDUNDANT.get(line.metric)
-    return any(other.metric == told_by and other.task == line.task for other in lines)
-
-
 def _quantizer_of(problem: str) -> str:
     return problem.split(":", 1)[0].rsplit("/", 1)[-1]
 
@@ -83,10 +78,6 @@ def metric_title(metric: str) -> str:
 
 def arrow(line: Line) -> str:
     return "↑" if line.higher_is_better else "↓"
-
-
-def precision_title(line: Line) -> str:
-    return line.quantizer
 
 
 def number(value: float | None, *, percent: bool, signed: bool = False) -> str:

@@ -8,31 +8,50 @@ from pathlib import Path
 from qbench.compare import Comparison, compare
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
+from qbench.tables.latex import latex
+from qbench.tables.layout import layout
 from qbench.tables.long import comma_separated
 from qbench.tables.markdown import markdown
 from qbench.tables.table import delta
 
-FORMATS = ("md", "csv")
+FORMATS = ("md", "tex", "csv", "html")
 
 
-def render(comparison: Comparison, *, format: str = "md") -> str:
-    """The delta tables of a comparison as text. Raises RecipeError for an unknown format."""
-    if format == "md":
-        return markdown(delta(comparison))
+def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
+    """The delta tables of a comparison as text.
+
+    ``published`` names a set of ``qbench.published`` to print beside. Raises RecipeError for an
+    unknown format or set.
+    """
+    if format not in FORMATS:
+        raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":
-        return comma_separated(comparison)
-    raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
+        return comma_separated(comparison, published=published)
+    tables = [layout(comparison, table, published=published) for table in delta(comparison)]
+    if format == "md":
+        return markdown(tables)
+    if format == "tex":
+        return latex(tables)
+    from qbench.tables.page import page  # Jinja2, which the other formats do without
+
+    return page(tables, title=comparison.name)
 
 
 def write_tables(
-    store: Store, directory: Path | None = None, *, formats: Sequence[str] = ("md", "csv")
+    store: Store,
+    directory: Path | None = None,
+    *,
+    formats: Sequence[str] = ("md", "csv"),
+    published: str | None = None,
+    comparison: Comparison | None = None,
 ) -> list[Path]:
     """Write ``tables.<format>`` into ``directory`` (default: the results folder)."""
     directory = Path(directory or store.directory)
-    comparison = compare(store)
+    comparison = comparison or compare(store)
     paths = []
     for format in formats:
         path = directory / f"tables.{format}"
-        write_atomically(path, render(comparison, format=format).encode())
+        text = render(comparison, format=format, published=published)
+        write_atomically(path, text.encode())
         paths.append(path)
     return paths

@@ -1,0 +1,132 @@
+"""The papers' tables as CSV with source and caption, every number as printed."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from qbench.errors import RecipeError
+
+# The papers' names → lm-eval's.
+TASKS = {
+    "Arc Easy": "arc_easy",
+    "Lambada": "lambada_openai",
+    "Piqa": "piqa",
+    "Sciq": "sciq",
+    "Wikitext": "wikitext",
+}
+METRICS = {
+    "Acc Norm": "acc_norm",
+    "Acc": "acc",
+    "Perplexity": "perplexity",
+    "Word Perplexity": "word_perplexity",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedTable:
+    """One table of a paper. Cells are strings as printed."""
+
+    name: str  # e.g. "softpick-table-09"
+    paper: str
+    place: str  # e.g. "Table 9"
+    caption: str
+    scale: str | None  # "340M", "1.8B"
+    method: str | None  # of quantization; "none" for unquantized scores, None for no scores
+    columns: tuple[str, ...]
+    rows: tuple[dict[str, str], ...]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Columns that hold a model's scores, where the table is one of scores."""
+        if self.method is None:
+            return ()
+        about = {"task", "metric", "direction", "quantization", "delta"}
+        return tuple(column for column in self.columns if column not in about)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Printed:
+    """What a paper prints for one metric at one precision: values in its units (per cent)."""
+
+    source: str  # e.g. "Table 9"
+    values: dict[str, Decimal]  # model → value
+    delta: Decimal
+
+
+def tables() -> list[PublishedTable]:
+    """All published tables, in the order of the index."""
+    return [table(name) for name in _index()["tables"]]
+
+
+@cache
+def table(name: str) -> PublishedTable:
+    """One table by name. Raises RecipeError where it is unknown, naming the known ones."""
+    index = _index()
+    if name not in index["tables"]:
+        raise RecipeError(f"unknown published table {name!r}; known: {', '.join(index['tables'])}")
+    about = index["tables"][name]
+    text = resources.files(__package__).joinpath("data", f"{name}.csv").read_text("utf-8")
+    reader = csv.DictReader(text.splitlines())
+    rows = tuple(reader)
+    return PublishedTable(
+        name=name,
+        paper=index["papers"][about["paper"]],
+        place=about["place"],
+        caption=about["caption"],
+        scale=about.get("scale"),
+        method=about.get("method"),
+        columns=tuple(reader.fieldnames or ()),
+        rows=rows,
+    )
+
+
+def sets() -> tuple[str, ...]:
+    """Names that ``--published`` takes."""
+    return tuple(_index()["sets"])
+
+
+@cache
+def printed(name: str) -> dict[tuple[str, str, str, float | None], Printed]:
+    """A set's numbers by (task, metric, method, bits), in lm-eval's and our words.
+
+    Raises RecipeError for an unknown set.
+    """
+    index = _index()
+    if name not in index["sets"]:
+        raise RecipeError(f"--published {name}: unknown; possible: {', '.join(index['sets'])}")
+    found = {}
+    for one in map(table, index["sets"][name]):
+        for row in one.rows:
+            bits = row.get("quantization", "").removesuffix("-bit")
+            place = (TASKS[row["task"]], METRICS[row["metric"]], str(one.method))
+            found[*place, float(bits) if bits else None] = Printed(
+                source=one.place,
+                values={model: Decimal(row[model]) for model in one.models},
+                delta=Decimal(row["delta"]),
+            )
+    return found
+
+
+def show(one: PublishedTable) -> str:
+    """A table in Markdown with its source, as ``qbench published`` prints it."""
+    lines = [list(one.columns), *([row[column] for column in one.columns] for row in one.rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(one.columns))]
+    text = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join([f"### {one.name}", "", f"{one.paper}, {one.place}. {one.caption}", "", *text])
+
+
+@cache
+def _index() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("index.yaml").read_text("utf-8")
+    return yaml.safe_load(text)
