@@ -127,14 +127,18 @@ def artifact(
     digest: str,
     settings: Settings,
     calibration: Calibration | None,
+    attention: str,
     device: torch.device,
 ) -> Artifact:
-    """The artifact of the original weights ``digest`` under ``settings``."""
+    """The artifact of the original weights ``digest`` under ``settings``.
+
+    ``attention`` is the name of what ran while calibrating; it plays no part without calibration.
+    """
     libraries = ("torch", "transformers", *requirements(settings))
     parts = {
         "original": digest,
         "settings": asdict(settings),
-        "calibration": calibration.digest if calibration is not None else None,
+        "calibration": calibration and {"digest": calibration.digest, "attention": attention},
         "versions": {name: version(name) for name in libraries},
         "device": device.type,
         "format": FORMAT,

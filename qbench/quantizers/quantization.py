@@ -60,12 +60,14 @@ def quantize(
         raise QuantizationError(f"{settings.name}: needs calibration text; the recipe has none")
     if not settings.needs_calibration:
         calibration = None
+    method = method_of(settings)
     attention = model.config._attn_implementation
     store = artifact(
         artifacts,
         digest=digest,
         settings=settings,
         calibration=calibration,
+        attention=attention,
         device=model.device,
     )
     shapes = {name: plain(layer) for name, layer in linears(model).items()}
@@ -73,7 +75,6 @@ def quantize(
         tensors, detail = _obtain(store, model, settings, calibration, report)
     if set(tensors) != set(shapes):
         raise QuantizationError(f"{settings.name}: not quantized: {set(shapes) - set(tensors)}")
-    method = method_of(settings)
     for name, shape in shapes.items():
         model.set_submodule(name, method.rebuild(shape, tensors.pop(name), settings))
     assert model.config._attn_implementation == attention

@@ -51,7 +51,9 @@ def llama(
                 parameter.copy_(left @ right / (rank * parameter.shape[1]) ** 0.5)
             elif "bias" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw))
-    model = model.to(dtype=dtype, device=device).eval().requires_grad_(False)
+    for parameter in model.parameters():  # not the rotary frequencies, which stay float32
+        parameter.data = parameter.data.to(dtype)
+    model = model.to(device).eval().requires_grad_(False)
     attend(model, normalizer=normalizer, implementation="reference")
     return model
 

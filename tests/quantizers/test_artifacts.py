@@ -19,9 +19,20 @@ CPU = torch.device("cpu")
 FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def folder(root, chosen, seed=1, digest=DIGEST):
+def place(root, chosen, seed=1, digest=DIGEST, attention="qbench-softmax-reference", device=CPU):
     used = calibration(seed) if chosen.needs_calibration else None
-    return artifact(root, digest=digest, settings=chosen, calibration=used, device=CPU).folder
+    return artifact(
+        root,
+        digest=digest,
+        settings=chosen,
+        calibration=used,
+        attention=attention,
+        device=device,
+    )
+
+
+def folder(*arguments, **named):
+    return place(*arguments, **named).folder
 
 
 @pytest.mark.parametrize(
@@ -66,15 +77,16 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
                 "compute_dtype": "bfloat16",
             }.items()
         ),
-        artifact(
-            tmp_path,
-            digest=DIGEST,
-            settings=chosen,
-            calibration=calibration(),
-            device=torch.device("cuda"),
-        ).folder,
+        folder(tmp_path, chosen, attention="qbench-softpick-reference"),
+        folder(tmp_path, chosen, device=torch.device("cuda")),
     }
-    assert len(folders) == 11
+    assert len(folders) == 12
+
+
+def test_attention_plays_no_part_where_nothing_is_calibrated(tmp_path):
+    chosen = settings("rtn-4bit")
+    other = folder(tmp_path, chosen, attention="qbench-softpick-reference")
+    assert folder(tmp_path, chosen) == other
 
 
 def test_calibration_plays_no_part_where_none_is_needed(tmp_path):
@@ -164,8 +176,7 @@ def test_two_processes_quantize_the_same_once(tmp_path):
 
 
 def _hold(root, held, release):
-    chosen = settings("rtn-4bit")
-    at = artifact(Path(root), digest=DIGEST, settings=chosen, calibration=None, device=CPU)
+    at = place(Path(root), settings("rtn-4bit"))
     with at.locked(lambda: None):
         held.set()
         release.wait(20)
@@ -179,9 +190,7 @@ def test_waiting_for_another_process_is_told(tmp_path):
     other.start()
     try:
         assert held.wait(20)
-        at = artifact(
-            tmp_path, digest=DIGEST, settings=settings("rtn-4bit"), calibration=None, device=CPU
-        )
+        at = place(tmp_path, settings("rtn-4bit"))
         told = []
 
         def waiting():

@@ -188,13 +188,12 @@ def test_falling_back_to_plain_rounding_is_refused(tmp_path, monkeypatch):
 
 def test_what_the_root_logger_was_is_put_back():
     root = logging.getLogger()
-    level = root.level
+    level, handlers, added = root.level, list(root.handlers), logging.NullHandler()
     with gptq.silenced():
         root.setLevel(logging.INFO)
-        root.addHandler(logging.NullHandler())
+        root.addHandler(added)
         print("a banner")
-    assert root.level == level
-    assert not any(isinstance(handler, logging.NullHandler) for handler in root.handlers)
+    assert (root.level, root.handlers) == (level, handlers)
 
 
 def test_int8_outlier_columns_are_computed_unquantized(tmp_path):

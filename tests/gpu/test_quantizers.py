@@ -1,0 +1,144 @@
+"""Every quantizer on CUDA: audited, reloaded, and close to what the CPU gives."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
+
+from quantizer_models import (
+    DIGEST,
+    PROBE,
+    calibration,
+    damage,
+    llama,
+    logits,
+    make,
+    settings,
+)
+
+from qbench.quantizers import parse
+from qbench.quantizers.audit import audit
+from qbench.quantizers.calibration import read_calibration
+from qbench.quantizers.quantization import quantize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+OWN = {"backend": "torch"}
+CASES = [
+    ("bnb-4bit", {}),
+    ("bnb-4bit", {"quant_type": "fp4", "double_quant": True}),
+    ("bnb-8bit", {}),
+    ("bnb-8bit", {"threshold": 0.0, "compute_dtype": "float16"}),
+    *((f"hqq-{bits}bit", {}) for bits in (2, 3, 4, 8)),
+    ("hqq-4bit", {"axis": 0, "compute_dtype": "float32"}),
+    *((f"rtn-{bits}bit", {}) for bits in (2, 3, 4, 8)),
+    *((f"gptq-{bits}bit", OWN) for bits in (2, 3, 4, 8)),
+    ("gptq-4bit", {**OWN, "desc_act": True, "compute_dtype": "float32"}),
+    *((f"gptq-{bits}bit", {}) for bits in (2, 3, 4, 8)),
+    ("gptq-4bit", {"desc_act": True, "symmetric": False}),
+]
+
+
+def on_gpu(chosen, artifacts, normalizer="softpick"):
+    return quantize(
+        llama(normalizer, dtype=getattr(torch, chosen.compute_dtype), device="cuda"),
+        None,
+        chosen,
+        calibration=calibration() if chosen.needs_calibration else None,
+        digest=DIGEST,
+        artifacts=artifacts,
+    )
+
+
+@pytest.mark.parametrize(("name", "stated"), CASES)
+def test_every_quantizer_passes_its_audit_and_reloads_the_same(name, stated, tmp_path):
+    chosen = settings(name, **{"compute_dtype": "bfloat16", **stated})
+    dtype = getattr(torch, chosen.compute_dtype)
+    first = on_gpu(chosen, tmp_path)
+    report = audit(llama("softpick", dtype=dtype, device="cuda"), first.model, chosen, PROBE)
+    assert report.problems == ()
+    assert (report.passed, report.coverage) == (True, 1.0)
+    assert first.model.config._attn_implementation == "qbench-softpick-reference"
+    assert {p.device.type for p in first.model.parameters()} == {"cuda"}
+    second = on_gpu(chosen, tmp_path)
+    assert "reused" in second.detail
+    assert torch.equal(logits(first.model), logits(second.model))
+
+
+@pytest.mark.parametrize("name", ["rtn-3bit", "hqq-3bit", "bnb-4bit", "bnb-8bit"])
+def test_the_gpu_gives_what_the_cpu_gives(name, tmp_path):
+    chosen = settings(name)
+    original = llama("softpick")
+    here = damage(make(chosen, tmp_path, "softpick").model, original)
+    there = damage(
+        on_gpu(chosen, tmp_path).model, llama("softpick", device="cuda"), PROBE.to("cuda")
+    )
+    assert there == pytest.approx(here, rel=0.2)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_gptq_beats_rounding_to_the_same_grid_and_both_backends_agree(bits, tmp_path):
+    original = llama("softpick", device="cuda")
+    text = calibration(seed=5).ids.to("cuda")
+    theirs, ours, rounded = (
+        damage(on_gpu(settings(name, **stated), tmp_path).model, original, text)
+        for name, stated in (
+            (f"gptq-{bits}bit", {}),
+            (f"gptq-{bits}bit", OWN),
+            (f"rtn-{bits}bit", {"symmetric": True}),
+        )
+    )
+    assert max(theirs, ours) < rounded
+    assert theirs == pytest.approx(ours, rel=0.3)
+
+
+def test_the_library_stays_on_the_cpu_where_the_model_is(tmp_path):
+    made = make(settings("gptq-4bit"), tmp_path, "softpick")
+    assert {t.device.type for t in made.model.state_dict().values()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("bnb-4bit", {}),
+        ("bnb-8bit", {}),
+        ("hqq-2bit", {}),
+        ("rtn-3bit", {}),
+        ("gptq-3bit", OWN),
+        ("gptq-2bit", {}),
+        ("gptq-3bit", {}),
+    ],
+)
+def test_a_trained_softpick_model_passes_its_audit(name, stated, tmp_path):
+    root = Path(__file__).parents[2]
+    places = (root / ".carry" / "softpick-27M", root.parent / "shared/checkpoints/softpick-27M")
+    folder = next((place for place in places if place.is_dir()), None)
+    texts = [
+        path
+        for place in (root / ".carry", root.parent / "shared" / "data" / "calibration")
+        for path in sorted(place.glob("wikipedia_books*.jsonl"))
+    ]
+    if folder is None or not texts:
+        pytest.skip("no trained pair here")
+    from qbench.checkpoints import find, load_model, load_tokenizer
+
+    checkpoint = find(str(folder))
+    chosen = parse(name, stated)
+
+    def load():
+        return load_model(checkpoint, dtype=torch.bfloat16, device="cuda", attention="reference")
+
+    text = read_calibration(texts[0], load_tokenizer(checkpoint), 8, 512, 0)
+    made = quantize(
+        load(), None, chosen, calibration=text, digest=checkpoint.digest, artifacts=tmp_path
+    )
+    report = audit(load(), made.model, chosen, text.ids[:1, :256])
+    assert report.problems == ()
+    assert report.passed
+    assert made.model.config._attn_implementation == "qbench-softpick-reference"
