@@ -40,11 +40,13 @@ REFUSED = (
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who attends to whom, made only when a layer asks: packed sequences with ``cu_seq_lens``
-    never do, and their dense mask would be quadratic."""
+    """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks:
+    never for packed sequences with ``cu_seq_lens``, nor where the kernels are given ``spans``,
+    the sequences inside the padding (see :mod:`qbench.attention.kernels.spans`)."""
 
     make: Callable[[], Tensor]
     made: list[Tensor]
+    spans: Tensor | None = None
 
     def dense(self) -> Tensor:
         if not self.made:
@@ -97,33 +99,47 @@ def _require_triton(kind: str) -> None:
         raise UnavailableError(f"attention: triton cannot run here: {problem}; use 'reference'")
 
 
-def _mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **options: Any,
-) -> Tensor | Mask | None:
-    """None where the mask is plain causality, aligned at the last key; else who sees whom."""
-    make = _dense_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size, options
-    )
-    if torch.compiler.is_compiling():
-        plain = attention_mask is None and isinstance(q_offset, int)
-    else:
-        plain = attention_mask is None or bool(attention_mask.all())
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    wide = local_size is None or kv_length < local_size
-    if allow_is_causal_skip and plain and aligned and wide:
-        return None
-    packed = not allow_is_causal_skip and attention_mask is None
-    if packed and not torch.compiler.is_compiling():
-        return Mask(make, [])
-    return make()
+def _mask(implementation: str) -> Callable[..., Tensor | Mask | None]:
+    """The function that transformers calls once a forward pass."""
+
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        use_vmap: bool = False,
+        **options: Any,
+    ) -> Tensor | Mask | None:
+        """None where the mask is plain causality, aligned at the last key; else who sees whom."""
+        make = _dense_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size,
+            options | {"use_vmap": use_vmap},
+        )  # fmt: skip
+        if torch.compiler.is_compiling():  # values of a padding mask are not known yet
+            plain = attention_mask is None
+        else:
+            plain = attention_mask is None or bool(attention_mask.all())
+        fixed = isinstance(q_offset, int)
+        aligned = fixed and q_offset + q_length == kv_offset + kv_length
+        causal = allow_is_causal_skip and (local_size is None or kv_length < local_size)
+        if causal and plain and aligned:
+            return None
+        if torch.compiler.is_compiling():
+            return make()
+        spans = None
+        if implementation == "triton" and causal and fixed and attention_mask is not None:
+            from qbench.attention.kernels.spans import padded_spans
+
+            padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+            if padding.shape[1] == kv_length:
+                spans = padded_spans(padding, q_length, q_offset - kv_offset)
+        return Mask(make, [], spans)
+
+    return mask
 
 
 def _dense_mask(
@@ -181,8 +197,12 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k,
             )  # fmt: skip
             return output.transpose(1, 2), None
+        spans = {}
         if isinstance(attention_mask, Mask):
-            attention_mask = attention_mask.dense()
+            if implementation == "triton" and attention_mask.spans is not None:
+                spans, attention_mask = {"spans": attention_mask.spans}, None
+            else:
+                attention_mask = attention_mask.dense()
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             raise UnavailableError(
                 f"{normalizer} attention takes bool masks, True = attend, not "
@@ -196,6 +216,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             scale=scaling,
             mask=attention_mask,
             causal=causal and attention_mask is None,
+            **spans,
         )
         return output.transpose(1, 2), None
 
@@ -242,7 +263,7 @@ def _register() -> None:
         for implementation in IMPLEMENTATIONS[1:]:
             name = f"qbench-{normalizer}-{implementation}"
             AttentionInterface.register(name, _attention(normalizer, implementation))
-            AttentionMaskInterface.register(name, _mask)
+            AttentionMaskInterface.register(name, _mask(implementation))
 
 
 _register()

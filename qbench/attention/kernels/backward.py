@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbench.attention.kernels.family import load_rows, score_gradient, sequence, visible, wide
+from qbench.attention.kernels.family import (
+    load_rows,
+    rounded,
+    score_gradient,
+    sequence,
+    visible,
+    wide,
+)
 
 
 @triton.jit(do_not_specialize=["rows_total", "queries"])
@@ -39,7 +46,8 @@ def key_sweep(
     q_source, g_source, level_row, delta_row, mask, batch, head, stop_q, stop_k, shift, window,
     scale, q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASKED: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr,
     D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys."""
@@ -69,7 +77,7 @@ def key_sweep(
             )  # fmt: skip
             weight = tl.where(seen, weight, 0.0)
             ds = tl.where(seen, ds, 0.0)
-        dv = tl.dot(weight.to(g.dtype), g, dv, input_precision="ieee")
+        dv = tl.dot(rounded(weight, g.dtype, NORMALIZER, FUSED), g, dv, input_precision="ieee")
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -81,7 +89,8 @@ def key_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SPANS: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +138,8 @@ def key_kernel(
                 q_source, g_source, levels + line, deltas + line, mask, batch, head,
                 stop_q, stop_k, shift, window, score_scale,
                 q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, M, D, D_BLOCK, DV, DV_BLOCK, 1,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, FUSED,
+                M, D, D_BLOCK, DV, DV_BLOCK, 1,
             )  # fmt: skip
         else:
             if CAUSAL and not HAS_MASK:
@@ -138,7 +148,7 @@ def key_kernel(
                     q_source, g_source, levels + line, deltas + line, mask, batch, head,
                     stop_q, stop_k, shift, window, score_scale,
                     q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, M, D, D_BLOCK,
+                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, M, D, D_BLOCK,
                     DV, DV_BLOCK, STAGES,
                 )  # fmt: skip
             if not HAS_MASK:
@@ -147,7 +157,7 @@ def key_kernel(
                     q_source, g_source, levels + line, deltas + line, mask, batch, head,
                     stop_q, stop_k, shift, window, score_scale,
                     q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, False, M, D, D_BLOCK,
+                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, False, FUSED, M, D, D_BLOCK,
                     DV, DV_BLOCK, STAGES,
                 )  # fmt: skip
             dk, dv = key_sweep(
@@ -155,7 +165,7 @@ def key_kernel(
                 q_source, g_source, levels + line, deltas + line, mask, batch, head,
                 stop_q, stop_k, shift, window, score_scale,
                 q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, M, D, D_BLOCK,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, M, D, D_BLOCK,
                 DV, DV_BLOCK, STAGES,
             )  # fmt: skip
 

@@ -15,6 +15,7 @@ from qbench.attention.kernels.family import (
     first_maximum,
     load_rows,
     masked_score,
+    rounded,
     sequence,
     terms,
     visible,
@@ -28,7 +29,8 @@ def decode_kernel(
     kv_heads, group, queries, keys, window, scale, splits,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, SKIP: tl.constexpr, SPLIT: tl.constexpr, EPSILON: tl.constexpr,
+    SPANS: tl.constexpr, SKIP: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr,
+    EPSILON: tl.constexpr,
     R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +99,7 @@ def decode_kernel(
             mask=wanted[:, None] & (v_columns[None, :] < DV),
             other=0.0,
         )
-        acc = tl.dot(above.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(rounded(above, v.dtype, NORMALIZER, FUSED), v, acc, input_precision="ieee")
 
     if SPLIT:
         base = partial + (wide(tl.program_id(1)) * splits + split) * R * (DV_BLOCK + 2)

@@ -51,19 +51,39 @@ def first_maximum(NORMALIZER: tl.constexpr):
 
 @triton.jit
 def terms(y, shift, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
-    """What each score adds above and below the fraction line, times 2^−shift."""
+    """What each score adds above and below the fraction line, times 2^−shift. What it adds above
+    is still to be rectified, by :func:`rounded`."""
     e = tl.math.exp2(y - shift)
     if NORMALIZER == "softpick":
         floor = tl.math.exp2(-shift)
         difference = e - floor
         if PRECISE:
             difference = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), difference)
-        return tl.maximum(difference, 0.0), tl.abs(difference)
+        return difference, tl.abs(difference)
     elif NORMALIZER == "rectified":
         e = tl.where(y >= 0, e, 0.0)
         return e, e
     else:
         return e, e
+
+
+@triton.jit
+def rounded(above, dtype: tl.constexpr, NORMALIZER: tl.constexpr, FUSED: tl.constexpr):
+    """Weights as an operand of a matrix product: softpick's rectified, then rounded to ``dtype``.
+    FUSED does both to two bf16 values in one instruction, which the compiler does not find."""
+    if NORMALIZER != "softpick":
+        return above.to(dtype)
+    elif FUSED:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [above],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.maximum(above, 0.0).to(dtype)
 
 
 @triton.jit
@@ -82,16 +102,16 @@ def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr)
 
 @triton.jit
 def score_gradient(y, level, dp, delta, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
-    """Weights and gradient of the scores (equation 7 for softpick, with E = e^(x − m) / Σ):
-    dS = E · (step(x) dP − sign(x) D), where dP = dO · v and D = dO · o. A score of exactly 0,
-    where the function has a kink, counts as negative."""
+    """Weights, for :func:`rounded`, and gradients of the scores (equation 7 for softpick, with
+    E = e^(x − m) / Σ): dS = E · (step(x) dP − sign(x) D), where dP = dO · v and D = dO · o. A
+    score of exactly 0, where the function has a kink, counts as negative."""
     e = tl.math.exp2(y - level)
     if NORMALIZER == "softpick":
         floor = tl.math.exp2(-level)
         weight = e - floor
         if PRECISE:
             weight = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), weight)
-        return tl.maximum(weight, 0.0), e * tl.where(y > 0, dp - delta, delta)
+        return weight, e * tl.where(y > 0, dp - delta, delta)
     else:
         if NORMALIZER == "rectified":
             e = tl.where(y >= 0, e, 0.0)

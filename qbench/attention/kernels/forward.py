@@ -16,6 +16,7 @@ from qbench.attention.kernels.family import (
     first_maximum,
     load_rows,
     masked_score,
+    rounded,
     sequence,
     terms,
     visible,
@@ -29,7 +30,8 @@ def sweep(
     k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
     k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASKED: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, FREE: tl.constexpr, TRACK: tl.constexpr, PRECISE: tl.constexpr,
+    SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr,
     DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -47,28 +49,36 @@ def sweep(
             )  # fmt: skip
             scores = tl.where(seen, scores, masked_score(NORMALIZER))
         highest = tl.max(scores, 1)
-        raised = tl.maximum(maximum, highest * scale)
-        shift_2 = raised
-        if NORMALIZER == "softmax":  # a row that has seen no key yet must not give −∞ − (−∞)
-            shift_2 = tl.where(raised == float("-inf"), 0.0, raised)
-        above, below = terms(scores * scale, shift_2[:, None], NORMALIZER, PRECISE)
-        lower = tl.math.exp2(maximum - shift_2)
-        total = total * lower + tl.sum(below, 1)
-        acc = acc * lower[:, None]
-        maximum = raised
+        if FREE:
+            above, below = terms(scores * scale, 0.0, NORMALIZER, False)
+            total += tl.sum(below, 1)
+            if TRACK:
+                maximum = tl.maximum(maximum, highest)
+        else:
+            raised = tl.maximum(maximum, highest * scale)
+            shift_2 = raised
+            if NORMALIZER == "softmax":  # a row that has seen no key yet: not −∞ − (−∞)
+                shift_2 = tl.where(raised == float("-inf"), 0.0, raised)
+            above, below = terms(scores * scale, shift_2[:, None], NORMALIZER, PRECISE)
+            lower = tl.math.exp2(maximum - shift_2)
+            total = total * lower + tl.sum(below, 1)
+            acc = acc * lower[:, None]
+            maximum = raised
         if SKIP:
             if tl.max(highest) > 0:
                 v = load_rows(
                     v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK,
                     MASKED, TMA,
                 )  # fmt: skip
-                acc = tl.dot(above.to(v.dtype), v, acc, input_precision="ieee")
+                acc = tl.dot(
+                    rounded(above, v.dtype, NORMALIZER, FUSED), v, acc, input_precision="ieee"
+                )
         else:
             v = load_rows(
                 v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK,
                 MASKED, TMA,
             )  # fmt: skip
-            acc = tl.dot(above.to(v.dtype), v, acc, input_precision="ieee")
+            acc = tl.dot(rounded(above, v.dtype, NORMALIZER, FUSED), v, acc, input_precision="ieee")
     return acc, total, maximum
 
 
@@ -78,7 +88,8 @@ def forward_kernel(
     heads, group, queries, keys, window, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr, TMA: tl.constexpr,
+    SPANS: tl.constexpr, FREE: tl.constexpr, TRACK: tl.constexpr, PRECISE: tl.constexpr,
+    SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     EPSILON: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +130,7 @@ def forward_kernel(
             acc, total, maximum, q, rows, begin, whole_begin,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
             k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, PRECISE, SKIP, TMA,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, TRACK, PRECISE, SKIP, TMA, FUSED,
             N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     if not HAS_MASK:
@@ -127,30 +138,43 @@ def forward_kernel(
             acc, total, maximum, q, rows, whole_begin, whole_end,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
             k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, PRECISE, SKIP, TMA,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, FREE, TRACK, PRECISE, SKIP, TMA, FUSED,
             N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     acc, total, maximum = sweep(
         acc, total, maximum, q, rows, whole_end, end,
         k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
         k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, PRECISE, SKIP, TMA,
+        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, TRACK, PRECISE, SKIP, TMA, FUSED,
         N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
     )  # fmt: skip
 
-    if NORMALIZER == "softpick" and not PRECISE:
-        small = (maximum > 0) & (maximum < SMALL_MAXIMUM) & (rows < stop_q)
-        if tl.max(small.to(tl.int32)) > 0:
-            tl.store(imprecise, 1)  # every program that stores, stores the same
+    if FREE or (NORMALIZER == "softpick" and not PRECISE):
+        again = tl.zeros([M], tl.int1)
+        if NORMALIZER == "softpick":
+            if TRACK or not FREE:
+                again = (maximum > 0) & (maximum < SMALL_MAXIMUM)
+            else:
+                again = (total > 0) & (total < SMALL_MAXIMUM)
+        tiny = tl.max((again & (rows < stop_q)).to(tl.int32)) > 0
+        if FREE:
+            again = again | ~(total < 2.0**100)
+            if NORMALIZER == "softmax":
+                again = again | (total < 2.0**-60)
+        if tl.max((again & (rows < stop_q)).to(tl.int32)) > 0:
+            if tiny:
+                tl.store(imprecise, 1)  # every program that stores, stores the same
             acc, total, maximum = sweep(
                 tl.zeros([M, DV_BLOCK], tl.float32), tl.zeros([M], tl.float32),
-                tl.zeros([M], tl.float32), q, rows, begin, end,
+                tl.full([M], first_maximum(NORMALIZER), tl.float32), q, rows, begin, end,
                 k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
                 scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, False, TMA,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, False, True, False, TMA, FUSED,
                 N, D, D_BLOCK, DV, DV_BLOCK, 1,
             )  # fmt: skip
 
+        elif FREE:
+            maximum = tl.zeros([M], tl.float32)
     out, level = finish(acc, total, maximum, EPSILON, NORMALIZER)
     columns = tl.arange(0, DV_BLOCK)
     place = output + wide(batch) * o_b + wide(head) * o_h

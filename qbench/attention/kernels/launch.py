@@ -75,7 +75,8 @@ def forward(
         decode_kernel[(splits, pairs)](
             query, key, value, output, levels, partial, mask, spans,
             kv_heads, group, queries, keys, window, scale * LOG2_E, splits, *strides,
-            SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse, SPLIT=splits > 1,
+            SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse, FUSED=_fused(query),
+            SPLIT=splits > 1,
             R=rows, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
         )  # fmt: skip
         if splits > 1:
@@ -96,8 +97,8 @@ def forward(
     forward_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
         query, *sources, output, levels, imprecise, mask, spans,
         heads, group, queries, keys, window, scale * LOG2_E, *strides,
-        PRECISE=query.dtype == torch.float32, TMA=tma,
-        SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse,
+        PRECISE=query.dtype == torch.float32, FREE=tile.free, TRACK=tile.track, TMA=tma,
+        FUSED=_fused(query), SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse,
         M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
     )  # fmt: skip
     return output, levels, imprecise
@@ -143,7 +144,7 @@ def backward(
         query, key, value, gradient, levels, deltas, imprecise, dk, dv, mask, spans,
         kv_heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *dk.stride()[:3], *dv.stride()[:3], *_mask_strides(mask),
-        PRECISE=query.dtype == torch.float32,
+        PRECISE=query.dtype == torch.float32, FUSED=_fused(query),
         M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
     )  # fmt: skip
     tile = query_tile or tiles.query_tile(block(width), query.dtype)
@@ -154,6 +155,11 @@ def backward(
         M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _fused(query: Tensor) -> bool:
+    """Inline assembly is for the compiler; the interpreter does without."""
+    return query.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

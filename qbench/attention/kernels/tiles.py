@@ -19,6 +19,8 @@ class Tile:
     stages: int
     tma: bool = False
     skip: bool = False
+    free: bool = False
+    track: bool = True
 
 
 def forward_tile(width: int, dtype: torch.dtype) -> Tile:

@@ -1,0 +1,166 @@
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qbench.attention import reference
+from qbench.attention.interface import attend, attention_name
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import RecipeError, UnavailableError
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        vocab_size=97,
+        initializer_range=0.2,  # scores of some size, of both signs
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 97, (3, 17), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, ids, **inputs):
+    return model(ids, **inputs).logits
+
+
+def test_softmax_equals_transformers_own_attention(model, ids):
+    model.set_attn_implementation("sdpa")
+    expected = logits(model, ids)
+    assert attend(model, normalizer="softmax", implementation="auto") == "softmax/reference"
+    torch.testing.assert_close(logits(model, ids), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_the_model_runs_what_was_asked_for(model, ids, normalizer, monkeypatch):
+    seen = []
+    real = reference.attention
+
+    def spy(*args, **settings):
+        seen.append(settings["normalizer"])
+        return real(*args, **settings)
+
+    attend(model, normalizer=normalizer)
+    monkeypatch.setattr(reference, "attention", spy)
+    logits(model, ids)
+    assert seen == [normalizer] * 2
+    assert model.config._attn_implementation == f"qbench-{normalizer}-reference"
+
+
+def test_normalizers_give_different_models(model, ids):
+    outputs = []
+    for normalizer in NORMALIZERS:
+        attend(model, normalizer=normalizer)
+        outputs.append(logits(model, ids))
+    assert (outputs[0] - outputs[1]).abs().max() > 0.1
+    assert (outputs[1] - outputs[2]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(model, ids, normalizer, side):
+    attend(model, normalizer=normalizer)
+    padding = torch.ones(3, 17, dtype=torch.long)
+    tokens = [slice(5, 17), slice(0, 17), slice(3, 17)]
+    if side == "right":
+        tokens = [slice(0, 12), slice(0, 17), slice(0, 14)]
+    for row, kept in enumerate(tokens):
+        padding[row] = 0
+        padding[row, kept] = 1
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    got = logits(model, ids, attention_mask=padding, position_ids=positions)
+    assert got.isfinite().all()
+    for row, kept in enumerate(tokens):
+        alone = logits(model, ids[row : row + 1, kept])[0]
+        torch.testing.assert_close(got[row, kept], alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoding_with_a_cache_equals_one_full_pass(model, ids, normalizer, padded):
+    attend(model, normalizer=normalizer)
+    padding = torch.ones(3, 17, dtype=torch.long)
+    if padded:
+        padding[0, :4] = 0
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    full = logits(model, ids, attention_mask=padding, position_ids=positions)
+    cache, pieces, done = None, [], 0
+    with torch.no_grad():
+        for piece in (*ids[:, :11].split([5, 6], 1), *ids[:, 11:].split(1, 1)):
+            stop = done + piece.shape[1]
+            out = model(
+                piece,
+                past_key_values=cache,
+                use_cache=True,
+                attention_mask=padding[:, :stop] if padded else None,
+                position_ids=positions[:, done:stop],
+            )
+            cache, done = out.past_key_values, stop
+            pieces.append(out.logits)
+    kept = padding.bool()
+    torch.testing.assert_close(torch.cat(pieces, 1)[kept], full[kept], **TOLERANCE)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "mask"])
+def test_packed_sequences_equal_each_alone(model, ids, normalizer, how):
+    attend(model, normalizer=normalizer)
+    packed = torch.cat([ids[0, :6], ids[1], ids[2, :1]])[None]
+    positions = torch.cat([torch.arange(6), torch.arange(17), torch.arange(1)])[None]
+    inputs = {"position_ids": positions, "use_cache": False}
+    if how == "cu_seq_lens":
+        starts = torch.tensor([0, 6, 23, 24], dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        inputs |= {"max_length_q": 17, "max_length_k": 17}
+    if how == "mask":
+        owner = torch.tensor([0] * 6 + [1] * 17 + [2])
+        mask = (owner[:, None] == owner) & torch.ones(24, 24, dtype=torch.bool).tril()
+        inputs |= {"attention_mask": mask[None, None]}
+    got = logits(model, packed, **inputs)[0]
+    torch.testing.assert_close(got[:6], logits(model, ids[:1, :6])[0], **TOLERANCE)
+    torch.testing.assert_close(got[6:23], logits(model, ids[1:2])[0], **TOLERANCE)
+    torch.testing.assert_close(got[23:], logits(model, ids[2:, :1])[0], **TOLERANCE)
+
+
+def test_generation_works(model, ids):
+    attend(model, normalizer="softpick")
+    out = model.generate(ids[:2], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    expected = ids[:2]
+    for _ in range(4):
+        expected = torch.cat([expected, logits(model, expected)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(out, expected)
+
+
+def test_a_name_works_when_a_model_is_built(model):
+    name = attention_name("softpick", "reference", "cpu")
+    built = LlamaForCausalLM._from_config(model.config, attn_implementation=name)
+    assert built.config._attn_implementation == name
+
+
+def test_additive_masks_are_refused(model, ids):
+    attend(model, normalizer="softpick")
+    mask = torch.zeros(3, 1, 17, 17)
+    with pytest.raises(UnavailableError, match="bool masks"):
+        logits(model, ids, attention_mask=mask)
+
+
+def test_triton_on_the_cpu_is_an_error_and_no_fallback(model, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnavailableError, match="CUDA"):
+        attend(model, normalizer="softpick", implementation="triton")
+
+
+def test_unknown_implementations_are_listed():
+    with pytest.raises(RecipeError, match="auto, reference, triton"):
+        attention_name("softpick", "flash", "cpu")

@@ -1,0 +1,209 @@
+import math
+
+import pytest
+import torch
+
+from qbench.attention.normalizers import EPSILON, NORMALIZERS
+from qbench.attention.reference import attention, normalize, packed_attention, weights
+from qbench.errors import RecipeError
+
+SHAPES = (  # batch, query heads, key heads, queries, keys, width, value width
+    (1, 1, 1, 1, 1, 16, 16),
+    (2, 3, 3, 17, 17, 8, 8),
+    (1, 4, 2, 5, 33, 20, 12),
+    (2, 6, 1, 63, 63, 16, 16),
+)
+
+
+def draw(shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, kv_heads, queries, keys, width, v_width = shape
+    sizes = ((heads, queries, width), (kv_heads, keys, width), (kv_heads, keys, v_width))
+    return [
+        torch.randn(batch, *s, generator=generator, dtype=torch.float64).to(dtype) for s in sizes
+    ]
+
+
+def by_hand(query, key, value, normalizer, allowed):
+    """The paper's formulas row by row, as they are printed."""
+    batch, heads, queries, width = query.shape
+    group = heads // key.shape[1]
+    output = torch.zeros(batch, heads, queries, value.shape[3], dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                seen = allowed[i].nonzero().flatten()
+                if not len(seen):
+                    continue
+                x = (key[b, h // group, seen] @ query[b, h, i]) / math.sqrt(width)
+                m = max(0.0, x.max().item())
+                if normalizer == "softpick":  # equation (1)
+                    e = torch.exp(x - m) - math.exp(-m)
+                    w = e.relu() / (e.abs().sum() + EPSILON)
+                elif normalizer == "rectified":  # appendix B
+                    e = torch.exp(torch.where(x >= 0, x, -torch.inf) - m)
+                    w = e / e.sum() if e.sum() > 0 else e
+                else:
+                    w = torch.softmax(x, 0)
+                output[b, h, i] = w @ value[b, h // group, seen]
+    return output
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_attention_is_the_papers_formula(shape, normalizer, causal, window, dtype):
+    query, key, value = draw(shape, dtype)
+    queries, keys = shape[3:5]
+    own = torch.arange(queries)[:, None] + keys - queries
+    other = torch.arange(keys)[None]
+    allowed = (other <= own) if causal else torch.ones(queries, keys, dtype=torch.bool)
+    if window:
+        allowed = allowed & (other > own - window)
+    expected = by_hand(query.double(), key.double(), value.double(), normalizer, allowed)
+    got = attention(query, key, value, normalizer=normalizer, causal=causal, window=window)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_jacobian_of_softpick_is_equation_7():
+    x = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
+    s = normalize(x, "softpick")
+    m = max(0.0, x.max().item())
+    e = torch.exp(x - m)
+    total = (e - math.exp(-m)).abs().sum() + EPSILON
+    sign = torch.where(x < 0, -1.0, 1.0).double()
+    expected = torch.diag((x > 0) * e / total) - torch.outer(s, sign * e / total)
+    got = torch.autograd.functional.jacobian(lambda y: normalize(y, "softpick"), x)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_gradients_agree_with_finite_differences(normalizer):
+    inputs = [tensor.requires_grad_() for tensor in draw((1, 2, 1, 4, 6, 5, 3), seed=3)]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attention(q, k, v, normalizer=normalizer, causal=True), inputs
+    )
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("scores", ["all negative", "zeros", "huge", "tiny"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_scores_give_finite_weights_and_gradients(normalizer, scores, dtype):
+    x = torch.linspace(-1, 1, 40, dtype=dtype)
+    x = {"all negative": x - 120, "zeros": x * 0, "huge": x * 1e4, "tiny": x * 1e-30}[scores]
+    x.requires_grad_()
+    w = normalize(x, normalizer)
+    (gradient,) = torch.autograd.grad((w * torch.arange(40)).sum(), x)
+    assert w.isfinite().all()
+    assert gradient.isfinite().all()
+    assert w.sum() <= 1 + 1e-5
+
+
+def test_softpick_keeps_its_precision_where_all_scores_are_near_zero():
+    x = torch.tensor([1e-5, -2e-5, 3e-5, -4e-5], dtype=torch.float64)
+    total = torch.expm1(x).abs().sum() + EPSILON * x.max().exp()
+    expected = torch.expm1(x).relu() / total
+    torch.testing.assert_close(normalize(x, "softpick"), expected, rtol=1e-12, atol=0)
+    got = normalize(x.float(), "softpick").double()
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+
+
+def test_first_keys_below_minus_88_do_not_overflow():
+    x = torch.tensor([-120.0, -110.0, 1.0, 2.0])
+    e1, e2 = math.e - 1, math.e**2 - 1
+    expected = (2 * e1 + 3 * e2) / (e1 + e2 + 2)  # values 1, 1, 2, 3
+    got = normalize(x, "softpick") @ torch.tensor([1.0, 1.0, 2.0, 3.0])
+    assert got.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_query_with_nothing_to_attend_to_gives_zero(normalizer, dtype):
+    query, key, value = draw((1, 2, 2, 3, 4, 8, 8), dtype)
+    mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    mask[..., 1, :] = False
+    output = attention(query, key, value, normalizer=normalizer, mask=mask)
+    assert (output[:, :, 1] == 0).all()
+    assert (output[:, :, 0] != 0).any()
+
+
+@pytest.mark.parametrize("normalizer", ["softpick", "rectified"])
+def test_a_row_with_no_positive_score_gives_zero(normalizer):
+    key = torch.rand(1, 1, 5, 8) + 0.1
+    output = attention(-key, key, torch.randn(1, 1, 5, 8), normalizer=normalizer)
+    assert (output == 0).all()
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_masked_keys_count_neither_above_nor_below_the_line(normalizer):
+    query, key, value = draw((2, 4, 2, 3, 9, 8, 8), torch.float32)
+    mask = torch.ones(1, 1, 3, 9, dtype=torch.bool)
+    mask[..., 5:] = False
+    poisoned = key.clone()
+    poisoned[:, :, 5:] = 30.0
+    got = attention(query, poisoned, value, normalizer=normalizer, mask=mask)
+    expected = attention(query, key[:, :, :5], value[:, :, :5], normalizer=normalizer)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("scale", [0.3, 40.0])
+def test_inference_and_autograd_compute_the_same(normalizer, scale):
+    query, key, value = draw((2, 2, 2, 40, 40, 16, 16), torch.float32)
+    settings = {"normalizer": normalizer, "causal": True, "scale": scale}
+    plain = attention(query, key, value, **settings)
+    tracked = attention(query.clone().requires_grad_(), key, value, **settings)
+    torch.testing.assert_close(plain, tracked.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_chunks_change_nothing(normalizer, monkeypatch):
+    query, key, value = draw((1, 2, 1, 70, 90, 8, 8))
+    settings = {"normalizer": normalizer, "causal": True, "window": 20}
+    whole = attention(query, key, value, **settings)
+    monkeypatch.setattr("qbench.attention.reference.CHUNK_SCORES", 64)
+    torch.testing.assert_close(attention(query, key, value, **settings), whole)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_weights_times_values_are_the_attention(normalizer):
+    query, key, value = draw((2, 4, 4, 33, 33, 8, 8))
+    w = weights(query, key, normalizer=normalizer, causal=True)
+    assert w.shape == (2, 4, 33, 33)
+    assert (w.triu(1) == 0).all()
+    torch.testing.assert_close(
+        w @ value, attention(query, key, value, normalizer=normalizer, causal=True)
+    )
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_packed_sequences_do_not_see_each_other(normalizer):
+    query, key, value = draw((1, 4, 2, 30, 30, 8, 8))
+    starts = torch.tensor([0, 7, 7, 18, 30], dtype=torch.int32)
+    got = packed_attention(
+        query, key, value, normalizer=normalizer, starts_q=starts, starts_k=starts
+    )
+    for start, stop in ((0, 7), (7, 18), (18, 30)):
+        alone = (tensor[:, :, start:stop] for tensor in (query, key, value))
+        expected = attention(*alone, normalizer=normalizer, causal=True)
+        torch.testing.assert_close(got[:, :, start:stop], expected)
+
+
+def test_an_unknown_normalizer_lists_the_known_ones():
+    with pytest.raises(RecipeError, match="softmax, softpick, rectified"):
+        attention(*draw(SHAPES[1]), normalizer="softmix")
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.zeros(1, 1, 17, 17), "must be bool"),
+        (torch.ones(1, 1, 17, 16, dtype=torch.bool), "does not fit"),
+        (torch.ones(17, 17, dtype=torch.bool), "does not fit"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*draw(SHAPES[1]), normalizer="softpick", mask=mask)
