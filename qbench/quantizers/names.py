@@ -50,27 +50,33 @@ for _n in (2, 3, 4, 8):
 for _n in (2, 3, 4, 8):
     _add(f"rtn-{_n}bit", Rtn, f"round to nearest in groups, {_n} bits: the yardstick", bits=_n)
 
-_METHOD_BITS = {"bnb": (4, 8), "gptq": (2, 3, 4, 8), "hqq": (2, 3, 4, 8), "rtn": (2, 3, 4, 8)}
 
-
-def parse(name: str, options_: Mapping[str, Any] | None = None) -> Settings:
-    """The settings that ``name`` and ``options_`` state, defaults filled in.
+def parse(name: str, stated: Mapping[str, Any] | None = None) -> Settings:
+    """The settings that ``name`` and ``stated`` options give, defaults filled in.
 
     Raises RecipeError for an unknown name or option, a wrong type or an impossible value, saying
     what is possible.
     """
-    stated = dict(options_ or {})
-    attempt = re.fullmatch(r"([a-z]+)-(\d+)bit", str(name))
-    if name not in QUANTIZERS and attempt and attempt[1] in _METHOD_BITS:
-        possible = ", ".join(map(str, _METHOD_BITS[attempt[1]]))
-        raise RecipeError(f"{attempt[1]} has no {attempt[2]}-bit; it has {possible}")
+    if name not in QUANTIZERS:
+        _refuse_bits(str(name))
     quantizer = QUANTIZERS.get(name)
-    known = options(quantizer.kind)
+    stated, known = dict(stated or {}), options(quantizer.kind)
     for key in stated:
         if key not in known:
             offer = f"it has {', '.join(known)}" if known else "it has no options"
             raise RecipeError(f"{name}: unknown option {key!r}; {offer}")
     return quantizer.kind(**dict(quantizer.fixed), **stated)
+
+
+def _refuse_bits(name: str) -> None:
+    """Raise where ``name`` is a known method at a width that it does not have."""
+    attempt = re.fullmatch(r"([a-z]+)-(\w+)bit", name)
+    if attempt is None:
+        return
+    method, bits = attempt.groups()
+    widths = [n.split("-")[1].removesuffix("bit") for n in QUANTIZERS if n.startswith(f"{method}-")]
+    if widths:
+        raise RecipeError(f"{method} has no {bits}-bit; it has {', '.join(widths)}")
 
 
 def requirements(settings: Settings) -> tuple[str, ...]:
