@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -244,10 +245,20 @@ def _digest(task: ConfigurableTask) -> str:
         for key, value in task.dump_config().items()
         if key not in ("custom_dataset", "dataset_kwargs", "metadata")
     }
-    total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    total = hashlib.sha256(json.dumps(config, sort_keys=True, default=_written).encode())
     for document in task.eval_docs:
-        total.update(json.dumps(document, sort_keys=True, default=str).encode())
+        total.update(json.dumps(document, sort_keys=True, default=_written).encode())
     return total.hexdigest()
+
+
+def _written(value: Any) -> str:
+    """What JSON cannot hold, the same in every process: functions by source, not by address."""
+    if callable(value):
+        try:
+            return inspect.getsource(value)
+        except (OSError, TypeError):
+            return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _lm_eval_tasks() -> Path:

@@ -1,6 +1,8 @@
 """lm-eval's tasks from local files: none is named in qbench's code."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -73,6 +75,19 @@ def test_the_digest_changes_with_a_document_and_with_nothing_else(tmp_path):
     assert load_task(Task(name="copa"), data=tmp_path, definitions=None).digest == first
     write(tmp_path, "copa", "validation", [COPA[0], {**COPA[1], "label": 0}])
     assert load_task(Task(name="copa"), data=tmp_path, definitions=None).digest != first
+
+
+def test_the_digest_is_the_same_in_another_process(tmp_path):
+    write(tmp_path, "wikitext", "test", [{"page": " = A = \n"}])  # its definition has functions
+    here = load_task(Task(name="wikitext"), data=tmp_path, definitions=None).digest
+    code = (
+        "from pathlib import Path; from qbench.evaluation.tasks import load_task; "
+        "from qbench.recipe import Task; x = [object() for _ in range(999)]; "
+        f"print(load_task(Task(name='wikitext'), data=Path({str(tmp_path)!r}), "
+        "definitions=None).digest)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == here
 
 
 def test_wrong_fields_are_reported_with_the_data_set_they_should_follow(tmp_path):
