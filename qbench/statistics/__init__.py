@@ -7,7 +7,7 @@ four. So one bootstrap of the documents serves all effects of a task.
 """
 
 from qbench.statistics.bootstrap import ROUNDS, Resampled, resample
-from qbench.statistics.effect import Effect, Interval, effect, score
+from qbench.statistics.effect import Effect, Interval, effect, score, value
 from qbench.statistics.multiplicity import adjust
 from qbench.statistics.noninferiority import Worsening, documents_needed, worsening
 from qbench.statistics.panel import Column, Panel
@@ -25,5 +25,6 @@ __all__ = [
     "effect",
     "resample",
     "score",
+    "value",
     "worsening",
 ]

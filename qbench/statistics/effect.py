@@ -24,7 +24,7 @@ FEW_CHANGES = 20
 KNOWN = ("mean", "bits_per_byte", *LOG_SCALE)
 
 Test = Literal["McNemar, exact", "paired t", "paired t on log-likelihoods"]
-Method = Literal["BCa bootstrap", "percentile bootstrap", "score", "agreement"]
+Method = Literal["BCa bootstrap", "percentile bootstrap", "Student's t", "score", "agreement"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +77,14 @@ class Effect:
 
 
 def effect(
-    panel: Panel, signs: Mapping[object, int], aggregation: str, resampled: Resampled
+    panel: Panel,
+    signs: Mapping[object, int],
+    aggregation: str,
+    resampled: Resampled | None = None,
 ) -> Effect | None:
     """The effect Σ sign · score over the panel's columns named in ``signs``.
+
+    Without ``resampled`` the interval is Student's t with the delta method's standard error.
 
     Two terms whose values are 0 or 1 are tested by McNemar's exact test, all else by a paired t
     test on the documents' contributions. ``None`` where the aggregation is not known, fewer than
@@ -90,7 +95,7 @@ def effect(
     columns = [panel.place[name] for name in signs]
     values, weights = panel.values[:, columns], panel.weights[:, columns]
     sign = np.array(list(signs.values()), dtype=float)
-    ratios = resampled.ratios[:, columns]
+    ratios = resampled.ratios[:, columns] if resampled else None
     scores = "exp" if aggregation in LOG_SCALE else aggregation
     if not (np.isfinite(values).all() and np.all(weights.sum(axis=0) > 0)):
         return None
@@ -100,11 +105,13 @@ def effect(
     documents = panel.documents
     binary = scores == "mean" and np.all(weights == 1) and np.all((values == 0) | (values == 1))
     effective = effective_documents(weights)
-    corrected = effective >= ENOUGH_TO_CORRECT
-    method: Method = "BCa bootstrap" if corrected else "percentile bootstrap"
+    method: Method = "Student's t"
+    if ratios is not None:
+        corrected = effective >= ENOUGH_TO_CORRECT
+        method = "BCa bootstrap" if corrected else "percentile bootstrap"
     log_ratio = None
     if scores == "exp":
-        log_ratio = _students(_interval(values, weights, sign, ratios, "log"), effective)
+        log_ratio = _interval(values, weights, sign, None, "log")
     tested = log_ratio or interval
     reach = float(special.stdtrit(effective - 1, CONFIDENCE)) * tested.stderr
     bounds = tested.estimate - reach, tested.estimate + reach
@@ -154,6 +161,13 @@ def score(panel: Panel, name: object, aggregation: str, resampled: Resampled) ->
     return found.interval
 
 
+def value(panel: Panel, name: object, aggregation: str) -> float:
+    """One column's score, as lm-eval makes it of the outcomes."""
+    place = panel.place[name]
+    ratio = panel.values[:, place].sum() / panel.weights[:, place].sum()
+    return float(_score(ratio, "exp" if aggregation in LOG_SCALE else aggregation))
+
+
 def agreement_bound(documents: int) -> float:
     """Upper 97.5 % bound (Clopper–Pearson) on the share that differ when none of n did.
 
@@ -169,10 +183,11 @@ def detectable(stderr: float, documents: float) -> float:
 
 
 def _interval(
-    values: Floats, weights: Floats, sign: Floats, ratios: Floats, scale: str
+    values: Floats, weights: Floats, sign: Floats, ratios: Floats | None, scale: str
 ) -> Interval:
     total, weight = values.sum(axis=0), weights.sum(axis=0)
     ratio = total / weight
+    documents = effective_documents(weights)
     with np.errstate(over="ignore", invalid="ignore"):
         estimate = float(_score(ratio, scale) @ sign)
         slope = _slope(ratio, scale) * sign / weight
@@ -180,21 +195,16 @@ def _interval(
         # over 1 − its leverage, since a long page pulls the ratio towards itself.
         share = ((values - ratio * weights) / (1 - weights / weight)) @ slope
         stderr = math.sqrt((len(values) - 1) / len(values) * float(np.sum(share**2)))
-        left_out = _score((total - values) / (weight - weights), scale) @ sign
-        low, high = bootstrap_interval(
-            estimate,
-            _score(ratios, scale) @ sign,
-            left_out,
-            confidence=CONFIDENCE,
-            documents=effective_documents(weights),
-        )
+        if ratios is None:
+            reach = float(special.stdtrit(documents - 1, (1 + CONFIDENCE) / 2)) * stderr
+            low, high = estimate - reach, estimate + reach
+        else:
+            left_out = _score((total - values) / (weight - weights), scale) @ sign
+            rounds = _score(ratios, scale) @ sign
+            low, high = bootstrap_interval(
+                estimate, rounds, left_out, confidence=CONFIDENCE, documents=documents
+            )
     return Interval(estimate=estimate, low=low, high=high, stderr=stderr)
-
-
-def _students(interval: Interval, documents: float) -> Interval:
-    reach = float(special.stdtrit(documents - 1, (1 + CONFIDENCE) / 2)) * interval.stderr
-    low, high = interval.estimate - reach, interval.estimate + reach
-    return dataclasses.replace(interval, low=low, high=high)
 
 
 def effective_documents(weights: Floats) -> float:

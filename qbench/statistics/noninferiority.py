@@ -34,12 +34,13 @@ def worsening(effect: Effect, *, higher_is_better: bool) -> Worsening:
     return Worsening(estimate=tested.estimate, low=low, high=high)
 
 
-def documents_needed(margin: float, stderr: float, documents: int) -> int | None:
-    """Documents at which a quantizer that changes nothing on average passes with 80 % power.
+def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
+    """Documents at which a bound tells, with 80 % power, a difference ``gap`` from the margin.
 
-    The standard error shrinks as 1/√n. ``None`` where the margin is 0: no number is enough.
+    With a gap of the whole margin: what it takes to pass a quantizer that changes nothing. The
+    standard error shrinks as 1/√n. ``None`` where the gap is 0: no number is enough.
     """
-    if margin <= 0:
+    if gap <= 0:
         return None
-    ratio = float(special.ndtri(1 - LEVEL) + special.ndtri(POWER)) * stderr / margin
+    ratio = float(special.ndtri(1 - LEVEL) + special.ndtri(POWER)) * stderr / gap
     return max(2, math.ceil(documents * ratio**2))

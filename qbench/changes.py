@@ -1,0 +1,234 @@
+"""What changed between two sets of results of the same cells, document by document.
+
+Serves ``qbench compare A B`` (two results folders) and the gate (a folder against a baseline).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qbench.compare import REDUNDANT, is_percentage, judge
+from qbench.errors import ResultsError
+from qbench.record import Record, Score
+from qbench.statistics import Column, Effect, Panel, adjust, effect, value
+from qbench.store import Store
+from qbench.tables.table import NO_VALUE, metric_title, number
+
+Name = tuple[str, str]  # task, metric
+# Outcomes are compared to a thousandth of a nat, which is what a baseline file keeps.
+DECIMALS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CellOutcomes:
+    """One cell: what its scores are, and the outcomes that they rest on."""
+
+    key: str
+    key_parts: Mapping[str, object]
+    method: str
+    audited: bool
+    scores: Mapping[Name, Score]
+    columns: Mapping[Name, Column]
+
+    @property
+    def tasks(self) -> Mapping[str, str]:
+        """Task → digest of its definition and data."""
+        digests = self.key_parts.get("tasks", {})
+        return digests if isinstance(digests, Mapping) else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcomes:
+    """All cells of a results folder or baseline. ``broken`` says why a cell has none."""
+
+    name: str
+    cells: Mapping[str, CellOutcomes]
+    broken: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One metric of one task of one cell, before and after, on the documents that both saw."""
+
+    cell: str
+    task: str
+    label: str
+    metric: str
+    higher_is_better: bool
+    old: float
+    new: float
+    documents: int
+    left_out: int  # documents that only one side saw
+    effect: Effect | None  # new − old; None where too few documents or an unknown aggregation
+
+    @property
+    def percent(self) -> bool:
+        return is_percentage(self.metric)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """Two results side by side. ``problems``: cells that cannot be compared, and why."""
+
+    old: str
+    new: str
+    lines: tuple[Change, ...]
+    problems: tuple[str, ...]
+
+
+def read_outcomes(store: Store) -> Outcomes:
+    """Outcomes of a results folder, redundant metrics left out."""
+    grid = store.grid()
+    cells, broken = {}, {}
+    for place in grid.cells:
+        record = store.get(place)
+        status, reason = judge(record)
+        if status != "ok":
+            broken[place.cell] = f"{status}: {reason}"
+            continue
+        cells[place.cell] = _cell(store, record)
+    return Outcomes(name=grid.name, cells=cells, broken=broken)
+
+
+def compare_results(a: Store, b: Store) -> Changes:
+    """What the results of folder ``b`` change against those of folder ``a``, paired.
+
+    Raises ResultsError where the folders have no cell in common or score different data.
+    """
+    old, new = read_outcomes(a), read_outcomes(b)
+    lines = compare_outcomes(old, new)
+    if not lines:
+        raise ResultsError(
+            f"{a.directory} and {b.directory} have no scored cell in common; "
+            "compare two results of one recipe"
+        )
+    problems = [f"{cell}: {a.directory}: {why}" for cell, why in old.broken.items()]
+    problems += [f"{cell}: {b.directory}: {why}" for cell, why in new.broken.items()]
+    for one, other, folder in ((old, new, b), (new, old, a)):
+        known = other.cells.keys() | other.broken.keys()
+        problems += [f"{cell}: not in {folder.directory}" for cell in one.cells.keys() - known]
+    return Changes(
+        old=str(a.directory), new=str(b.directory), lines=tuple(lines), problems=tuple(problems)
+    )
+
+
+def compare_outcomes(old: Outcomes, new: Outcomes) -> list[Change]:
+    """Every metric that a cell has on both sides; p-values adjusted over all of them.
+
+    Raises ResultsError where a task's definition or data differ.
+    """
+    lines = []
+    for cell, before in old.cells.items():
+        after = new.cells.get(cell)
+        if after is None:
+            continue
+        _same_tasks(cell, before, after)
+        for name, score in before.scores.items():
+            if name in after.scores:
+                lines.append(_change(cell, name, score, before, after))
+    places = [place for place, line in enumerate(lines) if line.effect]
+    for place, one in zip(places, adjust([lines[place].effect for place in places]), strict=True):
+        lines[place] = dataclasses.replace(lines[place], effect=one)
+    return lines
+
+
+def markdown(changes: Changes) -> str:
+    """The changes as a Markdown table, those that are significant marked."""
+    lines = [
+        f"### {changes.new} against {changes.old}",
+        "",
+        "| Cell | Task | Metric | Old | New | New − old | 95 % interval | p | Documents |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *(f"| {' | '.join(_texts(line))} |" for line in changes.lines),
+        "",
+        "- Intervals: Student's t on documents, Tango's score where few answers changed.",
+        "- ‡ significant at 5 % after Holm's correction over all lines, † after "
+        "Benjamini–Hochberg's only; p is not corrected.",
+        *(f"- {problem}" for problem in changes.problems),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _texts(line: Change) -> list[str]:
+    effect = line.effect
+    shown = {"percent": line.percent}
+    ends = "" if effect is None else [
+        number(end, signed=True, **shown) for end in (effect.interval.low, effect.interval.high)
+    ]  # fmt: skip
+    return [
+        line.cell,
+        line.label,
+        f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
+        number(line.old, **shown),
+        number(line.new, **shown),
+        number(line.new - line.old, signed=True, **shown) + (effect.mark if effect else ""),
+        f"[{', '.join(ends)}]" if effect else NO_VALUE,
+        f"{effect.p:.2g}" if effect else NO_VALUE,
+        str(line.documents) + (f" ({line.left_out} unpaired)" if line.left_out else ""),
+    ]
+
+
+def _cell(store: Store, record: Record) -> CellOutcomes:
+    scores = {(score.task, score.metric): score for score in record.scores}
+    kept = {
+        name: score
+        for name, score in scores.items()
+        if (name[0], REDUNDANT.get(name[1])) not in scores
+    }
+    columns = {
+        name: Column.of(
+            rows["document"].to_numpy(),
+            rows["value"].to_numpy(dtype=float).round(DECIMALS),
+            rows["weight"].to_numpy(),
+        )
+        for name, rows in store.outcomes(record).groupby(["task", "metric"], sort=False)
+        if name in kept
+    }
+    return CellOutcomes(
+        key=record.key,
+        key_parts=record.key_parts,
+        method=record.method,
+        audited=record.audit is not None,
+        scores={name: score for name, score in kept.items() if name in columns},
+        columns=columns,
+    )
+
+
+def _same_tasks(cell: str, before: CellOutcomes, after: CellOutcomes) -> None:
+    for task, digest in before.tasks.items():
+        if task in after.tasks and after.tasks[task] != digest:
+            raise ResultsError(
+                f"{cell}: {task}: its definition or data are not those of the other results, so "
+                "documents cannot be paired; score both on the same data (or make a new baseline)"
+            )
+
+
+def _change(
+    cell: str, name: Name, score: Score, before: CellOutcomes, after: CellOutcomes
+) -> Change:
+    columns = {"new": after.columns[name], "old": before.columns[name]}
+    panel = Panel.of(columns)
+    found = None
+    if panel.documents > 1:
+        signs = {"new": 1, "old": -1}
+        found = effect(panel, signs, score.aggregation)
+    seen = max(len(column.documents) for column in columns.values())
+    # On the shared documents; as recorded where we do not know how the score is made.
+    values = {
+        side: value(panel, side, score.aggregation) if found else source.scores[name].value
+        for side, source in (("old", before), ("new", after))
+    }
+    return Change(
+        cell=cell,
+        task=name[0],
+        label=score.label,
+        metric=name[1],
+        higher_is_better=score.higher_is_better,
+        old=values["old"],
+        new=values["new"],
+        documents=panel.documents,
+        left_out=seen - panel.documents,
+        effect=found,
+    )

@@ -1,0 +1,76 @@
+"""Which part of the key differs between two cells?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qbench.errors import ResultsError
+from qbench.record import Record
+from qbench.store import Store
+
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One part of the key: its dotted place, and what the two records have there."""
+
+    part: str
+    a: str
+    b: str
+
+
+def explain(a: Record, b: Record) -> list[Difference]:
+    """Every part of the keys that differs, in the order of the key; none: the same key."""
+    left, right = (dict(_flat(record.key_parts)) for record in (a, b))
+    return [
+        Difference(part=part, a=left.get(part, ABSENT), b=right.get(part, ABSENT))
+        for part in dict.fromkeys([*left, *right])
+        if left.get(part, ABSENT) != right.get(part, ABSENT)
+    ]
+
+
+def text(a: Record, b: Record) -> str:
+    """The differences, one a line, aligned."""
+    found = explain(a, b)
+    if not found:
+        return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
+    width = max(len(one.part) for one in found)
+    return "\n".join(f"{one.part.ljust(width)}  {one.a}  →  {one.b}" for one in found)
+
+
+def find_record(place: str) -> Record:
+    """The record at ``place``: a record's JSON file, or DIR/CHECKPOINT/QUANTIZER.
+
+    Raises ResultsError where there is none, naming the folder's cells.
+    """
+    path = Path(place)
+    if path.is_file():
+        try:
+            return Record.model_validate_json(path.read_bytes())
+        except ValidationError:
+            raise ResultsError(f"{place}: not a record; name a records/…/KEY.json file") from None
+    if len(path.parts) < 3:
+        raise ResultsError(f"{place}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
+    store = Store(path.parent.parent)
+    cell = "/".join(path.parts[-2:])
+    cells = {one.cell: one for one in store.grid().cells}
+    if cell not in cells:
+        raise ResultsError(f"{place}: no cell {cell}; {store.directory} has {', '.join(cells)}")
+    record = store.get(cells[cell])
+    if record is None:
+        raise ResultsError(f"{place}: this cell has no record yet; run the recipe again")
+    return record
+
+
+def _flat(parts: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(parts, Mapping) and parts:
+        for name, part in parts.items():
+            yield from _flat(part, f"{place}.{name}" if place else str(name))
+    else:
+        yield place, str(parts)

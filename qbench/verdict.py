@@ -1,0 +1,151 @@
+"""The gate's verdict as Markdown, JUnit XML and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+from qbench.check import Gate, Verdict
+from qbench.store import write_atomically
+from qbench.tables.table import NO_VALUE, metric_title, number
+
+SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}
+
+HEAD = ("Verdict", "Cell", "Task", "Metric", "Baseline", "Now", "Worse by", "at most", "Margin",
+        "Documents", "Why")  # fmt: skip
+
+
+def write_verdict(
+    verdict: Verdict,
+    *,
+    markdown: Path | None = None,
+    junit: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    """Write the verdict to whichever paths are given."""
+    for path, text in ((markdown, as_markdown), (junit, as_junit), (json, as_json)):
+        if path is not None:
+            write_atomically(Path(path), text(verdict).encode())
+
+
+def as_markdown(verdict: Verdict) -> str:
+    """A summary for people: the answer, then every line that did not pass, then the others."""
+    counts = ", ".join(
+        f"{verdict.count(outcome)} {outcome}" for outcome in ("pass", "fail", "inconclusive")
+    )
+    order = {"fail": 0, "inconclusive": 1, "pass": 2}
+    gates = sorted(verdict.gates, key=lambda gate: order[gate.outcome])
+    lines = [
+        f"## qbench check: {verdict.outcome}",
+        "",
+        f"{verdict.results} against {verdict.baseline}: {counts}; inconclusive counts as "
+        f"{verdict.inconclusive}, exit code {verdict.exit_code}.",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        *(f"| {' | '.join(_texts(gate))} |" for gate in gates),
+        "",
+        "- Worse by: in percentage points for accuracies, in per cent for perplexities; at most: "
+        "its one-sided 95 % bound, paired by document.",
+        *(f"- {note}" for note in verdict.notes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_junit(verdict: Verdict) -> str:
+    """One test case a line; an inconclusive one is an error or skipped, as it counts."""
+    cases = ElementTree.Element("testsuite", name="qbench check")
+    failures = errors = skipped = 0
+    for gate in verdict.gates:
+        case = ElementTree.SubElement(
+            cases,
+            "testcase",
+            classname=f"qbench.{gate.cell}",
+            name=f"{gate.task} {gate.metric}".strip() or "cell",
+        )
+        text = f"{_explain(gate)} ({gate.reason})"
+        if gate.outcome == "fail":
+            failures += 1
+            ElementTree.SubElement(case, "failure", message=gate.reason).text = text
+        elif gate.outcome == "inconclusive" and verdict.inconclusive == "fail":
+            errors += 1
+            ElementTree.SubElement(case, "error", message=gate.reason).text = text
+        elif gate.outcome == "inconclusive":
+            skipped += 1
+            ElementTree.SubElement(case, "skipped", message=gate.reason)
+    counts = {"failures": failures, "errors": errors, "skipped": skipped}
+    cases.set("tests", str(len(verdict.gates)))
+    for name, count in counts.items():
+        cases.set(name, str(count))
+    suites = ElementTree.Element("testsuites")
+    suites.append(cases)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def as_json(verdict: Verdict) -> str:
+    """Everything, for programs."""
+    return json.dumps(
+        {
+            "outcome": verdict.outcome,
+            "exit_code": verdict.exit_code,
+            "inconclusive_counts_as": verdict.inconclusive,
+            "results": verdict.results,
+            "baseline": verdict.baseline,
+            "notes": verdict.notes,
+            "gates": [_plain(gate) for gate in verdict.gates],
+        },
+        indent=1,
+        ensure_ascii=False,
+    )
+
+
+def _plain(gate: Gate) -> dict[str, object]:
+    change, worse = gate.change, gate.worse
+    return {
+        "cell": gate.cell,
+        "task": gate.task or None,
+        "metric": gate.metric or None,
+        "outcome": gate.outcome,
+        "reason": gate.reason,
+        "margin": gate.margin,
+        "worse": worse and worse.estimate,
+        "worse_at_least": worse and worse.low,
+        "worse_at_most": worse and worse.high,
+        "documents": change and change.documents,
+        "documents_needed": gate.needed,
+        "baseline_value": change and change.old,
+        "value": change and change.new,
+        "p": change.effect.p if change and change.effect else None,
+    }
+
+
+def _texts(gate: Gate) -> list[str]:
+    change, worse = gate.change, gate.worse
+    return [
+        SIGNS[gate.outcome],
+        gate.cell,
+        change.label if change else gate.task or NO_VALUE,
+        metric_title(gate.metric) if gate.metric else NO_VALUE,
+        number(change.old, percent=change.percent) if change else NO_VALUE,
+        number(change.new, percent=change.percent) if change else NO_VALUE,
+        _signed(worse.estimate) if worse else NO_VALUE,
+        _signed(worse.high) if worse else NO_VALUE,
+        f"{gate.margin:g}" if gate.margin is not None else NO_VALUE,
+        str(change.documents) if change else NO_VALUE,
+        gate.reason.replace("|", "\\|"),
+    ]
+
+
+def _explain(gate: Gate) -> str:
+    if gate.worse is None:
+        return gate.name
+    return (
+        f"{gate.name}: worse by {_signed(gate.worse.estimate)}, at most "
+        f"{_signed(gate.worse.high)}, margin {gate.margin:g}"
+    )
+
+
+def _signed(value: float) -> str:
+    return number(value, percent=False, signed=True)

@@ -1,0 +1,92 @@
+"""Two results folders side by side, and which part of two keys differs."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic import make_store
+
+from qbench.changes import compare_results, markdown
+from qbench.errors import ResultsError
+from qbench.explain import explain, find_record, text
+from qbench.store import Store
+
+SIZES = {"arc_easy": 300, "lambada_openai": 200, "wikitext": 20}
+QUANTIZERS = ("bf16", "hqq-4bit")
+
+
+def grid(path, **settings):
+    return make_store(path, sizes=SIZES, quantizers=QUANTIZERS, **settings)
+
+
+def test_results_of_two_runs_are_paired_and_only_the_changed_cell_is_marked(tmp_path):
+    old = grid(tmp_path / "a")
+    new = grid(tmp_path / "b", shift={"softmax/hqq-4bit": 0.5})
+    changes = compare_results(old, new)
+    assert len(changes.lines) == 4 * 5
+    marked = {line.cell for line in changes.lines if line.effect.mark}
+    assert marked == {"softmax/hqq-4bit"}
+    assert "‡" in markdown(changes)
+    same = next(line for line in changes.lines if line.cell == "softpick/bf16")
+    assert same.old == same.new == old.get(old.grid().cells[2]).scores[0].value
+
+
+def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
+    old = grid(tmp_path / "a", failed=("softmax/bf16",))
+    new = make_store(tmp_path / "b", sizes=SIZES, quantizers=("bf16",))
+    problems = "\n".join(compare_results(old, new).problems)
+    assert "softmax/bf16: " in problems
+    assert f"softpick/hqq-4bit: not in {new.directory}" in problems
+
+
+def test_folders_without_a_common_cell_are_refused(tmp_path):
+    old = make_store(tmp_path / "a", sizes=SIZES, quantizers=("bf16",))
+    new = make_store(tmp_path / "b", sizes=SIZES, quantizers=("fp32",))
+    with pytest.raises(ResultsError, match="have no scored cell in common"):
+        compare_results(old, new)
+
+
+def test_explain_names_exactly_the_parts_that_differ(tmp_path):
+    store = grid(tmp_path / "a")
+    a, b = (store.get(store.grid().cells[place]) for place in (0, 1))
+    assert [one.part for one in explain(a, b)] == ["quantizer.name", "quantizer.bits"]
+    assert "quantizer.name  bf16  →  hqq-4bit" in text(a, b)
+
+
+def test_explain_shows_a_part_that_only_one_has(tmp_path):
+    store = grid(tmp_path / "a")
+    a = store.get(store.grid().cells[0])
+    parts = {**a.key_parts, "versions": {"torch": "2.11.0"}}
+    (one,) = explain(a, a.model_copy(update={"key_parts": parts}))
+    assert (one.part, one.a, one.b) == ("versions.transformers", "5.17.0", "(absent)")
+
+
+def test_the_same_key_is_said_to_be_the_same(tmp_path):
+    store = grid(tmp_path / "a")
+    a = store.get(store.grid().cells[0])
+    assert text(a, a) == f"softmax/bf16 and softmax/bf16 have the same key, {a.key[:16]}."
+
+
+def test_a_record_is_found_by_cell_or_by_file(tmp_path):
+    store = grid(tmp_path / "a")
+    record = find_record(f"{store.directory}/softpick/hqq-4bit")
+    assert record.cell == "softpick/hqq-4bit"
+    file = next(store.directory.glob("records/softpick/hqq-4bit/*.json"))
+    assert find_record(str(file)) == record
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("bf16", "write DIR/CHECKPOINT/QUANTIZER"), ("a/softmax/nf4", "no cell softmax/nf4"),
+     ("a/softmax/hqq-4bit", "no record yet"), ("nowhere/softmax/bf16", "no grid.json here"),
+     ("a/grid.json", "not a record")],
+)  # fmt: skip
+def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, place, said):
+    monkeypatch.chdir(tmp_path)
+    make_store(
+        Store(tmp_path / "a").directory,
+        sizes=SIZES,
+        quantizers=QUANTIZERS,
+        missing=("softmax/hqq-4bit",),
+    )
+    with pytest.raises(ResultsError, match=said):
+        find_record(place)
