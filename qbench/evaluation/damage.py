@@ -1,0 +1,194 @@
+"""What quantization changed, from the forwards that scored: distributions, answers, perplexity.
+
+Everything here is the quantized cell against the unquantized cell of the same checkpoint, paired
+by document and token. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from qbench.evaluation.scoring.distributions import Measured
+    from qbench.evaluation.tasks import LoadedTask
+    from qbench.record import Score
+
+PERCENTILES = (90, 99, 99.9)
+PERPLEXITIES = ("perplexity", "weighted_perplexity")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcomes:
+    """One cell's tables (see ``qbench.record``) and scores."""
+
+    outcomes: pd.DataFrame
+    responses: pd.DataFrame
+    scores: tuple[Score, ...]
+
+
+def damage(
+    base: Outcomes,
+    quantized: Outcomes,
+    *,
+    measured: Mapping[str, Measured],
+    correct: Mapping[str, Mapping[int, int]],
+) -> dict[str, Any]:
+    """Plain data for the record, by task.
+
+    ``measured`` comes from a ``Meter`` that observed the quantized cell; ``correct`` maps each
+    task's documents to the request that scores the right answer (see ``correct_requests``).
+    """
+    result: dict[str, Any] = {}
+    for task in dict.fromkeys(score.task for score in quantized.scores):
+        part: dict[str, Any] = {}
+        if task in measured:
+            part["distributions"] = distributions(measured[task])
+        flipped = flips(_of(base.outcomes, task), _of(quantized.outcomes, task))
+        if flipped:
+            part["flips"] = flipped
+        if correct.get(task):
+            part["correct_answer"] = answer_change(
+                _of(base.responses, task), _of(quantized.responses, task), correct[task]
+            )
+        for score in quantized.scores:
+            if score.task == task and score.aggregation in PERPLEXITIES:
+                part.setdefault("ln_perplexity_ratio", {})[score.metric] = perplexity_ratio(
+                    _of(base.outcomes, task, score.metric),
+                    _of(quantized.outcomes, task, score.metric),
+                )
+        result[task] = part
+    return result
+
+
+def distributions(measured: Measured) -> dict[str, Any]:
+    """KL divergence of the unquantized from the quantized next-token distribution in nats.
+
+    ``kl`` counts the tail of each distribution as one class, which makes it too small; by how
+    much, ``truncation`` says from rows whose unquantized distribution was kept whole.
+    ``target_change`` is that of the scored token's log-probability, with a standard error over
+    documents (tokens of one document are not independent).
+    """
+    kl = measured.kl
+    whole, compact = float(measured.whole_kl.mean()), float(measured.compact_kl.mean())
+    return {
+        "tokens": len(kl),
+        "kl": {
+            "mean": float(kl.mean()),
+            "median": float(np.median(kl)),
+            **{f"p{p:g}": float(np.percentile(kl, p)) for p in PERCENTILES},
+            "largest": float(kl.max()),
+        },
+        "truncation": {
+            "rows": len(measured.whole_kl),
+            "mean_kl_whole": whole,
+            "mean_kl_compact": compact,
+            "lost_part": (whole - compact) / whole if whole > 0 else 0.0,
+        },
+        "top1_agreement": float(measured.agrees.mean()),
+        "target_change": _ratio(
+            *_by_document(measured.document, measured.change, np.ones(len(kl)))
+        ),
+    }
+
+
+def flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, dict[str, int]]:
+    """For each 0/1 metric the documents that quantization made wrong, and those it made right."""
+    result = {}
+    pairs = _paired(base, quantized, ["metric", "document"], "value")
+    for metric, rows in pairs.groupby("metric", sort=False):
+        before, after = rows["value_base"], rows["value"]
+        if not (before.isin((0, 1)).all() and after.isin((0, 1)).all()):
+            continue
+        result[str(metric)] = {
+            "documents": len(rows),
+            "right_to_wrong": int(((before == 1) & (after == 0)).sum()),
+            "wrong_to_right": int(((before == 0) & (after == 1)).sum()),
+        }
+    return result
+
+
+def answer_change(
+    base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[int, int]
+) -> dict[str, float | int | None]:
+    """Mean change of the right answer's log-likelihood in nats, with its standard error."""
+    pairs = _paired(base, quantized, ["document", "request"], "log_likelihood")
+    right = pairs[pairs["document"].map(correct) == pairs["request"]]
+    change = (right["log_likelihood"] - right["log_likelihood_base"]).to_numpy()
+    return _ratio(change, np.ones(len(change)))
+
+
+def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, float | int | None]:
+    """ln(PPL quantized / PPL unquantized) = −Σ (difference of log-likelihoods) / Σ weight.
+
+    Its standard error is that of a ratio estimator over paired documents (delta method, with
+    n / (n − 1)): documents are drawn, the words or bytes in them come along.
+    """
+    pairs = _paired(base, quantized, ["document"], "value", keep="weight")
+    change = (pairs["value_base"] - pairs["value"]).to_numpy()
+    return _ratio(change, pairs["weight"].to_numpy())
+
+
+def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
+    """Document → the request that scores its right answer; empty for tasks without one.
+
+    Where a task accepts several answers, the first counts.
+    """
+    inner = task.task
+    kind = inner.OUTPUT_TYPE
+    documents = list(inner.eval_docs)[:limit]
+    if kind == "loglikelihood":
+        return dict.fromkeys(range(len(documents)), 0)
+    if kind != "multiple_choice":
+        return {}
+    result = {}
+    for number, document in enumerate(documents):
+        gold = (inner.doc_to_text if inner.multiple_input else inner.doc_to_target)(document)
+        gold = gold[0] if isinstance(gold, list) and gold else gold
+        if isinstance(gold, str):
+            choices = inner.doc_to_choice(document)
+            gold = choices.index(gold) if gold in choices else None
+        if isinstance(gold, int) and gold >= 0:
+            result[number] = gold
+    return result
+
+
+def _of(table: pd.DataFrame, task: str, metric: str | None = None) -> pd.DataFrame:
+    rows = table[table["task"] == task]
+    return rows if metric is None else rows[rows["metric"] == metric]
+
+
+def _paired(
+    base: pd.DataFrame, quantized: pd.DataFrame, by: list[str], value: str, keep: str | None = None
+) -> pd.DataFrame:
+    columns = [*by, value] + ([keep] if keep else [])
+    return quantized[columns].merge(
+        base[[*by, value]], on=by, suffixes=("", "_base"), validate="one_to_one"
+    )
+
+
+def _by_document(
+    document: np.ndarray, values: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of values and weights over each document."""
+    _, places = np.unique(document, return_inverse=True)
+    return np.bincount(places, values.astype(np.float64)), np.bincount(places, weights)
+
+
+def _ratio(values: np.ndarray, weights: np.ndarray) -> dict[str, float | int | None]:
+    """Σ values / Σ weights over n documents with the standard error of a ratio estimator."""
+    count = len(values)
+    if count == 0:
+        return {"value": None, "stderr": None, "documents": 0}
+    total = float(weights.sum())
+    ratio = float(values.sum()) / total
+    residuals = values - ratio * weights
+    error = None
+    if count > 1:
+        error = math.sqrt(float(residuals @ residuals) * count / (count - 1)) / total
+    return {"value": ratio, "stderr": error, "documents": count}
