@@ -1,0 +1,262 @@
+"""``qbench bench attention``: the kernels against what else runs on this GPU, once they are right.
+
+TFLOP/s count 4 · B · H · T² · D / 2 for a causal forward pass and 2.5 times that for the
+backward pass, whatever a kernel really multiplies. Every time is the median of CUDA-event
+timings after a warm-up; the two ceilings are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qbench.attention import kernels, reference
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.bench.attention_checks import check_kernels
+from qbench.errors import UnavailableError
+
+SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
+DECODE = (64, 4096, 16, 64)
+PACKED = (64, 4096, 16, 64)  # sequences, most tokens of one, heads, width
+
+
+def bench_attention(out: Path | None, device: str, quick: bool) -> dict[str, Any]:
+    """Checks the kernels, then times them; returns what was measured and writes it to ``out``
+    (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and repeats.
+
+    Raises UnavailableError without a CUDA device, EvaluationError where a check is red: then
+    nothing is timed.
+    """
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        raise UnavailableError("bench attention: the kernels need a CUDA device; use --device cuda")
+    checks = check_kernels(quick)
+    repeat_ms = 20 if quick else 100
+    shapes = SHAPES[:1] if quick else SHAPES
+    rows = [row for shape in shapes for row in _prefill(shape, repeat_ms)]
+    results = {
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": _triton_version()},
+        "units": "TFLOP/s for prefill; share of the copy's TB/s for decode; ms for packed",
+        "ceilings": _ceilings(repeat_ms),
+        "checks": checks,
+        "prefill": rows,
+        "decode": list(_decode(repeat_ms, quick)),
+        "packed": list(_packed(repeat_ms, quick)),
+    }
+    copied = results["ceilings"]["copy_tb_per_s"]
+    for row in results["decode"]:
+        row["share_of_copy"] = row["tb_per_s"] / copied
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        out.with_suffix(".md").write_text(table(results))
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """What :func:`bench_attention` measured, in Markdown."""
+    ceilings = results["ceilings"]
+    lines = [
+        f"# Attention on one {results['hardware']}",
+        "",
+        f"torch {results['versions']['torch']}, triton {results['versions']['triton']}, bf16, "
+        f"causal. bf16 matrix product {ceilings['matmul_tflops']:.0f} TFLOP/s, device-to-device "
+        f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run.",
+        "",
+        "| B, T, H, D | kernel | forward TFLOP/s | × cuDNN | backward TFLOP/s | × cuDNN |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    cudnn = {tuple(r["shape"]): r for r in results["prefill"] if r["kernel"] == "cuDNN softmax"}
+    for row in results["prefill"]:
+        cells = [", ".join(map(str, row["shape"])), row["kernel"]]
+        for direction in ("forward", "backward"):
+            rate, best = row[direction], cudnn[tuple(row["shape"])][direction]
+            cells += [
+                "–" if rate is None else f"{rate:.0f}",
+                "–" if rate is None or best is None else f"{rate / best:.2f}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
+        "",
+        "| B, T, H, D | kernel | ms | TB/s | of the copy |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for row in results["decode"]:
+        shape = ", ".join(map(str, row["shape"]))
+        lines.append(
+            f"| {shape} | {row['kernel']} | {row['ms']:.3f} | {row['tb_per_s']:.2f} "
+            f"| {row['share_of_copy']:.0%} |"
+        )
+    lines += ["", "Packed sequences of many lengths, forward.", ""]
+    lines += ["| sequences | tokens | kernel | ms |", "| ---: | ---: | --- | ---: |"]
+    for row in results["packed"]:
+        cells = (row["sequences"], row["tokens"], row["kernel"], f"{row['ms']:.3f}")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    worst = max(check["error"] / check["limit"] for check in results["checks"])
+    lines += [
+        "",
+        f"{len(results['checks'])} checks against the float64 reference passed before timing; "
+        f"the worst used {worst:.0%} of its tolerance.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _prefill(shape: tuple[int, ...], repeat_ms: int) -> Iterator[dict[str, Any]]:
+    batch, length, heads, width = shape
+    work = 4 * batch * heads * length * length * width / 2
+    inputs = [_random(batch, length, heads, width).requires_grad_() for _ in range(3)]
+    gradient = torch.randn_like(inputs[0])
+    for name, function in _contenders(length).items():
+        try:
+            output = function(*inputs)
+            with torch.no_grad():
+                forward = _milliseconds(lambda f=function: f(*inputs), repeat_ms)
+            backward = None
+            if not name.startswith("plain"):
+                backward = _milliseconds(
+                    lambda o=output: torch.autograd.grad(o, inputs, gradient, retain_graph=True),
+                    repeat_ms,
+                )
+        except RuntimeError as error:  # a library's kernel that does not run here is said so
+            yield {"shape": shape, "kernel": name, "forward": None, "backward": None,
+                   "error": str(error).splitlines()[0]}  # fmt: skip
+            continue
+        yield {
+            "shape": shape,
+            "kernel": name,
+            "forward": work / forward / 1e9,
+            "backward": None if backward is None else 2.5 * work / backward / 1e9,
+        }
+
+
+def _contenders(length: int) -> dict[str, Callable[..., Tensor]]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def ours(normalizer: str) -> Callable[..., Tensor]:
+        return lambda q, k, v: kernels.attention(q, k, v, normalizer=normalizer, causal=True)
+
+    def torchs(backend: SDPBackend) -> Callable[..., Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return run
+
+    return {
+        **{f"qbench {normalizer}": ours(normalizer) for normalizer in NORMALIZERS},
+        "torch flash softmax": torchs(SDPBackend.FLASH_ATTENTION),
+        "cuDNN softmax": torchs(SDPBackend.CUDNN_ATTENTION),
+        "FlexAttention softmax": _flex(length),
+        "plain PyTorch softpick": _plain_softpick,
+    }
+
+
+def _flex(length: int) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def _plain_softpick(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What a user writes today: all scores at once."""
+    scores = (query @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
+    seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    return (reference.normalize(scores, "softpick", seen)).to(value.dtype) @ value
+
+
+def _decode(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
+    batch, length, heads, width = DECODE
+    batch = 8 if quick else batch
+    key, value = (_random(batch, length, heads, width).contiguous() for _ in range(2))
+    query = _random(batch, 1, heads, width)
+    sparse = _sparse_keys(query, key)
+    size = key.nbytes + value.nbytes
+
+    def row(name: str, run: Callable[[], Tensor]) -> dict[str, Any]:
+        ms = _milliseconds(run, repeat_ms)
+        shape = (batch, length, heads, width)
+        return {"shape": shape, "kernel": name, "ms": ms, "tb_per_s": size / ms / 1e9}
+
+    with torch.no_grad():
+        for normalizer in NORMALIZERS:
+            for name, keys in (("random keys", key), ("99 % of scores negative", sparse)):
+                if keys is sparse and not NORMALIZERS.get(normalizer).sparse:
+                    continue
+                yield row(
+                    f"qbench {normalizer}, {name}",
+                    lambda n=normalizer, k=keys: kernels.attention(query, k, value, normalizer=n),
+                )
+        yield row("torch softmax", lambda: F.scaled_dot_product_attention(query, key, value))
+
+
+def _sparse_keys(query: Tensor, key: Tensor) -> Tensor:
+    """Keys turned so that one in a hundred has a positive score."""
+    scores = (query.float() * key.float()).sum(-1, keepdim=True)
+    positive = torch.rand_like(scores) < 0.01
+    return torch.where((scores > 0) == positive, key, -key)
+
+
+def _packed(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
+    sequences, longest, heads, width = PACKED
+    sequences = 8 if quick else sequences
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(32, longest + 1, (sequences,), generator=generator)
+    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    tokens = int(starts[-1])
+    packed = [_random(1, tokens, heads, width) for _ in range(3)]
+    padded = [_random(sequences, longest, heads, width) for _ in range(3)]
+    most = int(lengths.max())
+    starts = starts.cuda()
+    runs = {
+        "qbench softpick, packed": lambda: kernels.packed_attention(
+            *packed, normalizer="softpick", starts_q=starts, starts_k=starts,
+            longest_q=most, longest_k=most,
+        ),
+        "qbench softpick, padded to the longest": lambda: kernels.attention(
+            *padded, normalizer="softpick", causal=True
+        ),
+    }  # fmt: skip
+    with torch.no_grad():
+        for name, run in runs.items():
+            ms = _milliseconds(run, repeat_ms)
+            yield {"sequences": sequences, "tokens": tokens, "kernel": name, "ms": ms}
+
+
+def _ceilings(repeat_ms: int) -> dict[str, float]:
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = _milliseconds(lambda: left @ right, repeat_ms)
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    copied = _milliseconds(lambda: target.copy_(source), repeat_ms)
+    return {
+        "matmul_tflops": 2 * 8192**3 / product / 1e9,
+        "copy_tb_per_s": 2 * source.nbytes / copied / 1e9,
+    }
+
+
+def _random(batch: int, length: int, heads: int, width: int) -> Tensor:
+    """[B, H, T, D] with the memory of [B, T, H, D], as models have it."""
+    shape = (batch, length, heads, width)
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+
+def _milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
+    from triton.testing import do_bench
+
+    return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__

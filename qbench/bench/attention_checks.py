@@ -1,0 +1,103 @@
+"""The kernels against the float64 reference, on this GPU: what must hold before they are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qbench.attention import kernels, reference
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import EvaluationError
+
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """``scores``: factor on the queries. ``mask``: share of keys each query sees, or None."""
+
+    shape: tuple[int, int, int, int, int, int]  # batch, heads, key heads, queries, keys, width
+    causal: bool = True
+    window: int | None = None
+    scores: float = 1.0
+    mask: float | None = None
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.shape)), "causal" if self.causal else "full"]
+        words += [f"window {self.window}"] if self.window else []
+        words += [f"scores × {self.scores:g}"] if self.scores != 1 else []
+        words += ["mask"] if self.mask else []
+        return ", ".join(words)
+
+
+CASES = (
+    *(Case(shape=(2, 4, 2, 333, 333, width)) for width in (16, 32, 64, 80, 96, 128, 256)),
+    Case(shape=(1, 2, 2, 200, 129, 64), causal=False),
+    Case(shape=(1, 4, 1, 130, 517, 64)),
+    Case(shape=(1, 2, 2, 700, 700, 64), window=100),
+    Case(shape=(2, 2, 1, 257, 257, 64), mask=0.5, causal=False),
+    Case(shape=(3, 8, 2, 1, 1000, 64)),
+    Case(shape=(2, 4, 4, 3, 4097, 128)),
+    Case(shape=(1, 2, 2, 1, 1, 64)),
+    Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-5),
+    Case(shape=(1, 2, 2, 333, 333, 64), scores=30.0),
+)
+QUICK = tuple(CASES[i] for i in (2, 5, 8, 11))
+
+
+def check_kernels(quick: bool = False) -> list[dict[str, Any]]:
+    """Relative errors of the output and every gradient, each with its limit. Raises
+    EvaluationError that names each case over its limit, or not finite."""
+    results = list(_results(QUICK if quick else CASES))
+    red = [r for r in results if not r["error"] <= r["limit"]]
+    if red:
+        lines = (f"{r['case']}: {r['what']} {r['error']:.1e} > {r['limit']:.0e}" for r in red)
+        raise EvaluationError("bench attention: wrong results, nothing timed: " + "; ".join(lines))
+    return results
+
+
+def _results(cases: tuple[Case, ...]) -> Iterator[dict[str, Any]]:
+    for index, case in enumerate(cases):
+        for normalizer in NORMALIZERS:
+            for dtype, limit in LIMITS.items():
+                name = f"{normalizer}, {str(dtype).removeprefix('torch.')}, {case}"
+                for what, error in errors(case, normalizer, dtype, seed=index).items():
+                    yield {"case": name, "what": what, "error": error, "limit": limit}
+
+
+def errors(case: Case, normalizer: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
+    """‖got − truth‖ / ‖truth‖ of the output and the gradients of query, key and value."""
+    batch, heads, kv_heads, queries, keys, width = case.shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(length: int, count: int, factor: float = 1.0) -> Tensor:
+        shape = (batch, length, count, width)
+        tensor = torch.randn(shape, device="cuda", generator=generator) * factor
+        return tensor.to(dtype).transpose(1, 2).requires_grad_()
+
+    inputs = [draw(queries, heads, case.scores), draw(keys, kv_heads), draw(keys, kv_heads)]
+    settings = {"normalizer": normalizer, "causal": case.causal, "window": case.window}
+    if case.mask is not None:
+        shape = (batch, 1, queries, keys)
+        settings["mask"] = torch.rand(shape, device="cuda", generator=generator) < case.mask
+    gradient = torch.randn(batch, heads, queries, width, device="cuda", generator=generator)
+    gradient = gradient.to(dtype)
+    output = kernels.attention(*inputs, **settings)
+    got = (output, *torch.autograd.grad(output, inputs, gradient))
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.attention(*wide, **settings)
+    truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
+    names = ("output", "query gradient", "key gradient", "value gradient")
+    return {name: relative_error(a, b) for name, a, b in zip(names, got, truths, strict=True)}
+
+
+def relative_error(got: Tensor, truth: Tensor) -> float:
+    """‖got − truth‖ / ‖truth‖; infinite where anything is not finite."""
+    if not got.isfinite().all():
+        return float("inf")
+    norm = truth.double().norm().clamp(min=1e-30)
+    return ((got.double() - truth.double()).norm() / norm).item()

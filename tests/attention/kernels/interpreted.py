@@ -1,0 +1,147 @@
+"""Cases for the Triton kernels, run by the interpreter in a process of its own (the mode is read
+when Triton is imported). Prints one line a case: name, largest relative error, what went wrong."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_CACHE_DIR"] = os.devnull
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from qbench.attention import kernels, reference
+from qbench.attention.interface import attend
+from qbench.attention.kernels import launch
+from qbench.attention.kernels.tiles import Tile
+
+SMALL = Tile(m=16, n=16, warps=4, stages=1)
+NORMALIZERS = ("softmax", "softpick", "rectified")
+CASES = {  # batch, query heads, key heads, queries, keys, width; settings
+    "causal": ((2, 2, 2, 37, 37, 16), {"causal": True}),
+    "full": ((1, 1, 1, 20, 35, 16), {}),
+    "grouped heads": ((1, 4, 2, 19, 19, 20), {"causal": True}),
+    "fewer queries": ((1, 1, 1, 18, 41, 16), {"causal": True}),
+    "window": ((1, 1, 1, 50, 50, 16), {"causal": True, "window": 9}),
+    "one query": ((2, 4, 2, 1, 90, 16), {"causal": True}),
+    "one key": ((1, 1, 1, 1, 1, 16), {"causal": True}),
+}
+
+
+def draw(shape, scale=1.0):
+    batch, heads, kv_heads, queries, keys, width = shape
+    sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+    # [B, T, H, D] in memory, as transformers hands them over.
+    q, k, v = (torch.randn(batch, t, h, width).transpose(1, 2) for h, t in sizes)
+    return [(q * scale).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+
+
+def error(got, expected):
+    if not got.isfinite().all():
+        return float("inf")
+    norm = expected.double().norm().clamp(min=1e-30)
+    return ((got.double() - expected.double()).norm() / norm).item()
+
+
+def compare(inputs, normalizer, **settings):
+    """Largest relative error of output and gradients against the float64 reference."""
+    output = kernels.attention(*inputs, normalizer=normalizer, **settings)
+    gradient = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, inputs, gradient)
+    settings.pop("spans", None)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.attention(*wide, normalizer=normalizer, **settings)
+    truths = torch.autograd.grad(truth, wide, gradient.double())
+    return max(error(a, b) for a, b in zip((output, *gradients), (truth, *truths), strict=True))
+
+
+def features():
+    for normalizer in NORMALIZERS:
+        chosen = CASES if normalizer == "softpick" else ("causal", "one query")
+        for name in chosen:
+            shape, settings = CASES[name]
+            yield f"{normalizer}: {name}", compare(draw(shape), normalizer, **settings)
+        inputs = draw((2, 2, 1, 20, 20, 16))
+        mask = torch.rand(2, 1, 20, 20) < 0.5
+        mask[0, 0, 3] = False
+        yield f"{normalizer}: mask", compare(inputs, normalizer, mask=mask)
+        yield f"{normalizer}: packed", packed(normalizer)
+        yield f"{normalizer}: free of a maximum", free(normalizer)
+    for scale in (1e-7, 1e4):
+        yield f"softpick: scores of {scale}", compare_forward(scale)
+
+
+def packed(normalizer):
+    starts = torch.tensor([0, 5, 5, 24], dtype=torch.int32)
+    settings = {"normalizer": normalizer, "starts_q": starts, "starts_k": starts}
+    inputs = draw((1, 2, 1, 24, 24, 16))
+    got = kernels.packed_attention(*inputs, **settings, longest_q=19, longest_k=19)
+    expected = reference.packed_attention(*inputs, **settings)
+    gradient = torch.randn_like(got)
+    pairs = zip(
+        (got, *torch.autograd.grad(got, inputs, gradient)),
+        (expected, *torch.autograd.grad(expected, inputs, gradient)),
+        strict=True,
+    )
+    return max(error(a, b) for a, b in pairs)
+
+
+def free(normalizer):
+    """The path of the fast bf16 forward pass, here in float32, and both its ways out."""
+    worst = 0.0
+    for scale in (1.0, 1e-4, 100.0):
+        q, k, v = (tensor.detach() for tensor in draw((1, 1, 1, 33, 33, 16), scale))
+        tile = replace(SMALL, free=True)
+        got, _, _ = launch.forward(
+            q, k, v, None, None, normalizer, 0.25, True, 0, 65, 65, tile=tile
+        )
+        truth = reference.attention(
+            q.double(), k.double(), v.double(), normalizer=normalizer, causal=True
+        )
+        worst = max(worst, error(got, truth))
+    return worst / 100  # it is for bf16, and may be that much coarser
+
+
+def compare_forward(scale):
+    q, k, v = (tensor.detach() for tensor in draw((1, 1, 1, 33, 33, 16), scale))
+    got = kernels.attention(q, k, v, normalizer="softpick", causal=True)
+    truth = reference.attention(
+        q.double(), k.double(), v.double(), normalizer="softpick", causal=True
+    )
+    return error(got, truth) / (1 if scale < 1 else 1e3)  # at 1e4 float32 scores are that coarse
+
+
+def model():
+    """A model on the kernels gives what it gives on the reference, padded on both sides."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, vocab_size=31, initializer_range=0.3,
+    )  # fmt: skip
+    built = LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 31, (2, 9))
+    padding = torch.ones(2, 9, dtype=torch.long)
+    padding[0, :3] = 0
+    padding[1, -2:] = 0
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    logits, ran = {}, {}
+    for implementation in ("reference", "triton"):
+        ran[implementation] = attend(built, normalizer="softpick", implementation=implementation)
+        with torch.no_grad():
+            out = built(ids, attention_mask=padding, position_ids=positions, use_cache=True)
+            step = built(
+                ids[:, :1], past_key_values=out.past_key_values, position_ids=positions[:, -1:] + 1,
+                attention_mask=torch.cat([padding, padding[:, :1] | 1], 1),
+            )  # fmt: skip
+        logits[implementation] = torch.cat([out.logits[padding.bool()], step.logits[:, 0]])
+    assert ran == {"reference": "softpick/reference", "triton": "softpick/triton"}
+    yield "a model, padded, and a decode step", error(logits["triton"], logits["reference"])
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for name, worst in {"features": features, "model": model}[sys.argv[1]]():
+        print(f"{name}\t{worst:.1e}", flush=True)

@@ -1,0 +1,26 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("interpreted.py")
+LIMIT = 1e-5  # relative, float32 against the float64 reference
+
+
+@pytest.mark.parametrize(("group", "count"), [("features", 22), ("model", 1)])
+def test_kernels_in_the_interpreter_equal_the_reference(group, count):
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(CASES), group],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    errors = dict(line.split("\t") for line in ran.stdout.splitlines())
+    assert len(errors) == count
+    assert {name: e for name, e in errors.items() if not float(e) <= LIMIT} == {}
