@@ -52,9 +52,12 @@ def quantize(
             else:
                 moments = hessians[place]
             factor, order = _factor(moments, settings, f"{root}.{index}.{group[0]}")
-            for name in group:
-                layer = block.get_submodule(name)
-                tensors = _solve(layer.weight, moments, factor, order, settings)
+            layers = [block.get_submodule(name) for name in group]
+            # Rows are independent: layers with one Hessian are solved as one.
+            together = torch.cat([layer.weight for layer in layers])
+            solved = _solve(together, moments, factor, order, settings)
+            heights = [layer.out_features for layer in layers]
+            for name, layer, tensors in zip(group, layers, _split(solved, heights), strict=True):
                 layer.weight.data = rebuild(plain(layer), tensors, settings).dequantize()
                 result[f"{root}.{index}.{name}"] = tensors
         batches = [(forward(block, hidden, rest), rest) for hidden, rest in batches]
@@ -91,6 +94,15 @@ def _factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, Tensor 
         ) from None
 
 
+def _split(tensors: Tensors, heights: list[int]) -> list[Tensors]:
+    """Rows of layers solved as one back to each; the order of columns is common to all."""
+    parts = {
+        name: [tensor] * len(heights) if name == "order" else tensor.split(heights)
+        for name, tensor in tensors.items()
+    }
+    return [{name: part[i].clone() for name, part in parts.items()} for i in range(len(heights))]
+
+
 @torch.no_grad()
 def _solve(
     weight: Tensor, moments: Tensor, factor: Tensor, order: Tensor | None, settings: Gptq
@@ -117,8 +129,7 @@ def _solve(
                 scales.append(scale)
                 zeros.append(zero)
                 scale, zero = scale[:, 0], zero[:, 0]
-            code = packed.nearest(now[i], scale, zero, settings.bits)
-            codes[start + i] = code
+            codes[start + i] = code = packed.nearest(now[i], scale, zero, settings.bits)
             errors[i] = (now[i] - (code - zero) * scale) / local[i, i]
             now[i + 1 :].addr_(local[i, i + 1 :], errors[i], alpha=-1)
         rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)

@@ -150,7 +150,7 @@ class Gptq(_Quantized):
     true_sequential: bool = option(
         True, "inside a block, each layer sees inputs that earlier layers' quantization has changed"
     )
-    batch_size: int = option(1, "calibration samples in one forward", least=1)
+    batch_size: int = option(8, "calibration samples in one forward", least=1)
     backend: str = option(
         "gptqmodel",
         "gptqmodel (GPTQConfig, optimum), torch (our own), auto-gptq (superseded by gptqmodel)",
