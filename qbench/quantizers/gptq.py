@@ -147,10 +147,15 @@ def require_auto_gptq() -> None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Keep the library's banners, bars and warnings from the terminal, and the root logger as it
-    was. optimum reads every attribute of every module, deprecated ones too. Errors still raise."""
+    """Keep the library's banners, bars and warnings from the terminal; leave the root logger and
+    the environment as they were.
+
+    Its import sets the root logger's level, and moves Hugging Face's cache to /tmp for everything
+    that is imported or started later. optimum reads every attribute of every module, deprecated
+    ones too. Errors still raise.
+    """
     root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
+    level, handlers, environment = root.level, list(root.handlers), dict(os.environ)
     try:
         with (
             redirect_stdout(StringIO()),
@@ -163,6 +168,9 @@ def silenced() -> Iterator[None]:
         root.setLevel(level)
         root.handlers[:] = handlers
         logging.getLogger("logbar").setLevel(logging.CRITICAL)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
 
 
 def _library(name: str) -> Any:

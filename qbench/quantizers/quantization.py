@@ -53,6 +53,8 @@ def quantize(
     """
     report = progress or (lambda what, done: None)
     dtypes = {layer.weight.dtype for layer in linears(model).values()}
+    if not dtypes:
+        raise QuantizationError(f"{settings.name}: {type(model).__name__} has no linear layers")
     assert dtypes == {getattr(torch, settings.compute_dtype)}, f"{settings.name}: model in {dtypes}"
     if isinstance(settings, Unquantized):
         return Quantized(model=model, detail=f"unquantized, {settings.dtype}")

@@ -239,3 +239,15 @@ def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
     assert not any(m.support_avx512bf16_for_cpu for m in layers)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert check(model, settings("bnb-4bit", double_quant=True)).passed
+
+
+@pytest.mark.skipif(not functional.has_avx512bf16(), reason="processor without AVX512-BF16")
+@pytest.mark.filterwarnings("ignore")  # it looks for a kernel package
+def test_where_the_library_repacks_by_itself_the_audit_catches_it(bnb4):
+    original = blocks_of_64()
+    assert check(bnb4, settings("bnb-4bit"), original).passed
+    for module in bnb4.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = True
+    bnb4(input_ids=PROBE)
+    assert not check(bnb4, settings("bnb-4bit"), original).passed

@@ -1,6 +1,9 @@
 """What is built here equals what the libraries build on their own paths."""
 
+import importlib
 import logging
+import os
+import sys
 
 import pytest
 import torch
@@ -183,6 +186,22 @@ def test_falling_back_to_plain_rounding_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(GPTQ, "hessian_inverse", lambda self, h: (None, 0.01))
     with pytest.raises(QuantizationError, match="no regular Hessian"):
         through_the_library(tmp_path)
+
+
+def test_importing_the_library_leaves_the_environment_alone(monkeypatch):
+    """One of its parts moves Hugging Face's cache to /tmp for all that comes later."""
+    gptq._library("tokenicer")
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    monkeypatch.delitem(sys.modules, "tokenicer")
+    importlib.import_module("tokenicer")
+    assert os.environ["HF_HOME"].startswith("/tmp")
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    monkeypatch.delitem(sys.modules, "tokenicer")
+    gptq._library("tokenicer")
+    assert dict(os.environ) == before
 
 
 def test_what_the_root_logger_was_is_put_back():

@@ -12,6 +12,7 @@ from quantizer_models import (
     make,
     settings,
 )
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from qbench.errors import QuantizationError, UnavailableError
 from qbench.quantizers import parse
@@ -167,6 +168,19 @@ def test_what_a_library_raises_becomes_one_line_with_the_quantizer(tmp_path, mon
     monkeypatch.setattr(packed, "grid", broken)
     with pytest.raises(QuantizationError, match=r"^rtn-4bit: RuntimeError: out of luck$"):
         make(settings("rtn-4bit"), tmp_path)
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
+    with pytest.raises(QuantizationError, match="rtn-4bit: GPT2LMHeadModel has no linear layers"):
+        quantize(
+            model,
+            None,
+            settings("rtn-4bit"),
+            calibration=None,
+            digest=DIGEST,
+            artifacts=tmp_path,
+        )
 
 
 def test_progress_goes_from_nothing_to_all(tmp_path):
