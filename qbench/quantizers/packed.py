@@ -75,9 +75,9 @@ class PackedLinear(nn.Module):
     def dequantize(self) -> Tensor:
         """The weight, ``dtype`` [out, in]; computed in float32 and rounded once."""
         codes = unpack(self.codes, self.bits, self.in_features)
-        groups = codes.view(self.out_features, -1, self.group_size).float()
+        groups = codes.reshape(self.out_features, -1, self.group_size).float()
         weight = (groups - self.zero[..., None].float()) * self.scale[..., None].float()
-        weight = weight.view(self.out_features, self.in_features)
+        weight = weight.reshape(self.out_features, self.in_features)
         if self.order is not None:
             weight = weight[:, self.order]
         return weight.to(self.dtype)

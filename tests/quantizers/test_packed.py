@@ -56,25 +56,27 @@ def test_zero_is_on_the_grid_of_a_group_of_one_sign(sign):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_layer_multiplies_by_what_it_dequantizes(dtype):
-    weight, bias = torch.randn(10, 24, generator=draw()), torch.randn(10, generator=draw())
-    scale, zero = packed.grid(weight.view(10, 3, 8), 3, symmetric=False)
-    codes = packed.nearest(weight.view(10, 3, 8), scale, zero, 3).view(10, 24)
+@pytest.mark.parametrize(("inputs", "size"), [(24, 8), (63, 63), (40, 20)])
+def test_a_packed_layer_multiplies_by_what_it_dequantizes(dtype, inputs, size):
+    weight, bias = torch.randn(10, inputs, generator=draw()), torch.randn(10, generator=draw())
+    groups = weight.view(10, -1, size)
+    scale, zero = packed.grid(groups, 3, symmetric=False)
+    codes = packed.nearest(groups, scale, zero, 3)
     layer = packed.rebuild(
         Plain(
-            in_features=24, out_features=10, bias=bias.to(dtype), dtype=dtype, device=bias.device
+            in_features=inputs,
+            out_features=10,
+            bias=bias.to(dtype),
+            dtype=dtype,
+            device=bias.device,
         ),
-        packed.tensors_of(codes, scale[..., 0], zero[..., 0], 3),
+        packed.tensors_of(codes.view_as(weight), scale[..., 0], zero[..., 0], 3),
         bits=3,
-        group_size=8,
+        group_size=size,
     )
-    x = torch.randn(4, 24, generator=draw(1)).to(dtype)
-    assert layer.dequantize().dtype == dtype
-    expected = x @ layer.dequantize().T + bias.to(dtype)
+    found, wanted = layer.dequantize(), ((codes - zero) * scale).view_as(weight)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-6)
+    x = torch.randn(4, inputs, generator=draw(1)).to(dtype)
+    expected = x @ found.T + bias.to(dtype)
     torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(
-        layer.dequantize().float(),
-        ((codes.view(10, 3, 8) - zero) * scale).view(10, 24),
-        rtol=1e-2,
-        atol=1e-6,
-    )
