@@ -46,7 +46,7 @@ def key_sweep(
     q_source, g_source, level_row, delta_row, mask, batch, head, stop_q, stop_k, shift, window,
     scale, q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASKED: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr,
+    MASKED: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr,
     D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def key_sweep(
     for start in tl.range(begin, end, M, num_stages=STAGES):
         rows = start + tl.arange(0, M)
         q = load_rows(
-            q_source, batch, head, start, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, MASKED, False
+            q_source, batch, head, start, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, MASKED, TMA
         )
         if MASKED:  # a row beyond the last has level +∞, so all its weights are 0
             level = tl.load(level_row + rows, mask=rows < stop_q, other=float("inf"))
@@ -64,11 +64,11 @@ def key_sweep(
             delta = tl.load(delta_row + rows)
         scores = tl.dot(k, q.T, input_precision="ieee")
         g = load_rows(
-            g_source, batch, head, start, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, MASKED, False
+            g_source, batch, head, start, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, MASKED, TMA
         )
         dp = tl.dot(v, g.T, input_precision="ieee")
         weight, ds = score_gradient(
-            scores * scale, level[None, :], dp, delta[None, :], NORMALIZER, PRECISE
+            scores, scale, level[None, :], dp, delta[None, :], NORMALIZER, PRECISE
         )
         if MASKED:
             seen = visible(
@@ -89,7 +89,7 @@ def key_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr,
+    SPANS: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,7 +138,7 @@ def key_kernel(
                 q_source, g_source, levels + line, deltas + line, mask, batch, head,
                 stop_q, stop_k, shift, window, score_scale,
                 q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, FUSED,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, FUSED, TMA,
                 M, D, D_BLOCK, DV, DV_BLOCK, 1,
             )  # fmt: skip
         else:
@@ -148,7 +148,7 @@ def key_kernel(
                     q_source, g_source, levels + line, deltas + line, mask, batch, head,
                     stop_q, stop_k, shift, window, score_scale,
                     q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, M, D, D_BLOCK,
+                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, TMA, M, D, D_BLOCK,
                     DV, DV_BLOCK, STAGES,
                 )  # fmt: skip
             if not HAS_MASK:
@@ -157,7 +157,7 @@ def key_kernel(
                     q_source, g_source, levels + line, deltas + line, mask, batch, head,
                     stop_q, stop_k, shift, window, score_scale,
                     q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, False, FUSED, M, D, D_BLOCK,
+                    NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, False, FUSED, TMA, M, D, D_BLOCK,
                     DV, DV_BLOCK, STAGES,
                 )  # fmt: skip
             dk, dv = key_sweep(
@@ -165,7 +165,7 @@ def key_kernel(
                 q_source, g_source, levels + line, deltas + line, mask, batch, head,
                 stop_q, stop_k, shift, window, score_scale,
                 q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, M, D, D_BLOCK,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, TMA, M, D, D_BLOCK,
                 DV, DV_BLOCK, STAGES,
             )  # fmt: skip
 
@@ -191,23 +191,21 @@ def query_sweep(
     k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
     k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASKED: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries."""
     for start in tl.range(begin, end, N, num_stages=STAGES):
         k = load_rows(
-            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, MASKED, False
+            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, MASKED, TMA
         )
         scores = tl.dot(q, k.T, input_precision="ieee")
         v = load_rows(
-            v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, MASKED, False
+            v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, MASKED, TMA
         )
         dp = tl.dot(g, v.T, input_precision="ieee")
         # The weights themselves are not needed here, so neither is their precise form.
-        _, ds = score_gradient(
-            scores * scale, level[:, None], dp, delta[:, None], NORMALIZER, False
-        )
+        _, ds = score_gradient(scores, scale, level[:, None], dp, delta[:, None], NORMALIZER, False)
         if MASKED:
             keys = start + tl.arange(0, N)
             seen = visible(
@@ -226,7 +224,7 @@ def query_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    SPANS: tl.constexpr, TMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of M queries."""
@@ -268,20 +266,20 @@ def query_kernel(
             dq, q, g, level, delta, rows, begin, whole_begin,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
             score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     if not HAS_MASK:
         dq = query_sweep(
             dq, q, g, level, delta, rows, whole_begin, whole_end,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
             score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     dq = query_sweep(
         dq, q, g, level, delta, rows, whole_end, end,
         k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
         score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
     )  # fmt: skip
     place = dq_out + wide(batch) * dq_b + wide(head) * dq_h
     columns = tl.arange(0, D_BLOCK)

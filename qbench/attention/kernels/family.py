@@ -21,6 +21,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # a polynomial for e^x − 1.
 SMALL_MAXIMUM = tl.constexpr(2.0**-11)
 
+# Between these a sum of e^x without a running maximum has kept all its bits.
+LARGE_TOTAL = tl.constexpr(2.0**100)
+SMALL_TOTAL = tl.constexpr(2.0**-60)
+
 
 @triton.jit
 def wide(index):
@@ -101,20 +105,23 @@ def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr)
 
 
 @triton.jit
-def score_gradient(y, level, dp, delta, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
+def score_gradient(
+    scores, scale, level, dp, delta, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr
+):
     """Weights, for :func:`rounded`, and gradients of the scores (equation 7 for softpick, with
     E = e^(x − m) / Σ): dS = E · (step(x) dP − sign(x) D), where dP = dO · v and D = dO · o. A
     score of exactly 0, where the function has a kink, counts as negative."""
+    y = scores * scale
     e = tl.math.exp2(y - level)
     if NORMALIZER == "softpick":
         floor = tl.math.exp2(-level)
         weight = e - floor
         if PRECISE:
             weight = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), weight)
-        return weight, e * tl.where(y > 0, dp - delta, delta)
+        return weight, e * tl.where(scores > 0, dp - delta, delta)
     else:
         if NORMALIZER == "rectified":
-            e = tl.where(y >= 0, e, 0.0)
+            e = tl.where(scores >= 0, e, 0.0)
         return e, e * (dp - delta)
 
 
@@ -167,10 +174,9 @@ def visible(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Which of ``keys`` each of ``rows`` attends to; the two broadcast against each other."""
-    seen = keys < stop_k
     own = rows + shift
-    if CAUSAL:
-        seen = seen & (keys <= own)
+    # No row of a sequence stands beyond its last key, so causality is enough.
+    seen = keys <= own if CAUSAL else keys < stop_k
     if WINDOW:
         seen = seen & (keys > own - window)
     if HAS_MASK:

@@ -88,16 +88,13 @@ def forward(
         return output, levels, imprecise
     tile = tile or tiles.forward_tile(block(width), query.dtype)
     sources = (key, value)
-    tma = tile.tma and _tma_layout(key) and _tma_layout(value)
+    tma = tile.tma and all(map(_tma_layout, sources))
     if tma:
-        sources = tuple(
-            TensorDescriptor.from_tensor(source, [1, 1, tile.n, block(source.shape[3])])
-            for source in sources
-        )
+        sources = [_descriptor(source, tile.n) for source in sources]
     forward_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
         query, *sources, output, levels, imprecise, mask, spans,
         heads, group, queries, keys, window, scale * LOG2_E, *strides,
-        PRECISE=query.dtype == torch.float32, FREE=tile.free, TRACK=tile.track, TMA=tma,
+        PRECISE=query.dtype == torch.float32, FREE=tile.free, TMA=tma,
         FUSED=_fused(query), SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse,
         M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
     )  # fmt: skip
@@ -140,19 +137,27 @@ def backward(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
     )  # fmt: skip
     tile = key_tile or tiles.key_tile(block(width), query.dtype)
+    sources = [query, key, value, gradient]
+    tma = tile.tma and _tma_layout(query) and _tma_layout(gradient)
+    if tma:
+        sources[0], sources[3] = (_descriptor(source, tile.m) for source in (query, gradient))
     key_kernel[(triton.cdiv(longest_k, tile.n), kv_heads * sequences)](
-        query, key, value, gradient, levels, deltas, imprecise, dk, dv, mask, spans,
+        *sources, levels, deltas, imprecise, dk, dv, mask, spans,
         kv_heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *dk.stride()[:3], *dv.stride()[:3], *_mask_strides(mask),
         PRECISE=query.dtype == torch.float32, FUSED=_fused(query),
-        M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+        TMA=tma, M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
     )  # fmt: skip
     tile = query_tile or tiles.query_tile(block(width), query.dtype)
+    sources = [query, key, value, gradient]
+    tma = tile.tma and _tma_layout(key) and _tma_layout(value)
+    if tma:
+        sources[1:3] = (_descriptor(source, tile.n) for source in (key, value))
     query_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
-        query, key, value, gradient, levels, deltas, dq, mask, spans,
+        *sources, levels, deltas, dq, mask, spans,
         heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *dq.stride()[:3], *_mask_strides(mask),
-        M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+        TMA=tma, M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -173,6 +178,11 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     batch, head, row, column = mask.stride()
     return (batch if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0, row, column)
+
+
+def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Of tiles of ``rows`` rows of one head."""
+    return TensorDescriptor.from_tensor(tensor, [1, 1, rows, block(tensor.shape[3])])
 
 
 def _tma_layout(tensor: Tensor) -> bool:

@@ -10,8 +10,9 @@ import torch
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
     """``m`` queries by ``n`` keys, threads in ``warps`` of 32, loads in ``stages`` of a pipeline.
-    ``tma``: keys and values through the tensor memory accelerator, where their layout lets it.
-    ``skip``: values are neither read nor multiplied where no score of a tile is positive."""
+    ``tma``: streamed tiles come through the tensor memory accelerator, where layouts let them.
+    ``skip``: values are neither read nor multiplied where no score of a tile is positive.
+    ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only."""
 
     m: int
     n: int
@@ -20,45 +21,47 @@ class Tile:
     tma: bool = False
     skip: bool = False
     free: bool = False
-    track: bool = True
 
 
 def forward_tile(width: int, dtype: torch.dtype) -> Tile:
     """``width``: head dimension rounded up to a power of two."""
     if dtype == torch.float32:
-        return (
-            Tile(m=32, n=32, warps=4, stages=1)
-            if width > 64
-            else Tile(m=64, n=32, warps=4, stages=2)
-        )
-    if width <= 64:
-        return Tile(m=128, n=64, warps=4, stages=3)
-    if width == 128:
-        return Tile(m=128, n=64, warps=8, stages=3)
-    return Tile(m=128, n=64, warps=8, stages=2)
+        return _exact(width)
+    free = dtype == torch.bfloat16
+    if width <= 128:
+        return Tile(m=64, n=64, warps=4, stages=3, tma=True, free=free)
+    return Tile(m=128, n=64, warps=8, stages=2, tma=True, free=free)
 
 
 def key_tile(width: int, dtype: torch.dtype) -> Tile:
+    """For the keys' and values' gradients."""
     if dtype == torch.float32:
-        return Tile(m=32, n=32, warps=4, stages=1)
+        return _exact(width)
     if width <= 64:
-        return Tile(m=64, n=128, warps=8, stages=2)
+        return Tile(m=32, n=128, warps=4, stages=3, tma=True)
     if width == 128:
-        return Tile(m=64, n=64, warps=4, stages=2)
-    return Tile(m=32, n=64, warps=8, stages=1)
+        return Tile(m=32, n=64, warps=4, stages=2, tma=True)
+    return Tile(m=32, n=64, warps=8, stages=1, tma=True)
 
 
 def query_tile(width: int, dtype: torch.dtype) -> Tile:
+    """For the queries' gradients."""
     if dtype == torch.float32:
-        return Tile(m=32, n=32, warps=4, stages=1)
+        return _exact(width)
     if width <= 64:
-        return Tile(m=128, n=64, warps=8, stages=2)
+        return Tile(m=64, n=64, warps=4, stages=3, tma=True)
     if width == 128:
-        return Tile(m=64, n=64, warps=4, stages=2)
-    return Tile(m=64, n=32, warps=8, stages=1)
+        return Tile(m=64, n=64, warps=4, stages=2, tma=True)
+    return Tile(m=64, n=32, warps=8, stages=1, tma=True)
 
 
 def decode_tile(width: int, dtype: torch.dtype) -> Tile:
     """``m`` is set by the group's queries."""
-    n = 32 if dtype == torch.float32 or width > 128 else 64
-    return Tile(m=16, n=n, warps=4, stages=3 if width <= 128 else 2, skip=True)
+    if dtype == torch.float32 or width > 128:
+        return Tile(m=16, n=32, warps=4, stages=2, skip=True)
+    return Tile(m=16, n=32 if width <= 64 else 16, warps=2, stages=3, skip=True)
+
+
+def _exact(width: int) -> Tile:
+    """float32 without tensor cores: small tiles, as registers bound it."""
+    return Tile(m=32, n=32 if width <= 128 else 16, warps=4, stages=1)

@@ -1,0 +1,219 @@
+"""The kernels on a GPU: accuracy in full, what makes them fail elsewhere, and real models."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbench.attention import kernels, reference
+from qbench.attention.interface import attend, attention_name
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.bench.attention_checks import CASES, LIMITS, errors, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared"
+NAMES = list(NORMALIZERS)
+
+
+def draw(*shape, dtype=torch.bfloat16, seed=0):
+    """[B, H, T, D] in the memory of [B, T, H, D], as models have it."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    batch, heads, length, width = shape
+    tensor = torch.randn(batch, length, heads, width, device="cuda", generator=generator)
+    return tensor.to(dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_gradients_equal_the_float64_reference(case, normalizer, dtype):
+    found = errors(case, normalizer, dtype, seed=7)
+    assert {what: e for what, e in found.items() if not e <= LIMITS[dtype]} == {}
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("length", [1, 700, 32768])
+@pytest.mark.parametrize("kind", ["negative first", "all negative", "zeros", "huge", "tiny"])
+def test_extreme_scores_give_finite_results_and_gradients(kind, normalizer, dtype, length):
+    query, key, value = (draw(1, 1, length, 64, dtype=dtype, seed=s) for s in range(3))
+    if kind == "negative first":
+        query, key = torch.ones_like(query), key * 0.1
+        key[:, :, : length // 2] -= 14
+    elif kind == "all negative":
+        query, key = query.abs(), -key.abs() * 10
+    elif kind == "zeros":
+        query = query * 0
+    elif kind == "huge":
+        query, key = query * 100, key * 100
+    else:
+        query = query * 1e-4
+    inputs = [tensor.requires_grad_() for tensor in (query.detach(), key.detach(), value)]
+    output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+    gradients = torch.autograd.grad(output, inputs, draw(1, 1, length, 64, dtype=dtype, seed=9))
+    assert all(tensor.isfinite().all() for tensor in (output, *gradients))
+
+
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("mixture", [1e-5, 1e-3])
+def test_tiny_positive_scores_among_large_negative_ones_are_exact(normalizer, mixture):
+    """Where the fast path has lost the bits of e^x − 1, the tile is computed again."""
+    query = torch.ones(1, 1, 300, 64, device="cuda", dtype=torch.bfloat16)
+    key = draw(1, 1, 300, 64).abs() * mixture
+    key[:, :, ::2] = -1
+    value = draw(1, 1, 300, 64, seed=2)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    gradient = draw(1, 1, 300, 64, seed=3)
+    output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.attention(*wide, normalizer=normalizer, causal=True)
+    got = (output, *torch.autograd.grad(output, inputs, gradient))
+    expected = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
+    assert max(relative_error(a, b) for a, b in zip(got, expected, strict=True)) <= 1e-2
+
+
+@pytest.mark.parametrize("normalizer", NAMES)
+def test_every_row_is_written(normalizer):
+    query, key, value = (draw(2, 2, 333, 64, seed=s) for s in range(3))
+    expected = kernels.attention(query, key, value, normalizer=normalizer, causal=True).clone()
+    poison = torch.full((64 << 20,), float("nan"), device="cuda")  # what empty memory will hold
+    del poison
+    got = kernels.attention(query, key, value, normalizer=normalizer, causal=True)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("normalizer", NAMES)
+def test_gradients_are_the_same_bits_in_every_run(normalizer):
+    inputs = [draw(2, 4, 777, 64, seed=s).requires_grad_() for s in range(3)]
+    gradient = draw(2, 4, 777, 64, seed=3)
+    runs = []
+    for _ in range(3):
+        output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+        runs.append(torch.autograd.grad(output, inputs, gradient))
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("width", [64, 128])
+def test_packed_sequences_equal_each_alone(normalizer, width):
+    starts = torch.tensor([0, 5, 5, 300, 301, 900], dtype=torch.int32, device="cuda")
+    inputs = [draw(1, 4, 900, width, seed=s).requires_grad_() for s in range(3)]
+    got = kernels.packed_attention(
+        *inputs, normalizer=normalizer, starts_q=starts, starts_k=starts, longest_q=600
+    )
+    gradient = draw(1, 4, 900, width, seed=3)
+    gradients = torch.autograd.grad(got, inputs, gradient)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.packed_attention(
+        *wide, normalizer=normalizer, starts_q=starts, starts_k=starts
+    )
+    truths = torch.autograd.grad(truth, wide, gradient.double())
+    pairs = zip((got, *gradients), (truth, *truths), strict=True)
+    assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
+
+
+def small_model(dtype=torch.float32):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=128, vocab_size=101, initializer_range=0.15,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().to("cuda", dtype)
+
+
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, side):
+    model = small_model()
+    ids = torch.randint(0, 101, (3, 150), device="cuda")
+    padding = torch.ones_like(ids)
+    for row, count in enumerate((0, 31, 140)):
+        padding[row, slice(0, count) if side == "left" else slice(150 - count, 150)] = 0
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    logits = {}
+    for implementation in ("reference", "triton"):
+        ran = attend(model, normalizer=normalizer, implementation=implementation)
+        assert ran == f"{normalizer}/{implementation}"
+        with torch.no_grad():
+            out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
+            step = model(
+                ids[:, :1], past_key_values=out.past_key_values,
+                attention_mask=torch.cat([padding, padding.new_ones(3, 1)], 1),
+                position_ids=positions[:, -1:] + 1,
+            )  # fmt: skip
+        logits[implementation] = torch.cat([out.logits[padding.bool()], step.logits[:, 0]])
+    assert relative_error(logits["triton"], logits["reference"]) <= 1e-4
+
+
+def test_auto_is_triton_on_cuda():
+    assert attention_name("softpick", "auto", "cuda") == "qbench-softpick-triton"
+    assert attend(small_model(), normalizer="softpick") == "softpick/triton"
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_compiled_model_has_no_graph_break(train):
+    model = small_model(torch.bfloat16)
+    attend(model, normalizer="softpick", implementation="triton")
+    ids = torch.randint(0, 101, (2, 200), device="cuda")
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.set_grad_enabled(train):
+        got, expected = compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
+    assert relative_error(got, expected) <= 2e-2
+    if train:
+        got.float().square().mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_lengths_and_batch_sizes_do_not_compile_again():
+    from qbench.attention.kernels.forward import forward_kernel
+
+    def run(batch, length):
+        inputs = (draw(batch, 4, length, 64, seed=s) for s in range(3))
+        kernels.attention(*inputs, normalizer="softpick", causal=True)
+
+    run(1, 128)
+    device = torch.cuda.current_device()
+    before = len(forward_kernel.device_caches[device][0])
+    for batch, length in ((2, 128), (3, 129), (5, 1000), (1, 2048)):
+        run(batch, length)
+    assert len(forward_kernel.device_caches[device][0]) == before
+
+
+@pytest.mark.skipif(
+    not (SHARED / "checkpoints/softpick-27M").is_dir(), reason="the trained pair is not here"
+)
+def test_the_trained_pair_has_the_references_perplexity():
+    from tokenizers import Tokenizer
+
+    from qbench.checkpoints import find, load_model
+
+    folder = SHARED / "checkpoints/softpick-27M"
+    checkpoint = find(str(folder))
+    rows = SHARED / "data/eval/wikitext/test_document_level.jsonl"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pages = [json.loads(line)["page"] for line in rows.read_text().splitlines()]
+    perplexity = {}
+    for implementation in ("reference", "triton"):
+        model = load_model(
+            checkpoint, dtype=torch.bfloat16, device="cuda", attention=implementation
+        )
+        loss, tokens = 0.0, 0
+        for page in pages:
+            ids = [1, *tokenizer.encode(page, add_special_tokens=False).ids[:2047]]
+            ids = torch.tensor([ids], device="cuda")
+            with torch.no_grad():
+                log_p = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            loss -= log_p.gather(1, ids[0, 1:, None]).double().sum().item()
+            tokens += ids.shape[1] - 1
+        perplexity[implementation] = math.exp(loss / tokens)
+    print("perplexity", perplexity)
+    assert perplexity["triton"] == pytest.approx(perplexity["reference"], rel=1e-3)
