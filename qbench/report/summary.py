@@ -1,0 +1,93 @@
+"""What the statistics say about the claim, in sentences that only count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from qbench.compare import Comparison, Line, redundant
+from qbench.statistics import Effect
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """How many effects of one kind point which way, and how many are significant (Holm, 5 %)."""
+
+    asked: int
+    better: int
+    surely_better: int
+    worse: int
+    surely_worse: int
+
+
+def count(answers: Iterable[tuple[Line, Effect]]) -> Count:
+    """Better means in the metric's good direction; on the scale that was tested."""
+    signs = []
+    for line, effect in answers:
+        good = effect.tested.estimate * (1 if line.higher_is_better else -1)
+        signs.append((good, effect.mark == "‡"))
+    return Count(
+        asked=len(signs),
+        better=sum(good > 0 for good, _ in signs),
+        surely_better=sum(good > 0 and sure for good, sure in signs),
+        worse=sum(good < 0 for good, _ in signs),
+        surely_worse=sum(good < 0 and sure for good, sure in signs),
+    )
+
+
+def answers(comparison: Comparison, kind: str, checkpoint: str) -> list[tuple[Line, Effect]]:
+    """All lines' effects of one kind (``deltas``, ``damages``, ``differences``)."""
+    return [
+        (line, getattr(line, kind)[checkpoint])
+        for line in comparison.lines
+        if checkpoint in getattr(line, kind) and not redundant(line, comparison.lines)
+    ]
+
+
+def summary(comparison: Comparison) -> list[str]:
+    """One sentence a question and checkpoint, then what is missing."""
+    base = comparison.baseline
+    sentences = []
+    for other in comparison.others:
+        quantized = [a for a in answers(comparison, "deltas", other) if a[0].quantized]
+        plain = [a for a in answers(comparison, "deltas", other) if not a[0].quantized]
+        if plain:
+            sentences.append(
+                f"Unquantized, {_which(other, base, count(plain), 'is better', 'is worse')}"
+            )
+        if quantized:
+            told = _which(other, base, count(quantized), "is better", "is worse")
+            sentences.append(f"Quantized, {told}")
+        differences = answers(comparison, "differences", other)
+        if differences:
+            found = count(differences)
+            sentences.append(
+                f"Quantization costs {other} less than {base} in {found.better} of {found.asked} "
+                f"comparisons ({found.surely_better} significantly) and more in {found.worse} "
+                f"({found.surely_worse} significantly), by the difference of their damages."
+            )
+    for checkpoint in comparison.checkpoints:
+        damages = answers(comparison, "damages", checkpoint)
+        if damages:
+            found = count(damages)
+            sentences.append(
+                f"Quantization makes {checkpoint} worse in {found.worse} of {found.asked} scores "
+                f"({found.surely_worse} significantly)."
+            )
+    if any(line.deltas or line.damages for line in comparison.lines):
+        sentences.append(
+            "Significant: at 5 % after Holm's correction over all comparisons of that kind."
+        )
+    problems = comparison.problems()
+    if problems:
+        cells = len(comparison.grid.cells)
+        sentences.append(f"{len(problems)} of {cells} cells have no sound score: see below.")
+    return sentences
+
+
+def _which(other: str, base: str, found: Count, better: str, worse: str) -> str:
+    return (
+        f"{other} {better} than {base} in {found.better} of {found.asked} scores "
+        f"({found.surely_better} significantly) and {worse} in {found.worse} "
+        f"({found.surely_worse} significantly)."
+    )
