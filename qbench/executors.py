@@ -97,10 +97,20 @@ def run_cells(
 
     store = Store(job.out)
     if slots:
+        # what others wait for first, then what takes longest
+        order = sorted(
+            cells,
+            key=lambda cell: (
+                cell.base is not None,
+                not cell.quantizer.settings.needs_calibration,
+            ),
+        )
         with processes(job, slots, sink) as (executor, work):
-            return run_grid(
-                plan, store, sink, cells=cells, executor=executor, work=work, force=force
+            records = run_grid(
+                plan, store, sink, cells=order, executor=executor, work=work, force=force
             )
+        named = {record.cell: record for record in records}
+        return [named[cell.name] for cell in cells]
     named = {cell.name: cell for cell in cells}
 
     def here(name: str, force: bool, wait: bool) -> Record | None:

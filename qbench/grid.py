@@ -7,10 +7,11 @@ from concurrent.futures import Executor, Future, as_completed
 
 from filelock import FileLock, Timeout
 
+from qbench.evaluation.watch import distributions_file
 from qbench.plan import Cell, Plan
 from qbench.progress import Sink
 from qbench.record import Record
-from qbench.run import failed, run
+from qbench.run import distributions_folder, failed, run
 from qbench.store import Store
 
 Work = Callable[[str, bool, bool], Record | None]
@@ -34,10 +35,12 @@ def run_grid(
     store.put_grid(plan.grid)
     done: dict[str, Record] = {}
     todo, wait = list(cells), False
+    again = _without_distributions(cells, store)
     while todo:
         futures: dict[Future, Cell] = {}
         for cell in todo:
-            futures[executor.submit(work, cell.name, force, wait)] = cell
+            forced = force or cell.name in again
+            futures[executor.submit(work, cell.name, forced, wait)] = cell
         busy = []
         for future in as_completed(futures):
             cell = futures[future]
@@ -48,6 +51,23 @@ def run_grid(
                 done[cell.name] = record
         todo, wait = [cell for cell in todo if cell in busy], True
     return [done[cell.name] for cell in cells]
+
+
+def _without_distributions(cells: Sequence[Cell], store: Store) -> set[str]:
+    """Unquantized cells to score again, because cells that are still to run measure against
+    their distributions, and those are gone."""
+    needed = {
+        cell.base.key
+        for cell in cells
+        if cell.base is not None
+        and ((record := store.get(cell.place)) is None or record.status != "ok")
+    }
+    folder = distributions_folder()
+    return {
+        cell.name
+        for cell in cells
+        if cell.key in needed and not distributions_file(folder, cell.key).is_file()
+    }
 
 
 def run_if_needed(
@@ -89,7 +109,11 @@ def summary(record: Record) -> str:
 
 def _result(future: Future, cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record | None:
     try:
-        return future.result()
+        record = future.result()
+        assert record is None or record.key == cell.key, f"{cell.name}: the worker's plan differs"
+        return record
+    except AssertionError:
+        raise
     except Exception as error:  # the worker itself died: run() turns every other error to a record
         record = failed(cell, plan, f"the worker process died: {error}")
         store.put(record, None, None)

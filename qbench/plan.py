@@ -44,6 +44,7 @@ class Cell:
     scoring: Scoring
     key: str
     key_parts: dict[str, Any]
+    base: GridCell | None  # the unquantized cell that damage is taken against
 
     @property
     def name(self) -> str:
@@ -111,11 +112,14 @@ def plan(recipe: Recipe, *, device: str) -> Plan:
         "tasks": {task.name: task.digest for task in tasks},
         "few-shot": {task.name: task.task.config.num_fewshot or 0 for task in tasks},
     }
-    cells = [
-        _cell(name, checkpoint, quantizer, recipe, device, calibration, shared)
-        for name, checkpoint in checkpoints.items()
-        for quantizer in sorted(recipe.quantizers, key=lambda q: q.settings.method != "none")
-    ]
+    cells: list[Cell] = []
+    for name, checkpoint in checkpoints.items():
+        base = None
+        for quantizer in sorted(recipe.quantizers, key=lambda q: q.settings.method != "none"):
+            cell = _cell(name, checkpoint, quantizer, recipe, device, calibration, shared, base)
+            cells.append(cell)
+            if base is None and quantizer.settings.method == "none" and recipe.evaluation.damage:
+                base = cell.place
     return Plan(
         recipe=recipe, device=device, tasks=tasks, calibration=calibration, cells=tuple(cells)
     )
@@ -129,6 +133,7 @@ def _cell(
     device: str,
     calibration: CalibrationSource | None,
     shared: dict[str, Any],
+    base: GridCell | None,
 ) -> Cell:
     from qbench.attention.interface import attention_name
 
@@ -153,7 +158,10 @@ def _cell(
             **calibration.model_dump(exclude={"path"}),
             "text": _file_digest(Path(calibration.path)),
         }
+    if base is not None:
+        parts["damage against"] = base.key
     return Cell(
+        base=base,
         checkpoint_name=name,
         checkpoint=checkpoint,
         quantizer=quantizer,

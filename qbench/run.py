@@ -33,6 +33,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
 
 
+def distributions_folder() -> Path:
+    """Where unquantized cells' next-token distributions are kept, tens of MB each."""
+    return cache_folder() / "distributions"
+
+
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     """What is known of a cell so far; a failure leaves the rest as it is."""
@@ -44,6 +49,7 @@ class Outcome:
     outcomes: list[pd.DataFrame] = field(default_factory=list)
     responses: list[pd.DataFrame] = field(default_factory=list)
     scoring: dict[str, Any] = field(default_factory=dict)
+    damage: dict[str, Any] = field(default_factory=dict)
 
 
 def run(cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record:
@@ -53,7 +59,7 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record:
     error = None
     with redirected(log):
         try:
-            _run(cell, plan, gathered, sink)
+            _run(cell, plan, store, gathered, sink)
         except Exception as problem:
             traceback.print_exc()
             error = _one_line(problem, log)
@@ -90,6 +96,7 @@ def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Rec
         scores=() if error else tuple(gathered.scores),
         audit=gathered.audit,
         scoring=gathered.scoring,
+        damage=gathered.damage,
         stages=tuple(gathered.stages),
         environment=environment(plan.device, requirements(settings)),
         started=gathered.started,
@@ -97,11 +104,11 @@ def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Rec
     )
 
 
-def _run(cell: Cell, plan: Plan, gathered: Outcome, sink: Sink) -> None:
+def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink) -> None:
     model, tokenizer = _load(cell, plan, gathered, sink)
     model = _quantize(cell, plan, model, tokenizer, gathered, sink)
     _audit(cell, plan, model, gathered, sink)
-    _evaluate(cell, plan, model, tokenizer, gathered, sink)
+    _evaluate(cell, plan, store, model, tokenizer, gathered, sink)
 
 
 def _load(
@@ -180,6 +187,7 @@ def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, si
 def _evaluate(
     cell: Cell,
     plan: Plan,
+    store: Store,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     gathered: Outcome,
@@ -187,8 +195,10 @@ def _evaluate(
 ) -> None:
     from qbench.evaluation.evaluate import evaluate
     from qbench.evaluation.scoring import language_model
+    from qbench.evaluation.watch import watcher
 
     scoring = cell.scoring
+    watch = watcher(cell, plan, store, distributions_folder())
     with measured("evaluate", plan.device, gathered.stages):
         scorer = language_model(
             model,
@@ -200,6 +210,7 @@ def _evaluate(
             softmax_dtype=scoring.softmax_dtype,
             tolerance=scoring.tolerance,
             progress=lambda done, total: sink.advance(cell.name, done, total),
+            observer=watch.observer,
         )
         for task in plan.tasks:
             sink.step(cell.name, f"evaluate {task.name}", unit="requests")
@@ -208,6 +219,9 @@ def _evaluate(
             gathered.outcomes.append(result.outcomes)
             gathered.responses.append(result.responses)
         gathered.scoring = scorer.report()
+        gathered.damage = watch.finish(
+            pd.concat(gathered.outcomes), pd.concat(gathered.responses), tuple(gathered.scores)
+        )
 
 
 def _probe(vocabulary: int) -> torch.Tensor:

@@ -36,18 +36,21 @@ def evaluate(model: LM, task: LoadedTask, *, limit: int | None, seed: int) -> Ta
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    results = simple_evaluate(
-        model=model,
-        tasks=[task.task],
-        task_manager=TaskManager(include_defaults=False),
-        limit=limit,
-        bootstrap_iters=0,  # the standard errors are computed below, without 100,000 rounds
-        log_samples=True,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
-    )
+    from qbench.evaluation.scoring.overhead import less_overhead
+
+    with less_overhead():
+        results = simple_evaluate(
+            model=model,
+            tasks=[task.task],
+            task_manager=TaskManager(include_defaults=False),
+            limit=limit,
+            bootstrap_iters=0,  # the standard errors are computed below, without 100,000 rounds
+            log_samples=True,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
     (own_name,) = results["samples"]
     samples = results["samples"][own_name]
     outcomes = _outcomes(task.name, samples)
