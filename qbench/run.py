@@ -114,13 +114,16 @@ def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink) ->
 def _load(
     cell: Cell, plan: Plan, gathered: Outcome, sink: Sink
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from qbench.checkpoints import load_tokenizer
-
     sink.step(cell.name, "load")
     with measured("load", plan.device, gathered.stages):
-        tokenizer = load_tokenizer(cell.checkpoint)
-        model = _original(cell, plan)
-    return model, tokenizer
+        return load(cell, plan)
+
+
+def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The cell's checkpoint, not yet quantized, on the plan's device, and its tokenizer."""
+    from qbench.checkpoints import load_tokenizer
+
+    return _original(cell, plan), load_tokenizer(cell.checkpoint)
 
 
 def _original(cell: Cell, plan: Plan) -> PreTrainedModel:

@@ -1,0 +1,81 @@
+"""``qbench bench``: speeds, measured only where results are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qbench.commands.options import (
+    Checkpoints,
+    Data,
+    Device,
+    DeviceOption,
+    DtypeOption,
+    Limit,
+    RecipeFile,
+)
+from qbench.commands.running import make_job, quiet_plan
+from qbench.commands.screen import show_written
+from qbench.quiet import redirected, terminal
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure speeds, in one run on one machine, after checking results."
+)
+Json = Annotated[Path | None, typer.Option(help="Also write JSON here, and the table beside it.")]
+
+
+@app.command("attention")
+def attention(
+    out: Json = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
+) -> None:
+    """The softpick kernels against float64, then against what else runs. Needs a GPU."""
+    from qbench.bench.attention import bench_attention, table
+
+    typer.echo(table(bench_attention(out, "cuda", quick)))
+
+
+@app.command("evaluation")
+def evaluation(
+    recipe: RecipeFile,
+    checkpoint: Checkpoints = [],  # noqa: B006
+    data: Data = None,
+    limit: Limit = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = Device.auto,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a batch. Default: the recipe's.")
+    ] = None,
+    out: Json = None,
+) -> None:
+    """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring."""
+    from qbench.bench.evaluation import compare, table
+    from qbench.run import load
+
+    job = make_job(recipe, checkpoint, data, None, limit, dtype, None, device)
+    planned = quiet_plan(job)
+    cell = planned.cells[0]
+    screen = terminal()
+    with redirected(job.out / "bench.log"):
+        model, tokenizer = load(cell, planned)
+        found = compare(
+            model,
+            tokenizer,
+            planned.tasks,
+            max_length=cell.scoring.max_length,
+            batch_size=batch_size or cell.scoring.batch_size,
+            limit=cell.scoring.limit,
+            seed=cell.scoring.seed,
+            add_bos=cell.scoring.add_bos,
+            tolerance=cell.scoring.tolerance,
+            say=lambda line: print(line, file=screen),
+        )
+    typer.echo(table(found))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+        out.with_suffix(".md").write_text(table(found) + "\n")
+        show_written([out, out.with_suffix(".md")])

@@ -1,0 +1,153 @@
+"""Commands that read results: tables, report, check, baseline, compare, explain, published.
+
+None of them imports torch, so they start at once and run on any CI machine.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qbench.commands.options import Folder, Published
+from qbench.commands.screen import show_written
+from qbench.store import Store
+
+
+class Format(StrEnum):
+    md = "md"
+    tex = "tex"
+    csv = "csv"
+    html = "html"
+
+
+class Inconclusive(StrEnum):
+    passes = "pass"
+    fails = "fail"
+
+
+def tables(
+    folder: Folder,
+    format: Annotated[Format, typer.Option(help="What to print and write.")] = Format.md,
+    published: Published = None,
+) -> None:
+    """Write and show the delta tables of a results folder, in the paper's layout."""
+    show_tables(folder, format=format, published=published)
+
+
+def show_tables(folder: Path, *, format: str = "md", published: str | None = None) -> None:
+    """Write tables.md, tables.csv and tables.<format>; print the latter."""
+    from qbench.tables import write_tables
+
+    formats = list(dict.fromkeys([format, "md", "csv"]))
+    paths = write_tables(Store(folder), formats=formats, published=published)
+    typer.echo(paths[0].read_text(), nl=False)
+    show_written(paths)
+
+
+def report(
+    folder: Folder,
+    out: Annotated[Path | None, typer.Option(help="Where to write it. Default: FOLDER.")] = None,
+    figures: Annotated[
+        str, typer.Option(metavar="FORMATS", help="Formats of the figure files.")
+    ] = "svg,png,pdf",
+    published: Published = None,
+) -> None:
+    """Write report.html, one file that opens without a network, and its figures."""
+    from qbench.report import write
+
+    wanted = [name.strip() for name in figures.split(",") if name.strip()]
+    show_written(write(Store(folder), out, figures=wanted, published=published))
+
+
+def check(
+    folder: Folder,
+    baseline: Annotated[Path, typer.Option(help="What `qbench baseline` wrote.")],
+    margin: Annotated[
+        list[str],
+        typer.Option(
+            metavar="METRIC=NUMBER",
+            help="How much worse is tolerable: percentage points for accuracies (acc=1), per cent "
+            "for perplexities (perplexity=2). Repeatable.",
+        ),
+    ] = [],  # noqa: B006
+    inconclusive: Annotated[
+        Inconclusive, typer.Option(help="What too few documents to tell counts as.")
+    ] = Inconclusive.fails,
+    summary: Annotated[Path | None, typer.Option(help="Also write Markdown here.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Also write JUnit XML here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write JSON here.")] = None,
+) -> None:
+    """The CI gate: is any score worse than the baseline's by more than a margin?
+
+    Paired non-inferiority per task and precision. Exit code 0: pass, 1: fail, 2: unusable input.
+    Missing, failed or unaudited cells never pass.
+    """
+    from qbench.check import DEFAULT_MARGINS, parse_margins
+    from qbench.check import check as judge
+    from qbench.verdict import as_markdown, write_verdict
+
+    margins = {**DEFAULT_MARGINS, **parse_margins(margin)}
+    verdict = judge(Store(folder), baseline, margins=margins, inconclusive=inconclusive.value)
+    write_verdict(verdict, markdown=summary, junit=junit, json=json)
+    typer.echo(as_markdown(verdict), nl=False)
+    raise typer.Exit(verdict.exit_code)
+
+
+def baseline(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace an existing baseline, showing old and new.")
+    ] = False,
+) -> None:
+    """Make the baseline that `qbench check` holds later results to."""
+    from qbench.baseline import make
+    from qbench.changes import markdown
+
+    changes = make(Store(folder), out, replace=replace)
+    if changes is not None:
+        typer.echo(markdown(changes), nl=False)
+    show_written([out])
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="A results folder.")],
+    b: Annotated[Path, typer.Argument(help="Another, of the same recipe.")],
+) -> None:
+    """What changed between two results of one recipe, paired by document."""
+    from qbench.changes import compare_results, markdown
+
+    typer.echo(markdown(compare_results(Store(a), Store(b))), nl=False)
+
+
+def explain(
+    a: Annotated[str, typer.Argument(help="DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.")],
+    b: Annotated[str, typer.Argument(help="The other cell.")],
+) -> None:
+    """Which part of their keys makes two cells different."""
+    from qbench.explain import find_record, text
+
+    typer.echo(text(find_record(a), find_record(b)))
+
+
+def published(
+    name: Annotated[str | None, typer.Argument(help="One table; default: a list of all.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Recompute what can be recomputed; flag the rest.")
+    ] = False,
+) -> None:
+    """List or print the papers' tables, or check that they add up."""
+    from qbench import published as papers
+    from qbench.published.check import summary
+
+    if check:
+        typer.echo(summary())
+    elif name:
+        typer.echo(papers.show(papers.table(name)))
+    else:
+        for one in papers.tables():
+            typer.echo(f"{one.name:22} {one.place}: {one.caption}")
+        typer.echo(f"sets for --published: {', '.join(papers.sets())}")

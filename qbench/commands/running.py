@@ -1,0 +1,232 @@
+"""``qbench run``, ``plan``, ``noise``: what computes on checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qbench.commands.options import (
+    Calibration,
+    Checkpoints,
+    Data,
+    Device,
+    DeviceOption,
+    DtypeOption,
+    Limit,
+    Only,
+    Out,
+    RecipeFile,
+)
+from qbench.commands.results import show_tables
+from qbench.commands.screen import complain, show_written
+from qbench.errors import RecipeError
+from qbench.executors import Job, gpu_slots, run_cells
+from qbench.quiet import terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from qbench.plan import Cell, Plan
+    from qbench.progress import Display
+
+
+def run(
+    recipe: RecipeFile,
+    checkpoint: Checkpoints = [],  # noqa: B006  typer copies it
+    data: Data = None,
+    calibration: Calibration = None,
+    limit: Limit = None,
+    dtype: DtypeOption = None,
+    only: Only = None,
+    out: Out = None,
+    device: DeviceOption = Device.auto,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run cells again that have a good record.")
+    ] = False,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="all|N", help="GPUs of this host to use. Default: one.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Cells side by side on each GPU, one process each, so that one is quantized while "
+            "others are scored. Default: 3 on a GPU, 1 on a CPU.",
+        ),
+    ] = None,
+) -> None:
+    """Quantize, audit and score every cell of a recipe; write records and delta tables.
+
+    Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
+    where a cell failed (it is tried again next time), 2 for input that cannot work.
+    """
+    from qbench.progress import Display
+
+    screen = terminal()
+    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device)
+    planned = quiet_plan(job)
+    cells = planned.select(only)
+    slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
+    with Display(screen, len(cells)) as display:
+        _announce(planned, cells, display)
+        records = run_cells(planned, job, display, cells=cells, slots=slots, force=force)
+    show_tables(job.out)
+    broken = [record for record in records if record.status == "failed"]
+    for record in broken:
+        complain(f"{record.cell}: failed: {record.error}")
+    if broken:
+        raise typer.Exit(1)
+
+
+def plan(
+    recipe: RecipeFile,
+    checkpoint: Checkpoints = [],  # noqa: B006
+    data: Data = None,
+    calibration: Calibration = None,
+    limit: Limit = None,
+    dtype: DtypeOption = None,
+    only: Only = None,
+    out: Out = None,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Show what `qbench run` would do, and what is there already. Runs nothing."""
+    from qbench.store import Store
+
+    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device)
+    planned, store = quiet_plan(job), Store(job.out)
+    for task in planned.tasks:
+        scored = min(task.documents, planned.recipe.evaluation.limit or task.documents)
+        typer.echo(f"task  {task.label}: {scored} of {task.documents} documents")
+    if planned.calibration is not None:
+        text = planned.calibration
+        typer.echo(f"calibration  {text.samples} × {text.length} tokens of {text.path}")
+    for cell in planned.select(only):
+        record = store.get(cell.place)
+        state = "to run" if record is None else {"ok": "there", "failed": "to retry"}[record.status]
+        typer.echo(f"{state:9} {cell.name}  key {cell.key[:16]}")
+    typer.echo(f"results go to {store.directory}")
+
+
+def noise(
+    recipe: RecipeFile,
+    checkpoint: Checkpoints = [],  # noqa: B006
+    data: Data = None,
+    limit: Limit = None,
+    dtype: DtypeOption = None,
+    out: Out = None,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.
+
+    A difference below it says nothing. Written to noise.json in the results folder.
+    """
+    from qbench.evaluation.noise import measure_noise, scorer_of, table
+    from qbench.quiet import redirected
+    from qbench.run import load
+    from qbench.store import write_atomically
+
+    job = make_job(recipe, checkpoint, data, None, limit, dtype, out, device)
+    planned = quiet_plan(job)
+    screen = terminal()
+    found = {}
+    for cell in planned.cells:
+        if cell.quantizer.settings.method != "none":
+            continue
+        with redirected(job.out / "noise.log"):
+            model, tokenizer = load(cell, planned)
+            scoring = cell.scoring
+            scorer = scorer_of(
+                model,
+                tokenizer,
+                mode=scoring.mode,
+                max_length=scoring.max_length,
+                batch_size=scoring.batch_size,
+                add_bos=scoring.add_bos,
+                softmax_dtype=scoring.softmax_dtype,
+                tolerance=scoring.tolerance,
+            )
+            found[cell.name] = measure_noise(
+                scorer,
+                planned.tasks,
+                limit=scoring.limit,
+                seed=scoring.seed,
+                say=lambda line, name=cell.name: print(f"{name}: {line}", file=screen),
+            )
+        typer.echo(f"### {cell.name}\n\n{table(found[cell.name])}\n")
+    if not found:
+        raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
+    path = job.out / "noise.json"
+    text = json.dumps({name: one.to_json() for name, one in found.items()}, indent=1)
+    write_atomically(path, text.encode())
+    show_written([path])
+
+
+def make_job(
+    recipe: Path,
+    checkpoint: Sequence[str],
+    data: Path | None,
+    calibration: Path | None,
+    limit: int | None,
+    dtype: str | None,
+    out: Path | None,
+    device: str,
+) -> Job:
+    """The options of a command that plans, with the recipe read and checked."""
+    from qbench.environment import choose_device
+    from qbench.recipe import Recipe
+
+    named = _named(checkpoint)
+    loaded = Recipe.load(
+        recipe,
+        checkpoints=named,
+        data=data,
+        calibration=calibration,
+        limit=limit,
+        dtype=dtype,
+    )
+    return Job(
+        recipe=recipe,
+        checkpoints=tuple(named.items()),
+        data=data,
+        calibration=calibration,
+        limit=limit,
+        dtype=dtype,
+        out=out or Path("results") / loaded.name,
+        device=choose_device(device),
+    )
+
+
+def quiet_plan(job: Job) -> Plan:
+    """The plan, with what libraries print on the way in ``plan.log``."""
+    from qbench.quiet import redirected
+
+    with redirected(job.out / "plan.log"):
+        return job.plan()
+
+
+def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
+    """What this run computes on and reads: nothing is chosen in silence."""
+    total = len(planned.cells)
+    count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
+    first = cells[0]
+    display.say(
+        f"{count} on {planned.device}, attention {first.attention}, scoring {first.scoring.mode}"
+    )
+    if planned.calibration is not None:
+        display.say(f"calibration text: {planned.calibration.path}")
+
+
+def _named(pairs: Sequence[str]) -> dict[str, str]:
+    """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
+    named: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, source = pair.partition("=")
+        if not (name and separator and source):
+            raise RecipeError(f"--checkpoint {pair}: write NAME=PATH_OR_HUB_ID")
+        if name in named:
+            raise RecipeError(f"--checkpoint {pair}: {name} is given twice")
+        named[name] = source
+    return named
