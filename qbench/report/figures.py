@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from qbench.compare import Comparison, Line, redundant
 from qbench.report.costs import damage_figures, size_figure, stage_figure
@@ -157,16 +157,15 @@ def _forest(
             row[1].set_title("Difference of damages")
         for axes in row:
             axes.axvline(0, color=INK, linewidth=0.8)
+            axes.xaxis.set_major_locator(MaxNLocator(6))
             axes.grid(visible=False, axis="y")
         row[0].set_yticks(range(len(own)), [line.quantizer for line in own])
         row[0].set_ylim(len(own) - 0.4, -0.6)
     legend(figure, *grid[0])
-    better = "right" if lines[0].higher_is_better else "left"
     caption = (
         f"{lines[0].label}: damage by quantization (quantized minus unquantized), and the "
         f"difference of the checkpoints' damages, with 95 % intervals paired by document. Filled: "
-        f"significant at 5 % after Holm. For {metric_title(lines[0].metric)}, better is to the "
-        f"{better}."
+        "significant at 5 % after Holm."
     )
     yield f"damage-{task}", caption, figure
 

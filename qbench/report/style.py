@@ -87,7 +87,7 @@ def legend(figure: Figure, *axes: Axes) -> None:
     found: dict[str, Artist] = {}
     for one in axes:
         handles, names = one.get_legend_handles_labels()
-        found = dict(zip(names, handles, strict=True)) | found
+        found |= {n: h for n, h in zip(names, handles, strict=True) if n not in found}
     if found:
         figure.legend(
             found.values(), found.keys(), loc="upper center", ncols=len(found), borderaxespad=0.1

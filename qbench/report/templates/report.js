@@ -14,14 +14,11 @@
 
   const key = (cell) => {
     if (cell.dataset.sort !== undefined) return Number(cell.dataset.sort);
-    return cell.textContent.trim();
+    return cell.classList.contains("number") ? NaN : cell.textContent.trim(); // "failed", "—"
   };
   const isNothing = (value) => value === "" || value === "—" || Number.isNaN(value);
-  const order = (a, b) => {
-    if (typeof a === "number" && typeof b === "number") return a - b;
-    if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
-    return a.localeCompare(b, "en", { numeric: true });
-  };
+  const order = (a, b) =>
+    typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true });
 
   for (const data of document.querySelectorAll(".data")) {
     const body = data.querySelector("tbody");
