@@ -11,7 +11,7 @@ from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import fast as fast_module
 from qbench.evaluation.scoring import language_model
 
-ATTENTIONS = ["sdpa", "softmax", "softpick", "rectified"]
+ATTENTIONS = ["sdpa", "softmax", "rectified"]
 
 
 def scorers(model, *, bos=False, max_length=64, batch_tokens=300, **settings):
@@ -43,15 +43,18 @@ def assert_close(answers, expected, tolerance=1e-4):
         assert ours == pytest.approx(theirs, abs=tolerance)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "split in two" not in kind])
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [(kind, "softpick") for kind in KINDS if "split in two" not in kind]
+    + [("multiple choice", attention) for attention in ATTENTIONS],
+)
 def test_fast_equals_exact_in_float32(kind, attention):
     exact, fast = scorers(model_with(attention))
     expected = exact.loglikelihood(KINDS[kind], disable_tqdm=True)
     assert_close(fast.loglikelihood(KINDS[kind], disable_tqdm=True), expected)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", ["softpick", *ATTENTIONS])
 def test_rolling_windows_equal_exact_in_float32(attention):
     exact, fast = scorers(model_with(attention))
     requests = pages((3, 0, 75, 40, 1, 120))
@@ -60,12 +63,13 @@ def test_rolling_windows_equal_exact_in_float32(attention):
     assert ours == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
-@pytest.mark.parametrize("batch_tokens", [1, 65, 500, 100_000])
+@pytest.mark.parametrize(
+    ("batch_tokens", "bos"), [(1, False), (65, True), (500, False), (100_000, True)]
+)
 def test_the_size_of_a_pack_does_not_matter(batch_tokens, bos):
     exact, fast = scorers(model_with("softpick"), batch_tokens=batch_tokens, bos=bos)
-    expected = exact.loglikelihood(choices(23, seed=3), disable_tqdm=True)
-    assert_close(fast.loglikelihood(choices(23, seed=3), disable_tqdm=True), expected)
+    expected = exact.loglikelihood(choices(11, seed=3), disable_tqdm=True)
+    assert_close(fast.loglikelihood(choices(11, seed=3), disable_tqdm=True), expected)
 
 
 def test_the_order_of_requests_does_not_matter():

@@ -85,3 +85,67 @@ def test_the_batch_is_sized_from_the_measured_need():
     report = fast.report()
     assert report["batch_tokens"] % 64 == 0
     assert 1024 <= report["batch_tokens"] <= 32_768
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_the_fused_steps_are_those_of_transformers(dtype):
+    from transformers.models.llama import modeling_llama
+
+    from qbench.evaluation.scoring import fused
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    near = {"rtol": 2**-7 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
+    norm = modeling_llama.LlamaRMSNorm(1000, 1e-6).to("cuda", dtype)
+    norm.weight.data = draw(1000)
+    x = draw(1, 77, 1000)
+    torch.testing.assert_close(fused.norm(x, norm.weight, 1e-6), norm(x), **near)
+    gate, up = draw(1, 77, 333), draw(1, 77, 333)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(fused.product(gate, up), expected, **near)
+    cos, sin = draw(1, 77, 64), draw(1, 77, 64)
+    query, key = draw(1, 77, 5, 64).transpose(1, 2), draw(1, 77, 3, 64).transpose(1, 2)
+    for ours, theirs in zip(
+        (fused.rotary(query, cos, sin), fused.rotary(key, cos, sin)),
+        modeling_llama.apply_rotary_pos_emb(query, key, cos, sin),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=near["rtol"], atol=2e-2)
+
+
+def test_the_model_is_its_own_again_after_fused_steps():
+    model = model_with("softpick", torch.bfloat16)
+    fast = scorer(model, "fast")
+    fast.loglikelihood(choices(9), disable_tqdm=True)
+    assert fast.report()["fused_steps"]
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_peak_stays_below_the_weights_and_2_gib_at_the_340m_shape():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=4096,
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    attend(model, normalizer="softpick")
+    weights = torch.cuda.memory_allocated() / 2**30
+    fast = language_model(model, tokenizer(), mode="fast", max_length=4096)
+    many = [
+        instance(text(i, 60), " " + text(1000 * k + i, 2), i, k)
+        for i in range(1500)
+        for k in range(4)
+    ]
+    fast.loglikelihood(many, disable_tqdm=True)
+    fast.loglikelihood_rolling(pages((9000, 9000)), disable_tqdm=True)
+    assert fast.report()["peak_memory_gib"] < weights + 2

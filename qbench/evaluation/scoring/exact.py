@@ -15,7 +15,7 @@ import torch
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.backend import Answer, Backend
 from qbench.evaluation.scoring.memory import free_cached_memory, is_out_of_memory
-from qbench.evaluation.scoring.requests import Group, Request, batches, group
+from qbench.evaluation.scoring.requests import Group, Request, batches, group, shuffled
 from qbench.evaluation.scoring.rows import RowScores, Scored, score_rows, to_device
 
 
@@ -37,7 +37,8 @@ class ExactLM(Backend):
 
     def _score_batches(self, requests: Sequence[Request], size: int) -> list[Answer]:
         results: list[tuple[Sequence[Group], RowScores]] = []
-        for batch in batches(group(requests), size):
+        groups = shuffled(group(requests), self.settings.shuffle)
+        for batch in batches(groups, size):
             length = max(len(g.longest.inputs(self.max_length)) for g in batch)
             results += self._run(batch, requests, length)
             self._advance(sum(len(g.members) for g in batch))

@@ -43,10 +43,12 @@ class FastLM(ExactLM):
         super().__init__(model, *arguments, **options)
         self._check = Check(self.settings.tolerance)
         self._batch_tokens: int | None = None
+        self._fused = False
 
     def report(self) -> dict[str, Any]:
         return super().report() | {
             "batch_tokens": self._batch_tokens,
+            "fused_steps": self._fused,
             "difference_from_exact": self._check.report(),
         }
 
@@ -96,15 +98,26 @@ class FastLM(ExactLM):
         if not requests:
             return []
         results: list[tuple[Pack, RowScores]] = []
-        with packed(self.model) as attention:
+        with packed(self.model) as attention, self._small_steps() as self._fused:
             if self._batch_tokens is None:
                 self._batch_tokens = self._measured_batch(attention)
             for trees in pack(
-                requests, batch_tokens=self._batch_tokens, max_length=self.max_length
+                requests,
+                batch_tokens=self._batch_tokens,
+                max_length=self.max_length,
+                shuffle=self.settings.shuffle,
             ):
                 results += self._run_pack(trees, requests, attention)
                 self._advance(sum(len(tree.members) for tree in trees))
         return _collect_packs(results, len(requests))
+
+    def _small_steps(self) -> contextlib.AbstractContextManager[bool]:
+        """Kernels for what stands between a Llama's matrix products, on CUDA."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext(False)
+        from qbench.evaluation.scoring.fused import fused  # needs Triton
+
+        return fused(self.model)
 
     def _run_pack(
         self, trees: list[Tree], requests: Sequence[Request], attention: str

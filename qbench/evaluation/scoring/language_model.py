@@ -44,6 +44,7 @@ def language_model(
     tolerance: float = 0.05,
     sample: int | Literal["auto"] = "auto",
     seed: int = 0,
+    shuffle: int | None = None,
     progress: Progress | None = None,
     observer: Observer | None = None,
 ) -> PinnedHFLM:
@@ -53,7 +54,8 @@ def language_model(
     ``fast`` gives scores within ``tolerance`` nats a scored token, checked on ``sample`` documents
     a call. ``batch_size`` counts requests and, in fast mode, those of the sample;
     "auto" is a constant of the device type, since scores depend on it. ``max_length`` is in
-    tokens. ``progress(done, total)`` counts requests; ``observer`` sees the log-probabilities
+    tokens. ``shuffle`` seeds an order of batches other than longest first (not for lm-eval).
+    ``progress(done, total)`` counts requests; ``observer`` sees the log-probabilities
     of every scored token. ``report()`` of what is returned says how it ran.
 
     Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
@@ -75,6 +77,7 @@ def language_model(
         tolerance=tolerance,
         sample=AUTO_SAMPLE.get(device, 8) if sample == "auto" else sample,
         seed=seed,
+        shuffle=shuffle,
     )
     if settings.batch_size < 1 or max_length < 2:
         raise RecipeError(
@@ -86,6 +89,8 @@ def language_model(
             raise RecipeError(
                 "scoring: lm-eval shows nobody its log-probabilities; use exact or fast for damage"
             )
+        if shuffle is not None:
+            raise RecipeError("scoring: lm-eval has no other order of batches; use exact or fast")
         return PinnedHFLM(model, tokenizer, settings)
     if mode == "exact":
         return ExactLM(model, tokenizer, settings, progress=progress, observer=observer)

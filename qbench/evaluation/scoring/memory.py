@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_cached_memory(device: torch.device) -> None:
     """Gives cached blocks back, so that a smaller batch is not beaten by fragmentation."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

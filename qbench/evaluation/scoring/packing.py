@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qbench.evaluation.scoring.requests import Request
+from qbench.evaluation.scoring.requests import Request, shuffled
 from qbench.evaluation.scoring.rows import Scored
 
 
@@ -117,12 +117,21 @@ def _common(inputs: Sequence[list[int]]) -> int:
 
 
 def pack(
-    requests: Sequence[Request], *, batch_tokens: int, max_length: int, key_ratio: int = 4
+    requests: Sequence[Request],
+    *,
+    batch_tokens: int,
+    max_length: int,
+    key_ratio: int = 4,
+    shuffle: int | None = None,
 ) -> list[list[Tree]]:
-    """Trees, longest first, in lists of at most ``batch_tokens`` tokens and ``key_ratio`` times
-    as many keys; a tree that is larger stays alone."""
+    """Trees in lists of at most ``batch_tokens`` tokens and ``key_ratio`` times as many keys.
+
+    The longest come first unless ``shuffle`` seeds another order; a tree that is larger than a
+    batch stays alone.
+    """
     trees = grow(requests, max_length)
     trees.sort(key=lambda tree: (-tree.tokens, tree.stem))
+    trees = shuffled(trees, shuffle)
     packs: list[list[Tree]] = []
     tokens = keys = 0
     for tree in trees:

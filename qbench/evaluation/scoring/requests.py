@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from qbench.errors import EvaluationError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,11 @@ def group(requests: Sequence[Request]) -> list[Group]:
     ]
     groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
     return groups
+
+
+def shuffled(things: list[T], seed: int | None) -> list[T]:
+    """In another order, or as they are where ``seed`` is None."""
+    return things if seed is None else random.Random(seed).sample(things, len(things))
 
 
 def batches(groups: Sequence[Group], size: int) -> Iterator[Sequence[Group]]:

@@ -22,6 +22,7 @@ class Settings:
     tokens, ``batch_tokens`` the tokens of a packed batch (fast mode only): the most, where
     ``measure_memory`` lets the device's memory decide. ``tolerance`` is in nats per scored token
     and ``sample`` the documents of each call on which fast scoring is compared with exact.
+    ``shuffle`` seeds another order of batches than longest first, to see what order alone does.
     """
 
     mode: Mode
@@ -35,10 +36,13 @@ class Settings:
     tolerance: float
     sample: int
     seed: int
+    shuffle: int | None = None
 
     def policy(self) -> dict[str, Any]:
         """The part that decides how requests are batched, for the record."""
         policy: dict[str, Any] = {"mode": self.mode, "softmax_dtype": self.softmax_dtype}
+        if self.shuffle is not None:
+            policy["shuffle"] = self.shuffle
         if self.mode == "fast":
             return policy | {"batching": "packed", "batch_tokens": self.batch_tokens}
         return policy | {

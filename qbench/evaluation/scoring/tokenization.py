@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import EvaluationError, RecipeError
 
-PARALLEL_TEXTS = 256  # below that, threads cost more than they save
+PARALLEL_CHARACTERS = 50_000  # below that, threads cost more than they save
 
 
 class Encoded(NamedTuple):
@@ -56,18 +56,18 @@ def _encode_fast(
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = tokenizer.split_special_tokens
-    with _all_cores(len(texts)):
+    with _all_cores(sum(map(len, texts))):
         encodings = inner.encode_batch_fast(texts, add_special_tokens=special_tokens)
     return [encoding.ids for encoding in encodings]
 
 
 @contextlib.contextmanager
-def _all_cores(texts: int) -> Iterator[None]:
+def _all_cores(characters: int) -> Iterator[None]:
     """Lets the tokenizer use threads for a large batch, whatever the environment says: the
     variable is there for the sake of forks, and none happens inside."""
     name = "TOKENIZERS_PARALLELISM"
     kept = os.environ.get(name)
-    if texts < PARALLEL_TEXTS or (os.cpu_count() or 1) <= 2:
+    if characters < PARALLEL_CHARACTERS or (os.cpu_count() or 1) <= 2:
         yield
         return
     os.environ[name] = "true"

@@ -1,0 +1,199 @@
+"""How far scores move when only the batches change: the floor under every difference.
+
+The same model scores the same documents again in another order and in batches of another size.
+Nothing else changes, so what moves is rounding (and, in LLM.int8 models, batch-mates).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from qbench.evaluation.evaluate import TaskResult
+    from qbench.evaluation.tasks import LoadedTask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variation:
+    """Another way of batching: sizes are multiplied by ``size``, batches ordered by ``shuffle``."""
+
+    name: str
+    size: float = 1.0
+    shuffle: int | None = None
+
+
+VARIATIONS = (
+    Variation(name="another order", shuffle=1),
+    Variation(name="half the batch", size=0.5),
+    Variation(name="another order, half the batch", size=0.5, shuffle=2),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """One metric of one task under one variation.
+
+    ``score`` is what the metric gave, ``base_score`` what it gives as usual;
+    ``changed_documents`` have another outcome of a 0/1 metric (None for other metrics).
+    Log-likelihoods are those of single requests, in nats.
+    """
+
+    task: str
+    metric: str
+    variation: str
+    base_score: float
+    score: float
+    documents: int
+    changed_documents: int | None
+    largest_log_likelihood: float
+    mean_log_likelihood: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """What ``measure_noise`` saw. ``floors`` is the largest |score − base score| by task and
+    metric: a difference of two scores below it says nothing."""
+
+    moved: tuple[Moved, ...]
+    floors: dict[str, dict[str, float]]
+    settings: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def measure_noise(
+    scorer: Callable[[Variation], Any],
+    tasks: Sequence[LoadedTask],
+    *,
+    limit: int | None,
+    seed: int,
+    variations: Sequence[Variation] = VARIATIONS,
+    say: Callable[[str], None] | None = None,
+) -> Noise:
+    """Score every task as usual and under each variation.
+
+    ``scorer`` makes the language model for a variation (see :func:`scorer_of`). Raises what
+    scoring raises.
+    """
+    from qbench.evaluation.evaluate import evaluate
+    from qbench.evaluation.scoring.overhead import less_overhead
+
+    usual = Variation(name="as usual")
+    moved: list[Moved] = []
+    settings: dict[str, Any] = {}
+    base: dict[str, TaskResult] = {}
+    with less_overhead():
+        for variation in (usual, *variations):
+            model = scorer(variation)
+            for task in tasks:
+                if say is not None:
+                    say(f"{variation.name}: {task.name}")
+                result = evaluate(model, task, limit=limit, seed=seed)
+                if variation is usual:
+                    base[task.name] = result
+                else:
+                    moved += _moved(variation, base[task.name], result)
+            settings[variation.name] = model.settings.policy()
+    floors: dict[str, dict[str, float]] = {}
+    for entry in moved:
+        metrics = floors.setdefault(entry.task, {})
+        metrics[entry.metric] = max(
+            metrics.get(entry.metric, 0.0), abs(entry.score - entry.base_score)
+        )
+    return Noise(moved=tuple(moved), floors=floors, settings=settings)
+
+
+def scorer_of(
+    model: Any,
+    tokenizer: Any,
+    *,
+    mode: str,
+    max_length: int,
+    batch_size: int | str = "auto",
+    add_bos: bool = False,
+    softmax_dtype: str = "float32",
+    tolerance: float = 0.05,
+) -> Callable[[Variation], Any]:
+    """Makes exact or fast language models over ``model`` for :func:`measure_noise`."""
+    from qbench.evaluation.scoring import language_model
+    from qbench.evaluation.scoring.settings import AUTO_BATCH_SIZE, AUTO_BATCH_TOKENS
+
+    device = model.device.type
+    size = AUTO_BATCH_SIZE.get(device, 8) if batch_size == "auto" else int(batch_size)
+    tokens = AUTO_BATCH_TOKENS.get(device, 2_048)
+
+    def make(variation: Variation) -> Any:
+        scaled = variation.size != 1.0
+        return language_model(
+            model,
+            tokenizer,
+            mode=mode,
+            max_length=max_length,
+            batch_size=max(1, int(size * variation.size)) if scaled else batch_size,
+            batch_tokens=max(1, int(tokens * variation.size)) if scaled else "auto",
+            add_bos=add_bos,
+            softmax_dtype=softmax_dtype,
+            tolerance=tolerance,
+            shuffle=variation.shuffle,
+        )
+
+    return make
+
+
+def table(noise: Noise) -> str:
+    """Markdown: one line a metric and variation."""
+    lines = [
+        "| task | metric | batches | score | moved by | changed documents | "
+        "largest log-likelihood change | mean |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for entry in noise.moved:
+        changed = entry.changed_documents
+        cells = [
+            entry.task,
+            entry.metric,
+            entry.variation,
+            f"{entry.score:.6g}",
+            f"{entry.score - entry.base_score:+.2g}",
+            "—" if changed is None else f"{changed} of {entry.documents}",
+            f"{entry.largest_log_likelihood:.2g}",
+            f"{entry.mean_log_likelihood:.2g}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[Moved]:
+    on = ["document", "request"]
+    pairs = result.responses.merge(base.responses, on=on, suffixes=("", "_base"))
+    change = np.abs(pairs["log_likelihood"] - pairs["log_likelihood_base"]).to_numpy()
+    found = []
+    for score, before in zip(result.scores, base.scores, strict=True):
+        values = _values(result, score.metric)
+        was = _values(base, score.metric)
+        binary = set(np.unique(np.concatenate((values, was)))) <= {0.0, 1.0}
+        found.append(
+            Moved(
+                task=score.task,
+                metric=score.metric,
+                variation=variation.name,
+                base_score=before.value,
+                score=score.value,
+                documents=score.documents,
+                changed_documents=int((values != was).sum()) if binary else None,
+                largest_log_likelihood=float(change.max(initial=0.0)),
+                mean_log_likelihood=float(change.mean()) if len(change) else 0.0,
+            )
+        )
+    return found
+
+
+def _values(result: TaskResult, metric: str) -> np.ndarray:
+    rows = result.outcomes[result.outcomes["metric"] == metric]
+    return rows.sort_values("document")["value"].to_numpy()

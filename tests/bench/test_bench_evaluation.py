@@ -1,0 +1,80 @@
+"""The bench of scoring on the bundled pair: what it compares, and that it compares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbench.bench.evaluation import compare, table
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.errors import RecipeError
+from qbench.evaluation.tasks import load_task
+from qbench.recipe import Task
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(find(str(DEMO / "softpick")), dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(find(str(DEMO / "softpick")))
+
+
+def tasks(*names):
+    return [
+        load_task(Task(name=name), data=DEMO / "data", definitions=DEMO / "tasks") for name in names
+    ]
+
+
+@pytest.fixture(scope="module")
+def comparison(model, tokenizer):
+    return compare(
+        model,
+        tokenizer,
+        tasks("demo_choice", "demo_pages"),
+        max_length=128,
+        batch_size=4,
+        limit=5,
+    )
+
+
+def test_every_mode_scores_every_task_and_all_together(comparison):
+    places = {(row.task, row.mode) for row in comparison.rows}
+    names = ("demo_choice", "demo_pages", "all")
+    assert places == {(t, m) for t in names for m in ("lm-eval", "exact", "fast")}
+    for row in comparison.rows:
+        assert row.documents == (10 if row.task == "all" else 5)
+        assert row.seconds >= row.scoring_seconds > 0
+        assert (row.speed is None) == (row.mode == "lm-eval")
+
+
+def test_exact_differs_by_nothing_and_fast_by_rounding(comparison):
+    rows = {(row.task, row.mode): row for row in comparison.rows}
+    assert rows["all", "exact"].largest_difference == 0
+    assert rows["demo_choice", "fast"].largest_difference < 1e-4
+    assert rows["all", "fast"].largest_relative < 1e-5
+    assert rows["all", "fast"].changed_answers == 0
+
+
+def test_it_is_plain_json_and_a_table(comparison):
+    text = json.dumps(comparison.to_json())
+    back = json.loads(text)
+    assert back["reports"]["fast"]["mode"] == "fast"
+    assert back["reports"]["fast"]["difference_from_exact"]["documents"] > 0
+    assert back["model"]["attention"] == "qbench-softpick-reference"
+    assert back["environment"]["hardware"]
+    lines = table(comparison).splitlines()
+    assert len(lines) == 2 + len(comparison.rows)
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_the_yardstick_comes_first(model, tokenizer):
+    with pytest.raises(RecipeError, match="lm-eval first"):
+        compare(model, tokenizer, [], max_length=64, modes=("fast", "lm-eval"))

@@ -1,0 +1,115 @@
+"""The bundled pair and tasks through lm-eval itself: every kind of task, both normalizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.evaluation.damage import correct_requests
+from qbench.evaluation.evaluate import evaluate
+from qbench.evaluation.noise import Variation, measure_noise, scorer_of, table
+from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.overhead import less_overhead
+from qbench.evaluation.tasks import load_task
+from qbench.recipe import Task
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+TASKS = ("demo_choice", "demo_lastword", "demo_pages")
+LENGTH = 96  # so that pages need several windows
+
+
+@pytest.fixture(scope="module", params=["softmax", "softpick"])
+def pair(request):
+    checkpoint = find(str(DEMO / request.param))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    assert model.config._attn_implementation == f"qbench-{request.param}-reference"
+    return model, load_tokenizer(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return {
+        name: load_task(Task(name=name), data=DEMO / "data", definitions=DEMO / "tasks")
+        for name in TASKS
+    }
+
+
+def scorer(pair, mode, **settings):
+    model, tokenizer = pair
+    return language_model(model, tokenizer, mode=mode, max_length=LENGTH, batch_size=4, **settings)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_exact_equals_hflm_to_the_bit_and_fast_within_1e_4(pair, tasks, name):
+    limit = 4 if name == "demo_pages" else 15
+    theirs, exact, fast = (
+        evaluate(scorer(pair, mode), tasks[name], limit=limit, seed=0)
+        for mode in ("lm-eval", "exact", "fast")
+    )
+    assert exact.responses.equals(theirs.responses)
+    assert exact.scores == theirs.scores
+    for column in ("document", "request", "greedy"):
+        assert (fast.responses[column] == theirs.responses[column]).all()
+    ours, expected = fast.responses["log_likelihood"], theirs.responses["log_likelihood"]
+    assert ours.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_less_overhead_changes_no_request_and_no_score(pair, tasks, name):
+    model = scorer(pair, "exact")
+    plain = evaluate(model, tasks[name], limit=3, seed=0)
+    with less_overhead():
+        for _ in range(2):  # the second time the requests are there already
+            lean = evaluate(model, tasks[name], limit=3, seed=0)
+            assert lean.responses.equals(plain.responses)
+            assert lean.outcomes.equals(plain.outcomes)
+            assert lean.scores == plain.scores
+        longer = evaluate(model, tasks[name], limit=4, seed=0)
+    assert longer.responses["document"].nunique() == 4
+
+
+def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
+    result = evaluate(scorer(pair, "fast"), tasks["demo_choice"], limit=30, seed=0)
+    gold = correct_requests(tasks["demo_choice"], 30)
+    best = result.responses.groupby("document").apply(
+        lambda rows: rows["request"].to_numpy()[rows["log_likelihood"].to_numpy().argmax()],
+        include_groups=False,
+    )
+    accuracy = result.outcomes[result.outcomes["metric"] == "acc"].set_index("document")["value"]
+    assert {d: float(best[d] == gold[d]) for d in gold} == accuracy.to_dict()
+    assert set(correct_requests(tasks["demo_lastword"], 7).values()) == {0}
+    assert correct_requests(tasks["demo_pages"], 7) == {}
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_noise_in_float32_is_rounding_alone(pair, tasks, mode):
+    make = scorer_of(*pair, mode=mode, max_length=LENGTH, batch_size=4)
+    variations = (Variation(name="other", size=0.5, shuffle=3),)
+    noise = measure_noise(make, [tasks["demo_choice"]], limit=12, seed=0, variations=variations)
+    assert {entry.metric for entry in noise.moved} == {"acc", "acc_norm"}
+    for entry in noise.moved:
+        assert entry.documents == 12
+        assert entry.changed_documents == 0
+        assert entry.largest_log_likelihood < 1e-4
+    assert noise.floors == {"demo_choice": {"acc": 0.0, "acc_norm": 0.0}}
+    assert noise.settings["other"] != noise.settings["as usual"]
+    assert "| demo_choice | acc | other |" in table(noise)
+
+
+def test_batch_mates_that_matter_are_seen_as_noise(tasks):
+    """A model whose activations depend on the whole batch, as those of LLM.int8 do."""
+    checkpoint = find(str(DEMO / "softpick"))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda module, inputs, output: output * (1 + 0.01 * inputs[0].abs().mean())
+    )
+    make = scorer_of(
+        model, load_tokenizer(checkpoint), mode="exact", max_length=LENGTH, batch_size=4
+    )
+    noise = measure_noise(make, [tasks["demo_lastword"]], limit=9, seed=0)
+    assert len(noise.moved) == 3 * 2
+    assert all(entry.largest_log_likelihood > 0 for entry in noise.moved)
+    assert noise.floors["demo_lastword"]["perplexity"] > 0
