@@ -57,6 +57,7 @@ class ModuleAudit(Written):
     bits_per_weight: float  # stored, scales and zeros counted
     weight_error: float  # ‖W' − W‖ / ‖W‖ against the unquantized weights, Frobenius
     levels: int  # most distinct values in one group of one row
+    dead_inputs: int = 0  # columns that became zeros: GPTQ does so where calibration never is other
 
 
 class Audit(Written):

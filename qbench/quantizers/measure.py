@@ -18,6 +18,7 @@ AGREEMENT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # 
 INT8_AGREEMENT = 5e-2  # LLM.int8 rounds activations to 127 steps as well
 WORST_ERROR = {2: 1.0, 3: 0.7, 4: 0.4, 8: 0.05}  # relative; 1 is as bad as a weight of zeros
 CALIBRATED = 2.0  # times that: GPTQ trades weight error for output error (1.2 seen at 2 bits)
+MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 
 
@@ -39,6 +40,7 @@ def measure(name: str, layer: nn.Linear, module: nn.Module, settings: Settings) 
     difference = weight.float() - wanted
     error_squared, norm_squared = (float(t.square().sum()) for t in (difference, wanted))
     finite = math.isfinite(error_squared)
+    dead = (weight == 0).all(dim=0) & (wanted != 0).any(dim=0)
     stored = method_of(settings).read(module, settings) or _unknown(module, weight, settings)
     bits = 8 * sum(t.numel() * t.element_size() for t in stored.tensors)
     result = ModuleAudit(
@@ -48,12 +50,13 @@ def measure(name: str, layer: nn.Linear, module: nn.Module, settings: Settings) 
         bits_per_weight=bits / wanted.numel(),
         weight_error=math.sqrt(error_squared / norm_squared) if finite and norm_squared else 0.0,
         levels=levels(stored.groups(weight)),
+        dead_inputs=int(dead.sum()),
     )
     problems = _wrong_storage(result, layer, settings)
     if not finite:
         problems.append(f"{name}: weights that are not finite")
     else:
-        problems += _wrong_weight(result, difference, norm_squared, settings)
+        problems += _wrong_weight(result, wanted, difference, dead, settings)
         problems += _disagreement(name, layer, module, weight, stored, settings)
     return Measured(
         module=result,
@@ -126,16 +129,22 @@ def _most_bits(layer: nn.Linear, settings: Settings) -> float:
 
 
 def _wrong_weight(
-    result: ModuleAudit, difference: Tensor, norm_squared: float, settings: Settings
+    result: ModuleAudit, wanted: Tensor, difference: Tensor, dead: Tensor, settings: Settings
 ) -> list[str]:
-    if result.weight_error == 0 and norm_squared > 0:
+    if result.weight_error == 0 and wanted.any():
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
+    error = result.weight_error
+    if settings.needs_calibration and dead.any():
+        # Inputs that are zero on all calibration text get zeros, whatever their weights were.
+        if dead.float().mean() > MOST_DEAD:
+            problems.append(f"{result.name}: {int(dead.sum())} of {len(dead)} columns are zeros")
+        wanted, difference = wanted[:, ~dead], difference[:, ~dead]
+        error = float(difference.norm() / wanted.norm()) if wanted.any() else 0.0
     worst = WORST_ERROR[settings.bits] * (CALIBRATED if settings.needs_calibration else 1)
-    if result.weight_error > worst:
+    if error > worst:
         problems.append(
-            f"{result.name}: weight error {result.weight_error:.2f}; {settings.name} should stay "
-            f"under {worst:g}"
+            f"{result.name}: weight error {error:.2f}; {settings.name} should stay under {worst:g}"
         )
     spread = float(difference.square().mean().sqrt())
     lean = abs(float(difference.mean())) / spread if spread else 0.0

@@ -79,10 +79,16 @@ def settings(name: str, **stated: object) -> Settings:
     return parse(name, {**chosen, **stated})
 
 
-def make(chosen: Settings, artifacts: Path, normalizer: str = "softmax") -> Quantized:
-    """The tiny model, quantized."""
+def make(
+    chosen: Settings,
+    artifacts: Path,
+    normalizer: str = "softmax",
+    *,
+    model: LlamaForCausalLM | None = None,
+) -> Quantized:
+    """The tiny model, or ``model``, quantized."""
     return quantize(
-        llama(normalizer, dtype=getattr(torch, chosen.compute_dtype)),
+        model or llama(normalizer, dtype=getattr(torch, chosen.compute_dtype)),
         None,
         chosen,
         calibration=calibration() if chosen.needs_calibration else None,

@@ -251,3 +251,22 @@ def test_where_the_library_repacks_by_itself_the_audit_catches_it(bnb4):
             module.support_avx512bf16_for_cpu = True
     bnb4(input_ids=PROBE)
     assert not check(bnb4, settings("bnb-4bit"), original).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "passes"),
+    [("gptq-8bit", 16, True), ("gptq-8bit", 48, False), ("rtn-8bit", 16, False)],
+    ids=["a silent head under GPTQ", "most of a layer", "without calibration"],
+)
+def test_zeroed_columns_pass_only_as_inputs_that_calibration_never_saw(
+    tmp_path, name, columns, passes
+):
+    """GPTQ zeroes the columns of inputs that are always zero; softpick heads can be such."""
+    place = "model.layers.1.self_attn.o_proj"
+    chosen = settings(name, backend="torch") if name.startswith("gptq") else settings(name)
+    model = llama()
+    linears(model)[place].weight.data[:, :columns] = 0
+    report = check(make(chosen, tmp_path, model=model).model, chosen)
+    (module,) = [one for one in report.modules if one.name == place]
+    assert module.dead_inputs == columns
+    assert report.passed is passes, report.problems
