@@ -10,6 +10,7 @@ from qbench.attention.interface import attend
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import fast as fast_module
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.check import Check
 
 ATTENTIONS = ["sdpa", "softmax", "rectified"]
 
@@ -119,17 +120,27 @@ def test_the_difference_from_exact_is_measured_and_reported():
     assert difference["tolerance_per_token"] == 10.0
 
 
-def test_a_difference_beyond_the_tolerance_fails():
+def test_a_mean_difference_beyond_the_tolerance_fails():
     _, fast = scorers(llama(dtype=torch.bfloat16), tolerance=1e-9)
-    with pytest.raises(EvaluationError, match=r"more than evaluation\.tolerance 1e-09"):
+    with pytest.raises(EvaluationError, match=r"mean .* more than evaluation\.tolerance 1e-09"):
         fast.loglikelihood(choices(17), disable_tqdm=True)
+
+
+def test_one_request_far_off_fails_whatever_the_mean_is():
+    check = Check(tolerance=0.1)
+    near = {"documents": range(50), "tokens": [2] * 50, "exact": [(-3.0, False)] * 50}
+    check.add(fast=[(-3.1, False)] * 50, **near)
+    assert check.report()["mean"] == pytest.approx(0.1)
+    assert check.report()["largest_per_token"] == pytest.approx(0.05)
+    with pytest.raises(EvaluationError, match=r"one request .* more than 10 times"):
+        check.add(fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near)
 
 
 def test_scores_that_are_not_numbers_fail():
     model = llama()
     _, fast = scorers(model)
     model.model.layers[1].mlp.down_proj.weight.data[:] = float("nan")
-    with pytest.raises(EvaluationError, match="differs from exact by nan"):
+    with pytest.raises(EvaluationError, match="nan nats a token off"):
         fast.loglikelihood(choices(3), disable_tqdm=True)
 
 

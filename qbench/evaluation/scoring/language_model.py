@@ -51,12 +51,14 @@ def language_model(
     """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
 
     ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
-    ``fast`` gives scores within ``tolerance`` nats a scored token, checked on ``sample`` documents
-    a call. ``batch_size`` counts requests and, in fast mode, those of the sample;
-    "auto" is a constant of the device type, since scores depend on it. ``max_length`` is in
-    tokens. ``shuffle`` seeds an order of batches other than longest first (not for lm-eval).
-    ``progress(done, total)`` counts requests; ``observer`` sees the log-probabilities
-    of every scored token. ``report()`` of what is returned says how it ran.
+    ``fast`` gives scores that lie within ``tolerance`` nats a scored token of exact ones in the
+    mean (no request farther than ten times that), checked on ``sample`` documents a call.
+    ``batch_size`` counts requests, in fast mode those of the sample; "auto" is a constant of the
+    device type, since scores depend on it. ``batch_tokens`` is a pack's size in fast mode; "auto"
+    is a constant too, or less where the device's memory holds less. ``max_length`` is in tokens.
+    ``shuffle`` seeds an order of batches other than longest first (not for lm-eval).
+    ``progress(done, total)`` counts requests; ``observer`` sees the log-probabilities of every
+    scored token. ``report()`` of what is returned says how it ran.
 
     Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
     scoring do not fit the model; scoring itself raises EvaluationError.
