@@ -118,16 +118,11 @@ def test_the_library_stays_on_the_cpu_where_the_model_is(tmp_path):
     ],
 )
 def test_a_trained_softpick_model_passes_its_audit(name, stated, tmp_path):
-    root = Path(__file__).parents[2]
-    places = (root / ".carry" / "softpick-27M", root.parent / "shared/checkpoints/softpick-27M")
-    folder = next((place for place in places if place.is_dir()), None)
-    texts = [
-        path
-        for place in (root / ".carry", root.parent / "shared" / "data" / "calibration")
-        for path in sorted(place.glob("wikipedia_books*.jsonl"))
-    ]
-    if folder is None or not texts:
-        pytest.skip("no trained pair here")
+    shared = Path(__file__).parents[3] / "shared"
+    folder = shared / "checkpoints" / "softpick-27M"
+    texts = sorted((shared / "data" / "calibration").glob("*.jsonl"))
+    if not folder.is_dir() or not texts:
+        pytest.skip("needs a trained softpick checkpoint and calibration text in ../shared")
     from qbench.checkpoints import find, load_model, load_tokenizer
 
     checkpoint = find(str(folder))
