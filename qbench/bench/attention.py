@@ -19,6 +19,8 @@ from torch import Tensor
 from qbench.attention import kernels, reference
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_checks import check_kernels
+from qbench.bench.attention_skipping import measure_skipping, skipping_table
+from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
 from qbench.errors import UnavailableError
 
 SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
@@ -26,9 +28,17 @@ DECODE = (64, 4096, 16, 64)
 PACKED = (64, 4096, 16, 64)  # sequences, most tokens of one, heads, width
 
 
-def bench_attention(out: Path | None, device: str, quick: bool) -> dict[str, Any]:
+def bench_attention(
+    out: Path | None,
+    device: str,
+    quick: bool,
+    checkpoint: str | None = None,
+    text: Path | None = None,
+) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out``
     (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and repeats.
+    With a softpick ``checkpoint`` and a ``text`` to run it over, skipping of empty tiles is
+    measured on its activations too.
 
     Raises UnavailableError without a CUDA device, EvaluationError where a check is red: then
     nothing is timed.
@@ -48,6 +58,7 @@ def bench_attention(out: Path | None, device: str, quick: bool) -> dict[str, Any
         "prefill": rows,
         "decode": list(_decode(repeat_ms, quick)),
         "packed": list(_packed(repeat_ms, quick)),
+        "skipping": measure_skipping(repeat_ms, checkpoint, text),
     }
     copied = results["ceilings"]["copy_tb_per_s"]
     for row in results["decode"]:
@@ -100,6 +111,7 @@ def table(results: dict[str, Any]) -> str:
     for row in results["packed"]:
         cells = (row["sequences"], row["tokens"], row["kernel"], f"{row['ms']:.3f}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += skipping_table(results["skipping"])
     worst = max(check["error"] / check["limit"] for check in results["checks"])
     lines += [
         "",
@@ -112,16 +124,16 @@ def table(results: dict[str, Any]) -> str:
 def _prefill(shape: tuple[int, ...], repeat_ms: int) -> Iterator[dict[str, Any]]:
     batch, length, heads, width = shape
     work = 4 * batch * heads * length * length * width / 2
-    inputs = [_random(batch, length, heads, width).requires_grad_() for _ in range(3)]
+    inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
     gradient = torch.randn_like(inputs[0])
     for name, function in _contenders(length).items():
         try:
             output = function(*inputs)
             with torch.no_grad():
-                forward = _milliseconds(lambda f=function: f(*inputs), repeat_ms)
+                forward = milliseconds(lambda f=function: f(*inputs), repeat_ms)
             backward = None
             if not name.startswith("plain"):
-                backward = _milliseconds(
+                backward = milliseconds(
                     lambda o=output: torch.autograd.grad(o, inputs, gradient, retain_graph=True),
                     repeat_ms,
                 )
@@ -177,13 +189,13 @@ def _plain_softpick(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _decode(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
     batch, length, heads, width = DECODE
     batch = 8 if quick else batch
-    key, value = (_random(batch, length, heads, width).contiguous() for _ in range(2))
-    query = _random(batch, 1, heads, width)
-    sparse = _sparse_keys(query, key)
+    key, value = (random_tensor(batch, length, heads, width).contiguous() for _ in range(2))
+    query = random_tensor(batch, 1, heads, width)
+    sparse = sparse_keys(query, key)
     size = key.nbytes + value.nbytes
 
     def row(name: str, run: Callable[[], Tensor]) -> dict[str, Any]:
-        ms = _milliseconds(run, repeat_ms)
+        ms = milliseconds(run, repeat_ms)
         shape = (batch, length, heads, width)
         return {"shape": shape, "kernel": name, "ms": ms, "tb_per_s": size / ms / 1e9}
 
@@ -199,13 +211,6 @@ def _decode(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
         yield row("torch softmax", lambda: F.scaled_dot_product_attention(query, key, value))
 
 
-def _sparse_keys(query: Tensor, key: Tensor) -> Tensor:
-    """Keys turned so that one in a hundred has a positive score."""
-    scores = (query.float() * key.float()).sum(-1, keepdim=True)
-    positive = torch.rand_like(scores) < 0.01
-    return torch.where((scores > 0) == positive, key, -key)
-
-
 def _packed(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
     sequences, longest, heads, width = PACKED
     sequences = 8 if quick else sequences
@@ -213,8 +218,8 @@ def _packed(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
     lengths = torch.randint(32, longest + 1, (sequences,), generator=generator)
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     tokens = int(starts[-1])
-    packed = [_random(1, tokens, heads, width) for _ in range(3)]
-    padded = [_random(sequences, longest, heads, width) for _ in range(3)]
+    packed = [random_tensor(1, tokens, heads, width) for _ in range(3)]
+    padded = [random_tensor(sequences, longest, heads, width) for _ in range(3)]
     most = int(lengths.max())
     starts = starts.cuda()
     runs = {
@@ -228,32 +233,20 @@ def _packed(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     with torch.no_grad():
         for name, run in runs.items():
-            ms = _milliseconds(run, repeat_ms)
+            ms = milliseconds(run, repeat_ms)
             yield {"sequences": sequences, "tokens": tokens, "kernel": name, "ms": ms}
 
 
 def _ceilings(repeat_ms: int) -> dict[str, float]:
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = _milliseconds(lambda: left @ right, repeat_ms)
+    product = milliseconds(lambda: left @ right, repeat_ms)
     source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
     target = torch.empty_like(source)
-    copied = _milliseconds(lambda: target.copy_(source), repeat_ms)
+    copied = milliseconds(lambda: target.copy_(source), repeat_ms)
     return {
         "matmul_tflops": 2 * 8192**3 / product / 1e9,
         "copy_tb_per_s": 2 * source.nbytes / copied / 1e9,
     }
-
-
-def _random(batch: int, length: int, heads: int, width: int) -> Tensor:
-    """[B, H, T, D] with the memory of [B, T, H, D], as models have it."""
-    shape = (batch, length, heads, width)
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-
-
-def _milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
-    from triton.testing import do_bench
-
-    return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 
 def _triton_version() -> str:

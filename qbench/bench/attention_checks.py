@@ -26,6 +26,10 @@ class Case:
     scores: float = 1.0
     mask: float | None = None
 
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Queries of 1e-5 are below fp16's normal numbers: their gradients have few bits there."""
+        return dtype != torch.float16 or self.scores >= 1e-3
+
     def __str__(self) -> str:
         words = ["x".join(map(str, self.shape)), "causal" if self.causal else "full"]
         words += [f"window {self.window}"] if self.window else []
@@ -43,6 +47,7 @@ CASES = (
     Case(shape=(3, 8, 2, 1, 1000, 64)),
     Case(shape=(2, 4, 4, 3, 4097, 128)),
     Case(shape=(1, 2, 2, 1, 1, 64)),
+    Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-3),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-5),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=30.0),
 )
@@ -64,6 +69,8 @@ def _results(cases: tuple[Case, ...]) -> Iterator[dict[str, Any]]:
     for index, case in enumerate(cases):
         for normalizer in NORMALIZERS:
             for dtype, limit in LIMITS.items():
+                if not case.fits(dtype):
+                    continue
                 name = f"{normalizer}, {str(dtype).removeprefix('torch.')}, {case}"
                 for what, error in errors(case, normalizer, dtype, seed=index).items():
                     yield {"case": name, "what": what, "error": error, "limit": limit}
@@ -92,6 +99,8 @@ def errors(case: Case, normalizer: str, dtype: torch.dtype, seed: int) -> dict[s
     truth = reference.attention(*wide, **settings)
     truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
     names = ("output", "query gradient", "key gradient", "value gradient")
+    if keys == 1:  # the weight of a single key does not depend on its score: only rounding is left
+        got, truths, names = got[::3], truths[::3], names[::3]
     return {name: relative_error(a, b) for name, a, b in zip(names, got, truths, strict=True)}
 
 

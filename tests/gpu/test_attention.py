@@ -33,6 +33,8 @@ def draw(*shape, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize("normalizer", NAMES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_gradients_equal_the_float64_reference(case, normalizer, dtype):
+    if not case.fits(dtype):
+        pytest.skip("too small for fp16")
     found = errors(case, normalizer, dtype, seed=7)
     assert {what: e for what, e in found.items() if not e <= LIMITS[dtype]} == {}
 

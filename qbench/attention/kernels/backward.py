@@ -11,6 +11,7 @@ import triton.language as tl
 
 from qbench.attention.kernels.family import (
     load_rows,
+    narrowed,
     rounded,
     score_gradient,
     sequence,
@@ -78,7 +79,7 @@ def key_sweep(
             weight = tl.where(seen, weight, 0.0)
             ds = tl.where(seen, ds, 0.0)
         dv = tl.dot(rounded(weight, g.dtype, NORMALIZER, FUSED), g, dv, input_precision="ieee")
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(narrowed(ds, q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -173,14 +174,14 @@ def key_kernel(
     columns = tl.arange(0, D_BLOCK)
     tl.store(
         place + wide(keys)[:, None] * dk_t + columns[None, :],
-        (dk * scale).to(dk_out.dtype.element_ty),
+        narrowed(dk * scale, dk_out.dtype.element_ty),
         mask=(keys[:, None] < stop_k) & (columns[None, :] < D),
     )
     place = dv_out + wide(batch) * dv_b + wide(kv_head) * dv_h
     columns = tl.arange(0, DV_BLOCK)
     tl.store(
         place + wide(keys)[:, None] * dv_t + columns[None, :],
-        dv.to(dv_out.dtype.element_ty),
+        narrowed(dv, dv_out.dtype.element_ty),
         mask=(keys[:, None] < stop_k) & (columns[None, :] < DV),
     )
 
@@ -213,7 +214,7 @@ def query_sweep(
                 mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
             )  # fmt: skip
             ds = tl.where(seen, ds, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        dq = tl.dot(narrowed(ds, k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
@@ -285,6 +286,6 @@ def query_kernel(
     columns = tl.arange(0, D_BLOCK)
     tl.store(
         place + wide(rows)[:, None] * dq_t + columns[None, :],
-        (dq * scale).to(dq_out.dtype.element_ty),
+        narrowed(dq * scale, dq_out.dtype.element_ty),
         mask=(rows[:, None] < stop_q) & (columns[None, :] < D),
     )

@@ -91,6 +91,15 @@ def rounded(above, dtype: tl.constexpr, NORMALIZER: tl.constexpr, FUSED: tl.cons
 
 
 @triton.jit
+def narrowed(gradient, dtype: tl.constexpr):
+    """A gradient in ``dtype``. Where all scores of a row are tiny, softpick's gradient is huge
+    (1 / Σ up to 1e6): fp16 holds its largest number then, not infinity."""
+    if dtype == tl.float16:
+        gradient = tl.minimum(tl.maximum(gradient, -65504.0), 65504.0)
+    return gradient.to(dtype)
+
+
+@triton.jit
 def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr):
     """The output rows, and each row's level: m + log2 Σ, from which the backward pass recomputes
     weights as 2^(y − level). A row with nothing to attend to gives 0 and level +∞."""

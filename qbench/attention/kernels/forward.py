@@ -40,7 +40,7 @@ def sweep(
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
     MASKED: tl.constexpr, FREE: tl.constexpr, PRECISE: tl.constexpr,
     SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr,
     DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys from ``begin`` to ``end`` into the running output, sum and maximum."""
@@ -56,14 +56,14 @@ def sweep(
                 mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
             )  # fmt: skip
             scores = tl.where(seen, scores, masked_score(NORMALIZER))
-        highest = tl.max(scores, 1)
         if FREE:
+            # Eight sums a row, so that no thread needs another's until the end.
             above, below = terms(scores * scale, 0.0, NORMALIZER, False)
-            total += tl.sum(below, 1)
+            total += tl.sum(tl.reshape(below, [M, N // 8, 8]), 1)
             if NORMALIZER == "softpick":  # for the check at the end
-                maximum = tl.maximum(maximum, highest * scale)
+                maximum = tl.maximum(maximum, tl.max(tl.reshape(scores, [M, N // 8, 8]), 1))
         else:
-            raised = tl.maximum(maximum, highest * scale)
+            raised = tl.maximum(maximum, tl.max(scores, 1) * scale)
             shift_2 = raised
             if NORMALIZER == "softmax":  # a row that has seen no key yet: not −∞ − (−∞)
                 shift_2 = tl.where(raised == float("-inf"), 0.0, raised)
@@ -73,7 +73,7 @@ def sweep(
             acc = acc * lower[:, None]
             maximum = raised
         if SKIP:
-            if tl.max(highest) > 0:
+            if tl.max(scores) > 0:
                 v = load_rows(
                     v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK,
                     MASKED, TMA,
@@ -131,15 +131,19 @@ def forward_kernel(
         whole_end = begin
 
     acc = tl.zeros([M, DV_BLOCK], tl.float32)
-    total = tl.zeros([M], tl.float32)
-    maximum = tl.full([M], first_maximum(NORMALIZER), tl.float32)
+    if FREE:
+        total = tl.zeros([M, 8], tl.float32)
+        maximum = tl.zeros([M, 8], tl.float32)
+    else:
+        total = tl.zeros([M], tl.float32)
+        maximum = tl.full([M], first_maximum(NORMALIZER), tl.float32)
     if WINDOW:
         acc, total, maximum = sweep(
             acc, total, maximum, q, rows, begin, whole_begin,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
             k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
             NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, PRECISE, SKIP, TMA, FUSED,
-            N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     if not HAS_MASK:
         acc, total, maximum = sweep(
@@ -147,16 +151,19 @@ def forward_kernel(
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
             k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
             NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, FREE, PRECISE, SKIP, TMA, FUSED,
-            N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     acc, total, maximum = sweep(
         acc, total, maximum, q, rows, whole_end, end,
         k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
         k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
         NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, PRECISE, SKIP, TMA, FUSED,
-        N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
     )  # fmt: skip
 
+    if FREE:
+        total = tl.sum(total, 1)
+        maximum = tl.max(maximum, 1) * scale
     if FREE or (NORMALIZER == "softpick" and not PRECISE):
         again = tl.zeros([M], tl.int1)
         if NORMALIZER == "softpick":
@@ -175,7 +182,7 @@ def forward_kernel(
                 k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
                 scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
                 NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, True, False, TMA, FUSED,
-                N, D, D_BLOCK, DV, DV_BLOCK, 1,
+                M, N, D, D_BLOCK, DV, DV_BLOCK, 1,
             )  # fmt: skip
 
         elif FREE:

@@ -77,7 +77,7 @@ def forward(
             kv_heads, group, queries, keys, window, scale * LOG2_E, splits, *strides,
             SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse, FUSED=_fused(query),
             SPLIT=splits > 1,
-            R=rows, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+            R=rows, **tile.launch, **common,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(pairs,)](
@@ -96,7 +96,7 @@ def forward(
         heads, group, queries, keys, window, scale * LOG2_E, *strides,
         PRECISE=query.dtype == torch.float32, FREE=tile.free, TMA=tma,
         FUSED=_fused(query), SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse,
-        M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+        M=tile.m, **tile.launch, **common,
     )  # fmt: skip
     return output, levels, imprecise
 
@@ -146,7 +146,7 @@ def backward(
         kv_heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *dk.stride()[:3], *dv.stride()[:3], *_mask_strides(mask),
         PRECISE=query.dtype == torch.float32, FUSED=_fused(query),
-        TMA=tma, M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+        TMA=tma, M=tile.m, **tile.launch, **common,
     )  # fmt: skip
     tile = query_tile or tiles.query_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
@@ -157,7 +157,7 @@ def backward(
         *sources, levels, deltas, dq, mask, spans,
         heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *dq.stride()[:3], *_mask_strides(mask),
-        TMA=tma, M=tile.m, N=tile.n, STAGES=tile.stages, num_warps=tile.warps, **common,
+        TMA=tma, M=tile.m, **tile.launch, **common,
     )  # fmt: skip
     return dq, dk, dv
 

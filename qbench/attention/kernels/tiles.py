@@ -12,6 +12,7 @@ class Tile:
     """``m`` queries by ``n`` keys, threads in ``warps`` of 32, loads in ``stages`` of a pipeline.
     ``tma``: streamed tiles come through the tensor memory accelerator, where layouts let them.
     ``skip``: values are neither read nor multiplied where no score of a tile is positive.
+    ``registers``: at most so many a thread, so that more programs share a multiprocessor.
     ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only."""
 
     m: int
@@ -20,7 +21,18 @@ class Tile:
     stages: int
     tma: bool = False
     skip: bool = False
+    registers: int | None = None
     free: bool = False
+
+    @property
+    def launch(self) -> dict[str, int | None]:
+        """Arguments of a launch that every kernel takes."""
+        return {
+            "N": self.n,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+            "maxnreg": self.registers,
+        }
 
 
 def forward_tile(width: int, dtype: torch.dtype) -> Tile:
@@ -38,9 +50,9 @@ def key_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return _exact(width)
     if width <= 64:
-        return Tile(m=32, n=128, warps=4, stages=3, tma=True)
+        return Tile(m=32, n=128, warps=4, stages=3)
     if width == 128:
-        return Tile(m=32, n=64, warps=4, stages=2, tma=True)
+        return Tile(m=64, n=64, warps=4, stages=2, tma=True)
     return Tile(m=32, n=64, warps=8, stages=1, tma=True)
 
 
@@ -49,9 +61,9 @@ def query_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return _exact(width)
     if width <= 64:
-        return Tile(m=64, n=64, warps=4, stages=3, tma=True)
+        return Tile(m=64, n=64, warps=4, stages=3)
     if width == 128:
-        return Tile(m=64, n=64, warps=4, stages=2, tma=True)
+        return Tile(m=128, n=64, warps=8, stages=3, tma=True)
     return Tile(m=64, n=32, warps=8, stages=1, tma=True)
 
 
@@ -59,7 +71,9 @@ def decode_tile(width: int, dtype: torch.dtype) -> Tile:
     """``m`` is set by the group's queries."""
     if dtype == torch.float32 or width > 128:
         return Tile(m=16, n=32, warps=4, stages=2, skip=True)
-    return Tile(m=16, n=32 if width <= 64 else 16, warps=2, stages=3, skip=True)
+    if width == 128:
+        return Tile(m=16, n=32, warps=2, stages=3, skip=True)
+    return Tile(m=16, n=32, warps=1, stages=3, skip=True)
 
 
 def _exact(width: int) -> Tile:

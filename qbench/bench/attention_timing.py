@@ -1,0 +1,29 @@
+"""What the attention benchmarks share: inputs as models have them, and the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def random_tensor(batch: int, length: int, heads: int, width: int) -> Tensor:
+    """[B, H, T, D] with the memory of [B, T, H, D], as models have it."""
+    shape = (batch, length, heads, width)
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+
+def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
+    """Median of CUDA-event timings over ``repeat_ms``, after a warm-up of half as long."""
+    from triton.testing import do_bench
+
+    return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
+
+
+def sparse_keys(query: Tensor, key: Tensor) -> Tensor:
+    """Keys turned so that one in a hundred has a positive score."""
+    scores = (query.float() * key.float()).sum(-1, keepdim=True)
+    positive = torch.rand_like(scores) < 0.01
+    return torch.where((scores > 0) == positive, key, -key)
