@@ -35,7 +35,7 @@ def settle() -> None:
 
 
 def terminal() -> TextIO:
-    """Standard error as it is now, out of reach of later redirections."""
+    """Standard error as it is now, out of reach of later redirections. The caller closes it."""
     return os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, encoding="utf-8")
 
 

@@ -184,7 +184,9 @@ def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, si
         del original
         _free(plan.device)
     if not gathered.audit.passed:
-        raise AuditError("; ".join(gathered.audit.problems))
+        first, rest = gathered.audit.problems[:3], gathered.audit.problems[3:]
+        more = f"; and {len(rest)} more, all in the record" if rest else ""
+        raise AuditError("audit: " + "; ".join(first) + more)
 
 
 def _evaluate(

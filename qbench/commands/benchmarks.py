@@ -58,8 +58,7 @@ def evaluation(
     job = make_job(recipe, checkpoint, data, None, limit, dtype, None, device)
     planned = quiet_plan(job)
     cell = planned.cells[0]
-    screen = terminal()
-    with redirected(job.out / "bench.log"):
+    with terminal() as screen, redirected(job.out / "bench.log"):
         model, tokenizer = load(cell, planned)
         found = compare(
             model,

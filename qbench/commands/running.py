@@ -65,12 +65,11 @@ def run(
     """
     from qbench.progress import Display
 
-    screen = terminal()
     job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device)
     planned = quiet_plan(job)
     cells = planned.select(only)
     slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
-    with Display(screen, len(cells)) as display:
+    with terminal() as screen, Display(screen, len(cells)) as display:
         _announce(planned, cells, display)
         records = run_cells(planned, job, display, cells=cells, slots=slots, force=force)
     show_tables(job.out)
@@ -130,12 +129,11 @@ def noise(
 
     job = make_job(recipe, checkpoint, data, None, limit, dtype, out, device)
     planned = quiet_plan(job)
-    screen = terminal()
     found = {}
     for cell in planned.cells:
         if cell.quantizer.settings.method != "none":
             continue
-        with redirected(job.out / "noise.log"):
+        with terminal() as screen, redirected(job.out / "noise.log"):
             model, tokenizer = load(cell, planned)
             scoring = cell.scoring
             scorer = scorer_of(
@@ -153,7 +151,7 @@ def noise(
                 planned.tasks,
                 limit=scoring.limit,
                 seed=scoring.seed,
-                say=lambda line, name=cell.name: print(f"{name}: {line}", file=screen),
+                say=lambda line, to=screen, name=cell.name: print(f"{name}: {line}", file=to),
             )
         typer.echo(f"### {cell.name}\n\n{table(found[cell.name])}\n")
     if not found:
