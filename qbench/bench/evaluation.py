@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -217,7 +216,7 @@ def _timed(
     import torch
 
     from qbench.evaluation.evaluate import evaluate
-    from qbench.evaluation.scoring.overhead import less_overhead
+    from qbench.evaluation.scoring.overhead import less_overhead, usual_overhead
 
     inside = 0.0
     methods = ("loglikelihood", "loglikelihood_rolling")
@@ -239,7 +238,7 @@ def _timed(
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
-        with contextlib.nullcontext() if mode == "lm-eval" else less_overhead():
+        with usual_overhead() if mode == "lm-eval" else less_overhead():
             result = evaluate(scorer, task, limit=limit, seed=seed)
         return time.perf_counter() - start, inside, result.responses
     finally:

@@ -9,6 +9,7 @@ from scoring_models import KINDS, choices, instance, llama, pages, text, tokeniz
 
 from qbench.errors import EvaluationError, RecipeError, UnavailableError
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.head import Product, try_out
 
 MAX_LENGTH = 64
 
@@ -114,6 +115,35 @@ def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():
     model.__class__ = Capped
     with pytest.raises(UnavailableError, match="Capped changes its logits"):
         language_model(model, tokenizer(), mode="exact", max_length=64)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_a_head_that_rounds_by_place_takes_whole_batches(stable, monkeypatch):
+    """Both ways give HFLM's bits; only the number of rows that the head takes differs."""
+    theirs, ours = both(llama(), batch_size=8, max_length=200)
+    ours._product = Product(rows=64, multiple=16, stable=stable)
+    rows = []
+    ours._head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    requests = [instance(text(i, 60), " the cat", i) for i in range(8)]
+    answers = ours.loglikelihood(requests, disable_tqdm=True)
+    assert sum(rows) == (16 if stable else ours.report()["tokens"])
+    assert answers == theirs.loglikelihood(requests, disable_tqdm=True)
+
+
+def test_a_head_whose_rounding_depends_on_the_place_is_found_out():
+    weight = torch.randn(50, 24, generator=torch.Generator().manual_seed(0))
+
+    def steady(x):
+        return torch.stack([weight @ row for row in x])
+
+    def moody(x):
+        out = steady(x)
+        out[-1] *= 1 + 1e-6
+        return out
+
+    cpu = torch.device("cpu")
+    assert try_out(steady, 24, torch.float32, cpu).stable
+    assert not try_out(moody, 24, torch.float32, cpu).stable
 
 
 def test_a_batch_that_runs_out_of_memory_is_halved_and_nothing_is_lost():

@@ -12,6 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qbench.errors import UnavailableError
+from qbench.evaluation.scoring.head import try_out
 from qbench.evaluation.scoring.memory import peak_memory_gib, reset_peak_memory
 from qbench.evaluation.scoring.requests import Request, check_lengths
 from qbench.evaluation.scoring.rows import Observer, Scored, rows_at_once
@@ -77,7 +78,9 @@ class Backend(PinnedHFLM, abc.ABC):
         self._done = self._total = 0
         self._counts = {"requests": 0, "batches": 0, "tokens": 0, "truncated": 0, "halvings": 0}
         self._decoder, self._head = _parts(model)
-        self._rows_at_once = rows_at_once(model.config.vocab_size)
+        self._vocabulary = model.config.vocab_size
+        self._rows_at_once = rows_at_once(self._vocabulary)
+        self._product = try_out(self._head, model.config.hidden_size, model.dtype, self.device)
 
     def report(self) -> dict[str, Any]:
         return super().report() | self._counts

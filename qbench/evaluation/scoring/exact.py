@@ -77,42 +77,25 @@ class ExactLM(Backend):
             inputs = g.longest.inputs(self.max_length)
             ids[i, : len(inputs)] = inputs
             firsts[i] = i * length + len(inputs) - g.longest.scored
-        whole, multiple = _product(ids.size, self.device)
         counts = np.array([g.longest.scored for g in batch])
+        chosen = np.concatenate(
+            [np.arange(first, first + n) for n, first in zip(counts, firsts, strict=True)]
+        )
+        scored, read = _entries(batch, requests, np.cumsum(counts) - counts)
         with torch.no_grad():
             hidden = self._decoder(to_device(ids, self.device), use_cache=False)[0].flatten(0, 1)
-            if not whole:
-                chosen = np.concatenate(
-                    [np.arange(n) + first for n, first in zip(counts, firsts, strict=True)]
-                )
-                hidden = hidden[to_device(chosen, self.device)]
-                firsts = np.cumsum(counts) - counts
-            scored, read = _entries(batch, requests, firsts)
+            whole = self._product.whole(ids.size, self._vocabulary * hidden.element_size())
+            rows = (self._head(hidden) if whole else hidden)[to_device(chosen, self.device)]
             return score_rows(
-                self._head,
-                hidden,
+                torch.nn.Identity() if whole else self._head,
+                rows,
                 scored,
                 read=read if self._misread else None,
                 softmax_dtype=self.softmax_dtype,
-                at_once=max(self._rows_at_once, len(hidden) if whole else 0),
-                multiple=multiple,
+                at_once=self._rows_at_once,
+                multiple=1 if whole else self._product.multiple,
                 observe=self._observe,
             )
-
-
-def _product(rows: int, device: torch.device) -> tuple[bool, int]:
-    """Whether the LM head must take all ``rows`` of a batch to round as HFLM's does, and if
-    not, what its number of rows must be a multiple of.
-
-    A CPU's matrix product hands each thread a multiple of 4 rows and the rest to the last one;
-    1 to 3 rows go through another kernel, which rounds otherwise (measured with MKL, float32).
-    Above 4 T² rows no thread is left with so few.
-    """
-    if device.type != "cpu":
-        return False, 1
-    threads = torch.get_num_threads()
-    whole = rows <= max(64, 4 * threads**2)
-    return whole, 1 if whole else 4 * threads
 
 
 def _entries(
