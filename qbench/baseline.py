@@ -75,6 +75,7 @@ def write(outcomes: Outcomes, out: Path) -> None:
             "key": one.key,
             "key_parts": one.key_parts,
             "method": one.method,
+            "measures": dict(one.measures),
             "scores": [score.model_dump() for score in one.scores.values()],
         }
         for number, column in enumerate(one.columns[name] for name in one.scores):
@@ -139,6 +140,7 @@ def read(path: Path) -> Outcomes:
             key_parts=one["key_parts"],
             method=one["method"],
             audited=True,
+            measures=one["measures"],
             scores=scores,
             columns=columns,
         )

@@ -20,6 +20,8 @@ Name = tuple[str, str]  # task, metric
 # Outcomes are compared to a thousandth of a nat, which is what a baseline file keeps.
 DECIMALS = 3
 
+AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CellOutcomes:
@@ -29,6 +31,7 @@ class CellOutcomes:
     key_parts: Mapping[str, object]
     method: str
     audited: bool
+    measures: Mapping[str, float]  # of the audit; empty for unquantized cells
     scores: Mapping[Name, Score]
     columns: Mapping[Name, Column]
 
@@ -191,9 +194,16 @@ def _cell(store: Store, record: Record) -> CellOutcomes:
         key_parts=record.key_parts,
         method=record.method,
         audited=record.audit is not None,
+        measures=_measures(record),
         scores={name: score for name, score in kept.items() if name in columns},
         columns=columns,
     )
+
+
+def _measures(record: Record) -> dict[str, float]:
+    if record.audit is None or record.method == "none":
+        return {}
+    return {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
 
 
 def _same_tasks(cell: str, before: CellOutcomes, after: CellOutcomes) -> None:

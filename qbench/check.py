@@ -2,7 +2,8 @@
 
 For each task and precision: is the new score at most a margin worse? *pass* where even the
 one-sided 95 % bound is within the margin, *fail* where the other bound is beyond it, else
-*inconclusive*. A cell that is missing, failed or unaudited fails.
+*inconclusive*. A cell that is missing, failed or unaudited fails. What the audit measured on the
+weights is held to the baseline too, without statistics.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from qbench.baseline import read
-from qbench.changes import Change, compare_outcomes, read_outcomes
+from qbench.changes import CellOutcomes, Change, compare_outcomes, read_outcomes
 from qbench.compare import is_percentage
 from qbench.errors import RecipeError, ResultsError
 from qbench.statistics import Worsening, documents_needed, worsening
@@ -25,6 +26,10 @@ Inconclusive = Literal["pass", "fail"]
 
 # Percentage points for accuracies, per cent of the perplexity for perplexities.
 DEFAULT_MARGINS = {"acc": 1.0, "perplexity": 2.0}
+# Per cent by which a measure of the audit may be larger. Weights are measured, not sampled, so
+# these see what scores cannot: scales 5 % off leave a small model's answers as they were.
+AUDIT_MARGINS = {"weight_error": 5.0, "bits_per_weight": 1.0, "coverage": 0.0}
+AUDIT = "audit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +83,7 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
     ``acc`` and ``perplexity`` stand for all accuracies and all perplexities that are not named.
     Raises RecipeError for a text that is no margin.
     """
-    margins = dict(DEFAULT_MARGINS)
+    margins = DEFAULT_MARGINS | AUDIT_MARGINS
     for text in texts:
         metric, _, number = text.partition("=")
         try:
@@ -107,7 +112,7 @@ def check(
     and RecipeError for a metric that no margin is given for.
     """
     old, new = read(baseline), read_outcomes(store)
-    margins = DEFAULT_MARGINS if margins is None else margins
+    margins = DEFAULT_MARGINS | AUDIT_MARGINS | dict(margins or {})
     gates = []
     for cell in old.cells:
         if cell in new.broken:
@@ -122,6 +127,7 @@ def check(
                 Gate(cell=cell, task=task, metric=metric, outcome="fail", reason="score is missing")
                 for task, metric in lost
             ]
+            gates += _audit_gates(cell, old.cells[cell], new.cells[cell], margins)
     blocked = {gate.cell for gate in gates if not gate.task}
     for line in compare_outcomes(old, new):
         if line.cell not in blocked:
@@ -141,6 +147,34 @@ def check(
         notes=tuple(f"{cell}: not in the baseline, so not gated" for cell in extra),
         inconclusive=inconclusive,
     )
+
+
+def _audit_gates(
+    cell: str, old: CellOutcomes, new: CellOutcomes, margins: Mapping[str, float]
+) -> list[Gate]:
+    """Weights no further from the original's, no more bits, no less of the model quantized."""
+    gates = []
+    for name, before in old.measures.items():
+        after = new.measures.get(name)
+        if after is None:
+            gates.append(_whole(cell, f"the audit has no {name.replace('_', ' ')} any more"))
+            continue
+        rise = 100 * (after / before - 1) if before else 100 * float(after > 0)
+        worse = -rise if name == "coverage" else rise
+        passed = worse <= margins[name] + 1e-9
+        told = f"{before:.4g} in the baseline, {after:.4g} now"
+        gates.append(
+            Gate(
+                cell=cell,
+                task=AUDIT,
+                metric=name,
+                outcome="pass" if passed else "fail",
+                reason=f"{'within' if passed else 'beyond'} the margin: {told}",
+                margin=margins[name],
+                worse=Worsening(estimate=worse, low=worse, high=worse),
+            )
+        )
+    return gates
 
 
 def _whole(cell: str, reason: str) -> Gate:

@@ -7,6 +7,7 @@ left out: a cell without a record is ``missing``, a cell that broke or did not p
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -162,10 +163,15 @@ def judge(record: Record | None) -> tuple[Status, str]:
     if record is None:
         return "missing", "no record; run the recipe again"
     if record.status == "failed":
-        return "failed", " ".join((record.error or "no reason was recorded").split())
+        return "failed", _short(record.error or "no reason was recorded")
     if record.audit is not None and not record.audit.passed:
-        return "failed", "; ".join(record.audit.problems) or "did not pass its audit"
+        return "failed", _short("; ".join(record.audit.problems) or "did not pass its audit")
     return "ok", ""
+
+
+def _short(reason: str) -> str:
+    """On one line and readable: an audit may name every layer, and the record keeps it all."""
+    return textwrap.shorten(reason, 240, placeholder=" … (the record has the whole text)")
 
 
 def redundant(line: Line, lines: Iterable[Line]) -> bool:

@@ -40,21 +40,23 @@ def test_the_same_results_pass(good, standard):
     result = check.check(good, standard)
     assert result.outcome == "pass"
     assert result.exit_code == 0
-    assert len(result.gates) == 4 * 5
+    assert len(result.gates) == 4 * 5 + 2 * 3
 
 
 def test_a_worse_cell_fails_and_the_others_pass(tmp_path, standard):
     result = check.check(changed(tmp_path, shift={"softpick/hqq-4bit": 0.4}), standard)
     assert result.outcome == "fail"
     assert result.exit_code == 1
-    assert {gate.outcome for gate in of(result, "softpick/hqq-4bit")} == {"fail"}
+    scored = [gate for gate in of(result, "softpick/hqq-4bit") if gate.task != "audit"]
+    assert {gate.outcome for gate in scored} == {"fail"}
     assert {gate.outcome for gate in of(result, "softmax/hqq-4bit")} == {"pass"}
 
 
 def test_a_better_cell_passes(tmp_path, standard):
     result = check.check(changed(tmp_path, shift={"softpick/hqq-4bit": -0.4}), standard)
     assert result.outcome == "pass"
-    assert all(gate.worse.estimate < 0 for gate in of(result, "softpick/hqq-4bit"))
+    scored = [gate for gate in of(result, "softpick/hqq-4bit") if gate.task != "audit"]
+    assert all(gate.worse.estimate < 0 for gate in scored)
 
 
 def test_too_few_documents_are_inconclusive_and_it_is_said_how_many_it_takes(
@@ -103,6 +105,31 @@ def test_a_cell_that_failed_its_audit_never_passes(tmp_path, standard):
     store.put(record.model_copy(update={"audit": audit}), store.outcomes(record), None)
     (gate,) = of(check.check(store, standard), cell.cell)
     assert gate.reason == "failed: one layer left out"
+
+
+@pytest.mark.parametrize(
+    ("change", "metric"),
+    [
+        ({"weight_error": 0.6 * 2**-4 * 1.06}, "weight_error"),
+        ({"bits_per_weight": 8.5}, "bits_per_weight"),
+        ({"coverage": 0.99}, "coverage"),
+    ],
+)
+def test_an_audit_that_measures_worse_fails_though_every_score_is_the_same(
+    tmp_path, standard, change, metric
+):
+    store = changed(tmp_path)
+    cell = store.grid().cells[1]
+    record = store.get(cell)
+    audit = record.audit.model_copy(update=change)
+    store.put(record.model_copy(update={"audit": audit}), store.outcomes(record), None)
+    result = check.check(store, standard)
+    failed = [gate for gate in result.gates if gate.outcome == "fail"]
+    assert [(gate.cell, gate.task, gate.metric) for gate in failed] == [
+        (cell.cell, "audit", metric)
+    ]
+    wide = check.parse_margins(["weight_error=10", "bits_per_weight=120", "coverage=2"])
+    assert check.check(store, standard, margins=wide).outcome == "pass"
 
 
 def test_a_cell_that_left_the_grid_never_passes(tmp_path, standard):
@@ -162,7 +189,8 @@ def test_another_task_definition_is_unusable_input(tmp_path, good, standard):
 
 
 def test_a_margin_is_for_one_metric_or_its_family():
-    assert check.parse_margins(["acc=0.5", "word_perplexity=3%"]) == {
+    margins = check.parse_margins(["acc=0.5", "word_perplexity=3%"])
+    assert margins == check.AUDIT_MARGINS | {
         "acc": 0.5,
         "perplexity": 2.0,
         "word_perplexity": 3.0,

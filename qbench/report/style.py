@@ -40,7 +40,7 @@ RC = {
     "legend.frameon": False,
     "lines.markersize": 5.0,
     "svg.fonttype": "none",  # text stays text: small, searchable, and read aloud
-    "pdf.fonttype": 42,
+    "pdf.fonttype": 3,  # embedding whole TrueType fonts takes three times as long
     "savefig.dpi": 150,
 }
 
