@@ -139,6 +139,8 @@ def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
 
     Where a task accepts several answers, the first counts.
     """
+    from qbench.evaluation.scoring.overhead import less_overhead
+
     inner = task.task
     kind = inner.OUTPUT_TYPE
     documents = list(inner.eval_docs)[:limit]
@@ -146,16 +148,18 @@ def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
         return dict.fromkeys(range(len(documents)), 0)
     if kind != "multiple_choice":
         return {}
-    result = {}
-    for number, document in enumerate(documents):
-        gold = (inner.doc_to_text if inner.multiple_input else inner.doc_to_target)(document)
-        gold = gold[0] if isinstance(gold, list) and gold else gold
-        if isinstance(gold, str):
-            choices = inner.doc_to_choice(document)
-            gold = choices.index(gold) if gold in choices else None
-        if isinstance(gold, int) and gold >= 0:
-            result[number] = gold
-    return result
+    with less_overhead():
+        golds = [_gold(inner, document) for document in documents]
+    return {number: gold for number, gold in enumerate(golds) if gold is not None}
+
+
+def _gold(inner: Any, document: dict[str, Any]) -> int | None:
+    gold = (inner.doc_to_text if inner.multiple_input else inner.doc_to_target)(document)
+    gold = gold[0] if isinstance(gold, list) and gold else gold
+    if isinstance(gold, str):
+        choices = inner.doc_to_choice(document)
+        gold = choices.index(gold) if gold in choices else None
+    return gold if isinstance(gold, int) and gold >= 0 else None
 
 
 def _of(table: pd.DataFrame, task: str, metric: str | None = None) -> pd.DataFrame:
