@@ -126,8 +126,15 @@ class Comparison:
         found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.method != "none")
         return tuple(found) or ("none",)
 
+    def same_weights(self, cell: str, other: str) -> bool:
+        """Whether two cells were made from the same weights: damage is nothing else's."""
+        pair = (self.records.get(cell), self.records.get(other))
+        if None in pair:
+            return False
+        return pair[0].key_parts.get("weights") == pair[1].key_parts.get("weights")
+
     def problems(self) -> list[str]:
-        """One line a missing, failed or unaudited cell."""
+        """One line a missing, failed, unaudited or mismatched cell."""
         lines = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
@@ -136,6 +143,10 @@ class Comparison:
                 lines.append(f"{cell.cell}: {status}: {reason}")
             elif record.audit is None and cell.method != "none":
                 lines.append(f"{cell.cell}: not audited")
+            whole = f"{cell.checkpoint}/{self.unquantized}"
+            both = status == judge(self.records.get(whole))[0] == "ok"
+            if both and not self.same_weights(cell.cell, whole):
+                lines.append(f"{cell.cell}: not made from the weights of {whole}: no damage")
         return lines
 
 

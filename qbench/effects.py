@@ -127,10 +127,18 @@ def _questions(comparison: Comparison, line: Line) -> Iterator[tuple[str, str, d
     unquantized = comparison.unquantized
     if not line.quantized or unquantized is None:
         return
+
+    def comparable(checkpoint: str) -> bool:
+        return comparison.same_weights(
+            f"{checkpoint}/{line.quantizer}", f"{checkpoint}/{unquantized}"
+        )
+
     for checkpoint in comparison.checkpoints:
+        if not comparable(checkpoint):
+            continue
         damage = {column(checkpoint, line.quantizer): 1, column(checkpoint, unquantized): -1}
         yield "damages", checkpoint, damage
-        if checkpoint != base:
+        if checkpoint != base and comparable(base):
             against = {column(base, line.quantizer): -1, column(base, unquantized): 1}
             yield "differences", checkpoint, damage | against
 

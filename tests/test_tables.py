@@ -157,6 +157,22 @@ def test_markdown_names_the_record_of_every_number(tested):
     assert "softpick/hqq-8bit " + key("softpick", "hqq-8bit")[:16] not in text
 
 
+def test_damage_is_never_taken_against_other_weights(tmp_path):
+    store = make_store(tmp_path, sizes=SMALL, quantizers=("bf16", "hqq-2bit"))
+    cell = store.grid().cells[3]
+    record = store.get(cell)
+    parts = {**record.key_parts, "weights": "another"}
+    store.put(record.model_copy(update={"key_parts": parts}), store.outcomes(record), None)
+    comparison = compare(store)
+    assert "softpick/hqq-2bit: not made from the weights of softpick/bf16: no damage" in render(
+        comparison
+    )
+    quantized = [line for line in comparison.lines if line.quantized]
+    assert all(set(line.damages) == {"softmax"} for line in quantized)
+    assert not any(line.differences for line in quantized)
+    assert all(set(line.deltas) == {"softpick"} for line in quantized)
+
+
 def test_csv_carries_intervals_tests_and_adjusted_p_values(tested):
     rows = list(csv.DictReader(io.StringIO(render(tested, format="csv"))))
     one = next(r for r in rows if r["quantizer"] == "hqq-2bit" and r["checkpoint"] == "softpick")

@@ -48,7 +48,10 @@ def data_tables(comparison: Comparison, *, published: str | None = None) -> list
     return [table for table in tables if table.rows]
 
 
-def _table(name: str, section: str, caption: str, head: list[str], rows: list[list[Cell]]):
+def _table(
+    name: str, section: str, caption: str, head: list[str], rows: list[list[Cell]]
+) -> DataTable:
+    """Columns in which no row has anything are left out."""
     numeric = tuple(any(row[place].sort is not None for row in rows) for place in range(len(head)))
     return DataTable(
         name=name,
