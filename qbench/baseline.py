@@ -9,9 +9,13 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as parquet
+from pydantic import ValidationError
 
 from qbench.changes import (
     DECIMALS,
@@ -65,9 +69,6 @@ def difference(store: Store, out: Path) -> Changes:
 
 
 def write(outcomes: Outcomes, out: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     frames = []
     about: dict[str, object] = {}
     for place, (cell, one) in enumerate(outcomes.cells.items()):
@@ -110,9 +111,6 @@ def write(outcomes: Outcomes, out: Path) -> None:
 
 def read(path: Path) -> Outcomes:
     """Read a baseline. Raises ResultsError where it is missing, damaged or of another version."""
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     remedy = "make it with `qbench baseline DIR --out FILE`"
     if not path.is_file():
         raise ResultsError(f"{path}: no such baseline; {remedy}")
@@ -126,9 +124,16 @@ def read(path: Path) -> Outcomes:
             f"{path}: baseline version {about.get('version')}; this qbench reads {VERSION}; "
             f"{remedy}"
         )
+    try:
+        return Outcomes(name=about["name"], cells=_cells(about["cells"], table), broken={})
+    except (KeyError, TypeError, ValidationError) as error:
+        raise ResultsError(f"{path}: not whole ({error!r:.80}); {remedy}") from None
+
+
+def _cells(about: dict[str, Any], table: pa.Table) -> dict[str, CellOutcomes]:
     groups = dict(list(table.to_pandas().groupby(["cell", "score"], sort=False)))
     cells = {}
-    for place, (cell, one) in enumerate(about["cells"].items()):
+    for place, (cell, one) in enumerate(about.items()):
         scores = {(s["task"], s["metric"]): Score.model_validate(s) for s in one["scores"]}
         columns = {}
         for number, name in enumerate(scores):
@@ -144,4 +149,4 @@ def read(path: Path) -> Outcomes:
             scores=scores,
             columns=columns,
         )
-    return Outcomes(name=about["name"], cells=cells, broken={})
+    return cells

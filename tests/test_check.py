@@ -6,6 +6,7 @@ import json
 import shutil
 from xml.etree import ElementTree
 
+import pyarrow.parquet as parquet
 import pytest
 from synthetic import make_record, make_store, outcomes, scores
 
@@ -297,6 +298,17 @@ def test_an_unreadable_baseline_is_unusable_input(tmp_path, good, content):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ResultsError, match=r"baseline\.parquet: .*make it with"):
+        check.check(good, path)
+
+
+def test_a_baseline_with_a_part_missing_is_unusable_input(tmp_path, good, standard):
+    table = parquet.read_table(standard)
+    about = json.loads(table.schema.metadata[baseline.METADATA])
+    del about["cells"]["softmax/bf16"]["measures"]
+    path = tmp_path / "baseline.parquet"
+    metadata = {baseline.METADATA: json.dumps(about).encode()}
+    parquet.write_table(table.replace_schema_metadata(metadata), path)
+    with pytest.raises(ResultsError, match=r"not whole .*measures.*; make it with"):
         check.check(good, path)
 
 
