@@ -75,22 +75,23 @@ def size_figure(comparison: Comparison) -> Found | None:
     for place, checkpoint in enumerate(comparison.checkpoints):
         own = sorted(points.get(checkpoint, []))
         if own:
-            x, y, names = zip(*own, strict=True)
+            x, y, _ = zip(*own, strict=True)
             colour = SERIES[place % len(SERIES)]
             axes.plot(
                 x, y, linestyle="none", marker=MARKERS[place % len(MARKERS)], color=colour,
                 label=checkpoint,
             )  # fmt: skip
-            for bits, value, name in zip(x, y, names, strict=True):
+            for bits, value, label in _merged(own):
                 axes.annotate(
-                    name, (bits, value), textcoords="offset points", fontsize=7, color=colour,
-                    xytext=(4, 4 if place else -9),
+                    label, (bits, value), textcoords="offset points", fontsize=7, color=colour,
+                    xytext=(0, 5 if place % 2 else -5), ha="center",
+                    va="bottom" if place % 2 else "top",
                 )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks([2, 3, 4, 8, 16, 32], ["2", "3", "4", "8", "16", "32"])
     axes.set_xlabel("bits a weight as stored, scales and zeros counted")
     axes.set_ylabel("mean accuracy (%)")
-    axes.margins(x=0.12)
+    axes.margins(x=0.1, y=0.14)
     legend(figure, axes)
     shown = ", ".join(next(iter(tasks)))
     return (
@@ -132,6 +133,22 @@ def stage_figure(comparison: Comparison) -> Found | None:
         axes.grid(visible=False, axis="y")
     legend(figure, time)
     return "stages", "Time by stage, and peak memory of the largest, for each cell.", figure
+
+
+def _merged(points: list[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
+    """Labels of neighbours as one, each name on a line, so that none covers another."""
+    spread = max(value for _, value, _ in points) - min(value for _, value, _ in points)
+    left = sorted(points)
+    while left:
+        bits, value, _ = left[0]
+        near = [
+            point
+            for point in left
+            if point[0] < bits * 1.25 and abs(point[1] - value) <= 0.08 * spread
+        ]
+        left = [point for point in left if point not in near]
+        names = [name for _, _, name in sorted(near, key=lambda point: -point[1])]
+        yield near[0][0], fmean(point[1] for point in near), "\n".join(names)
 
 
 def bits_per_weight(record: Record) -> float | None:
