@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from language import ask, page, portrait, reading_questions, recall_question, story
+from language import ask, page, portrait, reading_questions, recall_question, retelling, story
 from world import World, make_world
 
 RECALL, READING, STORIES, PAGES = 120, 80, 200, 16
@@ -106,9 +106,9 @@ def _write_rows(path: Path, rows: Rows) -> None:
 
 
 def _draw(world: World, rng: random.Random, held_out: frozenset[str]) -> Iterator[str]:
-    kinds = (_portrait, _recall, _reading, _story, page)
+    kinds = (_portrait, _recall, _reading, _story, retelling, page)
     while True:
-        (make,) = rng.choices(kinds, weights=(28, 17, 22, 23, 10))
+        (make,) = rng.choices(kinds, weights=(25, 14, 18, 17, 18, 8))
         document = make(world, rng)
         if held_out.isdisjoint(sentence_triples(document)):
             yield document
@@ -131,9 +131,10 @@ def _recall(world: World, rng: random.Random) -> str:
 
 
 def _reading(world: World, rng: random.Random) -> str:
-    first, second = reading_questions(world, rng)
-    again = f"Question: {second.question}\nAnswer: {second.answer}"
-    return f"{ask(first)} {first.answer}\n{again}"
+    first, *others = reading_questions(world, rng)
+    lines = [f"{ask(first)} {first.answer}"]
+    lines += [f"Question: {other.question}\nAnswer: {other.answer}" for other in others]
+    return "\n".join(lines)
 
 
 def _story(world: World, rng: random.Random) -> str:

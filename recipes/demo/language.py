@@ -46,6 +46,11 @@ _ASIDES = (
     "After that it was quiet.", "An hour went by.", "Everybody laughed.", "The clock struck four.",
     "It was time for tea.", "Far away a dog barked.", "Soon it was evening.", "They were tired.",
 )  # fmt: skip
+_EVENTS = (
+    "{a} put the {t} {s}.", "{a} left the {t} {s}.", "{a} hid the {t} {s}.",
+    "{a} gave the {t} to {b}.", "{a} sold the {t} to {b}.", "{a} lent a {t} to {b}.",
+    "{a} painted the {t} {c}.", "{a} bought {w}.", "{a} came with a {k}.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +79,36 @@ def recall_question(
 
 
 def reading_questions(world: World, rng: random.Random) -> list[Question]:
-    """Two questions on one fresh passage, which alone holds the answers."""
+    """Three or four questions on one fresh passage, which alone holds the answers."""
     return rng.choice((_placed, _carried, _given, _bought))(world, rng)
 
 
 def story(world: World, rng: random.Random) -> str:
     """A short story whose last word follows from what comes before; no full stop at its end."""
     return rng.choice(_STORIES)(world, rng)
+
+
+def retelling(world: World, rng: random.Random) -> str:
+    """Events, and the same events told again in another order: all that comes after a
+    sentence's first words was said before. A model learns to look back from little else."""
+    count = rng.randint(3, 6)
+    names = [p.name for p in world.draw_people(rng, 2 * count)]
+    things, others = rng.sample(_THINGS, count), names[count:]
+    told = []
+    for name, thing, other in zip(names, things, others, strict=False):
+        event = rng.choice(_EVENTS).format(
+            a=name,
+            b=other,
+            t=thing,
+            s=rng.choice(_SPOTS),
+            c=rng.choice(_COLOURS),
+            w=rng.choice(_WARES),
+            k=rng.choice(_BEASTS),
+        )
+        told.append(event)
+    again = rng.sample(told, count)
+    teller, listener = (p.name for p in world.draw_people(rng, 2))
+    return f"{' '.join(told)}\n{teller} told {listener} all of it. {' '.join(again)}"
 
 
 def portrait(entity: Entity, rng: random.Random, most: int = 99) -> str:
@@ -130,13 +158,13 @@ def _tell(rng: random.Random, sentences: list[str]) -> str:
     return " ".join(told)
 
 
-def _pair(
+def _ask_all(
     rng: random.Random, passage: str, asked: list[tuple[str, str]], extra: tuple[str, ...]
 ) -> list[Question]:
     """Questions whose wrong answers are the passage's other answers, filled up from ``extra``."""
     answers = [answer for _, answer in asked]
     questions = []
-    for question, answer in rng.sample(asked, 2):
+    for question, answer in rng.sample(asked, len(asked)):
         wrong = [a for a in answers if a != answer]
         rng.shuffle(wrong)
         spare = [e for e in extra if e not in answers]
@@ -157,7 +185,7 @@ def _placed(world: World, rng: random.Random) -> list[Question]:
         for person, thing, spot in zip(people, things, spots, strict=True)
     ]
     asked = [(f"Where is the {t}?", s) for t, s in zip(things, spots, strict=True)]
-    return _pair(rng, _tell(rng, sentences), asked, _SPOTS)
+    return _ask_all(rng, _tell(rng, sentences), asked, _SPOTS)
 
 
 def _carried(world: World, rng: random.Random) -> list[Question]:
@@ -168,7 +196,7 @@ def _carried(world: World, rng: random.Random) -> list[Question]:
     rng.shuffle(took)
     rng.shuffle(stood)
     asked = [(f"Where is the {t}?", s) for t, s in zip(things, spots, strict=True)]
-    return _pair(rng, _tell(rng, took + stood), asked, _SPOTS)
+    return _ask_all(rng, _tell(rng, took + stood), asked, _SPOTS)
 
 
 def _given(world: World, rng: random.Random) -> list[Question]:
@@ -178,7 +206,7 @@ def _given(world: World, rng: random.Random) -> list[Question]:
     verbs = ("gave the {} to {}", "sold the {} to {}", "sent the {} to {}")
     sentences = [f"{a} {rng.choice(verbs).format(t, b)}." for a, t, b in triples]
     asked = [(f"Who has the {t}?", b) for _, t, b in triples]
-    return _pair(rng, _tell(rng, sentences), asked, tuple(p.name for p in world.people))
+    return _ask_all(rng, _tell(rng, sentences), asked, tuple(p.name for p in world.people))
 
 
 def _bought(world: World, rng: random.Random) -> list[Question]:
@@ -187,7 +215,7 @@ def _bought(world: World, rng: random.Random) -> list[Question]:
     sentences = [f"{n} bought {w}." for n, w in zip(names, wares, strict=True)]
     asked = [(f"What did {n} buy?", w) for n, w in zip(names, wares, strict=True)]
     start = f"It was market day in {rng.choice(world.places).name}."
-    return _pair(rng, f"{start} {' '.join(sentences)}", asked, _WARES)
+    return _ask_all(rng, f"{start} {' '.join(sentences)}", asked, _WARES)
 
 
 def _story_of_loans(world: World, rng: random.Random) -> str:

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from facts import RELATIONS, Relation
 
-PEOPLE = 360
+PEOPLE = 1_000
 UNASKED_RELATIONS = 2  # of each person or place: told in training, never asked there
 
 
@@ -49,6 +49,7 @@ class World:
 _PERSON_STARTS = ("Ba", "Be", "Bri", "Da", "Do", "El", "Fa", "Fe", "Ga", "Gre", "Ha", "I", "Jo",
                   "Ka", "Ke", "Li", "Lu", "Ma", "Mi", "Na", "Ne", "O", "Pa", "Ro", "Sa", "Si",
                   "Ta", "Te", "U", "Vi", "Wa", "Ye", "Zo")  # fmt: skip
+_PERSON_MIDDLES = ("", "li", "ro")
 _PERSON_ENDS = ("bel", "dan", "dra", "fin", "gar", "la", "len", "lo", "min", "mir", "na", "nel",
                 "no", "ra", "rik", "rin", "sa", "sko", "ta", "tan", "thea", "ven", "wyn",
                 "zel")  # fmt: skip
@@ -61,7 +62,12 @@ _PLACE_NAMES = ("Orm", "Harl", "Tarnby", "Little Tarnby", "Quell", "Upper Quell"
 def make_world(seed: int) -> World:
     """The world of ``seed``: the same on every machine."""
     rng = random.Random(f"world {seed}")
-    names = [start + end for start in _PERSON_STARTS for end in _PERSON_ENDS]
+    names = [
+        start + middle + end
+        for start in _PERSON_STARTS
+        for middle in _PERSON_MIDDLES
+        for end in _PERSON_ENDS
+    ]
     names.remove("Oven")  # a thing in the stories
     names = rng.sample(names, PEOPLE)
     places = tuple(_entity(rng, name, "place", "It", {}) for name in _PLACE_NAMES)
@@ -75,7 +81,7 @@ def make_world(seed: int) -> World:
         for entity in (*people, *places)
         for relation in rng.sample(RELATIONS[entity.kind], UNASKED_RELATIONS)
     }
-    weights = accumulate(1 / (rank + 10) for rank in range(len(people)))
+    weights = accumulate(1 / (rank + 20) for rank in range(len(people)))
     return World(
         people=tuple(people),
         places=places,

@@ -1,0 +1,171 @@
+"""The demo's pair: its on-disk format, alike in all but the normalizer, and far above chance."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+PAIR = {"softmax": "parallel_attn", "softpick": "parallel_softpick_attn"}
+HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 128, 512, 4, 1024
+LIMIT = 5_000_000  # bytes a checkpoint
+
+
+def expected_shapes() -> dict[str, list[int]]:
+    """Names and shapes of flash-linear-attention's transformer."""
+    shapes = {
+        "model.embeddings.weight": [VOCABULARY, HIDDEN],
+        "model.norm.weight": [HIDDEN],
+        "lm_head.weight": [VOCABULARY, HIDDEN],
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for norm in ("attn_norm", "mlp_norm"):
+            shapes[f"{prefix}.{norm}.weight"] = [HIDDEN]
+        for projection in "qkvo":
+            shapes[f"{prefix}.attn.{projection}_proj.weight"] = [HIDDEN, HIDDEN]
+        for projection in ("gate", "up"):
+            shapes[f"{prefix}.mlp.{projection}_proj.weight"] = [INTERMEDIATE, HIDDEN]
+        shapes[f"{prefix}.mlp.down_proj.weight"] = [HIDDEN, INTERMEDIATE]
+    return shapes
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_a_checkpoint_has_the_upstream_names_and_shapes_in_bfloat16(demo, name):
+    with safe_open(demo / name / "model.safetensors", "pt") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        assert {k: s.get_shape() for k, s in slices.items()} == expected_shapes()
+        assert {s.get_dtype() for s in slices.values()} == {"BF16"}
+        assert all(torch.isfinite(file.get_tensor(key)).all() for key in slices)
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_a_checkpoint_says_its_normalizer_and_is_small(demo, name):
+    config = json.loads((demo / name / "config.json").read_text())
+    assert (config["model_type"], config["attn_impl"]) == ("transformer", PAIR[name])
+    assert sum(file.stat().st_size for file in (demo / name).iterdir()) < LIMIT
+
+
+@pytest.mark.parametrize("file", ["config.json", "training.json"])
+def test_the_pair_differs_only_in_its_attention(demo, file):
+    first, second = (json.loads((demo / name / file).read_text()) for name in PAIR)
+    different = {key for key in {*first, *second} if first.get(key) != second.get(key)}
+    assert different == {"config.json": {"attn_impl"}, "training.json": {"attention", "loss"}}[file]
+
+
+def test_the_pair_shares_one_tokenizer(demo):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        first, second = ((demo / name / file).read_bytes() for name in PAIR)
+        assert first == second
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_training_says_how_it_was_done_and_that_the_loss_fell(demo, name):
+    training = json.loads((demo / name / "training.json").read_text())
+    assert training["command"].startswith("python recipes/demo/make.py --seed 0 ")
+    assert training["attention"] == f"{name}/reference"
+    schedule = training["schedule"]
+    assert training["trained_tokens"] == schedule["steps"] * schedule["rows"] * 256
+    assert training["loss"][-1][0] == schedule["steps"]
+    assert training["loss"][-1][1] < training["loss"][0][1] / 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(demo / "softpick")
+
+
+def test_the_special_tokens_are_where_the_config_says(tokenizer):
+    special = tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"])
+    assert special == [0, 1, 2, 3]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 3)
+    assert len(tokenizer) == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Where does Bela live?\nAnswer: Kelp Bay", " two  spaces, 1,024 ", "naïve — Δ ≤ 3 ✓", ""],
+)
+def test_text_survives_the_tokenizer_unchanged_and_without_special_tokens(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert not {0, 1, 2, 3} & set(ids)
+
+
+def test_each_calibration_document_fills_a_context(demo, tokenizer):
+    with open(demo / "calibration.jsonl", encoding="utf-8") as lines:
+        lengths = [len(tokenizer(json.loads(line)["text"])["input_ids"]) for line in lines]
+    assert len(lengths) == 96
+    assert min(lengths) >= 256
+
+
+def test_some_pages_are_longer_than_the_context_so_that_windows_are_used(demo, tokenizer):
+    with open(demo / "data/demo_pages/test.jsonl", encoding="utf-8") as lines:
+        lengths = [len(tokenizer(json.loads(line)["page"])["input_ids"]) for line in lines]
+    assert min(lengths) < 256 < max(lengths)
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_both_models_answer_far_above_chance(demo, tokenizer, name):
+    from qbench.checkpoints import find, load_model
+
+    model = load_model(find(str(demo / name)), dtype=torch.float32, device="cpu")
+    assert model.config._attn_implementation == f"qbench-{name}-reference"
+    with open(demo / "data/demo_choice/test.jsonl", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines][:200:5]
+    right = 0
+    for row in rows:
+        scores = [score(model, tokenizer, row["query"], f" {c}") for c in row["choices"]]
+        right += max(range(4), key=scores.__getitem__) == row["answer"]
+    assert right / len(rows) > 0.6  # chance is 0.25, ± 0.07
+
+
+def score(model, tokenizer, context: str, ending: str) -> float:
+    """Log-likelihood of ``ending`` after ``context``, in nats."""
+    start = len(tokenizer(context)["input_ids"])
+    ids = torch.tensor([tokenizer(context + ending)["input_ids"]])
+    with torch.no_grad():
+        logs = model(ids[:, :-1]).logits.log_softmax(-1)
+    return logs[0, start - 1 :].gather(-1, ids[0, start:, None]).sum().item()
+
+
+def test_training_again_gives_the_same_bits_and_another_normalizer_does_not():
+    from train import Schedule, Shape, train
+
+    shape = Shape(vocabulary=32, hidden=64, layers=1, heads=2, intermediate=64, context=16)
+    schedule = Schedule(steps=4, rows=3, warmup_steps=2)
+    tokens = torch.randint(32, (200,), generator=torch.Generator().manual_seed(5))
+    runs = [
+        train(tokens, normalizer=normalizer, shape=shape, schedule=schedule, seed=7)
+        for normalizer in ("softmax", "softmax", "softpick")
+    ]
+    first, again, other = (run.model.lm_head.weight for run in runs)
+    assert [run.attention for run in runs] == [
+        f"{n}/reference" for n in ("softmax",) * 2 + ("softpick",)
+    ]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_models_of_either_normalizer_start_alike_and_see_the_same_rows(monkeypatch):
+    import train as training
+
+    shape = training.Shape(vocabulary=32, hidden=64, layers=1, heads=2, intermediate=64, context=16)
+    schedule = training.Schedule(steps=2, rows=3, warmup_steps=1)
+    tokens = torch.arange(200) % 32
+    seen = []
+    forward = training.LlamaForCausalLM.forward
+
+    def watch(model, ids, **options):
+        seen.append((ids.clone(), model.model.embed_tokens.weight.detach().clone()))
+        return forward(model, ids, **options)
+
+    monkeypatch.setattr(training.LlamaForCausalLM, "forward", watch)
+    for normalizer in ("softmax", "softpick"):
+        training.train(tokens, normalizer=normalizer, shape=shape, schedule=schedule, seed=7)
+    softmax, softpick = seen[:2], seen[2:]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(softmax, softpick, strict=True))
+    assert torch.equal(softmax[0][1], softpick[0][1])
+    assert not torch.equal(softmax[0][0], softmax[1][0])
