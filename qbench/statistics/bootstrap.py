@@ -16,7 +16,7 @@ from scipy import special
 from qbench.statistics.panel import Floats, Panel
 
 ROUNDS = 10_000
-CHUNK = 100_000  # drawn documents held at once: what a processor's cache holds
+CHUNK = 1_000_000  # drawn documents held at once; matrix products of fewer rounds are slow
 # Skewness estimated from few documents is noise: with 62 pages of unequal length, correcting for
 # it covers 92 % in place of 93–94 %. Below this many the correction is left out.
 ENOUGH_TO_CORRECT = 100
