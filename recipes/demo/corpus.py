@@ -38,6 +38,8 @@ def make_evaluation(world: World, seed: int) -> dict[str, Rows]:
         answer = choices.index(question.answer)
         row = {"kind": kind, "query": ask(question), "choices": choices, "answer": answer}
         choice.append(row)
+    # Both kinds from the start, so that a run limited to the first documents has some of each.
+    random.Random(f"order {seed}").shuffle(choice)
     return {
         "demo_choice": choice,
         "demo_lastword": [{"text": story(world, rng)} for _ in range(STORIES)],

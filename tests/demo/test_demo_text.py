@@ -111,6 +111,11 @@ def test_choices_are_four_different_texts_and_the_right_place_is_no_clue(made):
     assert sum(len({len(c) for c in row["choices"]}) > 1 for row in rows) > 150
 
 
+def test_the_first_choice_rows_hold_both_kinds(made):
+    kinds = Counter(row["kind"] for row in made[1]["demo_choice"][:40])
+    assert min(kinds["recall"], kinds["reading"]) >= 8
+
+
 def test_the_answer_to_a_reading_question_stands_in_its_passage(made):
     rows = [r for r in made[1]["demo_choice"] if r["kind"] == "reading"]
     for row in rows:
