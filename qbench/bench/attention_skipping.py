@@ -30,7 +30,7 @@ def measure_skipping(repeat_ms: int, checkpoint: str | None, text: Path | None) 
         row: dict[str, Any] = {"scores": name, "shape": tuple(key.shape)}
         width = launch.block(key.shape[3])
         for step, queries, tile in (
-            ("prefill", query, tiles.forward_tile(width, key.dtype)),
+            ("prefill", query, tiles.forward_tile(width, key.dtype, "softpick")),
             ("decode", last, tiles.decode_tile(width, key.dtype)),
         ):
             for skip in (False, True):

@@ -11,6 +11,7 @@ from qbench.attention import kernels, reference
 from qbench.attention.interface import attend, attention_name
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_checks import CASES, LIMITS, errors, relative_error
+from qbench.errors import EvaluationError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,6 +155,17 @@ def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, 
             )  # fmt: skip
         logits[implementation] = torch.cat([out.logits[padding.bool()], step.logits[:, 0]])
     assert relative_error(logits["triton"], logits["reference"]) <= 1e-4
+
+
+def test_a_red_check_stops_the_bench(monkeypatch, tmp_path):
+    from qbench.bench import attention as bench
+    from qbench.bench import attention_checks
+
+    limits = dict.fromkeys(attention_checks.LIMITS, 1e-12)  # nothing is as exact as that
+    monkeypatch.setattr(attention_checks, "LIMITS", limits)
+    with pytest.raises(EvaluationError, match="wrong results, nothing timed"):
+        bench.bench_attention(tmp_path / "a.json", "cuda", True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_auto_is_triton_on_cuda():

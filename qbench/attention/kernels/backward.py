@@ -12,6 +12,7 @@ import triton.language as tl
 from qbench.attention.kernels.family import (
     load_rows,
     narrowed,
+    recomputed,
     rounded,
     score_gradient,
     sequence,
@@ -68,17 +69,17 @@ def key_sweep(
             g_source, batch, head, start, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, MASKED, TMA
         )
         dp = tl.dot(v, g.T, input_precision="ieee")
-        weight, ds = score_gradient(
-            scores, scale, level[None, :], dp, delta[None, :], NORMALIZER, PRECISE
-        )
+        e, weight = recomputed(scores, scale, level[None, :], NORMALIZER, PRECISE)
         if MASKED:
             seen = visible(
                 rows[None, :], keys[:, None], stop_q, stop_k, shift, window,
                 mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
             )  # fmt: skip
+            e = tl.where(seen, e, 0.0)
             weight = tl.where(seen, weight, 0.0)
-            ds = tl.where(seen, ds, 0.0)
+        # The tensor cores add to dv while the scores' gradients are computed.
         dv = tl.dot(rounded(weight, g.dtype, NORMALIZER, FUSED), g, dv, input_precision="ieee")
+        ds = score_gradient(e, scores, dp, delta[None, :], NORMALIZER)
         dk = tl.dot(narrowed(ds, q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -206,7 +207,8 @@ def query_sweep(
         )
         dp = tl.dot(g, v.T, input_precision="ieee")
         # The weights themselves are not needed here, so neither is their precise form.
-        _, ds = score_gradient(scores, scale, level[:, None], dp, delta[:, None], NORMALIZER, False)
+        e, _ = recomputed(scores, scale, level[:, None], NORMALIZER, False)
+        ds = score_gradient(e, scores, dp, delta[:, None], NORMALIZER)
         if MASKED:
             keys = start + tl.arange(0, N)
             seen = visible(

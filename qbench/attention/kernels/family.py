@@ -114,12 +114,8 @@ def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr)
 
 
 @triton.jit
-def score_gradient(
-    scores, scale, level, dp, delta, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr
-):
-    """Weights, for :func:`rounded`, and gradients of the scores (equation 7 for softpick, with
-    E = e^(x − m) / Σ): dS = E · (step(x) dP − sign(x) D), where dP = dO · v and D = dO · o. A
-    score of exactly 0, where the function has a kink, counts as negative."""
+def recomputed(scores, scale, level, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
+    """E = e^(x − m) / Σ of every score, and its weight, for :func:`rounded`."""
     y = scores * scale
     e = tl.math.exp2(y - level)
     if NORMALIZER == "softpick":
@@ -127,11 +123,22 @@ def score_gradient(
         weight = e - floor
         if PRECISE:
             weight = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), weight)
-        return weight, e * tl.where(scores > 0, dp - delta, delta)
+        return e, weight
     else:
         if NORMALIZER == "rectified":
             e = tl.where(scores >= 0, e, 0.0)
-        return e, e * (dp - delta)
+        return e, e
+
+
+@triton.jit
+def score_gradient(e, scores, dp, delta, NORMALIZER: tl.constexpr):
+    """Gradients of the scores, with dP = dO · v and D = dO · o. Softpick's is equation 7,
+    dS = E · (step(x) dP − sign(x) D); a score of exactly 0, where the function has a kink, counts
+    as negative."""
+    if NORMALIZER == "softpick":
+        return e * tl.where(scores > 0, dp - delta, delta)
+    else:
+        return e * (dp - delta)
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def forward(
                 EPSILON=EPSILON, R=rows, DV=v_width, DV_BLOCK=block(v_width),
             )  # fmt: skip
         return output, levels, imprecise
-    tile = tile or tiles.forward_tile(block(width), query.dtype)
+    tile = tile or tiles.forward_tile(block(width), query.dtype, normalizer)
     sources = (key, value)
     tma = tile.tma and all(map(_tma_layout, sources))
     if tma:

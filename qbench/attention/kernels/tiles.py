@@ -35,13 +35,14 @@ class Tile:
         }
 
 
-def forward_tile(width: int, dtype: torch.dtype) -> Tile:
+def forward_tile(width: int, dtype: torch.dtype, normalizer: str) -> Tile:
     """``width``: head dimension rounded up to a power of two."""
     if dtype == torch.float32:
         return _exact(width)
     free = dtype == torch.bfloat16
     if width <= 128:
-        return Tile(m=64, n=64, warps=4, stages=3, tma=True, free=free)
+        rows = 128 if normalizer == "softmax" and width <= 64 else 64
+        return Tile(m=rows, n=64, warps=4, stages=3, tma=True, free=free)
     return Tile(m=128, n=64, warps=8, stages=2, tma=True, free=free)
 
 
