@@ -11,6 +11,8 @@ from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import fast as fast_module
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.check import Check
+from qbench.evaluation.scoring.packing import pack
+from qbench.evaluation.scoring.requests import Request
 
 ATTENTIONS = ["sdpa", "softmax", "rectified"]
 
@@ -99,6 +101,24 @@ def test_choices_share_their_context():
     context = len(tokenizer().encode(text(1, 40)))
     assert exact.report()["tokens"] > 4 * context
     assert fast.report()["tokens"] < 2 * context
+
+
+@pytest.mark.parametrize("batch_tokens", [70, 200])
+def test_no_tree_is_larger_than_a_batch_that_could_be_split(batch_tokens):
+    """First rolling windows all have the prefix token for context; they are no one tree."""
+    windows = [Request([0, *range(5, 50 + i)], 1, i) for i in range(6)]
+    choices_ = [Request([*range(9), 20 + i, *range(30)], 9, i) for i in range(12)]
+    assert all(
+        len(trees[0].members) == 1 for trees in pack(windows, batch_tokens=60, max_length=64)
+    )
+    for requests in (windows, choices_):
+        packs = pack(requests, batch_tokens=batch_tokens, max_length=64)
+        assert all(sum(tree.tokens for tree in trees) <= batch_tokens for trees in packs)
+        members = [i for trees in packs for tree in trees for i, _ in tree.members]
+        assert sorted(members) == list(range(len(requests)))
+    (tree, *_), *_ = pack(choices_, batch_tokens=500, max_length=64)
+    assert len(tree.stem) == 9
+    assert len(tree.branches) == 12
 
 
 def test_the_model_has_its_own_attention_again_after_scoring():

@@ -173,7 +173,7 @@ class FastLM(ExactLM):
             0, self.model.config.vocab_size, (4096 // length, length + 1)
         )
         probe = [Request(ids_.tolist(), length, owner) for owner, ids_ in enumerate(ids)]
-        row = lay(grow(probe, self.max_length), probe)
+        row = lay(grow(probe, self.max_length, len(ids) * (length + 1)), probe)
         with self._aside():
             return batch_tokens(
                 lambda: self._forward_pack(row, attention),

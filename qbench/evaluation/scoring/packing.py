@@ -21,6 +21,8 @@ import numpy as np
 from qbench.evaluation.scoring.requests import Request, shuffled
 from qbench.evaluation.scoring.rows import Scored
 
+LEAST = 4  # tokens of a context that is shared
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
@@ -86,14 +88,31 @@ class Pack:
         return np.concatenate(parts)
 
 
-def grow(requests: Sequence[Request], max_length: int) -> list[Tree]:
-    """One tree for the requests of one context. A context that had to be cut is nobody else's."""
+def grow(requests: Sequence[Request], max_length: int, batch_tokens: int) -> list[Tree]:
+    """One tree for the requests of one context, several where they are more than a batch holds.
+
+    A context that had to be cut is nobody else's, and one of a few tokens is not worth sharing:
+    every document's first rolling window has the prefix token alone for its context.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):
         cut = len(request.tokens) - 1 > max_length
-        shared = request.tokens[:-1] if cut else request.tokens[: request.context]
+        own = cut or request.context < LEAST
+        shared = request.tokens[:-1] if own else request.tokens[: request.context]
         groups.setdefault(tuple(shared), []).append(i)
-    return [_tree(requests, members, max_length) for members in groups.values()]
+    trees = []
+    for context, members in groups.items():
+        part: list[int] = []
+        tokens = len(context)
+        for i in members:
+            more = len(requests[i].tokens) - len(context)
+            if part and tokens + more > batch_tokens:
+                trees.append(_tree(requests, part, max_length))
+                part, tokens = [], len(context)
+            part.append(i)
+            tokens += more
+        trees.append(_tree(requests, part, max_length))
+    return trees
 
 
 def _tree(requests: Sequence[Request], members: list[int], max_length: int) -> Tree:
@@ -129,7 +148,7 @@ def pack(
     The longest come first unless ``shuffle`` seeds another order; a tree that is larger than a
     batch stays alone.
     """
-    trees = grow(requests, max_length)
+    trees = grow(requests, max_length, batch_tokens)
     trees.sort(key=lambda tree: (-tree.tokens, tree.stem))
     trees = shuffled(trees, shuffle)
     packs: list[list[Tree]] = []
