@@ -128,11 +128,13 @@ def _prefill(shape: tuple[int, ...], repeat_ms: int) -> Iterator[dict[str, Any]]
     gradient = torch.randn_like(inputs[0])
     for name, function in _contenders(length).items():
         try:
-            output = function(*inputs)
+            plain = name.startswith("plain")  # its gradients' intermediates would not fit
+            with torch.set_grad_enabled(not plain):
+                output = function(*inputs)
             with torch.no_grad():
                 forward = milliseconds(lambda f=function: f(*inputs), repeat_ms)
             backward = None
-            if not name.startswith("plain"):
+            if not plain:
                 backward = milliseconds(
                     lambda o=output: torch.autograd.grad(o, inputs, gradient, retain_graph=True),
                     repeat_ms,
@@ -175,7 +177,8 @@ def _flex(length: int) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
-    compiled = torch.compile(flex_attention)
+    torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape
+    compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask)
 
 
