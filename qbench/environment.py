@@ -46,7 +46,7 @@ def _version(name: str) -> str:
 def environment(device: str, names: tuple[str, ...]) -> Environment:
     return Environment(
         python=platform.python_version(),
-        platform=platform.platform(),
+        platform=f"{platform.system()} {platform.machine()}",
         device=device,
         hardware=hardware(device),
         versions=versions((*names, "triton")),

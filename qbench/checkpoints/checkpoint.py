@@ -20,6 +20,7 @@ class Checkpoint:
     normalizer: str
     config: dict[str, Any]
     digest: str
+    files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
 
     @property
     def max_length(self) -> int | None:

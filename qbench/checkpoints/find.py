@@ -52,6 +52,7 @@ def find(
         normalizer=stated,
         config=config,
         digest=_digest(folder),
+        files=stamps(folder),
     )
 
 
@@ -168,11 +169,21 @@ def _normalizer(config: dict[str, Any], stated: str | None) -> str:
     return own
 
 
+def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of every file that the digest is of."""
+    found = ((name, (folder / name).stat()) for name in _names(folder))
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def _names(folder: Path) -> list[str]:
+    weights = sorted(path.name for path in folder.glob("*.safetensors"))
+    tokenizer = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return [*weights, "config.json", *tokenizer]
+
+
 def _digest(folder: Path) -> str:
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    names += ["config.json", *(name for name in TOKENIZER_FILES if (folder / name).is_file())]
     total = hashlib.sha256()
-    for name in names:
+    for name in _names(folder):
         with (folder / name).open("rb") as file:
             total.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return total.hexdigest()

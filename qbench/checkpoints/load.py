@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.checkpoint import Checkpoint
+from qbench.checkpoints.find import stamps
 from qbench.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -19,11 +20,16 @@ def load_model(
     """The model in ``dtype`` on ``device``, in evaluation mode, attending with the checkpoint's
     normalizer through ``attention`` (auto, reference or triton).
 
-    Raises CheckpointError where tensors are left over or missing, UnavailableError where the
-    attention cannot be had.
+    Raises CheckpointError where tensors are left over or missing or the files are no longer
+    those that were found, UnavailableError where the attention cannot be had.
     """
     from qbench.attention.interface import attend
 
+    if stamps(checkpoint.folder) != checkpoint.files:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.source}: its files changed after this run began; run again, "
+            "so that every cell is scored under the key of what it loads"
+        )
     if checkpoint.format == "flash-linear-attention":
         model = _load_flash_linear_attention(checkpoint, dtype)
     else:

@@ -51,3 +51,11 @@ def test_a_stock_checkpoint_with_a_missing_tensor_is_refused(stock):
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj"):
         load_model(find(str(stock)), dtype=torch.float32, device="cpu")
+
+
+def test_a_checkpoint_that_changes_under_a_run_is_refused(stock):
+    found = find(str(stock))
+    path = stock / "model.safetensors"
+    path.write_bytes(path.read_bytes())  # the same size, another time
+    with pytest.raises(CheckpointError, match="changed after this run began"):
+        load_model(found, dtype=torch.float32, device="cpu")
