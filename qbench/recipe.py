@@ -78,7 +78,8 @@ class Evaluation(Strict):
     limit: int | None = Field(None, ge=1)
     seed: int = 0
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
-    tolerance: float = Field(0.05, gt=0)  # nats, largest difference of fast from exact scoring
+    # nats a scored token, mean difference of fast from exact scoring on each task's sample
+    tolerance: float = Field(0.05, gt=0)
     attention: Literal["auto", "reference", "triton"] = "auto"
     damage: bool = True
 
