@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -266,3 +267,12 @@ def test_all_formats_are_written_into_the_results_folder(store):
     paths = write_tables(store, formats=("md", "tex", "csv", "html"))
     assert [path.name for path in paths] == [f"tables.{x}" for x in ("md", "tex", "csv", "html")]
     assert all(path.stat().st_size > 500 for path in paths)
+
+
+def test_the_rule_under_a_narrow_column_is_one_that_markdown_takes(tmp_path):
+    cells = [f"{c}/{q}" for c in ("softmax", "softpick") for q in PAPER]  # no Δ at all: "—"
+    text = render(plain(make_store(tmp_path, sizes=SMALL, failed=cells)))
+    rules = [line for line in text.splitlines() if line.startswith("| ---")]
+    assert rules
+    for rule in rules:
+        assert all(re.fullmatch(r"-+:?", part.strip()) for part in rule.strip("|").split("|"))

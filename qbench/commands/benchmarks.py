@@ -19,6 +19,7 @@ from qbench.commands.options import (
 )
 from qbench.commands.running import make_job, quiet_plan
 from qbench.commands.screen import show_written
+from qbench.errors import RecipeError
 from qbench.quiet import redirected, terminal
 
 app = typer.Typer(
@@ -31,11 +32,20 @@ Json = Annotated[Path | None, typer.Option(help="Also write JSON here, and the t
 def attention(
     out: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="A softpick checkpoint: measure skipping on its activations too."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Plain text to run --checkpoint over.")] = None,
 ) -> None:
     """The softpick kernels against float64, then against what else runs. Needs a GPU."""
     from qbench.bench.attention import bench_attention, table
 
-    typer.echo(table(bench_attention(out, "cuda", quick)))
+    if (checkpoint is None) != (text is None):
+        raise RecipeError("bench attention: --checkpoint and --text go together")
+    if text is not None and not text.is_file():
+        raise RecipeError(f"--text {text}: no such file")
+    typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text)))
 
 
 @app.command("evaluation")

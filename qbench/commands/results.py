@@ -51,8 +51,8 @@ def report(
     folder: Folder,
     out: Annotated[Path | None, typer.Option(help="Where to write it. Default: FOLDER.")] = None,
     figures: Annotated[
-        str, typer.Option(metavar="FORMATS", help="Formats of the figure files.")
-    ] = "svg,png,pdf",
+        str, typer.Option(metavar="FORMATS", help="Of the figure files: svg, png, pdf, by commas.")
+    ] = "svg",
     published: Published = None,
 ) -> None:
     """Write report.html, one file that opens without a network, and its figures."""

@@ -14,7 +14,8 @@ def markdown(tables: Sequence[Layout]) -> str:
 
 def _one(table: Layout) -> str:
     lines = [table.head, *table.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.head))]
+    # at least two wide: Markdown does not take a lone ":" as the rule under a column
+    widths = [max(2, *(len(line[column]) for line in lines)) for column in range(len(table.head))]
     rule = [
         "-" * width if column < WORDS else "-" * (width - 1) + ":"
         for column, width in enumerate(widths)
