@@ -3,12 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-gpu lint format install clean
+.PHONY: demo test gate test-gpu lint format install clean
 demo: install
-	$(BIN)/qbench run recipes/demo.yaml
+	$(BIN)/qbench run recipes/demo.yaml --workers 2
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# the gate that README describes, on the bundled pair
+gate: install
+	$(BIN)/qbench run recipes/gate.yaml --workers 2
+	$(BIN)/qbench check results/gate --baseline results/baselines/gate.parquet \
+	  --margin acc=5 --margin perplexity=5
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu

@@ -134,7 +134,7 @@ def processes(job: Job, slots: list[int], sink: Sink) -> Iterator[tuple[Executor
         max_workers=len(slots),
         mp_context=context,
         initializer=_settle_worker,
-        initargs=(job, messages, free),
+        initargs=(job, messages, free, max(1, (os.cpu_count() or 1) // len(slots))),
     )
     try:
         yield executor, _work
@@ -153,8 +153,10 @@ def _draw(messages: Any, sink: Sink) -> None:
 _WORKER: dict[str, Any] = {}
 
 
-def _settle_worker(job: Job, messages: Any, free: Any) -> None:
+def _settle_worker(job: Job, messages: Any, free: Any, threads: int) -> None:
     gpu = free.get()
+    # threads that wait for a core slow all of them down; read when torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if job.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(n) for n in range(gpu + 1)]
