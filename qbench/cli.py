@@ -96,6 +96,3 @@ def main() -> None:
         for line in str(error).splitlines():
             complain(line)
         sys.exit(2)
-    except KeyboardInterrupt:
-        complain("stopped; finished cells are kept, run the same command to go on")
-        sys.exit(130)

@@ -23,6 +23,7 @@ from qbench.record import Record
 
 if TYPE_CHECKING:
     from qbench.plan import Cell, Plan
+    from qbench.store import Store
 
 CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
 
@@ -92,10 +93,11 @@ def run_cells(
     plan: Plan, job: Job, sink: Sink, *, cells: Sequence[Cell], slots: list[int], force: bool
 ) -> list[Record]:
     """Run ``cells`` in this process, or in one process a slot; their records in order."""
-    from qbench.grid import run_grid, run_if_needed
+    from qbench.grid import put_grid, run_grid, run_if_needed
     from qbench.store import Store
 
     store = Store(job.out)
+    put_grid(plan, store, sink)
     if slots:
         # what others wait for first, then what takes longest
         order = sorted(
@@ -105,20 +107,51 @@ def run_cells(
                 not cell.quantizer.settings.needs_calibration,
             ),
         )
-        with processes(job, slots, sink) as (executor, work):
-            records = run_grid(
-                plan, store, sink, cells=order, executor=executor, work=work, force=force
-            )
-        named = {record.cell: record for record in records}
-        return [named[cell.name] for cell in cells]
+        done = _run_in_processes(plan, job, store, sink, order, slots, force)
+        return [done[cell.name] for cell in cells]
     named = {cell.name: cell for cell in cells}
 
     def here(name: str, force: bool, wait: bool) -> Record | None:
         return run_if_needed(named[name], plan, store, sink, force=force, wait=wait)
 
-    return run_grid(
+    done = run_grid(
         plan, store, sink, cells=cells, executor=SerialExecutor(), work=here, force=force
     )
+    return [done[cell.name] for cell in cells]
+
+
+def _run_in_processes(
+    plan: Plan,
+    job: Job,
+    store: Store,
+    sink: Sink,
+    cells: Sequence[Cell],
+    slots: list[int],
+    force: bool,
+) -> dict[str, Record]:
+    """The cells' records. Where a worker process dies, what is left goes on one cell at a time,
+    so that only the cell that kills its process fails."""
+    from qbench.grid import run_grid, summary
+    from qbench.run import failed
+
+    done: dict[str, Record] = {}
+    todo = list(cells)
+    while todo:
+        with processes(job, slots, sink) as (executor, work):
+            found = run_grid(
+                plan, store, sink, cells=todo, executor=executor, work=work, force=force
+            )
+        done |= {name: record for name, record in found.items() if record is not None}
+        todo = [cell for cell in todo if cell.name not in done]
+        if todo and len(slots) == 1:
+            record = failed(todo[0], plan, "its process was killed (out of memory?); see its log")
+            store.put(record, None, None)
+            sink.say(summary(record), "bold red")
+            done[todo.pop(0).name] = record
+        elif todo:
+            sink.say("a worker process died; going on one cell at a time", "bold red")
+        slots = slots[:1]
+    return done
 
 
 @contextmanager
@@ -138,6 +171,10 @@ def processes(job: Job, slots: list[int], sink: Sink) -> Iterator[tuple[Executor
     )
     try:
         yield executor, _work
+    except KeyboardInterrupt:
+        for worker in context.active_children():
+            worker.terminate()
+        raise
     finally:
         executor.shutdown(cancel_futures=True)
         messages.put(None)
@@ -161,7 +198,16 @@ def _settle_worker(job: Job, messages: Any, free: Any, threads: int) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(n) for n in range(gpu + 1)]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[gpu]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _WORKER.update(job=job, sink=Sender(messages))
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed must not go on holding a GPU's memory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @functools.cache

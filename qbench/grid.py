@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 
 from filelock import FileLock, Timeout
 
-from qbench.evaluation.watch import distributions_file
+from qbench.evaluation.watch import MISSING_BASE, distributions_file
 from qbench.plan import Cell, Plan
 from qbench.progress import Sink
 from qbench.record import Record
-from qbench.run import distributions_folder, failed, run
+from qbench.run import distributions_folder, run
 from qbench.store import Store
 
 Work = Callable[[str, bool, bool], Record | None]
@@ -26,31 +26,49 @@ def run_grid(
     executor: Executor,
     work: Work,
     force: bool = False,
-) -> list[Record]:
+) -> dict[str, Record | None]:
     """Run the cells that have no good record, through any ``concurrent.futures`` executor.
 
     ``work(name, force, wait)`` runs one cell where the executor puts it. Cells that another run
-    is at work on come last, when that run has finished them. Returns the records in order.
+    is at work on come last, when that run has finished them. Returns the records by cell; None
+    where the executor broke before the cell left one.
     """
-    store.put_grid(plan.grid)
-    done: dict[str, Record] = {}
+    done: dict[str, Record | None] = {}
     todo, wait = list(cells), False
     again = _without_distributions(cells, store)
     while todo:
         futures: dict[Future, Cell] = {}
         for cell in todo:
             forced = force or cell.name in again
-            futures[executor.submit(work, cell.name, forced, wait)] = cell
+            try:
+                futures[executor.submit(work, cell.name, forced, wait)] = cell
+            except BrokenExecutor:
+                done[cell.name] = None
         busy = []
         for future in as_completed(futures):
             cell = futures[future]
-            record = _result(future, cell, plan, store, sink)
+            try:
+                record = future.result()
+            except BrokenExecutor:
+                done[cell.name] = None
+                continue
             if record is None:
                 busy.append(cell)
-            else:
-                done[cell.name] = record
+                continue
+            assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
+            done[cell.name] = record
         todo, wait = [cell for cell in todo if cell in busy], True
-    return [done[cell.name] for cell in cells]
+    return done
+
+
+def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
+    """Say what the folder is of from now on; records under other keys stay where they are."""
+    if store.has_grid() and store.grid().cells != plan.grid.cells:
+        sink.say(
+            f"{store.directory} held results of other settings or versions; their records stay, "
+            "its tables now show this run's (say --out to keep both)"
+        )
+    store.put_grid(plan.grid)
 
 
 def _without_distributions(cells: Sequence[Cell], store: Store) -> set[str]:
@@ -60,7 +78,7 @@ def _without_distributions(cells: Sequence[Cell], store: Store) -> set[str]:
         cell.base.key
         for cell in cells
         if cell.base is not None
-        and ((record := store.get(cell.place)) is None or record.status != "ok")
+        and ((record := store.get(cell.place)) is None or not _complete(record))
     }
     folder = distributions_folder()
     return {
@@ -80,7 +98,8 @@ def run_if_needed(
             known = store.get(cell.place)
             sink.begin(cell.name)
             try:
-                if known is not None and known.status == "ok" and (wait or not force):
+                whole = known is not None and _complete(known, cell, store)
+                if whole and (wait or not force):
                     sink.say(f"{cell.name}: already there")
                     return known
                 record = run(cell, plan, store, sink)
@@ -91,6 +110,18 @@ def run_if_needed(
     except Timeout:
         sink.say(f"{cell.name}: another run is at work on it; later")
         return None
+
+
+def _complete(record: Record, cell: Cell | None = None, store: Store | None = None) -> bool:
+    """Whether a record is good, and has the damage that can be had by now."""
+    if record.status != "ok":
+        return False
+    if MISSING_BASE not in record.damage.get("unavailable", "") or cell is None or store is None:
+        return MISSING_BASE not in record.damage.get("unavailable", "")
+    assert cell.base is not None
+    base = store.get(cell.base)
+    present = distributions_file(distributions_folder(), cell.base.key).is_file()
+    return base is None or base.status != "ok" or not present
 
 
 def summary(record: Record) -> str:
@@ -105,17 +136,3 @@ def summary(record: Record) -> str:
             f"weight error {record.audit.weight_error:.3f}"
         )
     return f"{record.cell}: done ({cost}{proof})"
-
-
-def _result(future: Future, cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record | None:
-    try:
-        record = future.result()
-        assert record is None or record.key == cell.key, f"{cell.name}: the worker's plan differs"
-        return record
-    except AssertionError:
-        raise
-    except Exception as error:  # the worker itself died: run() turns every other error to a record
-        record = failed(cell, plan, f"the worker process died: {error}")
-        store.put(record, None, None)
-        sink.say(summary(record), "bold red")
-        return record

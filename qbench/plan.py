@@ -186,9 +186,14 @@ def _scoring(recipe: Recipe, checkpoint: Checkpoint, settings: Any, device: str)
             f"evaluation.max_length: {checkpoint.source} states no context length; say one"
         )
     mode = chosen.scoring
+    # LLM.int8 picks outlier columns over the whole batch, so its batches must be fixed.
+    int8 = settings.method == "bnb" and settings.bits == 8
+    if mode == "fast" and int8:
+        raise RecipeError(
+            f"evaluation.scoring: fast: {settings.name} scores depend on batch-mates, which fast "
+            "scoring regroups; say scoring: auto or exact"
+        )
     if mode == "auto":
-        # LLM.int8 picks outlier columns over the whole batch, so its batches must be fixed.
-        int8 = settings.method == "bnb" and settings.bits == 8
         mode = "fast" if device == "cuda" and not int8 else "exact"
     # the checkpoint's own context is a bound: beyond it its positions were never trained
     lengths = [length for length in (chosen.max_length, longest) if length is not None]
@@ -206,11 +211,15 @@ def _scoring(recipe: Recipe, checkpoint: Checkpoint, settings: Any, device: str)
 
 def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None) -> list[Task]:
     """Tasks with groups and tags opened into their members."""
-    return [
+    leaves = [
         task.model_copy(update={"name": leaf})
         for task in tasks
         for leaf in expand(task.name, definitions)
     ]
+    names = [leaf.name for leaf in leaves]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise RecipeError(f"tasks: {', '.join(twice)} is there twice, once in a group or tag")
+    return leaves
 
 
 def _local_calibration(recipe: Recipe) -> CalibrationSource | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +23,8 @@ from qbench.errors import DataError, QbenchError, RecipeError
 from qbench.quantizers import QUANTIZERS, Settings, parse
 from qbench.quantizers.settings import Unquantized
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=64)]
+LABEL = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")  # names folders
+Name = Annotated[str, Field(pattern=f"^{LABEL.pattern}$")]
 HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
 
 
@@ -64,7 +66,7 @@ class Task(Strict):
     """
 
     name: str
-    files: tuple[str, ...] | None = None
+    files: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     num_fewshot: int | None = Field(None, ge=0)
 
 
@@ -74,9 +76,9 @@ class Evaluation(Strict):
     softmax_dtype: Literal["float32", "model"] = "float32"
     add_bos: bool = False
     max_length: int | None = Field(None, ge=2)  # None: the checkpoint's own
-    batch_size: int | Literal["auto"] = "auto"
+    batch_size: Annotated[int, Field(ge=1, strict=True)] | Literal["auto"] = "auto"
     limit: int | None = Field(None, ge=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
     # nats a scored token, mean difference of fast from exact scoring on each task's sample
     tolerance: float = Field(0.05, gt=0)
@@ -132,12 +134,9 @@ class Recipe(Strict):
         if data is not None:
             raw["data"] = str(data.resolve())
         if calibration is not None:
-            raw["calibration"] = {
-                **(raw.get("calibration") or {}),
-                "path": str(calibration.resolve()),
-            }
+            _put(path, raw, "calibration", "path", str(calibration.resolve()))
         if limit is not None:
-            raw["evaluation"] = {**(raw.get("evaluation") or {}), "limit": limit}
+            _put(path, raw, "evaluation", "limit", limit)
         if dtype is not None:
             _override_dtype(raw, dtype)
         try:
@@ -172,7 +171,10 @@ class Recipe(Strict):
     @field_validator("folder", "data", "definitions", mode="after")
     @classmethod
     def _expand_user(cls, value: Path | None) -> Path | None:
-        return value.expanduser() if value else value
+        try:
+            return value.expanduser() if value else value
+        except RuntimeError as error:  # ~nobody
+            raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
@@ -212,10 +214,14 @@ class Recipe(Strict):
 
 
 def _quantizer(place: int, entry: Any, compute_dtype: str) -> Quantizer:
-    options = {"name": entry} if isinstance(entry, str) else dict(entry or {})
+    if not isinstance(entry, str | dict):
+        raise ValueError(f"[{place}]: a quantizer is a name, or {{name: …}}, not {entry!r}")
+    options = {"name": entry} if isinstance(entry, str) else dict(entry)
     name, label = options.pop("name", None), options.pop("label", None)
     if not isinstance(name, str):
         raise ValueError(f"[{place}]: a quantizer is a name, or {{name: …, option: value}}")
+    if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
+        raise ValueError(f"[{place}]: label {label!r}: letters, digits and . _ + - only")
     if name in QUANTIZERS and QUANTIZERS.get(name).kind is not Unquantized:
         options.setdefault("compute_dtype", compute_dtype)
     try:
@@ -228,7 +234,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe")
     try:
-        raw = yaml.load(path.read_text(), _UniqueKeys)
+        raw = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text ({error})") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
@@ -246,7 +254,9 @@ def _override_checkpoints(path: Path, raw: dict[str, Any], overrides: dict[str, 
         if name not in declared:
             known = ", ".join(declared) or "none"
             raise RecipeError(f"--checkpoint {name}={source}: {path} has no {name}; it has {known}")
-        declared[name] = {"path": source}
+        stated = declared[name] if isinstance(declared[name], dict) else {}
+        kept = {k: v for k, v in stated.items() if k not in ("path", "revision")}
+        declared[name] = {**kept, "path": source}
     empty = [name for name, source in declared.items() if source is None]
     if empty:
         raise RecipeError(
@@ -271,6 +281,13 @@ def _override_dtype(raw: dict[str, Any], dtype: str) -> None:
         if entry not in changed:
             changed.append(entry)
     raw["quantizers"] = changed
+
+
+def _put(path: Path, raw: dict[str, Any], part: str, key: str, value: Any) -> None:
+    stated = raw.get(part) or {}
+    if not isinstance(stated, dict):
+        raise RecipeError(f"{path}: {part}: must be a mapping (it is {stated!r})")
+    raw[part] = {**stated, key: value}
 
 
 def _is_folder(source: str) -> bool:
@@ -310,7 +327,13 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, str | int | float | bool | None):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a word", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{key!r} stands there twice", key_node.start_mark

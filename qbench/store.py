@@ -41,6 +41,9 @@ class Store:
             )
         return _read(path, Grid)
 
+    def has_grid(self) -> bool:
+        return (self.directory / "grid.json").is_file()
+
     def put_grid(self, grid: Grid) -> None:
         with self._lock():
             write_atomically(self.directory / "grid.json", grid.model_dump_json(indent=1).encode())

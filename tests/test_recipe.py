@@ -68,6 +68,15 @@ def test_the_compute_dtype_of_the_recipe_reaches_quantized_cells_that_state_none
         ({"data": "nowhere"}, ["data", "no such folder", "nowhere"]),
         ({"calibration": {"path": "nowhere.jsonl"}}, ["calibration.path", "nowhere.jsonl"]),
         ({"name": "a/b"}, ["name", "a/b"]),
+        ({"quantizers": [4]}, ["quantizers[0]", "not 4"]),
+        ({"quantizers": [[1, 2]]}, ["quantizers[0]", "[1, 2]"]),
+        ({"quantizers": [{"name": "fp32", "label": 4}]}, ["quantizers[0]", "label 4"]),
+        ({"quantizers": [{"name": "fp32", "label": "../x"}]}, ["quantizers[0]", "'../x'"]),
+        ({"evaluation": {"seed": -1}}, ["evaluation.seed", "-1"]),
+        ({"evaluation": {"batch_size": 0}}, ["evaluation.batch_size", "0"]),
+        ({"evaluation": {"batch_size": True}}, ["evaluation.batch_size"]),
+        ({"tasks": [{"name": "sciq", "files": []}]}, ["tasks", "files"]),
+        ({"data": "~no-such-user/x"}, ["data"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes, words):
@@ -120,3 +129,42 @@ def test_another_dtype_replaces_the_unquantized_cell_and_what_quantized_ones_com
     recipe = Recipe.load(write(tmp_path, quantizers=quantizers), dtype="float32")
     assert [q.label for q in recipe.quantizers] == ["fp32", "rtn-4bit"]
     assert {q.settings.compute_dtype for q in recipe.quantizers} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "part"),
+    [
+        ({"evaluation": "foo"}, {"limit": 3}, "evaluation"),
+        ({"calibration": "x.jsonl"}, {"calibration": Path("y.jsonl")}, "calibration"),
+    ],
+)
+def test_an_option_on_top_of_a_malformed_part_is_refused_with_the_part(
+    tmp_path, changes, overrides, part
+):
+    with pytest.raises(RecipeError, match=f"{part}: must be a mapping"):
+        Recipe.load(write(tmp_path, **changes), **overrides)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"name: \xff\xfe", "not UTF-8"), (b"[a, b]: 1", "a key must be a word")]
+)
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path, content, words):
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match=words):
+        Recipe.load(path)
+
+
+def test_yaml_merge_keys_work(tmp_path):
+    path = tmp_path / "merged.yaml"
+    text = yaml.safe_dump({k: v for k, v in GOOD.items() if k != "quantizers"})
+    path.write_text(
+        text + "quantizers:\n- &a {name: rtn-4bit, group_size: 64}\n- {<<: *a, name: rtn-3bit}\n"
+    )
+    assert [q.settings.group_size for q in Recipe.load(path).quantizers] == [64, 64]
+
+
+def test_another_checkpoint_must_still_have_the_normalizer_that_the_recipe_states(tmp_path):
+    recipe = Recipe.load(write(tmp_path), checkpoints={"softpick": "e/f"})
+    assert recipe.checkpoints["softpick"].path == "e/f"
+    assert recipe.checkpoints["softpick"].normalizer == "softpick"

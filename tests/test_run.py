@@ -1,16 +1,25 @@
 """A recipe end to end on the bundled pair: records, resumption, failures, exit codes."""
 
+import contextlib
+import io
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 
+from qbench import executors
 from qbench.cli import app
+from qbench.commands.running import make_job
 from qbench.errors import RecipeError
+from qbench.grid import run_if_needed
+from qbench.progress import Display
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -199,3 +208,55 @@ def test_the_record_says_exactly_what_its_key_is_the_hash_of(tmp_path):
     qbench("run", path, "--out", out, "--device", "cpu", "--only", "softpick/rtn-4bit")
     (record,) = Store(out).records()
     assert content_key(json.loads(json.dumps(record.key_parts))) == record.key
+
+
+def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
+    path, out = recipe(tmp_path), tmp_path / "out"
+    options = ("run", path, "--out", out, "--device", "cpu", "--only")
+    qbench(*options, "softpick/rtn-*")
+    (alone,) = Store(out).records()
+    assert "run it, then this again" in alone.damage["unavailable"]
+    qbench(*options, "softpick/*")
+    records = {record.cell: record for record in Store(out).records()}
+    assert set(records["softpick/rtn-4bit"].damage) == {
+        "demo_choice", "demo_lastword", "demo_pages",
+    }  # fmt: skip
+
+
+def _die_on_rtn(name, force, wait):
+    if name.startswith("softmax/rtn"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return GRID["work"](name, force, wait)
+
+
+GRID = {}
+
+
+def test_a_worker_that_is_killed_fails_its_own_cell_only(tmp_path, monkeypatch):
+    """The others' good records stay and the cells that waited are run."""
+    path, out = recipe(tmp_path), tmp_path / "out"
+    qbench("run", path, "--out", out, "--device", "cpu", "--only", "softpick/fp32")
+    job = make_job(path, [], None, None, None, None, out, "cpu")
+    planned, store = job.plan(), Store(out)
+    named = {cell.name: cell for cell in planned.cells}
+    sink = Display(io.StringIO(), 4)
+    GRID["work"] = lambda name, force, wait: run_if_needed(
+        named[name], planned, store, Display(io.StringIO(), 4), force=force, wait=wait
+    )
+
+    @contextlib.contextmanager
+    def pool(job, slots, sink):
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(len(slots), mp_context=context) as executor:
+            yield executor, _die_on_rtn
+
+    monkeypatch.setattr(executors, "processes", pool)
+    records = executors.run_cells(
+        planned, job, sink, cells=planned.cells, slots=[0, 0], force=False
+    )
+    status = {record.cell: record.status for record in records}
+    assert status == {
+        "softmax/fp32": "ok", "softmax/rtn-4bit": "failed",
+        "softpick/fp32": "ok", "softpick/rtn-4bit": "ok",
+    }  # fmt: skip
+    assert "killed" in {r.cell: r.error for r in records}["softmax/rtn-4bit"]

@@ -18,7 +18,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "vocab.json", "merges.txt",
+    "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 
 
@@ -45,6 +45,10 @@ def find(
             compare_shapes(found, fla.expected_shapes(settings))
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {source}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {source}: config.json lacks or garbles {error}"
+        ) from error
     return Checkpoint(
         source=source,
         folder=folder,
@@ -108,10 +112,10 @@ def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt"]
+    wanted = ["*.safetensors", "*.json", *TOKENIZER_FILES]
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"checkpoint {hub_id}: no such folder, and the hub did not give it ({reason}); "
@@ -127,7 +131,9 @@ def _config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise CheckpointError(f"config.json is not JSON ({error})") from None
-    if "quantization_config" in config:
+    if not isinstance(config, dict):
+        raise CheckpointError("config.json is not a JSON object")
+    if config.get("quantization_config"):
         raise CheckpointError(
             "it is quantized already (quantization_config); name the unquantized checkpoint"
         )

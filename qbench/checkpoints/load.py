@@ -68,6 +68,7 @@ def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> 
 
 
 def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
@@ -77,8 +78,9 @@ def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrained
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named below, not loaded
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"checkpoint {checkpoint.source}: {reason}") from error
     problems = [

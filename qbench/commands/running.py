@@ -69,9 +69,13 @@ def run(
     planned = quiet_plan(job)
     cells = planned.select(only)
     slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
-    with terminal() as screen, Display(screen, len(cells)) as display:
-        _announce(planned, cells, display)
-        records = run_cells(planned, job, display, cells=cells, slots=slots, force=force)
+    try:
+        with terminal() as screen, Display(screen, len(cells)) as display:
+            _announce(planned, cells, display)
+            records = run_cells(planned, job, display, cells=cells, slots=slots, force=force)
+    except KeyboardInterrupt:
+        complain("stopped; finished cells are kept, run the same command to go on")
+        raise typer.Exit(130) from None
     show_tables(job.out)
     broken = [record for record in records if record.status == "failed"]
     for record in broken:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
     from lm_eval.api.task import ConfigurableTask
 
+TASK_KEY = r"[\"']?task[\"']?\s*:\s*"
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
@@ -43,6 +44,7 @@ def load_task(settings: TaskSettings, *, data: Path | None, definitions: Path | 
     Raises RecipeError for an unknown task, DataError where its data cannot be had.
     """
     path = definition_file(settings.name, definitions)
+    own = path.parent if definitions is not None and path.is_relative_to(definitions) else None
     config = _configuration(path)
     overrides: dict[str, Any] = {"task": settings.name}
     label = settings.name
@@ -68,7 +70,7 @@ def load_task(settings: TaskSettings, *, data: Path | None, definitions: Path | 
             f"{evaluation_split(config)}.jsonl and say --data DIR"
         )
         raise DataError(f"{settings.name}: {type(error).__name__}: {reason}; {remedy}") from error
-    return LoadedTask(name=settings.name, label=label, task=task, digest=_digest(task))
+    return LoadedTask(name=settings.name, label=label, task=task, digest=_digest(task, own))
 
 
 def expand(name: str, definitions: Path | None) -> list[str]:
@@ -101,7 +103,7 @@ def definition_file(name: str, definitions: Path | None) -> Path:
     for place in (definitions, _lm_eval_tasks()):
         if place is None:
             continue
-        line = re.compile(rf"^task\s*:\s*[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
+        line = re.compile(rf"^{TASK_KEY}[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
         for path in _definition_files(place):
             if line.search(_text(path)):
                 return path
@@ -110,7 +112,7 @@ def definition_file(name: str, definitions: Path | None) -> Path:
 
 def task_names(definitions: Path | None = None) -> list[str]:
     """Names of all leaf tasks that lm-eval and ``definitions`` define, sorted."""
-    line = re.compile(r"^task\s*:\s*[\"']?([^\s\"'#\[]+)", re.MULTILINE)
+    line = re.compile(rf"^{TASK_KEY}[\"']?([^\s\"'#\[]+)", re.MULTILINE)
     places = [_lm_eval_tasks()] + ([definitions] if definitions else [])
     found = {m for place in places for path in _definition_files(place)
              for m in line.findall(_text(path))}  # fmt: skip
@@ -136,7 +138,8 @@ def _offline(
     split = evaluation_split(config)
     if split is None or "class" in config:
         raise DataError(
-            f"{settings.name}: it makes its data by code of its own; run it without data"
+            f"{settings.name}: it is defined in Python and loads its data itself; "
+            "run it without a data folder"
         )
     folder = data / settings.name
     present = sorted(path.stem for path in folder.glob("*.jsonl"))
@@ -184,7 +187,7 @@ def _missing(
 ) -> str:
     has = f"it has {', '.join(f'{stem}.jsonl' for stem in present)}" if present else "nothing there"
     remedy = "put the split there, one JSON object a line, with the field names of the hub's"
-    if present:
+    if present and not why:
         remedy += f"; or let the recipe say tasks: [{{name: {name}, files: [{present[0]}]}}]"
     files = " or ".join(f"{stem}.jsonl" for stem in wanted)
     return f"{name}: {why}no {files} in {folder} ({has}); {remedy}"
@@ -228,26 +231,43 @@ def _members(name: str, manager: Any) -> list[str]:
     if entry.tags and entry.yaml_path is None:
         return sorted(entry.tags)
     members: list[str] = []
-    for child in (entry.cfg or {}).get("task", []):
+    children = (entry.cfg or {}).get("task", [])
+    for child in [children] if isinstance(children, str) else children:
+        if isinstance(child, dict) and child.keys() - {"task", "group"}:
+            settings = ", ".join(sorted(child.keys() - {"task", "group"}))
+            raise RecipeError(
+                f"{name}: it changes {settings} of {child.get('task', child.get('group'))}; "
+                "name its tasks one by one, with what you want of each"
+            )
         child_name = child if isinstance(child, str) else child.get("task", child.get("group"))
         if not isinstance(child_name, str) or child_name not in manager.task_index:
             raise RecipeError(f"{name}: name its tasks one by one, its group is defined inline")
         known = manager.task_index[child_name]
-        is_leaf = known.yaml_path is not None and "group" not in (known.cfg or {})
+        stated = known.cfg or {}
+        is_leaf = known.yaml_path is not None and (
+            "group" not in stated or isinstance(stated.get("task"), str)
+        )
         members += [child_name] if is_leaf else _members(child_name, manager)
     return members
 
 
-def _digest(task: ConfigurableTask) -> str:
-    """SHA-256 over the definition (functions by their source) and every evaluated document."""
+def _digest(task: ConfigurableTask, code_folder: Path | None) -> str:
+    """SHA-256 over the definition (functions by their source), every evaluated document and,
+    where examples are shown, every document that they are drawn from. ``code_folder`` holds a
+    definition of the user's; lm-eval's own code is covered by its version."""
     config = {
         key: value
         for key, value in task.dump_config().items()
         if key not in ("custom_dataset", "dataset_kwargs", "metadata")
     }
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=_written).encode())
-    for document in task.eval_docs:
+    documents = list(task.eval_docs)
+    if task.config.num_fewshot:
+        documents += list(task.sampler.df)
+    for document in documents:
         total.update(json.dumps(document, sort_keys=True, default=_written).encode())
+    for code in sorted(code_folder.glob("*.py")) if code_folder else ():
+        total.update(code.read_bytes())  # what the definition's own functions may call
     return total.hexdigest()
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from qbench.evaluation.scoring.distributions import Meter, Recorder
 
 
+MISSING_BASE = "has no stored log-probabilities"
+
+
 def distributions_file(folder: Path, key: str) -> Path:
     """Where the next-token distributions of the unquantized cell ``key`` are kept."""
     return folder / f"{key[:KEY_DIGITS]}.safetensors"
@@ -93,9 +96,7 @@ def watcher(
         record = store.get(cell.base)
     path = distributions_file(folder, cell.base.key)
     if record is None or record.status != "ok" or not path.is_file():
-        return Unwatched(
-            reason=f"{cell.base.cell} has no stored log-probabilities; run it, then this again"
-        )
+        return Unwatched(reason=f"{cell.base.cell} {MISSING_BASE}; run it, then this again")
     return Measuring(
         observer=Meter(Base.load(path, cell.base.key)),
         base=record,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import random
@@ -79,14 +80,16 @@ def _read_texts(path: Path) -> list[str]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, TypeError, KeyError):
-            text = None
-        if not isinstance(text, str):
-            raise DataError(f"{path}: line {number}: not a JSON object with a text field")
-        texts.append(text)
+    packed = path.suffix == ".gz"
+    with gzip.open(path, "rb") if packed else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, TypeError, KeyError):
+                text = None
+            if not isinstance(text, str):
+                raise DataError(f"{path}: line {number}: not a JSON object with a text field")
+            texts.append(text)
     return texts

@@ -106,6 +106,13 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, words):
         find(str(write(tmp_path / "c", tensors=tensors)))
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "num_heads", "vocab_size", "num_hidden_layers"])
+def test_a_configuration_without_a_size_is_refused_with_its_name(tmp_path, key):
+    config = {k: v for k, v in CONFIG.items() if k != key}
+    with pytest.raises(CheckpointError, match=key):
+        find(str(write(tmp_path / "c", config)))
+
+
 def test_many_problems_are_counted_not_listed():
     with pytest.raises(CheckpointError, match="and 14 more"):
         compare_shapes({}, {f"t{n}": [1] for n in range(20)})

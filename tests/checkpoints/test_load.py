@@ -59,3 +59,14 @@ def test_a_checkpoint_that_changes_under_a_run_is_refused(stock):
     path.write_bytes(path.read_bytes())  # the same size, another time
     with pytest.raises(CheckpointError, match="changed after this run began"):
         load_model(found, dtype=torch.float32, device="cpu")
+
+
+def test_a_stock_checkpoint_with_a_misshapen_tensor_is_refused_with_its_name(stock):
+    from safetensors.torch import load_file, save_file
+
+    path = stock / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 64)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"misshapen: .*model\.layers\.1\.mlp\.up_proj"):
+        load_model(find(str(stock)), dtype=torch.float32, device="cpu")

@@ -120,6 +120,21 @@ def test_a_leaf_task_stands_for_itself():
     assert expand("arc_easy", None) == ["arc_easy"]
 
 
+@pytest.mark.parametrize("name", ["mmlu_abstract_algebra", "arc_easy", "wikitext"])
+def test_definitions_are_found_however_they_quote_their_name(name):
+    assert definition_file(name, None).is_file()
+
+
+def test_the_digest_is_also_of_the_documents_that_examples_are_drawn_from(tmp_path):
+    write(tmp_path, "boolq", "validation", BOOLQ)
+    digests = []
+    for examples in (BOOLQ * 3, BOOLQ[:1] * 6):
+        write(tmp_path, "boolq", "train", examples)
+        settings = Task(name="boolq", num_fewshot=1)
+        digests.append(load_task(settings, data=tmp_path, definitions=None).digest)
+    assert digests[0] != digests[1]
+
+
 def test_an_unknown_task_is_a_recipe_error():
     with pytest.raises(RecipeError, match="no_such_task_at_all"):
         definition_file("no_such_task_at_all", None)

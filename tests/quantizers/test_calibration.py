@@ -1,5 +1,6 @@
 """Calibration text: which tokens, and what is refused."""
 
+import gzip
 import json
 
 import pytest
@@ -84,3 +85,17 @@ def test_a_malformed_line_is_named(tmp_path, tokenizer, line):
 def test_a_missing_file_is_named(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
         read_calibration(tmp_path / "absent.jsonl", tokenizer, 1, 4, 0)
+
+
+def test_a_gzipped_file_gives_the_windows_of_the_plain_one(tmp_path, tokenizer):
+    plain = write(tmp_path / "c.jsonl", [10, 10, 10])
+    packed = tmp_path / "c.json.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    found = [read_calibration(path, tokenizer, 3, 6, 0).digest for path in (plain, packed)]
+    assert found[0] == found[1]
+
+
+def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path, tokenizer):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "w1 w2\u2028w3 w4"}\n', encoding="utf-8")
+    assert read_calibration(path, tokenizer, 1, 4, 0).ids.tolist() == [[1, 2, 3, 4]]
