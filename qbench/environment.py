@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import subprocess
 import sys
@@ -70,10 +71,11 @@ def hardware(device: str) -> str:
 
 @functools.cache
 def git_revision() -> str | None:
-    """Commit of the qbench that runs, ``+`` where its tree was changed; None outside git."""
+    """Commit of the qbench that runs, ``+`` where its tree was changed. Outside git, as in a
+    container, the environment variable QBENCH_REVISION, or None."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("QBENCH_REVISION")
     try:
         revision = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "qbench")

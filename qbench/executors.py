@@ -50,6 +50,7 @@ class Job:
     calibration: Path | None
     limit: int | None
     dtype: str | None
+    scoring: str | None
     out: Path
     device: str
 
@@ -64,6 +65,7 @@ class Job:
             calibration=self.calibration,
             limit=self.limit,
             dtype=self.dtype,
+            scoring=self.scoring,
         )
         return plan(recipe, device=self.device)
 

@@ -118,12 +118,13 @@ class Recipe(Strict):
         calibration: Path | None = None,
         limit: int | None = None,
         dtype: str | None = None,
+        scoring: str | None = None,
     ) -> Recipe:
         """Read and check a recipe; the keyword arguments override what it says.
 
         ``checkpoints`` maps names to folders or hub ids, relative to the working folder;
-        ``dtype`` (bfloat16 or float32) is computed in by all cells, unquantized ones too.
-        Raises RecipeError, one line a problem.
+        ``dtype`` (bfloat16 or float32) is computed in by all cells, unquantized ones too;
+        ``scoring`` is auto, exact, fast or lm-eval. Raises RecipeError, one line a problem.
         """
         raw = _read(path)
         overrides = {
@@ -137,6 +138,8 @@ class Recipe(Strict):
             _put(path, raw, "calibration", "path", str(calibration.resolve()))
         if limit is not None:
             _put(path, raw, "evaluation", "limit", limit)
+        if scoring is not None:
+            _put(path, raw, "evaluation", "scoring", scoring)
         if dtype is not None:
             _override_dtype(raw, dtype)
         try:

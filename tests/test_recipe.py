@@ -168,3 +168,8 @@ def test_another_checkpoint_must_still_have_the_normalizer_that_the_recipe_state
     recipe = Recipe.load(write(tmp_path), checkpoints={"softpick": "e/f"})
     assert recipe.checkpoints["softpick"].path == "e/f"
     assert recipe.checkpoints["softpick"].normalizer == "softpick"
+
+
+def test_a_scoring_mode_on_the_command_line_replaces_the_recipes(tmp_path):
+    recipe = Recipe.load(write(tmp_path, evaluation={"scoring": "fast"}), scoring="exact")
+    assert recipe.evaluation.scoring == "exact"

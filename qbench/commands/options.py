@@ -15,6 +15,13 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class ScoringMode(StrEnum):
+    auto = "auto"
+    exact = "exact"
+    fast = "fast"
+    lm_eval = "lm-eval"
+
+
 class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -53,6 +60,13 @@ DtypeOption = Annotated[
     typer.Option(
         help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are "
         "ten times slower in bfloat16.",
+    ),
+]
+ScoringOption = Annotated[
+    ScoringMode | None,
+    typer.Option(
+        help="Score in this mode instead of the recipe's: exact gives HFLM's scores, fast packs "
+        "requests, lm-eval is HFLM itself; auto is fast on a GPU, exact on a CPU.",
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]

@@ -19,6 +19,7 @@ from qbench.commands.options import (
     Only,
     Out,
     RecipeFile,
+    ScoringOption,
 )
 from qbench.commands.results import show_tables
 from qbench.commands.screen import complain, show_written
@@ -40,6 +41,7 @@ def run(
     calibration: Calibration = None,
     limit: Limit = None,
     dtype: DtypeOption = None,
+    scoring: ScoringOption = None,
     only: Only = None,
     out: Out = None,
     device: DeviceOption = Device.auto,
@@ -65,7 +67,7 @@ def run(
     """
     from qbench.progress import Display
 
-    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device)
+    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device, scoring)
     planned = quiet_plan(job)
     cells = planned.select(only)
     slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
@@ -91,6 +93,7 @@ def plan(
     calibration: Calibration = None,
     limit: Limit = None,
     dtype: DtypeOption = None,
+    scoring: ScoringOption = None,
     only: Only = None,
     out: Out = None,
     device: DeviceOption = Device.auto,
@@ -98,7 +101,7 @@ def plan(
     """Show what `qbench run` would do, and what is there already. Runs nothing."""
     from qbench.store import Store
 
-    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device)
+    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device, scoring)
     planned, store = quiet_plan(job), Store(job.out)
     for task in planned.tasks:
         scored = min(task.documents, planned.recipe.evaluation.limit or task.documents)
@@ -175,6 +178,7 @@ def make_job(
     dtype: str | None,
     out: Path | None,
     device: str,
+    scoring: str | None = None,
 ) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
     from qbench.environment import choose_device
@@ -188,6 +192,7 @@ def make_job(
         calibration=calibration,
         limit=limit,
         dtype=dtype,
+        scoring=scoring,
     )
     return Job(
         recipe=recipe,
@@ -196,6 +201,7 @@ def make_job(
         calibration=calibration,
         limit=limit,
         dtype=dtype,
+        scoring=scoring,
         out=out or Path("results") / loaded.name,
         device=choose_device(device),
     )

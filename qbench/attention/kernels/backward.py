@@ -1,7 +1,8 @@
-"""Backward pass: one kernel for the keys' and values' gradients, one for the queries'.
+"""Backward pass: one kernel for the queries' gradients, then one for the keys' and values'.
 
-Both recompute the weights from the rows' levels. Each program alone writes what it computes, in
-a fixed order of additions, so gradients are the same bits in every run.
+Both recompute the weights from the rows' levels; the first also writes D = dO · o of each row,
+which the second needs. Each program alone writes what it computes, in a fixed order of additions,
+so gradients are the same bits in every run.
 """
 
 from __future__ import annotations
@@ -19,27 +20,6 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
-
-
-@triton.jit(do_not_specialize=["rows_total", "queries"])
-def delta_kernel(
-    output, gradient, delta, rows_total, queries, heads,
-    o_b, o_h, o_t, g_b, g_h, g_t,
-    M: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """D = dO · o of each row, [B, H, Tq]."""
-    row = wide(tl.program_id(0)) * M + tl.arange(0, M)
-    columns = tl.arange(0, DV_BLOCK)
-    batch = row // (heads * queries)
-    head = row // queries % heads
-    place = row % queries
-    inside = (row[:, None] < rows_total) & (columns[None, :] < DV)
-    at = batch * o_b + head * o_h + place * o_t
-    out = tl.load(output + at[:, None] + columns[None, :], mask=inside, other=0.0)
-    at = batch * g_b + head * g_h + place * g_t
-    grad = tl.load(gradient + at[:, None] + columns[None, :], mask=inside, other=0.0)
-    products = out.to(tl.float32) * grad.to(tl.float32)
-    tl.store(delta + row, tl.sum(products, 1), mask=row < rows_total)
 
 
 @triton.jit
@@ -222,15 +202,15 @@ def query_sweep(
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
 def query_kernel(
-    q_source, k_source, v_source, g_source, levels, deltas, dq_out, mask, spans,
+    q_source, k_source, v_source, g_source, output, levels, deltas, dq_out, mask, spans,
     heads, group, queries, keys, window, scale, score_scale,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
-    mask_b, mask_h, mask_t, mask_k,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, o_b, o_h, o_t,
+    dq_b, dq_h, dq_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
     SPANS: tl.constexpr, TMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of M queries."""
+    """Gradients of a block of M queries, and their D."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     batch, start_q, stop_q, start_k, stop_k, shift = sequence(
@@ -243,9 +223,11 @@ def query_kernel(
     rows = first + tl.arange(0, M)
     q = load_rows(q_source, batch, head, first, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, True, False)
     g = load_rows(g_source, batch, head, first, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, True, False)
+    o = load_rows(output, batch, head, first, stop_q, o_b, o_h, o_t, M, DV, DV_BLOCK, True, False)
     line = (wide(batch) * heads + head) * queries
     level = tl.load(levels + line + rows, mask=rows < stop_q, other=float("inf"))
-    delta = tl.load(deltas + line + rows, mask=rows < stop_q, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(deltas + line + rows, delta, mask=rows < stop_q)
 
     begin = start_k
     end = stop_k

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qbench.attention.kernels import tiles
-from qbench.attention.kernels.backward import delta_kernel, key_kernel, query_kernel
+from qbench.attention.kernels.backward import key_kernel, query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
 from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.forward import forward_kernel
@@ -121,12 +121,6 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     query, key, value, gradient = (_dense_rows(t) for t in (query, key, value, gradient))
     deltas = torch.empty_like(levels)
-    rows = batch * heads * queries
-    delta_kernel[(triton.cdiv(rows, 64),)](
-        output, gradient, deltas, rows, queries, heads,
-        *output.stride()[:3], *gradient.stride()[:3],
-        M=64, DV=v_width, DV_BLOCK=block(v_width),
-    )  # fmt: skip
     sequences = batch if spans is None else spans.shape[0]
     common = {
         "NORMALIZER": normalizer, "CAUSAL": causal, "WINDOW": window > 0,
@@ -135,6 +129,17 @@ def backward(
     }  # fmt: skip
     strides = (
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
+    )  # fmt: skip
+    tile = query_tile or tiles.query_tile(block(width), query.dtype)
+    sources = [query, key, value, gradient]
+    tma = tile.tma and _tma_layout(key) and _tma_layout(value)
+    if tma:
+        sources[1:3] = (_descriptor(source, tile.n) for source in (key, value))
+    query_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
+        *sources, output, levels, deltas, dq, mask, spans,
+        heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
+        *output.stride()[:3], *dq.stride()[:3], *_mask_strides(mask),
+        TMA=tma, M=tile.m, **tile.launch, **common,
     )  # fmt: skip
     tile = key_tile or tiles.key_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
@@ -146,17 +151,6 @@ def backward(
         kv_heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *dk.stride()[:3], *dv.stride()[:3], *_mask_strides(mask),
         PRECISE=query.dtype == torch.float32, FUSED=_fused(query),
-        TMA=tma, M=tile.m, **tile.launch, **common,
-    )  # fmt: skip
-    tile = query_tile or tiles.query_tile(block(width), query.dtype)
-    sources = [query, key, value, gradient]
-    tma = tile.tma and _tma_layout(key) and _tma_layout(value)
-    if tma:
-        sources[1:3] = (_descriptor(source, tile.n) for source in (key, value))
-    query_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
-        *sources, levels, deltas, dq, mask, spans,
-        heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
-        *dq.stride()[:3], *_mask_strides(mask),
         TMA=tma, M=tile.m, **tile.launch, **common,
     )  # fmt: skip
     return dq, dk, dv
