@@ -19,6 +19,10 @@ from qbench.errors import EvaluationError
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
 
 
+NEAR_ZERO = 1e-6  # of scores of standard deviation 1, in float32
+ATTEMPTS = 200
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """``scores``: factor on the queries. ``mask``: share of keys each query sees, or None."""
@@ -51,7 +55,7 @@ CASES = (
     Case(shape=(2, 4, 4, 3, 4097, 128)),
     Case(shape=(1, 2, 2, 1, 1, 64)),
     # The heads of what is timed: compiled here, many at a time.
-    *(Case(shape=(1, 16, 16, 300, 300, width)) for width in (64, 128)),
+    *(Case(shape=(1, 16, 16, 130, 130, width)) for width in (64, 128)),
     Case(shape=(2, 16, 16, 1, 600, 64)),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-3),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-5),
@@ -92,16 +96,13 @@ def _results(cases: tuple[Case, ...]) -> Iterator[dict[str, Any]]:
 
 def errors(case: Case, normalizer: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
     """‖got − truth‖ / ‖truth‖ of the output and the gradients of query, key and value."""
-    batch, heads, kv_heads, queries, keys, width = case.shape
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def draw(length: int, count: int, factor: float = 1.0) -> Tensor:
-        shape = (batch, length, count, width)
-        tensor = torch.randn(shape, device="cuda", generator=generator) * factor
-        return tensor.to(dtype).transpose(1, 2).requires_grad_()
-
-    inputs = [draw(queries, heads, case.scores), draw(keys, kv_heads), draw(keys, kv_heads)]
+    batch, heads, _, queries, keys, width = case.shape
     settings = {"normalizer": normalizer, "causal": case.causal, "window": case.window}
+    for attempt in range(ATTEMPTS):
+        generator = torch.Generator("cuda").manual_seed(seed + 1000 * attempt)
+        inputs = _draw(case, dtype, generator)
+        if dtype != torch.float32 or _clear_of_zero(*inputs[:2], case):
+            break
     if case.mask is not None:
         shape = (batch, 1, queries, keys)
         settings["mask"] = torch.rand(shape, device="cuda", generator=generator) < case.mask
@@ -116,6 +117,25 @@ def errors(case: Case, normalizer: str, dtype: torch.dtype, seed: int) -> dict[s
     if keys == 1:  # the weight of a single key does not depend on its score: only rounding is left
         got, truths, names = got[::3], truths[::3], names[::3]
     return {name: relative_error(a, b) for name, a, b in zip(names, got, truths, strict=True)}
+
+
+def _draw(case: Case, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    batch, heads, kv_heads, queries, keys, width = case.shape
+
+    def draw(length: int, count: int, factor: float = 1.0) -> Tensor:
+        shape = (batch, length, count, width)
+        tensor = torch.randn(shape, device="cuda", generator=generator) * factor
+        return tensor.to(dtype).transpose(1, 2).requires_grad_()
+
+    return [draw(queries, heads, case.scores), draw(keys, kv_heads), draw(keys, kv_heads)]
+
+
+def _clear_of_zero(query: Tensor, key: Tensor, case: Case) -> bool:
+    """Whether no score is so near 0 that rounding could change its sign. There the rectified
+    weights and softpick's gradients jump, so that two right results may differ."""
+    shared = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query.detach().double() @ shared.detach().double().transpose(2, 3)
+    return bool(scores.abs().min() * query.shape[3] ** -0.5 > NEAR_ZERO * case.scores)
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
