@@ -101,15 +101,7 @@ def run_cells(
     store = Store(job.out)
     put_grid(plan, store, sink)
     if slots:
-        # what others wait for first, then what takes longest
-        order = sorted(
-            cells,
-            key=lambda cell: (
-                cell.base is not None,
-                not cell.quantizer.settings.needs_calibration,
-            ),
-        )
-        done = _run_in_processes(plan, job, store, sink, order, slots, force)
+        done = _run_in_processes(plan, job, store, sink, in_order(cells), slots, force)
         return [done[cell.name] for cell in cells]
     named = {cell.name: cell for cell in cells}
 
@@ -120,6 +112,19 @@ def run_cells(
         plan, store, sink, cells=cells, executor=SerialExecutor(), work=here, force=force
     )
     return [done[cell.name] for cell in cells]
+
+
+def in_order(cells: Sequence[Cell]) -> list[Cell]:
+    """For cells side by side: what others wait for first, then what takes longest, which is exact
+    scoring where others are scored fast, then calibration."""
+    return sorted(
+        cells,
+        key=lambda cell: (
+            cell.base is not None,
+            cell.scoring.mode == "fast",
+            not cell.quantizer.settings.needs_calibration,
+        ),
+    )
 
 
 def _run_in_processes(

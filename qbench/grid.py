@@ -136,3 +136,15 @@ def summary(record: Record) -> str:
             f"weight error {record.audit.weight_error:.3f}"
         )
     return f"{record.cell}: done ({cost}{proof})"
+
+
+def total(records: Sequence[Record], seconds: float) -> str:
+    """One line on what a run's cells took: ``seconds`` by the clock, and the sum of each stage
+    over the cells, which is more where they ran side by side."""
+    stages: dict[str, float] = {}
+    for record in records:
+        for stage in record.stages:
+            stages[stage.name] = stages.get(stage.name, 0.0) + stage.seconds
+    sums = ", ".join(f"{name} {spent:.0f} s" for name, spent in stages.items())
+    count = f"{len(records)} cells" if len(records) > 1 else "1 cell"
+    return f"{count} in {seconds:.0f} s; summed over cells: {sums}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,6 +67,7 @@ def run(
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
+    from qbench.grid import total
     from qbench.progress import Display
 
     job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device, scoring)
@@ -74,7 +77,10 @@ def run(
     try:
         with terminal() as screen, Display(screen, len(cells)) as display:
             _announce(planned, cells, display)
+            start, begun = time.monotonic(), datetime.now(UTC)
             records = run_cells(planned, job, display, cells=cells, slots=slots, force=force)
+            if made := [record for record in records if record.started >= begun]:
+                display.say(total(made, time.monotonic() - start))
     except KeyboardInterrupt:
         complain("stopped; finished cells are kept, run the same command to go on")
         raise typer.Exit(130) from None
