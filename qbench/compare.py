@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from qbench.errors import ResultsError
+from qbench.floors import Floors, read_floors
 from qbench.record import Grid, GridCell, Record, Score
 from qbench.store import Store
 
@@ -96,6 +97,7 @@ class Comparison:
     grid: Grid
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Line, ...]
+    floors: Floors = field(default_factory=Floors)
 
     @property
     def name(self) -> str:
@@ -125,6 +127,12 @@ class Comparison:
         """Quantization methods in the grid's order; ``("none",)`` where nothing is quantized."""
         found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.method != "none")
         return tuple(found) or ("none",)
+
+    def below_noise(self, line: Line, checkpoint: str) -> bool:
+        """Whether Δ is no larger than what batching alone may move the two scores."""
+        delta = line.delta(checkpoint)
+        floor = self.floors.between(self.baseline, checkpoint, line.task, line.metric)
+        return bool(floor) and delta is not None and abs(delta) <= floor
 
     def same_weights(self, cell: str, other: str) -> bool:
         """Whether two cells were made from the same weights: damage is nothing else's."""
@@ -161,7 +169,12 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
         raise ResultsError(f"{store.directory}: grid.json has no cells; run the recipe again")
     found = {cell.cell: store.get(cell) for cell in grid.cells}
     records = {name: record for name, record in found.items() if record is not None}
-    comparison = Comparison(grid=grid, records=records, lines=tuple(_lines(grid, records)))
+    comparison = Comparison(
+        grid=grid,
+        records=records,
+        lines=tuple(_lines(grid, records)),
+        floors=read_floors(store, grid),
+    )
     if not statistics:
         return comparison
     from qbench.effects import with_effects  # scipy is slow to import, and not always needed

@@ -14,6 +14,7 @@ from qbench.checkpoints import Checkpoint, find
 from qbench.environment import versions
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import LoadedTask, expand, load_task
+from qbench.evaluation.tolerance import Tolerance
 from qbench.quantizers import requirements
 from qbench.recipe import HUB_FILE, CalibrationSource, Quantizer, Recipe, Task
 from qbench.record import Grid, GridCell
@@ -28,7 +29,7 @@ class Scoring:
     max_length: int  # tokens
     add_bos: bool
     softmax_dtype: str
-    tolerance: float
+    tolerance: Tolerance
     limit: int | None
     seed: int
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from pydantic import (
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import DataError, QbenchError, RecipeError
+from qbench.evaluation.tolerance import Tolerance
 from qbench.quantizers import QUANTIZERS, Settings, parse
 from qbench.quantizers.settings import Unquantized
 
@@ -80,8 +81,7 @@ class Evaluation(Strict):
     limit: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0, lt=2**32)
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
-    # nats a scored token, mean difference of fast from exact scoring on each task's sample
-    tolerance: float = Field(0.05, gt=0)
+    tolerance: Tolerance = Tolerance()  # of fast scoring's difference from exact
     attention: Literal["auto", "reference", "triton"] = "auto"
     damage: bool = True
 
@@ -304,8 +304,11 @@ def _lines(path: Path, error: ValidationError) -> list[str]:
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
         ).lstrip(".")
         message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             message = "unknown key; " + _known_keys(problem["loc"])
+        elif problem["type"] == "dataclass_type":
+            message = f"must be a mapping; {_known_keys((*problem['loc'], ''))} (it is "
+            message += f"{problem['input']!r})"
         elif problem["type"] not in ("value_error", "missing"):
             message += f" (it is {problem['input']!r})"
         separator = "" if message.startswith("[") else ": "
@@ -321,7 +324,10 @@ def _known_keys(place: tuple[int | str, ...]) -> str:
         "evaluation": Evaluation,
     }
     kind = kinds.get(str(place[0]), Recipe) if len(place) > 1 else Recipe
-    return "known: " + ", ".join(name for name in kind.model_fields if name != "folder")
+    names = list(kind.model_fields)
+    if place[:2] == ("evaluation", "tolerance") and len(place) > 2:
+        names = [field.name for field in fields(Tolerance)]
+    return "known: " + ", ".join(name for name in names if name != "folder")
 
 
 class _UniqueKeys(yaml.SafeLoader):

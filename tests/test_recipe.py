@@ -173,3 +173,17 @@ def test_another_checkpoint_must_still_have_the_normalizer_that_the_recipe_state
 def test_a_scoring_mode_on_the_command_line_replaces_the_recipes(tmp_path):
     recipe = Recipe.load(write(tmp_path, evaluation={"scoring": "fast"}), scoring="exact")
     assert recipe.evaluation.scoring == "exact"
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "words"),
+    [
+        (0.05, r"evaluation\.tolerance: must be a mapping; known: mean, largest, changed"),
+        ({"meen": 1}, r"evaluation\.tolerance\.meen: unknown key; known: mean, largest, changed"),
+        ({"mean": -1}, r"evaluation\.tolerance\.mean: .* greater than 0 \(it is -1\)"),
+        ({"changed": 2}, r"evaluation\.tolerance\.changed: .* less than or equal to 1"),
+    ],
+)
+def test_a_wrong_tolerance_names_its_place_and_what_there_is(tmp_path, tolerance, words):
+    with pytest.raises(RecipeError, match=words):
+        Recipe.load(write(tmp_path, evaluation={"tolerance": tolerance}))

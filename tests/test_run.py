@@ -260,3 +260,19 @@ def test_a_worker_that_is_killed_fails_its_own_cell_only(tmp_path, monkeypatch):
         "softpick/fp32": "ok", "softpick/rtn-4bit": "ok",
     }  # fmt: skip
     assert "killed" in {r.cell: r.error for r in records}["softmax/rtn-4bit"]
+
+
+def test_noise_is_measured_on_the_unquantized_cells_and_the_tables_take_it_up(tmp_path, capfd):
+    path, out = recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
+    options = (path, "--out", out, "--device", "cpu", "--limit", 6, "--scoring", "fast")
+    assert qbench("run", *options) == 0
+    assert "≈" not in (out / "tables.md").read_text()
+    assert qbench("noise", *options) == 0
+    measured = json.loads((out / "noise.json").read_text())
+    keys = {record.cell: record.key for record in Store(out).records()}
+    assert {cell: one["key"] for cell, one in measured.items()} == {
+        cell: key for cell, key in keys.items() if cell.endswith("fp32")
+    }
+    assert "another order" in capfd.readouterr().out
+    assert qbench("tables", out) == 0
+    assert "than what another batch order and size moved" in (out / "tables.md").read_text()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qbench.evaluation.tasks import LoadedTask
+    from qbench.evaluation.tolerance import Tolerance
 
 MODES = ("lm-eval", "exact", "fast")
 WARM_UP = 4  # documents of each task that every mode scores before the clock starts
@@ -72,7 +73,7 @@ def compare(
     limit: int | None = None,
     seed: int = 0,
     add_bos: bool = False,
-    tolerance: float = 0.05,
+    tolerance: Tolerance | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Score ``tasks`` with ``model`` in every mode, one after the other, softmax in float32.
@@ -155,7 +156,7 @@ def _scorer(
     batch_size: int | str,
     max_length: int,
     add_bos: bool,
-    tolerance: float,
+    tolerance: Tolerance | None,
 ) -> Any:
     from qbench.evaluation.scoring import language_model
 

@@ -128,19 +128,22 @@ def noise(
     data: Data = None,
     limit: Limit = None,
     dtype: DtypeOption = None,
+    scoring: ScoringOption = None,
     out: Out = None,
     device: DeviceOption = Device.auto,
 ) -> None:
     """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.
 
-    A difference below it says nothing. Written to noise.json in the results folder.
+    A difference below it says nothing, and the tables of the same results folder mark it so.
+    Written there as noise.json.
     """
     from qbench.evaluation.noise import measure_noise, scorer_of, table
+    from qbench.floors import FILE
     from qbench.quiet import redirected
     from qbench.run import load
     from qbench.store import write_atomically
 
-    job = make_job(recipe, checkpoint, data, None, limit, dtype, out, device)
+    job = make_job(recipe, checkpoint, data, None, limit, dtype, out, device, scoring)
     planned = quiet_plan(job)
     found = {}
     for cell in planned.cells:
@@ -148,29 +151,32 @@ def noise(
             continue
         with terminal() as screen, redirected(job.out / "noise.log"):
             model, tokenizer = load(cell, planned)
-            scoring = cell.scoring
+            numerics = cell.scoring
             scorer = scorer_of(
                 model,
                 tokenizer,
-                mode=scoring.mode,
-                max_length=scoring.max_length,
-                batch_size=scoring.batch_size,
-                add_bos=scoring.add_bos,
-                softmax_dtype=scoring.softmax_dtype,
-                tolerance=scoring.tolerance,
+                mode=numerics.mode,
+                max_length=numerics.max_length,
+                batch_size=numerics.batch_size,
+                add_bos=numerics.add_bos,
+                softmax_dtype=numerics.softmax_dtype,
+                tolerance=numerics.tolerance,
             )
             found[cell.name] = measure_noise(
                 scorer,
                 planned.tasks,
-                limit=scoring.limit,
-                seed=scoring.seed,
+                limit=numerics.limit,
+                seed=numerics.seed,
                 say=lambda line, to=screen, name=cell.name: print(f"{name}: {line}", file=to),
             )
         typer.echo(f"### {cell.name}\n\n{table(found[cell.name])}\n")
     if not found:
         raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
-    path = job.out / "noise.json"
-    text = json.dumps({name: one.to_json() for name, one in found.items()}, indent=1)
+    path = job.out / FILE
+    keys = {cell.name: cell.key for cell in planned.cells}
+    text = json.dumps(
+        {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}, indent=1
+    )
     write_atomically(path, text.encode())
     show_written([path])
 

@@ -16,6 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from qbench.evaluation.evaluate import TaskResult
     from qbench.evaluation.tasks import LoadedTask
+    from qbench.evaluation.tolerance import Tolerance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,7 @@ def scorer_of(
     batch_size: int | str = "auto",
     add_bos: bool = False,
     softmax_dtype: str = "float32",
-    tolerance: float = 0.05,
+    tolerance: Tolerance | None = None,
 ) -> Callable[[Variation], Any]:
     """Makes exact or fast language models over ``model`` for :func:`measure_noise`."""
     from qbench.evaluation.scoring import language_model

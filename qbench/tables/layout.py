@@ -9,6 +9,11 @@ from qbench.published import Printed, printed
 from qbench.store import KEY_DIGITS
 from qbench.tables.table import MINUS, NO_VALUE, Table, arrow, metric_title, number
 
+BELOW_NOISE = "≈"
+NOISE_LEGEND = (
+    f"{BELOW_NOISE}: no larger than what another batch order and size moved the unquantized "
+    "scores by (noise.json)."
+)
 WORDS = 3  # the first columns hold words, the others numbers
 LEGEND = (
     "Δ differs from 0 at 5 %: ‡ after Holm's correction over all Δ of the grid, † after "
@@ -58,7 +63,8 @@ def layout(comparison: Comparison, table: Table, *, published: str | None = None
             *(entry_text(entry, line) for entry in line.entries),
         ]
         for other in others:
-            cells.append(delta_text(line, other))
+            below = comparison.below_noise(line, other)
+            cells.append(delta_text(line, other) + (BELOW_NOISE if below else ""))
             if tested:
                 cells.append(interval_text(line, other))
         if paper:
@@ -66,6 +72,13 @@ def layout(comparison: Comparison, table: Table, *, published: str | None = None
         cells.append(documents_text(line))
         rows.append(tuple(cells))
     notes = [*([LEGEND] if tested else []), *table.notes]
+    if comparison.floors.of:
+        notes.insert(1 if tested else 0, NOISE_LEGEND)
+    if comparison.floors.stale:
+        notes.append(
+            f"noise.json is of other settings than these results for "
+            f"{', '.join(comparison.floors.stale)}: not used; run qbench noise again"
+        )
     if paper:
         notes.insert(0, _printed_note(table, paper, published))
     return Layout(

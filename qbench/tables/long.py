@@ -22,11 +22,13 @@ QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high", "_log_ratio", "_log_low", "_log_high")
 TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
 PRINTED = ("printed", "printed_delta", "printed_source", "standard_errors_away")
+NOISE = "noise_floor"  # of Δ: both checkpoints' together
 TRACE = ("key", "reason")
 COLUMNS = (
     *ABOUT,
     *(question + part for question in QUESTIONS for part in (*PARTS, *TESTS)),
     *PRINTED,
+    NOISE,
     *TRACE,
 )
 
@@ -38,13 +40,18 @@ def comma_separated(comparison: Comparison, *, published: str | None = None) -> 
     """
     paper = printed(published) if published else {}
     normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
-    columns = [column for column in COLUMNS if paper or column not in PRINTED]
+    left_out = [*(() if paper else PRINTED), *(() if comparison.floors.of else (NOISE,))]
+    columns = [column for column in COLUMNS if column not in left_out]
     text = io.StringIO()
     table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
     for line in comparison.lines:
         for entry in line.entries:
             row = dict(_row(line, entry))
+            if comparison.floors.of and entry is not line.entries[0]:
+                row[NOISE] = comparison.floors.between(
+                    comparison.baseline, entry.checkpoint, line.task, line.metric
+                )
             if paper:
                 row |= _printed(line, entry, paper, normalizers)
             table.writerow(row)

@@ -12,6 +12,7 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.packing import pack
 from qbench.evaluation.scoring.requests import Request
+from qbench.evaluation.tolerance import Tolerance
 
 ATTENTIONS = ["sdpa", "softmax", "rectified"]
 
@@ -37,6 +38,9 @@ def model_with(attention: str):
     if attention != "sdpa":
         assert attend(model, normalizer=attention) == f"{attention}/reference"
     return model
+
+
+LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
 
 
 def assert_close(answers, expected, tolerance=1e-4):
@@ -128,7 +132,7 @@ def test_the_model_has_its_own_attention_again_after_scoring():
 
 
 def test_the_difference_from_exact_is_measured_and_reported():
-    _, fast = scorers(llama(dtype=torch.bfloat16), sample=6, tolerance=10.0)
+    _, fast = scorers(llama(dtype=torch.bfloat16), sample=6, tolerance=LOOSE)
     requests = choices(17)
     fast.loglikelihood(requests, disable_tqdm=True)
     fast.loglikelihood_rolling(pages((30, 50, 20)), disable_tqdm=True)
@@ -136,23 +140,37 @@ def test_the_difference_from_exact_is_measured_and_reported():
     assert difference["documents"] == 6 + 1
     assert 0 < difference["mean"] <= difference["largest"] < 10
     assert difference["largest_per_token"] <= difference["largest"]
-    assert difference["tolerance_per_token"] == 10.0
+    assert difference["tolerance"] == {"mean": 10.0, "largest": 10.0, "changed": 1.0}
 
 
 def test_a_mean_difference_beyond_the_tolerance_fails():
-    _, fast = scorers(llama(dtype=torch.bfloat16), tolerance=1e-9)
-    with pytest.raises(EvaluationError, match=r"mean .* more than evaluation\.tolerance 1e-09"):
+    _, fast = scorers(llama(dtype=torch.bfloat16), tolerance=Tolerance(mean=1e-9))
+    with pytest.raises(
+        EvaluationError, match=r"mean .* more than evaluation\.tolerance\.mean 1e-09"
+    ):
         fast.loglikelihood(choices(17), disable_tqdm=True)
 
 
 def test_one_request_far_off_fails_whatever_the_mean_is():
-    check = Check(tolerance=0.1)
+    check = Check(Tolerance(mean=0.1, largest=1.0))
     near = {"documents": range(50), "tokens": [2] * 50, "exact": [(-3.0, False)] * 50}
     check.add(fast=[(-3.1, False)] * 50, **near)
     assert check.report()["mean"] == pytest.approx(0.1)
     assert check.report()["largest_per_token"] == pytest.approx(0.05)
-    with pytest.raises(EvaluationError, match=r"one request .* more than 10 times"):
+    with pytest.raises(EvaluationError, match=r"one request .* largest 1;"):
         check.add(fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near)
+
+
+def test_answers_that_change_fail_however_little_the_scores_differ():
+    check = Check(Tolerance(changed=0.1))
+    documents = [i // 2 for i in range(40)]
+    exact = [(-3.0, False), (-3.001, False)] * 20
+    other = [(-3.0, False), (-2.999, False)]
+    near = {"documents": documents, "tokens": [1] * 40, "exact": exact}
+    check.add(fast=other * 2 + exact[4:], **near)
+    assert check.report()["changed_answers"] == 2
+    with pytest.raises(EvaluationError, match=r"3 of 20 answers changed.*tolerance\.changed 0\.1"):
+        check.add(fast=other * 3 + exact[6:], **near)
 
 
 def test_scores_that_are_not_numbers_fail():

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from qbench.errors import EvaluationError
-
-OUTLIER = 10  # times the tolerance: the most that a single request may differ
+from qbench.evaluation.tolerance import Tolerance
 
 
 @dataclass(slots=True)
 class Check:
-    """Differences so far. ``tolerance`` bounds the mean of each call's sample, in nats per scored
-    token, and ten times it the largest: bfloat16 logits of ±16 step by 0.125, so that single
-    tokens differ by that much for no other reason than rounding."""
+    """Differences so far."""
 
-    tolerance: float
+    tolerance: Tolerance
     documents: int = 0
     requests: int = 0
     changed: int = 0
@@ -46,28 +43,31 @@ class Check:
         per_token = [d / count for d, count in zip(differences, tokens, strict=True)]
         if not per_token:
             return
-        self._judge("the mean of the sample is", sum(per_token) / len(per_token), 1)
-        for difference in per_token:
-            self._judge("one request of the sample is", difference, OUTLIER)
+        groups: dict[Hashable, list[int]] = {}
+        for i, document in enumerate(documents):
+            groups.setdefault(document, []).append(i)
+        changed = sum(_answer(fast, at) != _answer(exact, at) for at in groups.values())
+        mean, count = sum(per_token) / len(per_token), len(groups)
+        self._judge("mean", mean, f"the mean of the sample is {mean:.4g} nats a token off")
+        for off in per_token:
+            self._judge("largest", off, f"one request of the sample is {off:.4g} nats a token off")
+        if changed > 1:
+            self._judge("changed", changed / count, f"{changed} of {count} answers changed")
         self.largest = max(self.largest, *differences)
         self.largest_per_token = max(self.largest_per_token, *per_token)
         self.total += sum(differences)
         self.total_per_token += sum(per_token)
         self.requests += len(tokens)
-        groups: dict[Hashable, list[int]] = {}
-        for i, document in enumerate(documents):
-            groups.setdefault(document, []).append(i)
-        self.documents += len(groups)
-        for places in groups.values():
-            self.changed += _answer(fast, places) != _answer(exact, places)
+        self.documents += count
+        self.changed += changed
 
-    def _judge(self, what: str, difference: float, times: int) -> None:
+    def _judge(self, bound: str, value: float, what: str) -> None:
+        most = getattr(self.tolerance, bound)
         # A comparison that NaN fails: a score that is not a number is not within tolerance.
-        if not difference <= times * self.tolerance:
+        if not value <= most:
             raise EvaluationError(
-                f"fast scoring differs from exact: {what} {difference:.4g} nats a token off, "
-                f"more than {f'{times} times ' if times > 1 else ''}evaluation.tolerance "
-                f"{self.tolerance:g}; use scoring: exact or raise the tolerance"
+                f"fast scoring differs from exact: {what}, more than "
+                f"evaluation.tolerance.{bound} {most:g}; use scoring: exact or raise it"
             )
 
     def report(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Check:
             "largest_per_token": self.largest_per_token,
             "mean_per_token": self.total_per_token / count,
             "changed_answers": self.changed,
-            "tolerance_per_token": self.tolerance,
+            "tolerance": asdict(self.tolerance),
         }
 
 

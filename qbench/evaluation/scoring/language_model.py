@@ -17,6 +17,7 @@ from qbench.evaluation.scoring.settings import (
     Mode,
     Settings,
 )
+from qbench.evaluation.tolerance import Tolerance
 
 
 def mixes_batches(model: Any) -> bool:
@@ -41,7 +42,7 @@ def language_model(
     batch_tokens: int | Literal["auto"] = "auto",
     add_bos: bool = False,
     softmax_dtype: Literal["float32", "model"] = "float32",
-    tolerance: float = 0.05,
+    tolerance: Tolerance | None = None,
     sample: int | Literal["auto"] = "auto",
     seed: int = 0,
     shuffle: int | None = None,
@@ -51,8 +52,8 @@ def language_model(
     """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
 
     ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
-    ``fast`` gives scores that lie within ``tolerance`` nats a scored token of exact ones in the
-    mean (no request farther than ten times that), checked on ``sample`` documents a call.
+    ``fast`` gives scores that lie within ``tolerance`` of exact ones, checked on ``sample``
+    documents a call.
     ``batch_size`` counts requests, in fast mode those of the sample; "auto" is a constant of the
     device type, since scores depend on it. ``batch_tokens`` is a pack's size in fast mode; "auto"
     is a constant too, or less where the device's memory holds less. ``max_length`` is in tokens.
@@ -76,7 +77,7 @@ def language_model(
         max_length=max_length,
         add_bos=add_bos,
         softmax_dtype=softmax_dtype,
-        tolerance=tolerance,
+        tolerance=tolerance or Tolerance(),
         sample=AUTO_SAMPLE.get(device, 8) if sample == "auto" else sample,
         seed=seed,
         shuffle=shuffle,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from qbench.evaluation.tolerance import Tolerance
+
 Mode = Literal["exact", "fast", "lm-eval"]
 
 # HFLM scores move with the batch size, so "auto" is a constant and not a measurement.
@@ -20,8 +22,8 @@ class Settings:
 
     ``batch_size`` counts requests, ``window_batch_size`` rolling windows of up to ``max_length``
     tokens, ``batch_tokens`` the tokens of a packed batch (fast mode only): the most, where
-    ``measure_memory`` lets the device's memory decide. ``tolerance`` is in nats per scored token
-    and ``sample`` the documents of each call on which fast scoring is compared with exact.
+    ``measure_memory`` lets the device's memory decide. ``sample`` counts the documents of each
+    call on which fast scoring is compared with exact, within ``tolerance``.
     ``shuffle`` seeds another order of batches than longest first, to see what order alone does.
     """
 
@@ -33,7 +35,7 @@ class Settings:
     max_length: int
     add_bos: bool
     softmax_dtype: Literal["float32", "model"]
-    tolerance: float
+    tolerance: Tolerance
     sample: int
     seed: int
     shuffle: int | None = None

@@ -1,0 +1,64 @@
+"""The noise floor that ``qbench noise`` measured, and what the tables make of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from synthetic import key, make_store
+
+from qbench.compare import compare
+from qbench.errors import ResultsError
+from qbench.tables import render
+
+METRIC = ("wikitext", "word_perplexity")
+
+
+def store_with(folder, noise):
+    store = make_store(folder, quantizers=("bf16", "gptq-4bit"))
+    (folder / "noise.json").write_text(noise if isinstance(noise, str) else json.dumps(noise))
+    return store
+
+
+def noise(floor, *, made=key):
+    task, metric = METRIC
+    return {
+        f"{name}/bf16": {"key": made(name, "bf16"), "floors": {task: {metric: floor}}}
+        for name in ("softmax", "softpick")
+    }
+
+
+def line(comparison, quantizer):
+    return next(
+        one
+        for one in comparison.lines
+        if (one.task, one.metric) == METRIC and one.quantizer == quantizer
+    )
+
+
+def test_a_delta_within_both_floors_together_is_marked_and_one_beyond_is_not(tmp_path):
+    plain = compare(make_store(tmp_path / "plain", quantizers=("bf16", "gptq-4bit")))
+    delta = abs(line(plain, "gptq-4bit").delta("softpick"))
+    assert delta > 0
+    for floor, marked in ((delta * 0.51, True), (delta * 0.49, False), (0.0, False)):
+        folder = tmp_path / str(floor)
+        comparison = compare(store_with(folder, noise(floor)))
+        assert comparison.below_noise(line(comparison, "gptq-4bit"), "softpick") is marked
+        rows = [row for row in render(comparison).splitlines() if row.startswith("| ")]
+        row = next(r for r in rows if "gptq-4bit" in r and "Word Perplexity" in r)
+        assert ("≈" in row) is marked
+        assert "≈" not in "".join(r for r in rows if "Acc" in r)  # its floor is not known
+        assert r"$\approx$" in render(comparison, format="tex")  # in the legend
+        assert f",{2 * floor}," in render(comparison, format="csv")
+
+
+def test_noise_of_other_settings_is_not_used_and_said_so(tmp_path):
+    text = render(compare(store_with(tmp_path, noise(1e9, made=lambda *_: "0" * 64))))
+    assert "≈" not in text
+    assert "noise.json is of other settings than these results for softmax, softpick" in text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"softmax/bf16": {"floors": {}}}', "{}x"])
+def test_a_file_that_noise_did_not_write_is_named(tmp_path, content):
+    with pytest.raises(ResultsError, match=r"noise\.json: not what `qbench noise` writes"):
+        compare(store_with(tmp_path, content))
