@@ -15,6 +15,7 @@ from qbench.environment import versions
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import LoadedTask, expand, load_task
 from qbench.evaluation.tolerance import Tolerance
+from qbench.preflight import require_bos, require_room, require_texts
 from qbench.quantizers import requirements
 from qbench.recipe import HUB_FILE, CalibrationSource, Quantizer, Recipe, Task
 from qbench.record import Grid, GridCell
@@ -109,16 +110,20 @@ def plan(recipe: Recipe, *, device: str) -> Plan:
         for task in _leaf_tasks(recipe.tasks, definitions)
     )
     calibration = _local_calibration(recipe)
+    if calibration is not None:
+        require_texts(Path(calibration.path))
     shared = {
         "tasks": {task.name: task.digest for task in tasks},
         "few-shot": {task.name: task.task.config.num_fewshot or 0 for task in tasks},
     }
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
+        require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
         base = None
         for quantizer in sorted(recipe.quantizers, key=lambda q: q.settings.method != "none"):
             cell = _cell(name, checkpoint, quantizer, recipe, device, calibration, shared, base)
             cells.append(cell)
+            require_room(name, tasks, cell.scoring.max_length)
             if base is None and quantizer.settings.method == "none" and recipe.evaluation.damage:
                 base = cell.place
     return Plan(

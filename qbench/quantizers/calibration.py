@@ -6,7 +6,9 @@ import gzip
 import hashlib
 import json
 import random
+import zlib
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -52,7 +54,7 @@ def read_calibration(
     to their successors, the end-of-text token between them, until they do. Raises DataError for a
     malformed file, or one with too little text.
     """
-    texts = _read_texts(Path(path))
+    texts = read_texts(Path(path))
     draw = random.Random(seed)
     draw.shuffle(texts)
     windows: list[list[int]] = []
@@ -76,20 +78,27 @@ def read_calibration(
     return Calibration(ids=torch.tensor(windows, dtype=torch.int64), seed=seed)
 
 
-def _read_texts(path: Path) -> list[str]:
+def read_texts(path: Path, most: int | None = None) -> list[str]:
+    """The ``text`` of each line, of the first ``most`` lines. Raises DataError with place."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")
     texts = []
     packed = path.suffix == ".gz"
-    with gzip.open(path, "rb") if packed else path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, TypeError, KeyError):
-                text = None
-            if not isinstance(text, str):
-                raise DataError(f"{path}: line {number}: not a JSON object with a text field")
-            texts.append(text)
+    try:
+        with gzip.open(path, "rb") if packed else path.open("rb") as file:
+            for number, line in enumerate(islice(file, most), start=1):
+                if line.strip():
+                    texts.append(_text(line, path, number))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
     return texts
+
+
+def _text(line: bytes, path: Path, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, TypeError, KeyError):
+        text = None
+    if not isinstance(text, str):
+        raise DataError(f"{path}: line {number}: not a JSON object with a text field")
+    return text

@@ -1,0 +1,91 @@
+"""Bad input that only a cell would meet is refused when the run is planned."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qbench.errors import DataError, RecipeError
+from qbench.plan import plan
+from qbench.recipe import Recipe
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+GENERATE = """
+task: {name}
+dataset_path: json
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["."], max_gen_toks: {tokens}}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+def planned(folder, **changes):
+    content = {
+        "name": "small",
+        "checkpoints": {"softpick": str(DEMO / "softpick")},
+        "compute_dtype": "float32",
+        "quantizers": ["fp32"],
+        "tasks": ["demo_choice"],
+        "definitions": str(DEMO / "tasks"),
+        "data": str(DEMO / "data"),
+        **changes,
+    }
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return plan(Recipe.load(path), device="cpu")
+
+
+def calibrated(folder, content):
+    name = "text.jsonl.gz" if content[:2] == b"\x1f\x8b" else "text.jsonl"
+    (folder / name).write_bytes(content)
+    source = {"path": str(folder / name), "samples": 2, "length": 32}
+    return planned(folder, quantizers=["fp32", "gptq-4bit"], calibration=source)
+
+
+GOOD = b'{"text": "a b c"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (GOOD + b"{}\n", "line 2: not a JSON object with a text field"),
+        (b'{"text": 3}', "line 1: not a JSON object"),
+        (b"\xff\xfe", "line 1: not a JSON object"),
+        (gzip.compress(GOOD * 9)[:-9], r"text\.jsonl\.gz: not a whole gzip file"),
+    ],
+)
+def test_a_malformed_calibration_text_is_refused_with_its_line(tmp_path, content, words):
+    with pytest.raises(DataError, match=words):
+        calibrated(tmp_path, content)
+
+
+def test_a_good_calibration_text_is_not(tmp_path):
+    assert calibrated(tmp_path, GOOD).calibration.samples == 2
+    assert calibrated(tmp_path, gzip.compress(GOOD)).calibration.samples == 2
+
+
+def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_path):
+    with pytest.raises(RecipeError, match=r"checkpoints\.softpick: evaluation\.add_bos: true"):
+        planned(tmp_path, evaluation={"add_bos": True})
+
+
+@pytest.mark.parametrize("room", [1, 0])
+def test_a_task_that_generates_more_than_fits_is_refused(tmp_path, room):
+    longest = json.loads((DEMO / "softpick" / "config.json").read_text())
+    longest = longest["max_position_embeddings"]
+    (tmp_path / "say.yaml").write_text(GENERATE.format(name="say", tokens=longest - room))
+    (tmp_path / "data" / "say").mkdir(parents=True)
+    (tmp_path / "data" / "say" / "test.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    changes = {"tasks": ["say"], "definitions": str(tmp_path), "data": str(tmp_path / "data")}
+    if room:
+        assert planned(tmp_path, **changes).tasks[0].name == "say"
+        return
+    with pytest.raises(RecipeError, match=f"say generates up to {longest} tokens, .* no room"):
+        planned(tmp_path, **changes)
