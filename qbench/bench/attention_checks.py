@@ -19,6 +19,7 @@ from qbench.errors import EvaluationError
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
 
 
+LONG = 2048  # queries
 NEAR_ZERO = 1e-6  # of scores of standard deviation 1, in float32
 ATTEMPTS = 200
 
@@ -34,7 +35,10 @@ class Case:
     mask: float | None = None
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Queries of 1e-5 are below fp16's normal numbers: their gradients have few bits there."""
+        """Queries of 1e-5 are below fp16's normal numbers: their gradients have few bits there.
+        The long cases are there for the kernels that only bf16 has."""
+        if self.shape[3] > LONG:
+            return dtype == torch.bfloat16
         return dtype != torch.float16 or self.scores >= 1e-3
 
     def __str__(self) -> str:
@@ -57,6 +61,9 @@ CASES = (
     # The heads of what is timed: compiled here, many at a time.
     *(Case(shape=(1, 16, 16, 130, 130, width)) for width in (64, 128)),
     Case(shape=(2, 16, 16, 1, 600, 64)),
+    # Long enough for the backward kernels in Gluon, see gluon_backward.ENOUGH.
+    Case(shape=(1, 16, 8, 3200, 3200, 64)),
+    Case(shape=(1, 16, 16, 2304, 2304, 128)),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-3),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-5),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=30.0),

@@ -105,6 +105,40 @@ def test_gradients_are_the_same_bits_in_every_run(normalizer):
 
 @pytest.mark.parametrize("normalizer", NAMES)
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("tiny", [False, True])
+def test_gradients_in_gluon_equal_the_reference_in_every_run(
+    normalizer, width, kv_heads, tiny, monkeypatch
+):
+    from qbench.attention.kernels import launch
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper")
+    monkeypatch.setattr(launch.gluon_backward, "ENOUGH", 0)
+    query, key, value, gradient = (
+        draw(2, heads, 1152, width, seed=seed)
+        for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
+    )
+    if tiny:  # needs the series for e^x − 1
+        query, key = torch.ones_like(query), key.abs() * 1e-5
+        key[:, :, ::2] = -1
+    assert launch.gluon_backward.fits(query, key, value, True, 0)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    runs = []
+    for _ in range(3):
+        output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+        runs.append(torch.autograd.grad(output, inputs, gradient))
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.attention(*wide, normalizer=normalizer, causal=True)
+    expected = torch.autograd.grad(truth, wide, gradient.double())
+    pairs = zip(runs[0], expected, strict=True)
+    assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
+
+
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("width", [64, 128])
 def test_packed_sequences_equal_each_alone(normalizer, width):
     starts = torch.tensor([0, 5, 5, 300, 301, 900], dtype=torch.int32, device="cuda")
     inputs = [draw(1, 4, 900, width, seed=s).requires_grad_() for s in range(3)]

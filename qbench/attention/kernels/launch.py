@@ -15,6 +15,11 @@ from qbench.attention.kernels.forward import forward_kernel
 from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import EPSILON, NORMALIZERS
 
+try:  # Gluon is Triton's, but still experimental
+    from qbench.attention.kernels import gluon_backward
+except ImportError:
+    gluon_backward = None
+
 DECODE_ROWS = 64  # at most so many heads × queries that share keys are decoded together
 DECODE_PROGRAMS = 132 * 8  # keys are split until an H200 has this many programs
 
@@ -120,6 +125,20 @@ def backward(
     if query.numel() == 0 or key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     query, key, value, gradient = (_dense_rows(t) for t in (query, key, value, gradient))
+    if (
+        gluon_backward is not None
+        and not triton.knobs.runtime.interpret
+        and mask is None
+        and spans is None
+        and key_tile is None
+        and query_tile is None
+        and gluon_backward.fits(query, key, value, causal, window)
+        and all(map(_tma_layout, (query, key, value, gradient)))
+    ):
+        gluon_backward.backward(
+            gradient, query, key, value, output, levels, imprecise, dq, dk, dv, normalizer, scale
+        )
+        return dq, dk, dv
     deltas = torch.empty_like(levels)
     sequences = batch if spans is None else spans.shape[0]
     common = {
