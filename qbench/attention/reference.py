@@ -49,7 +49,7 @@ def attention(
             return _torch_softmax(query, key, value, _scale(query, scale), mask, False)
         if square and mask is None:
             return _torch_softmax(query, key, value, _scale(query, scale), None, True)
-    values = _wide(value)
+    values = _wide(value).contiguous()  # products round by layout, see _scores
     outputs = []
     for scores, allowed, keys in _scores(query, key, scale, mask, causal, window):
         if normalizer == "softpick" and not scores.requires_grad:
@@ -153,8 +153,9 @@ def _scores(
     see, and which keys these are."""
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
-    query = _wide(query) * _scale(query, scale)
-    key = _wide(key).transpose(2, 3)
+    # BLAS rounds by layout: keys from a cache are contiguous, others are views.
+    query = (_wide(query) * _scale(query, scale)).contiguous()
+    key = _wide(key).contiguous().transpose(2, 3)
     shift = key_count - queries
     step = max(1, min(queries, CHUNK_SCORES // max(1, batch * heads * key_count)))
     if causal or window:

@@ -207,3 +207,15 @@ def test_an_unknown_normalizer_lists_the_known_ones():
 def test_a_mask_that_does_not_fit_is_refused(mask, message):
     with pytest.raises(ValueError, match=message):
         attention(*draw(SHAPES[1]), normalizer="softpick", mask=mask)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])
+@pytest.mark.parametrize("length", [427, 100])
+def test_the_layout_of_the_inputs_changes_no_bit(normalizer, length):
+    """With a cache keys come contiguous, without one as views; scores must not depend on it."""
+    generator = torch.Generator().manual_seed(0)
+    views = [torch.randn(8, length, 6, 64, generator=generator).transpose(1, 2) for _ in range(3)]
+    expected = attention(*views, normalizer=normalizer, causal=True)
+    dense = [view.contiguous() for view in views]
+    for inputs in (dense, (views[0], *dense[1:])):
+        assert torch.equal(attention(*inputs, normalizer=normalizer, causal=True), expected)
