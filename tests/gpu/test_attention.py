@@ -137,6 +137,37 @@ def test_gradients_in_gluon_equal_the_reference_in_every_run(
     assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
 
 
+@pytest.mark.parametrize("enough", [0, 1 << 60], ids=["gluon", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_of_rows_near_zero_equal_the_reference(
+    width, kv_heads, dtype, enough, monkeypatch
+):
+    """Of one key whose score is nearly 0, and of many: 1 / Σ multiplies what is left of dP − D."""
+    from qbench.attention.kernels import launch
+
+    monkeypatch.setattr(launch.gluon_backward, "ENOUGH", enough)
+    query, key, value, gradient = (
+        draw(2, heads, 1152, width, dtype=dtype, seed=seed)
+        for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
+    )
+    first = key[:, :, :1].repeat_interleave(4 // kv_heads, 1).float()
+    query[:, :, :1] = (first * (4e-3 * width**0.5 / first.square().sum(-1, keepdim=True))).to(dtype)
+    query[:, :, [1, 5, 130, 700, 1151]] *= 1e-4
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    runs = []
+    for _ in range(2):
+        output = kernels.attention(*inputs, normalizer="softpick", causal=True)
+        runs.append(torch.autograd.grad(output, inputs, gradient))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.attention(*wide, normalizer="softpick", causal=True)
+    expected = torch.autograd.grad(truth, wide, gradient.double())
+    pairs = zip(runs[0], expected, strict=True)
+    assert max(relative_error(a, b) for a, b in pairs) <= LIMITS[dtype]
+
+
 @pytest.mark.parametrize("normalizer", NAMES)
 @pytest.mark.parametrize("width", [64, 128])
 def test_packed_sequences_equal_each_alone(normalizer, width):

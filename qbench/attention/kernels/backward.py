@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.family import (
+    SMALL_LEVEL,
     load_rows,
     narrowed,
     recomputed,
@@ -168,6 +169,37 @@ def key_kernel(
 
 
 @triton.jit
+def delta_sweep(
+    q, g, level, rows, begin, end,
+    k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
+    k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
+    TMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
+    see SMALL_LEVEL."""
+    delta = tl.zeros([M], tl.float32)
+    for start in tl.range(begin, end, N, num_stages=1):
+        k = load_rows(
+            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, True, TMA
+        )
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        v = load_rows(
+            v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, True, TMA
+        )
+        dp = tl.dot(g, v.T, input_precision="ieee")
+        _, weight = recomputed(scores, scale, level[:, None], NORMALIZER, True)
+        keys = start + tl.arange(0, N)
+        seen = visible(
+            rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
+            mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
+        )  # fmt: skip
+        delta += tl.sum(tl.where(seen & (scores > 0), weight * dp, 0.0), 1)
+    return delta
+
+
+@triton.jit
 def query_sweep(
     dq, q, g, level, delta, rows, begin, end,
     k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
@@ -227,7 +259,6 @@ def query_kernel(
     line = (wide(batch) * heads + head) * queries
     level = tl.load(levels + line + rows, mask=rows < stop_q, other=float("inf"))
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    tl.store(deltas + line + rows, delta, mask=rows < stop_q)
 
     begin = start_k
     end = stop_k
@@ -244,6 +275,18 @@ def query_kernel(
     if HAS_MASK:
         whole_begin = begin
         whole_end = begin
+
+    if NORMALIZER == "softpick" and o.dtype != tl.float32:
+        small = level < SMALL_LEVEL
+        if tl.max(small.to(tl.int32)) > 0:
+            exact = delta_sweep(
+                q, g, level, rows, begin, end,
+                k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
+                score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, TMA, M, N, D, D_BLOCK, DV, DV_BLOCK,
+            )  # fmt: skip
+            delta = tl.where(small, exact, delta)
+    tl.store(deltas + line + rows, delta, mask=rows < stop_q)
 
     dq = tl.zeros([M, D_BLOCK], tl.float32)
     if WINDOW:

@@ -21,6 +21,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # a polynomial for e^x − 1.
 SMALL_MAXIMUM = tl.constexpr(2.0**-11)
 
+# Below this level Σ |e^x − 1| < 1: a row of few keys, or all of tiny scores. Its E = e^x / Σ is
+# large, and multiplies the difference of dP and D, nearly equal where one key has all the weight.
+# D from the rounded output would be too coarse (x = 0.004: a gradient wrong by a quarter of dP).
+SMALL_LEVEL = tl.constexpr(0.0)
+
 # Between these a sum of e^x without a running maximum has kept all its bits.
 LARGE_TOTAL = tl.constexpr(2.0**100)
 SMALL_TOTAL = tl.constexpr(2.0**-60)

@@ -68,6 +68,7 @@ def features():
         yield f"{normalizer}: mask", compare(inputs, normalizer, mask=mask)
         yield f"{normalizer}: packed", packed(normalizer)
         yield f"{normalizer}: free of a maximum", free(normalizer)
+        yield f"{normalizer}: a row near zero, fp16", near_zero(normalizer)
     for scale in (1e-7, 1e4):
         yield f"softpick: scores of {scale}", compare_forward(scale)
 
@@ -110,6 +111,15 @@ def compare_forward(scale):
         q.double(), k.double(), v.double(), normalizer="softpick", causal=True
     )
     return error(got, truth) / (1 if scale < 1 else 1e3)  # at 1e4 float32 scores are that coarse
+
+
+def near_zero(normalizer):
+    """The first row sees one key, whose score is nearly 0: dP − D is the difference of two equal
+    numbers, times 1 / Σ = 1000."""
+    q, k, v = (tensor.detach() for tensor in draw((1, 2, 1, 21, 21, 16)))
+    q[:, :, 0] = k[:, :, 0] * (4e-3 / k[:, :, 0].square().sum(-1, keepdim=True))
+    inputs = [tensor.half().requires_grad_() for tensor in (q, k, v)]
+    return compare(inputs, normalizer, causal=True) * (1e-5 / 2e-3)  # fp16's own limit
 
 
 def model():

@@ -1,0 +1,71 @@
+"""What the Gluon kernels share: tiles in shared memory, and the normalizers' formulas on them."""
+
+from __future__ import annotations
+
+# ruff: noqa: RET505 (Triton compiles an early return in a constexpr branch only with its else)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+ROWS = gl.constexpr(64)  # that a group of warps holds
+BLOCK = gl.constexpr(128)  # of both groups
+
+
+@gluon.jit
+def flat(tiles, slot):
+    """A slot's tile, as a matrix."""
+    return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]])
+
+
+@gluon.jit
+def turned(tiles, slot):
+    return flat(tiles, slot).permute([1, 0])
+
+
+@gluon.jit
+def exp2(y):
+    """Without the care for denormal numbers, which costs three more instructions."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def exponential(s, scale, level, NORMALIZER: gl.constexpr):
+    """E, see :func:`qbench.attention.kernels.family.recomputed`."""
+    e = exp2(s * scale - level)
+    if NORMALIZER == "rectified":
+        e = gl.where(s >= 0, e, 0.0)
+    return e
+
+
+@gluon.jit
+def score_gradient(e, s, p, delta, NORMALIZER: gl.constexpr):
+    """See :func:`qbench.attention.kernels.family.score_gradient`; in softpick
+    E · D, or where the score is positive E · dP − E · D, which one predicate does."""
+    if NORMALIZER == "softpick":
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .pred positive;
+            .reg .f32 product, negated;
+            setp.gt.f32 positive, $2, 0f00000000;
+            mul.f32 product, $1, $4;
+            neg.f32 negated, product;
+            @positive fma.rn.f32 product, $1, $3, negated;
+            mov.f32 $0, product;
+            }""",
+            "=f,f,f,f,f",
+            [e, s, p, delta],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return e * (p - delta)
+
+
+@gluon.jit
+def store_rows(out, sums, first, batch, head, out_b, out_h, out_t):
+    rows = first + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, sums.type.layout))
+    columns = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
+    place = out + batch.to(gl.int64) * out_b + head.to(gl.int64) * out_h
+    gl.store(place + rows.to(gl.int64)[:, None] * out_t + columns[None, :], sums.to(gl.bfloat16))

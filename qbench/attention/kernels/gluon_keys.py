@@ -1,0 +1,199 @@
+"""Gluon kernel of the gradients of keys and values, see
+:mod:`qbench.attention.kernels.gluon_backward`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from qbench.attention.kernels.family import expm1_near_zero, rounded
+from qbench.attention.kernels.gluon_family import (
+    BLOCK,
+    ROWS,
+    exponential,
+    flat,
+    score_gradient,
+    store_rows,
+    turned,
+)
+
+
+@gluon.jit
+def key_loader(
+    q_source, k_source, v_source, g_source, stat_source, own, q_tiles, g_tiles, stat_tiles,
+    here, ready, free, kv_heads, group, length, M: gl.constexpr,
+):  # fmt: skip
+    stages: gl.constexpr = q_tiles.shape[0]
+    nbytes: gl.constexpr = q_source.block_type.nbytes + g_source.block_type.nbytes + 16 * M
+    tile = 0
+    pair = gl.program_id(1)
+    first = gl.program_id(0) * BLOCK
+    batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    mbarrier.expect(here, 4 * k_source.block_type.nbytes)
+    for i in gl.static_range(2):
+        at = [batch, kv_head, first + i * ROWS, 0]
+        tma.async_copy_global_to_shared(k_source, at, here, own.index(2 * i))
+        tma.async_copy_global_to_shared(v_source, at, here, own.index(2 * i + 1))
+    for member in range(group):
+        line = (pair * group + member) * length
+        for row in range(length - M, first - 1, -M):
+            slot = tile % stages
+            mbarrier.wait(free.index(slot), (tile // stages & 1) ^ 1)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, nbytes)
+            at = [batch, kv_head * group + member, row, 0]
+            tma.async_copy_global_to_shared(q_source, at, bar, q_tiles.index(slot))
+            tma.async_copy_global_to_shared(g_source, at, bar, g_tiles.index(slot))
+            tma.async_copy_global_to_shared(
+                stat_source, [(line + row) * 4], bar, stat_tiles.index(slot)
+            )
+            tile += 1
+
+
+@gluon.jit
+def key_step(
+    dk, dv, ds, k, v, step, tile, started, q_tiles, g_tiles, stat_tiles, ready, free, scale,
+    NORMALIZER: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile before to dk and this one to dv, and computes this tile's gradient of scores.
+    The assembler moves arithmetic behind waits; it cannot move the weights behind their product.
+    ``step``: of the tiles on the diagonal, counted from the last query."""
+    stages: gl.constexpr = q_tiles.shape[0]
+    layout: gl.constexpr = ds.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    column_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    slot = tile % stages
+    before = gl.where(started, tile - 1, tile) % stages
+    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
+    zero = gl.zeros([ROWS, M], gl.float32, layout)
+    mbarrier.wait(ready.index(slot), tile // stages & 1)
+    s = warpgroup_mma(k, turned(q_tiles, slot), zero, use_acc=False, is_async=True)
+    dk = warpgroup_mma(ds, flat(q_tiles, before), dk, is_async=True)
+    p = warpgroup_mma(v, turned(g_tiles, slot), zero, use_acc=False, is_async=True)
+    stat = stat_tiles.index(slot)
+    level = stat.slice(0, M).load(column_layout)
+    s = warpgroup_mma_wait(2, [s])
+    e = exponential(s, scale, level[None, :], NORMALIZER)
+    above = e
+    if NORMALIZER == "softpick":
+        floor = stat.slice(M, M).load(column_layout)
+        above = e - floor[None, :]
+        if PRECISE:
+            y = s * scale
+            above = gl.where(gl.abs(y) < 0.25, floor[None, :] * expm1_near_zero(y), above)
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = ROWS - (step + 1) * M + gl.arange(0, M, layout=column_layout)
+    seen = keys[:, None] <= rows[None, :]
+    if MASKED:
+        above = gl.where(seen, above, 0.0)
+    weight = gl.convert_layout(rounded(above, gl.bfloat16, NORMALIZER, True), left)
+    dv = warpgroup_mma(weight, flat(g_tiles, slot), dv, is_async=True)
+    delta = stat.slice(2 * M, M).load(column_layout)
+    p, dk = warpgroup_mma_wait(1, [p, dk])
+    mbarrier.arrive(free.index(before), count=1, pred=started)
+    ds = score_gradient(e, s, p, delta[None, :], NORMALIZER)
+    if MASKED:
+        ds = gl.where(seen, ds, 0.0)
+    dv, ds = warpgroup_mma_wait(0, [dv, ds])
+    return dk, dv, ds
+
+
+@gluon.jit
+def key_rows(
+    own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out, dv_out, index,
+    kv_heads, group, length, scale, score_scale, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    NORMALIZER: gl.constexpr, PRECISE: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_tiles.shape[4]
+    stages: gl.constexpr = q_tiles.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    tile = 0
+    pair = gl.program_id(1)
+    first = gl.program_id(0) * BLOCK + index * ROWS
+    mbarrier.wait(here, 0)
+    k = flat(own, index * 2)
+    v = flat(own, index * 2 + 1)
+    if HELD > 0:
+        k = k.load(left)
+    if HELD > 1:
+        v = v.load(left)
+    dk = gl.zeros([ROWS, D], gl.float32, sum_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, sum_layout)
+    whole = (length - first - ROWS) // M
+    for _ in range(group):
+        ds = gl.zeros([ROWS, M], gl.float32, layout)
+        for i in range(whole):
+            dk, dv, ds = key_step(
+                dk, dv, ds, k, v, 0, tile, i > 0, q_tiles, g_tiles, stat_tiles,
+                ready, free, score_scale, NORMALIZER, PRECISE, False, M,
+            )  # fmt: skip
+            tile += 1
+        for step in gl.static_range(ROWS // M):
+            dk, dv, ds = key_step(
+                dk, dv, ds, k, v, step, tile, whole + step > 0, q_tiles, g_tiles,
+                stat_tiles, ready, free, score_scale, NORMALIZER, PRECISE, True, M,
+            )  # fmt: skip
+            tile += 1
+        slot = (tile - 1) % stages
+        ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
+        dk = warpgroup_mma(ds, flat(q_tiles, slot), dk, is_async=True)
+        dk = warpgroup_mma_wait(0, [dk])
+        mbarrier.arrive(free.index(slot), count=1)
+        if index == 1:  # the other group's last tiles
+            for _ in gl.static_range(ROWS // M):
+                mbarrier.wait(ready.index(tile % stages), tile // stages & 1)
+                mbarrier.arrive(free.index(tile % stages), count=1)
+                tile += 1
+    batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    store_rows(dk_out, dk * scale, first, batch, kv_head, dk_b, dk_h, dk_t)
+    store_rows(dv_out, dv, first, batch, kv_head, dv_b, dv_h, dv_t)
+
+
+@gluon.jit
+def key_kernel(
+    q_source, k_source, v_source, g_source, stat_source, imprecise, dk_out, dv_out,
+    kv_heads, group, length, scale, score_scale, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    NORMALIZER: gl.constexpr, PRECISE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values, by M queries a tile. One launch is PRECISE and another is
+    not; that which the forward pass's flag does not ask for returns at once.
+    HELD: how many of k and v are kept in registers."""
+    if NORMALIZER == "softpick":  # noqa: SIM102 (one is known at compile time)
+        if (gl.load(imprecise) != 0) != PRECISE:
+            return
+    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, D], k_source.layout)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, M, D], q_source.layout)
+    g_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, M, D], g_source.layout)
+    stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], stat_source.layout)
+    here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(here, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (key_rows, (own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out,
+             dv_out, 0, kv_heads, group, length, scale, score_scale,
+             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, NORMALIZER, PRECISE, HELD, M)),
+            (key_rows, (own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out,
+             dv_out, 1, kv_heads, group, length, scale, score_scale,
+             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, NORMALIZER, PRECISE, HELD, M)),
+            (key_loader, (q_source, k_source, v_source, g_source, stat_source, own, q_tiles,
+             g_tiles, stat_tiles, here, ready, free, kv_heads, group, length, M)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,224 @@
+"""Gluon kernel of the queries' gradients, see :mod:`qbench.attention.kernels.gluon_backward`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from qbench.attention.kernels.family import SMALL_LEVEL, expm1_near_zero
+from qbench.attention.kernels.gluon_family import (
+    BLOCK,
+    ROWS,
+    exp2,
+    exponential,
+    flat,
+    score_gradient,
+    store_rows,
+    turned,
+)
+
+
+@gluon.jit
+def any_small(levels, WARPS: gl.constexpr):
+    """Whether a row of the block, whose levels begin here, needs a sweep for its D."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.min(gl.load(levels + gl.arange(0, BLOCK, layout=layout)), 0) < SMALL_LEVEL
+
+
+@gluon.jit
+def load_tiles(
+    k_source, v_source, k_tiles, v_tiles, ready, free, batch, kv_head, before, count
+):  # fmt: skip
+    """Loads ``count`` tiles of keys and values, ``before`` of which are loaded already."""
+    stages: gl.constexpr = k_tiles.shape[0]
+    for i in range(count):
+        slot = (before + i) % stages
+        mbarrier.wait(free.index(slot), ((before + i) // stages & 1) ^ 1)
+        bar = ready.index(slot)
+        mbarrier.expect(bar, k_source.block_type.nbytes + v_source.block_type.nbytes)
+        at = [batch, kv_head, i * ROWS, 0]
+        tma.async_copy_global_to_shared(k_source, at, bar, k_tiles.index(slot))
+        tma.async_copy_global_to_shared(v_source, at, bar, v_tiles.index(slot))
+
+
+@gluon.jit
+def query_loader(
+    q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here, ready, free, levels,
+    heads, group, length, NORMALIZER: gl.constexpr,
+):  # fmt: skip
+    pair = gl.program_id(1)
+    first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK
+    batch = pair // heads
+    head = pair % heads
+    mbarrier.expect(here, 4 * q_source.block_type.nbytes)
+    for i in gl.static_range(2):
+        at = [batch, head, first + i * ROWS, 0]
+        tma.async_copy_global_to_shared(q_source, at, here, own.index(2 * i))
+        tma.async_copy_global_to_shared(g_source, at, here, own.index(2 * i + 1))
+    count = first // ROWS + 2
+    load_tiles(k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, 0, count)
+    if NORMALIZER == "softpick":  # noqa: SIM102 (one is known at compile time)
+        if any_small(levels + pair.to(gl.int64) * length + first, 1):  # that was the sweep for D
+            load_tiles(
+                k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, count,
+                count,
+            )  # fmt: skip
+
+
+@gluon.jit
+def delta_sweep(
+    q, g, level, first, count, k_tiles, v_tiles, ready, free, scale, NORMALIZER: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """D = Σ p · dP of each row in float32, see ``SMALL_LEVEL``."""
+    stages: gl.constexpr = k_tiles.shape[0]
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    floor = exp2(-level)
+    delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    for tile in range(count):
+        slot = tile % stages
+        zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
+        mbarrier.wait(ready.index(slot), tile // stages & 1)
+        s = warpgroup_mma(q, turned(k_tiles, slot), zero, use_acc=False, is_async=True)
+        p = warpgroup_mma(g, turned(v_tiles, slot), zero, use_acc=False, is_async=True)
+        s, p = warpgroup_mma_wait(0, [s, p])
+        mbarrier.arrive(free.index(slot), count=1)
+        y = s * scale
+        weight = exponential(s, scale, level[:, None], NORMALIZER) - floor[:, None]
+        weight = gl.where(y < 0.25, floor[:, None] * expm1_near_zero(y), weight)
+        keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+        counted = (keys[None, :] <= rows[:, None]) & (s > 0)
+        delta += gl.sum(gl.where(counted, weight * p, 0.0), 1)
+    return delta
+
+
+@gluon.jit
+def query_step(
+    dq, ds, q, g, level, delta, tile, started, k_tiles, v_tiles, ready, free, scale,
+    NORMALIZER: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile before to dq, and computes this tile's gradient of scores."""
+    stages: gl.constexpr = k_tiles.shape[0]
+    layout: gl.constexpr = ds.type.layout
+    slot = tile % stages
+    before = gl.where(started, tile - 1, tile) % stages
+    ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, dq.type.layout, 2))
+    zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    mbarrier.wait(ready.index(slot), tile // stages & 1)
+    s = warpgroup_mma(q, turned(k_tiles, slot), zero, use_acc=False, is_async=True)
+    p = warpgroup_mma(g, turned(v_tiles, slot), zero, use_acc=False, is_async=True)
+    dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
+    s, p, dq = warpgroup_mma_wait(0, [s, p, dq])
+    mbarrier.arrive(free.index(before), count=1, pred=started)
+    e = exponential(s, scale, level[:, None], NORMALIZER)
+    ds = score_gradient(e, s, p, delta[:, None], NORMALIZER)
+    if MASKED:
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+        ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
+    return dq, ds
+
+
+@gluon.jit
+def query_rows(
+    own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats, dq_out, index,
+    heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+    NORMALIZER: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = k_tiles.shape[4]
+    stages: gl.constexpr = k_tiles.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    wide_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
+    pair = gl.program_id(1)
+    first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK + index * ROWS
+    batch = pair // heads
+    head = pair % heads
+    place = o_source + batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h
+    place += (first + wide_rows).to(gl.int64)[:, None] * o_t + columns[None, :]
+    o = gl.load(place)
+    line = pair.to(gl.int64) * length + first
+    level = gl.load(levels + line + rows)
+    mbarrier.wait(here, 0)
+    q = flat(own, index * 2)
+    g = flat(own, index * 2 + 1)
+    delta = gl.sum(o.to(gl.float32) * g.load(wide).to(gl.float32), 1)
+    delta = gl.convert_layout(delta, gl.SliceLayout(1, layout))
+    if HELD > 0:
+        q = q.load(left)
+    if HELD > 1:
+        g = g.load(left)
+    last = first // ROWS
+    skipped = 0
+    if NORMALIZER == "softpick":  # noqa: SIM102 (one is known at compile time)
+        if any_small(levels + line - index * ROWS, 4):
+            skipped = last - index + 2
+            exact = delta_sweep(
+                q, g, level, first, skipped, k_tiles, v_tiles, ready, free, score_scale,
+                NORMALIZER, layout,
+            )  # fmt: skip
+            delta = gl.where(level < SMALL_LEVEL, exact, delta)
+    stat = stats + line * 4 + rows // M * (4 * M) + rows % M
+    gl.store(stat, level)
+    gl.store(stat + M, exp2(-level))
+    gl.store(stat + 2 * M, delta)
+    dq = gl.zeros([ROWS, D], gl.float32, sum_layout)
+    ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    for tile in range(last):
+        dq, ds = query_step(
+            dq, ds, q, g, level, delta, skipped + tile, tile > 0, k_tiles, v_tiles, ready, free,
+            score_scale, NORMALIZER, False,
+        )  # fmt: skip
+    dq, ds = query_step(
+        dq, ds, q, g, level, delta, skipped + last, last > 0, k_tiles, v_tiles, ready, free,
+        score_scale, NORMALIZER, True,
+    )  # fmt: skip
+    ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
+    dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
+    store_rows(dq_out, dq * scale, first, batch, head, dq_b, dq_h, dq_t)
+
+
+@gluon.jit
+def query_kernel(
+    q_source, k_source, v_source, g_source, o_source, levels, stats, dq_out,
+    heads, group, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+    NORMALIZER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    M: gl.constexpr,
+):  # fmt: skip
+    """Gradients of queries; and their levels, 2^−level and D, by M of each, for the other kernel.
+    HELD: how many of q and dO are kept in registers."""
+    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, D], q_source.layout)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, ROWS, D], k_source.layout)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, ROWS, D], v_source.layout)
+    here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(here, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats,
+             dq_out, 0, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+             NORMALIZER, HELD, M)),
+            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats,
+             dq_out, 1, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+             NORMALIZER, HELD, M)),
+            (query_loader, (q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here,
+             ready, free, levels, heads, group, length, NORMALIZER)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
