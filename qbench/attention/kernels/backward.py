@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.family import (
+    EPSILON,
     SMALL_LEVEL,
     load_rows,
     narrowed,
@@ -18,6 +19,7 @@ from qbench.attention.kernels.family import (
     rounded,
     score_gradient,
     sequence,
+    terms,
     visible,
     wide,
 )
@@ -170,7 +172,7 @@ def key_kernel(
 
 @triton.jit
 def delta_sweep(
-    q, g, level, rows, begin, end,
+    q, g, rows, begin, end,
     k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
     k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -178,8 +180,10 @@ def delta_sweep(
     DV: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
-    see SMALL_LEVEL."""
+    see SMALL_LEVEL. Nothing overflows there without a maximum; of other rows the result is void."""
     delta = tl.zeros([M], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    highest = tl.zeros([M], tl.float32)
     for start in tl.range(begin, end, N, num_stages=1):
         k = load_rows(
             k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, True, TMA
@@ -189,14 +193,17 @@ def delta_sweep(
             v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, True, TMA
         )
         dp = tl.dot(g, v.T, input_precision="ieee")
-        _, weight = recomputed(scores, scale, level[:, None], NORMALIZER, True)
         keys = start + tl.arange(0, N)
         seen = visible(
             rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
             mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
         )  # fmt: skip
-        delta += tl.sum(tl.where(seen & (scores > 0), weight * dp, 0.0), 1)
-    return delta
+        # The level, from a fast logarithm, would be wrong by more than float32 is.
+        above, below = terms(tl.where(seen, scores * scale, 0.0), 0.0, NORMALIZER, True)
+        delta += tl.sum(tl.maximum(above, 0.0) * dp, 1)
+        total += tl.sum(below, 1)
+        highest = tl.maximum(highest, tl.max(above, 1))
+    return delta / (total + EPSILON * (1 + highest))  # ε · e^m
 
 
 @triton.jit
@@ -280,7 +287,7 @@ def query_kernel(
         small = level < SMALL_LEVEL
         if tl.max(small.to(tl.int32)) > 0:
             exact = delta_sweep(
-                q, g, level, rows, begin, end,
+                q, g, rows, begin, end,
                 k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
                 score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
                 NORMALIZER, CAUSAL, WINDOW, HAS_MASK, TMA, M, N, D, D_BLOCK, DV, DV_BLOCK,

@@ -13,7 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qbench.attention import normalizers
+
 LOG2_E = 1.4426950408889634
+EPSILON = tl.constexpr(normalizers.EPSILON)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # Below this m (in log2 units), e^(x − m) − e^(−m) has lost more bits than fp16 and bf16 keep:

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from qbench.attention.kernels.family import SMALL_LEVEL, expm1_near_zero
+from qbench.attention.kernels.family import EPSILON, SMALL_LEVEL, expm1_near_zero
 from qbench.attention.kernels.gluon_family import (
     BLOCK,
     ROWS,
@@ -73,14 +73,14 @@ def query_loader(
 
 @gluon.jit
 def delta_sweep(
-    q, g, level, first, count, k_tiles, v_tiles, ready, free, scale, NORMALIZER: gl.constexpr,
-    layout: gl.constexpr,
+    q, g, first, count, k_tiles, v_tiles, ready, free, scale, layout: gl.constexpr
 ):  # fmt: skip
-    """D = Σ p · dP of each row in float32, see ``SMALL_LEVEL``."""
+    """See :func:`qbench.attention.kernels.backward.delta_sweep`."""
     stages: gl.constexpr = k_tiles.shape[0]
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    floor = exp2(-level)
     delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    highest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     for tile in range(count):
         slot = tile % stages
         zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
@@ -89,13 +89,13 @@ def delta_sweep(
         p = warpgroup_mma(g, turned(v_tiles, slot), zero, use_acc=False, is_async=True)
         s, p = warpgroup_mma_wait(0, [s, p])
         mbarrier.arrive(free.index(slot), count=1)
-        y = s * scale
-        weight = exponential(s, scale, level[:, None], NORMALIZER) - floor[:, None]
-        weight = gl.where(y < 0.25, floor[:, None] * expm1_near_zero(y), weight)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-        counted = (keys[None, :] <= rows[:, None]) & (s > 0)
-        delta += gl.sum(gl.where(counted, weight * p, 0.0), 1)
-    return delta
+        y = gl.where(keys[None, :] <= rows[:, None], s * scale, 0.0)
+        above = gl.where(gl.abs(y) < 0.25, expm1_near_zero(y), exp2(y) - 1)
+        delta += gl.sum(gl.maximum(above, 0.0) * p, 1)
+        total += gl.sum(gl.abs(above), 1)
+        highest = gl.maximum(highest, gl.max(above, 1))
+    return delta / (total + EPSILON * (1 + highest))
 
 
 @gluon.jit
@@ -164,8 +164,7 @@ def query_rows(
         if any_small(levels + line - index * ROWS, 4):
             skipped = last - index + 2
             exact = delta_sweep(
-                q, g, level, first, skipped, k_tiles, v_tiles, ready, free, score_scale,
-                NORMALIZER, layout,
+                q, g, first, skipped, k_tiles, v_tiles, ready, free, score_scale, layout
             )  # fmt: skip
             delta = gl.where(level < SMALL_LEVEL, exact, delta)
     stat = stats + line * 4 + rows // M * (4 * M) + rows % M
