@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+
 import pytest
 import torch
 from scoring_models import KINDS, choices, instance, llama, pages, text, tokenizer
 
 from qbench.attention.interface import attend
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring import language_model, side_by_side
 from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.packing import pack
 from qbench.evaluation.scoring.requests import Request
@@ -222,3 +225,47 @@ def test_llm_int8_is_refused_and_auto_takes_exact():
 def test_an_attention_that_cannot_be_packed_is_refused():
     with pytest.raises(UnavailableError, match="'eager'"):
         language_model(llama(attention="eager"), tokenizer(), mode="fast", max_length=64)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, monkeypatch):
+    answers, threads = {}, set()
+    for packs in (1, 2):
+        monkeypatch.setattr(side_by_side, "PACKS", packs)
+        _, fast = scorers(model_with("softpick"), sample=0, batch_tokens=100)
+        run = fast._run_pack
+        monkeypatch.setattr(
+            fast, "_run_pack", lambda *a, run=run: threads.add(threading.get_ident()) or run(*a)
+        )
+        if packs == 1:
+            torch.set_num_threads(1)
+        answers[packs] = fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
+        report = fast.report()
+        assert report["batches"] > 8
+        torch.set_num_threads(2)
+    assert answers[1] == answers[2]
+    assert len(threads) == 3  # ours, and two of the pool
+    assert torch.get_num_threads() == 2
+
+
+def test_an_error_in_a_pack_beside_others_is_raised(two_threads, monkeypatch):
+    _, fast = scorers(model_with("softpick"), sample=0, batch_tokens=100)
+    forward = fast._forward_pack
+    calls = itertools.count()
+
+    def third_fails(*arguments):
+        if next(calls) == 2:
+            raise ValueError("the third")
+        return forward(*arguments)
+
+    monkeypatch.setattr(fast, "_forward_pack", third_fails)
+    with pytest.raises(ValueError, match="the third"):
+        fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
+    assert torch.get_num_threads() == 2

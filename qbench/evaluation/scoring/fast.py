@@ -8,7 +8,8 @@ over thousands of them, so that its own difference says nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from qbench.evaluation.scoring.packed_attention import (
 )
 from qbench.evaluation.scoring.packing import Pack, Tree, grow, halve, lay, pack
 from qbench.evaluation.scoring.requests import Request
-from qbench.evaluation.scoring.rows import RowScores, score_rows, to_device
+from qbench.evaluation.scoring.rows import RowScores, Scored, score_rows, to_device
+from qbench.evaluation.scoring.side_by_side import side_by_side
 
 WINDOWS = 2  # rolling windows of the sample; one has up to max_length scored tokens
 
@@ -44,6 +46,7 @@ class FastLM(ExactLM):
         self._check = Check(self.settings.tolerance)
         self._batch_tokens: int | None = None
         self._fused = False
+        self._lock = threading.Lock()  # of what packs side by side change
 
     def report(self) -> dict[str, Any]:
         return super().report() | {
@@ -100,18 +103,33 @@ class FastLM(ExactLM):
         if not requests:
             return []
         results: list[tuple[Pack, RowScores]] = []
-        with packed(self.model) as attention, self._small_steps() as self._fused:
+        with (
+            packed(self.model) as attention,
+            self._small_steps() as self._fused,
+            side_by_side(self.device) as each,
+        ):
             if self._batch_tokens is None:
                 self._batch_tokens = self._measured_batch(attention)
-            for trees in pack(
+            packs = pack(
                 requests,
                 batch_tokens=self._batch_tokens,
                 max_length=self.max_length,
                 shuffle=self.settings.shuffle,
-            ):
-                results += self._run_pack(trees, requests, attention)
+            )
+            scores = each(lambda trees: self._run_pack(trees, requests, attention), packs)
+            for trees, found in zip(packs, scores, strict=True):
+                results += found
                 self._advance(sum(len(tree.members) for tree in trees))
         return _collect_packs(results, len(requests))
+
+    @property
+    def _observe(self) -> Callable[[Scored, torch.Tensor], None] | None:
+        return None if self._observer is None else self._observe_alone
+
+    def _observe_alone(self, scored: Scored, log_probabilities: torch.Tensor) -> None:
+        assert self._observer is not None
+        with self._lock:
+            self._observer.observe(scored, log_probabilities)
 
     def _small_steps(self) -> contextlib.AbstractContextManager[bool]:
         """Kernels for what stands between a Llama's matrix products, on CUDA."""
@@ -137,12 +155,14 @@ class FastLM(ExactLM):
                     "lower evaluation.max_length or use a larger device"
                 ) from error
         else:
-            self._counts["batches"] += 1
-            self._counts["tokens"] += len(row.ids)
+            with self._lock:
+                self._counts["batches"] += 1
+                self._counts["tokens"] += len(row.ids)
             return [(row, result)]
         # Outside the handler: there the traceback would keep the failed forward's tensors.
         free_cached_memory(self.device)
-        self._counts["halvings"] += 1
+        with self._lock:
+            self._counts["halvings"] += 1
         return [
             scores for half in halve(trees) for scores in self._run_pack(half, requests, attention)
         ]
