@@ -14,7 +14,7 @@ from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.linears import linears
 
 
-class _Stop(Exception):
+class Stop(Exception):
     """Ends a forward once its input has been seen."""
 
 
@@ -50,14 +50,14 @@ def first_inputs(
         rest = dict(keywords)
         hidden = arguments[0] if arguments else rest.pop("hidden_states")
         seen.append((hidden, shared.setdefault(hidden.shape[0], rest)))
-        raise _Stop
+        raise Stop
 
     device = next(decoder[0].parameters()).device
     with _hook(decoder[0].register_forward_pre_hook(keep, with_kwargs=True)):
         for batch in calibration.ids.split(batch_size):
             try:
                 model(input_ids=batch.to(device), use_cache=False)
-            except _Stop:
+            except Stop:
                 continue
     return seen
 
@@ -108,13 +108,13 @@ def hessian(
         x = arguments[0].reshape(-1, arguments[0].shape[-1]).float()
         tokens += x.shape[0]
         total = x.T @ x if total is None else total.addmm_(x.T, x)
-        raise _Stop
+        raise Stop
 
     with _hook(layer.register_forward_pre_hook(add)):
         for hidden, rest in batches:
             try:
                 forward(block, hidden, rest)
-            except _Stop:
+            except Stop:
                 continue
     assert total is not None
     return total.mul_(2 / tokens)

@@ -22,6 +22,7 @@ from torch import nn
 from qbench.errors import QuantizationError, UnavailableError
 from qbench.quantizers.blocks import blocks, first_inputs, input_groups
 from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.hessians import Hessians, collecting
 from qbench.quantizers.linears import (
     Plain,
     Progress,
@@ -31,6 +32,7 @@ from qbench.quantizers.linears import (
     linears,
     require_whole_groups,
 )
+from qbench.quantizers.replay import replaying
 from qbench.quantizers.settings import WHOLE_ROW, Gptq
 
 # Read by the library when it is imported or used; what the user set stays.
@@ -82,8 +84,15 @@ def quantize(
     quantizer = optimum.GPTQQuantizer.from_dict(config.to_dict_optimum())
     quantizer.quantizeConfig.fallback = None  # else NaN turns into plain rounding, unasked
     damps: list[float] = []
+    final: set[nn.Module] = set()
     attention = model.config._attn_implementation
-    with _watched(optimum, model, damps), _reporting(root, decoder, progress), silenced():
+    with (
+        replaying(decoder, *batches[0], final) as replays,
+        collecting(replays, final) as hessians,
+        _watched(optimum, model, damps, hessians),
+        _reporting(root, decoder, progress),
+        silenced(),
+    ):
         try:
             quantizer.quantize_model(model, None)
         except (ValueError, RuntimeError, NotImplementedError, IndexError) as error:
@@ -204,17 +213,36 @@ def _require_shapes(model: nn.Module, settings: Gptq) -> None:
 
 
 @contextmanager
-def _watched(optimum: Any, model: nn.Module, damps: list[float]) -> Iterator[None]:
-    """Note the damping that the library really used, keep its progress bars away, and keep it on
-    the model's device (it takes a GPU wherever there is one)."""
+def _watched(
+    optimum: Any, model: nn.Module, damps: list[float], hessians: Hessians
+) -> Iterator[None]:
+    """Note the damping that the library really used, collect no Hessian twice, keep its progress
+    bars away, and keep it on the model's device (it takes a GPU wherever there is one)."""
 
     class Noting(optimum.GPTQ):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            hessians.begin(self)
+
+        def add_batch(self, *batch: Any) -> None:
+            if not hessians.follows(self):
+                super().add_batch(*batch)
+
+        def fasterquant(self, **options: Any) -> Any:
+            hessians.share(self)
+            result = super().fasterquant(**options)
+            damps.append(float(result[-1]))
+            return result
+
         def hessian_inverse(self, H: torch.Tensor) -> Any:
             factor, damp = super().hessian_inverse(H)
             if factor is None:
                 raise QuantizationError("gptqmodel found no regular Hessian; raise damp")
-            damps.append(float(damp))
             return factor, damp
+
+        def free(self) -> None:
+            hessians.end(self)
+            super().free()
 
     on_gpu = next(model.parameters()).device.type != "cpu"
     replacements = {

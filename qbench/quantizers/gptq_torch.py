@@ -24,6 +24,7 @@ from qbench.quantizers.linears import (
     plain,
     require_whole_groups,
 )
+from qbench.quantizers.replay import replaying
 from qbench.quantizers.settings import Gptq
 
 BLOCK = 128  # columns updated at once; the others lag behind until it is done
@@ -38,6 +39,22 @@ def quantize(
     """
     for name, layer in linears(model).items():
         require_whole_groups(settings, name, layer.in_features, "inputs")
+    _, decoder = blocks(model)
+    first = Calibration(ids=calibration.ids[:1], seed=calibration.seed)
+    final: set[nn.Module] = set()
+    with replaying(decoder, *first_inputs(model, first, 1)[0], final):
+        result = _block_by_block(model, settings, calibration, progress, final)
+    return result, "our own GPTQ"
+
+
+def _block_by_block(
+    model: nn.Module,
+    settings: Gptq,
+    calibration: Calibration,
+    progress: Progress,
+    final: set[nn.Module],
+) -> dict[str, Tensors]:
+    """What is to be stored for each layer; the layers are overwritten, and added to ``final``."""
     root, decoder = blocks(model)
     batches = first_inputs(model, calibration, settings.batch_size)
     result: dict[str, Tensors] = {}
@@ -60,8 +77,9 @@ def quantize(
             for name, layer, tensors in zip(group, layers, _split(solved, heights), strict=True):
                 layer.weight.data = rebuild(plain(layer), tensors, settings).dequantize()
                 result[f"{root}.{index}.{name}"] = tensors
+            final.update(layers)
         batches = [(forward(block, hidden, rest), rest) for hidden, rest in batches]
-    return result, "our own GPTQ"
+    return result
 
 
 def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
