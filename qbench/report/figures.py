@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from qbench.compare import Comparison, Line, redundant
 from qbench.report.costs import damage_figures, size_figure, stage_figure
-from qbench.report.style import DASHES, INK, MARKERS, RC, SERIES, legend, panels
+from qbench.report.style import DASHES, INK, MARKERS, RC, SERIES, fix_empty_labels, legend, panels
 from qbench.statistics import Interval
 from qbench.tables.table import METHOD_TITLES, metric_title
 
@@ -45,6 +45,8 @@ def draw(comparison: Comparison) -> list[Drawn]:
                 if found is not None:
                     name, caption, figure = found
                     drawn.append(Drawn(name=name, section=section, caption=caption, figure=figure))
+        for one in drawn:
+            fix_empty_labels(one.figure)
     return drawn
 
 

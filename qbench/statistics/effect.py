@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from qbench.statistics.bootstrap import ENOUGH_TO_CORRECT, Resampled, bootstrap_interval
 from qbench.statistics.pairs import mcnemar, score_interval
@@ -155,6 +155,8 @@ def score(panel: Panel, name: object, aggregation: str, resampled: Resampled) ->
     right = panel.values[:, panel.place[name]]
     rare = min(right.sum(), panel.documents - right.sum())
     if found.test == "paired t" and set(np.unique(right)) <= {0, 1} and rare < FEW_CHANGES:
+        from scipy import stats  # takes a second to import, and this is rare
+
         test = stats.binomtest(int(right.sum()), panel.documents)
         low, high = test.proportion_ci(CONFIDENCE, method="wilson")
         return dataclasses.replace(found.interval, low=float(low), high=float(high))
