@@ -10,7 +10,7 @@ from qbench.published import printed
 from qbench.record import Record
 from qbench.report.costs import STAGES, bits_per_weight, sound
 from qbench.store import KEY_DIGITS
-from qbench.tables.layout import entry_text, find_printed, interval_text
+from qbench.tables.layout import delta_text, entry_text, find_printed, interval_text, noise_notes
 from qbench.tables.table import NO_VALUE, arrow, metric_title, number
 
 
@@ -52,14 +52,14 @@ def _table(
     name: str, section: str, caption: str, head: list[str], rows: list[list[Cell]]
 ) -> DataTable:
     """Columns in which no row has anything are left out."""
-    numeric = tuple(any(row[place].sort is not None for row in rows) for place in range(len(head)))
+    kept = [place for place in range(len(head)) if any(row[place].text for row in rows)]
     return DataTable(
         name=name,
         section=section,
         caption=caption,
-        head=tuple(head),
-        numeric=numeric,
-        rows=tuple(map(tuple, rows)),
+        head=tuple(head[place] for place in kept),
+        numeric=tuple(any(row[place].sort is not None for row in rows) for place in kept),
+        rows=tuple(tuple(row[place] for place in kept) for row in rows),
     )
 
 
@@ -95,10 +95,8 @@ def _scores(comparison: Comparison, published: str | None) -> DataTable:
             row.append(Cell(text=entry_text(entry, line), sort=entry.value, title=title))
         for other in comparison.others:
             delta, effect = line.delta(other), line.deltas.get(other)
-            mark = effect.mark if effect else ""
-            text = number(delta, percent=line.percent, signed=True) + mark
             row += [
-                Cell(text=text, sort=delta),
+                Cell(text=delta_text(comparison, line, other), sort=delta),
                 Cell(text=interval_text(line, other)),
                 _p(effect.p_holm if effect else None),
             ]
@@ -115,7 +113,8 @@ def _scores(comparison: Comparison, published: str | None) -> DataTable:
         documents = [e.documents for e in line.entries if e.documents is not None]
         row.append(Cell(text=str(min(documents, default=NO_VALUE)), sort=min(documents, default=0)))
         rows.append(row)
-    caption = "Scores and Δ; ‡ significant after Holm, † after Benjamini–Hochberg only"
+    told = ["Scores and Δ; ‡ significant after Holm, † after Benjamini–Hochberg only."]
+    caption = " ".join(told + noise_notes(comparison))
     return _table("scores", "scores", caption, head, rows)
 
 

@@ -63,22 +63,14 @@ def layout(comparison: Comparison, table: Table, *, published: str | None = None
             *(entry_text(entry, line) for entry in line.entries),
         ]
         for other in others:
-            below = comparison.below_noise(line, other)
-            cells.append(delta_text(line, other) + (BELOW_NOISE if below else ""))
+            cells.append(delta_text(comparison, line, other))
             if tested:
                 cells.append(interval_text(line, other))
         if paper:
             cells += _printed_cells(line, others, paper, models)
         cells.append(documents_text(line))
         rows.append(tuple(cells))
-    notes = [*([LEGEND] if tested else []), *table.notes]
-    if comparison.floors.of:
-        notes.insert(1 if tested else 0, NOISE_LEGEND)
-    if comparison.floors.stale:
-        notes.append(
-            f"noise.json is of other settings than these results for "
-            f"{', '.join(comparison.floors.stale)}: not used; run qbench noise again"
-        )
+    notes = [*([LEGEND] if tested else []), *noise_notes(comparison), *table.notes]
     if paper:
         notes.insert(0, _printed_note(table, paper, published))
     return Layout(
@@ -108,11 +100,25 @@ def entry_text(entry: Entry, line: Line) -> str:
     return text
 
 
-def delta_text(line: Line, checkpoint: str) -> str:
-    """Δ as the papers print it, with its mark of significance."""
+def delta_text(comparison: Comparison, line: Line, checkpoint: str) -> str:
+    """Δ as the papers print it, with its marks of significance and of the noise floor."""
     text = number(line.delta(checkpoint), percent=line.percent, signed=True)
     effect = line.deltas.get(checkpoint)
-    return text + (effect.mark if effect else "")
+    below = comparison.below_noise(line, checkpoint)
+    return text + (effect.mark if effect else "") + (BELOW_NOISE if below else "")
+
+
+def noise_notes(comparison: Comparison) -> list[str]:
+    """What ``≈`` means, where floors are known, and whose are not used."""
+    stale = ", ".join(comparison.floors.stale)
+    return ([NOISE_LEGEND] if comparison.floors.of else []) + (
+        [
+            f"noise.json is of other settings than these results for {stale}: not used; run "
+            "qbench noise again"
+        ]
+        if stale
+        else []
+    )
 
 
 def interval_text(line: Line, checkpoint: str) -> str:
