@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
+import multiprocessing
 import re
 import shutil
 import subprocess
@@ -11,11 +13,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic import make_store
+from matplotlib.figure import Figure
+from synthetic import key, make_store
 
 from qbench import report
 from qbench.compare import compare
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, UnavailableError
+from qbench.report.content import data_tables
+from qbench.report.costs import label_points
+from qbench.report.drawing import helper, plates
+from qbench.report.write import worth_sharing
 
 SIZES = {"arc_easy": 120, "lambada_openai": 100, "wikitext": 12}
 QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit")
@@ -171,6 +178,84 @@ def test_the_summary_counts_what_the_lines_say(written):
     sentences = report.summary(compare(written[0]))
     told = next(s for s in sentences if s.startswith("Quantization costs softpick less"))
     assert re.search(r"in \d+ of 5 comparisons \([1-5] significantly\)", told)
+
+
+def test_deltas_below_the_noise_floor_are_marked_and_the_mark_is_explained(tmp_path):
+    store = make_store(tmp_path, sizes=SIZES, quantizers=("bf16", "hqq-2bit"))
+    floors = {"arc_easy": {"acc": 1.0}, "wikitext": {"word_perplexity": 0.0}}
+    noise = {
+        f"{c}/bf16": {"key": key(c, "bf16"), "floors": floors} for c in ("softmax", "softpick")
+    }
+    (tmp_path / "noise.json").write_text(json.dumps(noise))
+    table = data_tables(compare(store))[0]
+    delta = table.head.index("Δ softpick")
+    marked = {(row[0].text, row[1].text) for row in table.rows if row[delta].text.endswith("≈")}
+    assert marked == {("arc_easy", "Acc ↑")}
+    assert "≈: no larger than" in table.caption
+
+
+def test_columns_without_anything_are_left_out(written, tmp_path):
+    def head(store):
+        return next(t.head for t in data_tables(compare(store)) if t.name == "audit")
+
+    assert "Why" in head(written[0])
+    sound = make_store(tmp_path, sizes=SIZES, quantizers=("bf16", "hqq-2bit"))
+    assert not {"Why", "Left out"} & set(head(sound))
+
+
+def test_names_of_close_points_do_not_cover_each_other():
+    figure = Figure(figsize=(6, 4), dpi=100)
+    axes = figure.subplots()
+    points = [(3.2, 39.1), (3.7, 38.4), (4.2, 39.0), (4.5, 39.2), (2.2, 31.0)]
+    axes.plot(*zip(*points, strict=True), "o")
+    labels = [(*point, "gptq-3bit", checkpoint) for checkpoint in (0, 1) for point in points]
+    label_points(axes, labels, points)
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == len(labels)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+# Drawing in two processes
+
+
+@pytest.fixture(scope="module")
+def comparison(written):
+    return compare(written[0])
+
+
+def test_two_processes_draw_the_same_figures(comparison, tmp_path):
+    alone = plates(comparison, tmp_path / "alone", report.FIGURE_FORMATS)
+    with helper() as other:
+        both = other.plates(comparison, tmp_path / "both", report.FIGURE_FORMATS)
+    assert [(one.name, one.caption, one.svg) for one in both] == [
+        (one.name, one.caption, one.svg) for one in alone
+    ]
+    for one, same in zip(alone, both, strict=True):
+        assert [p.read_bytes() for p in one.paths] == [p.read_bytes() for p in same.paths]
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_in_the_other_process_is_raised_in_this_one(comparison, tmp_path):
+    (tmp_path / "scores-lambada_openai.svg").mkdir()  # of the second group
+    with helper() as other, pytest.raises(IsADirectoryError, match="scores-lambada_openai"):
+        other.plates(comparison, tmp_path, ("svg",))
+
+
+def test_the_death_of_the_other_process_is_told(comparison, tmp_path):
+    with helper() as other:
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        with pytest.raises(UnavailableError, match="was killed"):
+            other.plates(comparison, tmp_path, ("svg",))
+
+
+def test_a_second_process_is_for_large_grids_and_other_formats_than_the_page_has(written):
+    grid = written[0].grid()
+    assert not worth_sharing(grid, report.FIGURE_FORMATS)
+    large = grid.model_copy(update={"cells": grid.cells * 3})
+    assert worth_sharing(large, report.FIGURE_FORMATS)
+    assert not worth_sharing(large, ("svg",))
 
 
 # In the browser

@@ -56,10 +56,11 @@ def report(
     published: Published = None,
 ) -> None:
     """Write report.html, one file that opens without a network, and its figures."""
-    from qbench.report import write
+    from qbench.report import processes, write
 
     wanted = [name.strip() for name in figures.split(",") if name.strip()]
-    show_written(write(Store(folder), out, figures=wanted, published=published))
+    paths = write(Store(folder), out, figures=wanted, published=published, processes=processes())
+    show_written(paths)
 
 
 def check(

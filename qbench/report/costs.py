@@ -13,6 +13,7 @@ from qbench.record import Record
 from qbench.report.style import HATCHES, MARKERS, SERIES, legend, panels
 
 Found = tuple[str, str, Figure]
+Box = tuple[float, float, float, float]  # left, bottom, right, top
 STAGES = ("load", "quantize", "audit", "evaluate")
 DTYPE_BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
 
@@ -58,7 +59,14 @@ def damage_figures(comparison: Comparison) -> Iterator[Found]:
         )
 
 
-def size_figure(comparison: Comparison) -> Found | None:
+def cost_figures(comparison: Comparison) -> Iterator[Found]:
+    """Size against accuracy; time and memory."""
+    for found in (_size(comparison), _stages(comparison)):
+        if found is not None:
+            yield found
+
+
+def _size(comparison: Comparison) -> Found | None:
     """Mean accuracy over tasks against bits a weight as stored."""
     points: dict[str, list[tuple[float, float, str]]] = {}
     tasks: set[tuple[str, ...]] = set()
@@ -72,6 +80,7 @@ def size_figure(comparison: Comparison) -> Found | None:
         return None
     figure, grid = panels(1, 1, panel=(5.6, 3.2))
     axes = grid[0][0]
+    found: list[tuple[float, float, str, int]] = []
     for place, checkpoint in enumerate(comparison.checkpoints):
         own = sorted(points.get(checkpoint, []))
         if own:
@@ -81,17 +90,13 @@ def size_figure(comparison: Comparison) -> Found | None:
                 x, y, linestyle="none", marker=MARKERS[place % len(MARKERS)], color=colour,
                 label=checkpoint,
             )  # fmt: skip
-            for bits, value, label in _merged(own):
-                axes.annotate(
-                    label, (bits, value), textcoords="offset points", fontsize=7, color=colour,
-                    xytext=(0, 5 if place % 2 else -5), ha="center",
-                    va="bottom" if place % 2 else "top",
-                )  # fmt: skip
+            found += [(*one, place) for one in _merged(own)]
     axes.set_xscale("log", base=2)
     axes.set_xticks([2, 3, 4, 8, 16, 32], ["2", "3", "4", "8", "16", "32"])
     axes.set_xlabel("bits a weight as stored, scales and zeros counted")
     axes.set_ylabel("mean accuracy (%)")
     axes.margins(x=0.1, y=0.14)
+    label_points(axes, found, [point[:2] for own in points.values() for point in own])
     legend(figure, axes)
     shown = ", ".join(next(iter(tasks)))
     return (
@@ -102,7 +107,7 @@ def size_figure(comparison: Comparison) -> Found | None:
     )
 
 
-def stage_figure(comparison: Comparison) -> Found | None:
+def _stages(comparison: Comparison) -> Found | None:
     """Seconds by stage, and the largest memory of any stage."""
     records = [record for record in sound(comparison) if record.stages]
     if not records:
@@ -151,6 +156,48 @@ def _merged(points: list[tuple[float, float, str]]) -> Iterator[tuple[float, flo
         yield near[0][0], fmean(point[1] for point in near), "\n".join(names)
 
 
+def label_points(
+    axes: Axes,
+    labels: list[tuple[float, float, str, int]],
+    points: list[tuple[float, float]],
+) -> None:
+    """Name the points, the first checkpoint's below and others' above, each so far from its point
+    that it covers neither another point nor another name."""
+    axes.autoscale_view()
+    scale = 72 / axes.figure.dpi  # lengths below are in points (1/72 inch)
+
+    def place_of(bits: float, value: float) -> tuple[float, float]:
+        x, y = axes.transData.transform((bits, value)) * scale
+        return float(x), float(y)
+
+    marker, size, line = 2.5, 7.0, 8.6
+    taken = [
+        (x - marker, y - marker, x + marker, y + marker)
+        for x, y in (place_of(*point) for point in points)
+    ]
+    for bits, value, text, checkpoint in labels:
+        x, y = place_of(bits, value)
+        half = 0.31 * size * max(map(len, text.split("\n")))  # of the width, about
+        tall = line * (text.count("\n") + 1)
+        way = 1 if checkpoint % 2 else -1
+        for step in range(40):
+            offset = way * (5 + step * line / 4)
+            low = y + offset - (tall if way < 0 else 0)
+            box = (x - half, low, x + half, low + tall)
+            if not any(_cover(box, other) for other in taken):
+                break
+        taken.append(box)
+        axes.annotate(
+            text, (bits, value), textcoords="offset points", fontsize=size,
+            color=SERIES[checkpoint % len(SERIES)], xytext=(0, offset), ha="center",
+            va="bottom" if way > 0 else "top",
+        )  # fmt: skip
+
+
+def _cover(box: Box, other: Box) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
+
+
 def bits_per_weight(record: Record) -> float | None:
     """As stored; an unquantized cell's is that of its dtype."""
     if record.method != "none":
@@ -195,7 +242,7 @@ def _dots(
         _dot_panel(axes, comparison, values, labels, task, log=log)
     for axes in flat[len(tasks) :]:
         axes.remove()
-    figure.supxlabel(title, fontsize=9, y=0.02)
+    figure.supxlabel(title, fontsize=9, y=0.06 / figure.get_figheight(), va="bottom")
     legend(figure, *flat[: len(tasks)])
     return figure
 

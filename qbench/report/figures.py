@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from qbench.compare import Comparison, Line, redundant
-from qbench.report.costs import damage_figures, size_figure, stage_figure
+from qbench.report.costs import Found, cost_figures, damage_figures
 from qbench.report.style import DASHES, INK, MARKERS, RC, SERIES, fix_empty_labels, legend, panels
 from qbench.statistics import Interval
 from qbench.tables.table import METHOD_TITLES, metric_title
@@ -21,7 +22,7 @@ LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmi
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Drawn:
-    """A figure with its file name, its caption, and what it shows, to be read aloud."""
+    """A figure with its file name, its section, and its caption, which is also read aloud."""
 
     name: str
     section: str
@@ -29,22 +30,24 @@ class Drawn:
     figure: Figure
 
 
-def draw(comparison: Comparison) -> list[Drawn]:
-    """All figures that the records have something to show for."""
+def groups(comparison: Comparison) -> list[Callable[[], list[Drawn]]]:
+    """What draws the figures that the records have something to show for, a few at a time."""
+    makers = [
+        (section, partial(make, comparison, task, lines))
+        for section, make in (("scores", _scores), ("damage", _forest))
+        for task, lines in _by_task(comparison)
+    ]
+    makers.append(("distributions", partial(damage_figures, comparison)))
+    makers.append(("costs", partial(cost_figures, comparison)))
+    return [partial(_drawn, section, make) for section, make in makers]
+
+
+def _drawn(section: str, make: Callable[[], Iterator[Found]]) -> list[Drawn]:
     with rc_context(RC):
-        drawn = []
-        for section, make in (("scores", _scores), ("damage", _forest)):
-            for task, lines in _by_task(comparison):
-                for name, caption, figure in make(comparison, task, lines):
-                    drawn.append(Drawn(name=name, section=section, caption=caption, figure=figure))
-        for section, figures in (
-            ("distributions", damage_figures(comparison)),
-            ("costs", (size_figure(comparison), stage_figure(comparison))),
-        ):
-            for found in figures:
-                if found is not None:
-                    name, caption, figure = found
-                    drawn.append(Drawn(name=name, section=section, caption=caption, figure=figure))
+        drawn = [
+            Drawn(name=name, section=section, caption=caption, figure=figure)
+            for name, caption, figure in make()
+        ]
         for one in drawn:
             fix_empty_labels(one.figure)
     return drawn

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -11,13 +12,15 @@ from markupsafe import Markup
 from qbench import __version__
 from qbench.compare import Comparison, compare
 from qbench.errors import RecipeError
-from qbench.report.content import data_tables
-from qbench.report.figures import Drawn, draw
-from qbench.report.style import inline, svg
+from qbench.record import Grid
+from qbench.report.content import DataTable, data_tables
+from qbench.report.drawing import Plate, helper, plates
+from qbench.report.style import inline
 from qbench.report.summary import summary
 from qbench.store import Store, write_atomically
 
 FIGURE_FORMATS = ("svg", "png", "pdf")
+SHARED_FROM = 100  # scores (cells × tasks) × formats
 SECTIONS = {
     "scores": "Scores",
     "damage": "Damage",
@@ -35,40 +38,42 @@ def write(
     figures: Sequence[str] = FIGURE_FORMATS,
     published: str | None = None,
     comparison: Comparison | None = None,
+    processes: int = 1,
 ) -> list[Path]:
     """Write ``report.html`` and ``figures/*`` into ``out`` (default: the results folder).
 
-    ``figures`` names the formats of the figure files; the page needs none of them. Raises
-    RecipeError for an unknown format or published set, ResultsError for unreadable results.
+    ``figures`` names the formats of the figure files; the page needs none of them. With two
+    ``processes`` half of the figures of a large grid are drawn beside the others; as with any
+    process that Python spawns, a script that asks for it needs ``if __name__ == "__main__"``.
+    Raises RecipeError for an unknown format or published set, ResultsError for unreadable results,
+    UnavailableError where the second process dies.
     """
     unknown = [name for name in figures if name not in FIGURE_FORMATS]
     if unknown:
         raise RecipeError(f"--figures {unknown[0]}: unknown; possible: {', '.join(FIGURE_FORMATS)}")
     out = Path(out or store.directory)
-    comparison = comparison or compare(store)
-    drawn = draw(comparison)
-    drawings = {one.name: svg(one.figure, name=one.name) for one in drawn}
+    shared = processes > 1 and worth_sharing(store.grid(), figures)
+    with helper() if shared else nullcontext() as other:
+        comparison = comparison or compare(store)
+        tables = data_tables(comparison, published=published)
+        drawn = (other.plates if other else plates)(comparison, out / "figures", figures)
     page = out / "report.html"
-    write_atomically(page, render(comparison, drawn, drawings, published=published).encode())
-    return [page, *_write_figures(drawn, drawings, out / "figures", figures)]
+    write_atomically(page, render(comparison, tables, drawn).encode())
+    return [page, *(path for one in drawn for path in one.paths)]
 
 
-def render(
-    comparison: Comparison,
-    drawn: Sequence[Drawn],
-    drawings: Mapping[str, str],
-    *,
-    published: str | None = None,
-) -> str:
-    """The page as text; it refers to nothing outside itself. ``drawings``: name → SVG."""
+def worth_sharing(grid: Grid, figures: Sequence[str]) -> bool:
+    """Whether a second process saves more time than it takes to start."""
+    files = sum(name != "svg" for name in figures)  # the page has to draw these itself
+    return files * len(grid.cells) * len(grid.tasks) >= SHARED_FROM
+
+
+def render(comparison: Comparison, tables: Sequence[DataTable], drawn: Sequence[Plate]) -> str:
+    """The page as text; it refers to nothing outside itself."""
     templates = Environment(
         loader=PackageLoader("qbench.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    tables = data_tables(comparison, published=published)
-    figures = [
-        (one, Markup(inline(drawings[one.name], label=one.caption)))  # our own SVG
-        for one in drawn
-    ]
+    figures = [(one, Markup(inline(one.svg, label=one.caption))) for one in drawn]  # our own SVG
     sections = [
         (
             name,
@@ -86,20 +91,3 @@ def render(
         version=__version__,
         series=range(6),
     )
-
-
-def _write_figures(
-    drawn: Sequence[Drawn], drawings: Mapping[str, str], folder: Path, formats: Sequence[str]
-) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for one in drawn:
-        for format in formats:
-            path = folder / f"{one.name}.{format}"
-            if format == "svg":
-                write_atomically(path, drawings[one.name].encode())
-            else:
-                metadata = {"CreationDate": None} if format == "pdf" else None
-                one.figure.savefig(path, format=format, metadata=metadata)
-            paths.append(path)
-    return paths
