@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -23,6 +22,7 @@ from qbench.errors import DataError, QbenchError, RecipeError
 from qbench.evaluation.tolerance import Tolerance
 from qbench.quantizers import QUANTIZERS, Settings, parse
 from qbench.quantizers.settings import Unquantized
+from qbench.recipe_source import is_folder, override_checkpoints, override_dtype, put, read
 
 LABEL = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")  # names folders
 Name = Annotated[str, Field(pattern=f"^{LABEL.pattern}$")]
@@ -126,22 +126,22 @@ class Recipe(Strict):
         ``dtype`` (bfloat16 or float32) is computed in by all cells, unquantized ones too;
         ``scoring`` is auto, exact, fast or lm-eval. Raises RecipeError, one line a problem.
         """
-        raw = _read(path)
+        raw = read(path)
         overrides = {
-            name: str(Path(source).expanduser().resolve()) if _is_folder(source) else source
+            name: str(Path(source).expanduser().resolve()) if is_folder(source) else source
             for name, source in (checkpoints or {}).items()
         }
-        _override_checkpoints(path, raw, overrides)
+        override_checkpoints(path, raw, overrides)
         if data is not None:
             raw["data"] = str(data.resolve())
         if calibration is not None:
-            _put(path, raw, "calibration", "path", str(calibration.resolve()))
+            put(path, raw, "calibration", "path", str(calibration.resolve()))
         if limit is not None:
-            _put(path, raw, "evaluation", "limit", limit)
+            put(path, raw, "evaluation", "limit", limit)
         if scoring is not None:
-            _put(path, raw, "evaluation", "scoring", scoring)
+            put(path, raw, "evaluation", "scoring", scoring)
         if dtype is not None:
-            _override_dtype(raw, dtype)
+            override_dtype(raw, dtype)
         try:
             recipe = cls.model_validate({**raw, "folder": path.resolve().parent})
         except ValidationError as error:
@@ -233,70 +233,6 @@ def _quantizer(place: int, entry: Any, compute_dtype: str) -> Quantizer:
         raise ValueError(f"[{place}]: {error}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe")
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text ({error})") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise RecipeError(
-            f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
-        )
-    return raw
-
-
-def _override_checkpoints(path: Path, raw: dict[str, Any], overrides: dict[str, str]) -> None:
-    declared = raw.setdefault("checkpoints", {})
-    if not isinstance(declared, dict):
-        return  # the schema says so, with its place
-    for name, source in overrides.items():
-        if name not in declared:
-            known = ", ".join(declared) or "none"
-            raise RecipeError(f"--checkpoint {name}={source}: {path} has no {name}; it has {known}")
-        stated = declared[name] if isinstance(declared[name], dict) else {}
-        kept = {k: v for k, v in stated.items() if k not in ("path", "revision")}
-        declared[name] = {**kept, "path": source}
-    empty = [name for name, source in declared.items() if source is None]
-    if empty:
-        raise RecipeError(
-            f"{path}: checkpoints.{empty[0]}: no default is known; "
-            f"say --checkpoint {empty[0]}=FOLDER_OR_HUB_ID"
-        )
-
-
-def _override_dtype(raw: dict[str, Any], dtype: str) -> None:
-    raw["compute_dtype"] = dtype
-    unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
-    quantizers = raw.get("quantizers")
-    if not isinstance(quantizers, list):
-        return  # the schema says so, with its place
-    changed: list[Any] = []
-    for entry in quantizers:
-        name = entry.get("name") if isinstance(entry, dict) else entry
-        if name in ("bf16", "fp32"):
-            entry = unquantized
-        elif isinstance(entry, dict):
-            entry = {key: value for key, value in entry.items() if key != "compute_dtype"}
-        if entry not in changed:
-            changed.append(entry)
-    raw["quantizers"] = changed
-
-
-def _put(path: Path, raw: dict[str, Any], part: str, key: str, value: Any) -> None:
-    stated = raw.get(part) or {}
-    if not isinstance(stated, dict):
-        raise RecipeError(f"{path}: {part}: must be a mapping (it is {stated!r})")
-    raw[part] = {**stated, key: value}
-
-
-def _is_folder(source: str) -> bool:
-    return Path(source).expanduser().is_dir()
-
-
 def _lines(path: Path, error: ValidationError) -> list[str]:
     lines = []
     for problem in error.errors():
@@ -328,27 +264,6 @@ def _known_keys(place: tuple[int | str, ...]) -> str:
     if place[:2] == ("evaluation", "tolerance") and len(place) > 2:
         names = [field.name for field in fields(Tolerance)]
     return "known: " + ", ".join(name for name in names if name != "folder")
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML without silent overwriting: a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=deep)
-            if not isinstance(key, str | int | float | bool | None):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be a word", key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} stands there twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def read_data_folder(folder: Path) -> list[str]:

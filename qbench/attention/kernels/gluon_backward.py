@@ -1,10 +1,11 @@
 """Backward pass of the plain causal bf16 case, where Hopper's tensor cores are to be kept busy.
 
-The same two kernels as in :mod:`qbench.attention.kernels.backward`, in Gluon, which says which
-warps do what. One warp loads tiles ahead; two groups of four warps hold 64 rows each, and while
-one computes exponentials the tensor cores work for the other. What a tile's scores' gradients give
-is computed with the next tile's scores. Operands that stay are kept in registers where there is
-room: read from shared memory each time, they would take as much of its bandwidth as there is.
+The same two kernels as in :mod:`qbench.attention.kernels.backward_queries` and its neighbour, in
+Gluon, which says which warps do what. One warp loads tiles ahead; two groups of four warps hold
+64 rows each, and while one computes exponentials the tensor cores work for the other. What a tile's
+scores' gradients give is computed with the next tile's scores. Operands that stay are kept in
+registers where there is room: read from shared memory each time, they would take as much of its
+bandwidth as there is.
 """
 
 from __future__ import annotations

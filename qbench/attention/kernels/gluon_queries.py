@@ -75,7 +75,7 @@ def query_loader(
 def delta_sweep(
     q, g, first, count, k_tiles, v_tiles, ready, free, scale, layout: gl.constexpr
 ):  # fmt: skip
-    """See :func:`qbench.attention.kernels.backward.delta_sweep`."""
+    """See :func:`qbench.attention.kernels.backward_queries.delta_sweep`."""
     stages: gl.constexpr = k_tiles.shape[0]
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))

@@ -8,7 +8,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qbench.attention.kernels import tiles
-from qbench.attention.kernels.backward import key_kernel, query_kernel
+from qbench.attention.kernels.backward_keys import key_kernel
+from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
 from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.forward import forward_kernel
