@@ -345,3 +345,9 @@ def test_the_console_stays_silent(browsed):
     told, logged = browsed
     assert told["errors"] == []
     assert not re.search(r"CONSOLE|Refused to|violates", logged)
+
+
+def test_the_page_is_headed_by_its_folder_and_names_the_recipe(written, page):
+    store, _ = written
+    assert f"<h1>{store.directory.name}</h1>" in page
+    assert "Recipe &lt;b&gt;&amp;grid" in page

@@ -58,7 +58,8 @@ def write(
         tables = data_tables(comparison, published=published)
         drawn = (other.plates if other else plates)(comparison, out / "figures", figures)
     page = out / "report.html"
-    write_atomically(page, render(comparison, tables, drawn).encode())
+    name = store.directory.resolve().name
+    write_atomically(page, render(comparison, tables, drawn, name=name).encode())
     return [page, *(path for one in drawn for path in one.paths)]
 
 
@@ -68,8 +69,10 @@ def worth_sharing(grid: Grid, figures: Sequence[str]) -> bool:
     return files * len(grid.cells) * len(grid.tasks) >= SHARED_FROM
 
 
-def render(comparison: Comparison, tables: Sequence[DataTable], drawn: Sequence[Plate]) -> str:
-    """The page as text; it refers to nothing outside itself."""
+def render(
+    comparison: Comparison, tables: Sequence[DataTable], drawn: Sequence[Plate], *, name: str
+) -> str:
+    """The page of the results ``name`` as text; it refers to nothing outside itself."""
     templates = Environment(
         loader=PackageLoader("qbench.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -85,6 +88,7 @@ def render(comparison: Comparison, tables: Sequence[DataTable], drawn: Sequence[
     ]
     return templates.get_template("report.html").render(
         comparison=comparison,
+        name=name,
         sections=[section for section in sections if section[2] or section[3]],
         sentences=summary(comparison),
         problems=comparison.problems(),
