@@ -23,6 +23,7 @@ from qbench.report.content import data_tables
 from qbench.report.costs import label_points
 from qbench.report.drawing import helper, plates
 from qbench.report.write import worth_sharing
+from qbench.store import Store
 
 SIZES = {"arc_easy": 120, "lambada_openai": 100, "wikitext": 12}
 QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit")
@@ -347,7 +348,11 @@ def test_the_console_stays_silent(browsed):
     assert not re.search(r"CONSOLE|Refused to|violates", logged)
 
 
-def test_the_page_is_headed_by_its_folder_and_names_the_recipe(written, page):
+def test_the_page_is_headed_by_its_folder_and_names_the_recipe(written, page, tmp_path):
     store, _ = written
-    assert f"<h1>{store.directory.name}</h1>" in page
-    assert "Recipe &lt;b&gt;&amp;grid" in page
+    assert "<h1>&lt;b&gt;&amp;grid</h1>" in page
+    assert "Recipe" not in page
+    shutil.copytree(store.directory, tmp_path / "pair")
+    again = report.write(Store(tmp_path / "pair"), tmp_path, figures=())[0].read_text()
+    assert "<h1>pair</h1>" in again
+    assert "Recipe &lt;b&gt;&amp;grid: " in again

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from scoring_models import KINDS, choices, instance, llama, pages, text, tokeniz
 
 from qbench.attention.interface import attend
 from qbench.errors import EvaluationError, UnavailableError
+from qbench.evaluation.scoring import fast as fast_scoring
 from qbench.evaluation.scoring import language_model, side_by_side
 from qbench.evaluation.scoring.check import Check
+from qbench.evaluation.scoring.packed_attention import Stopped
 from qbench.evaluation.scoring.packing import pack
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.tolerance import Tolerance
@@ -227,45 +230,105 @@ def test_an_attention_that_cannot_be_packed_is_refused():
         language_model(llama(attention="eager"), tokenizer(), mode="fast", max_length=64)
 
 
+def test_rotary_angles_that_depend_on_the_longest_sequence_are_refused():
+    model = llama()
+    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    with pytest.raises(UnavailableError, match=r"longrope .* use scoring: exact"):
+        language_model(model, tokenizer(), mode="fast", max_length=64)
+
+
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
+    assert threads_of_a_new_thread() == 2
     torch.set_num_threads(before)
 
 
-def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, monkeypatch):
-    answers, threads = {}, set()
+def threads_of_a_new_thread():
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
+class Rows:
+    """An observer that keeps what it sees, by place, and minds being called twice at once."""
+
+    def __init__(self):
+        self.seen, self.inside = {}, 0
+
+    def begin(self, instances, lengths):
+        pass
+
+    def end(self):
+        pass
+
+    def observe(self, scored, log_probabilities):
+        self.inside += 1
+        time.sleep(0.01)
+        assert self.inside == 1
+        for row, request, place in zip(scored.row, scored.request, scored.place, strict=True):
+            self.seen[int(request), int(place)] = log_probabilities[row].tolist()
+        self.inside -= 1
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """Gives a pack's place among those of the last call, None for a half of one."""
+    made = []
+
+    def keep(*arguments, **settings):
+        made[:] = pack(*arguments, **settings)
+        return list(made)
+
+    monkeypatch.setattr(fast_scoring, "pack", keep)
+    return lambda row: next((i for i, trees in enumerate(made) if trees is row.trees), None)
+
+
+def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, places, monkeypatch):
+    """One by one means on one core: more cores add up a matrix product in another order."""
+    found, threads = {}, set()
     for packs in (1, 2):
         monkeypatch.setattr(side_by_side, "PACKS", packs)
-        _, fast = scorers(model_with("softpick"), sample=0, batch_tokens=100)
-        run = fast._run_pack
-        monkeypatch.setattr(
-            fast, "_run_pack", lambda *a, run=run: threads.add(threading.get_ident()) or run(*a)
-        )
-        if packs == 1:
-            torch.set_num_threads(1)
-        answers[packs] = fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
+        rows = Rows()
+        _, fast = scorers(model_with("softpick"), sample=0, batch_tokens=100, observer=rows)
+        forward = fast._forward_pack
+
+        def one_does_not_fit(row, attention, forward=forward):
+            threads.add(threading.get_ident())
+            if places(row) is not None and places(row) > 2 and len(row.trees) > 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return forward(row, attention)
+
+        monkeypatch.setattr(fast, "_forward_pack", one_does_not_fit)
+        torch.set_num_threads(packs)
+        answers = fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
         report = fast.report()
         assert report["batches"] > 8
-        torch.set_num_threads(2)
-    assert answers[1] == answers[2]
+        assert report["halvings"] > 0
+        found[packs] = answers, rows.seen, report["halvings"]
+    assert found[1] == found[2]
     assert len(threads) == 3  # ours, and two of the pool
-    assert torch.get_num_threads() == 2
 
 
-def test_an_error_in_a_pack_beside_others_is_raised(two_threads, monkeypatch):
+def test_an_error_in_a_pack_ends_those_beside_it(two_threads, places, monkeypatch):
     _, fast = scorers(model_with("softpick"), sample=0, batch_tokens=100)
-    forward = fast._forward_pack
-    calls = itertools.count()
+    forward, ended, begun = fast._forward_pack, [], threading.Event()
 
-    def third_fails(*arguments):
-        if next(calls) == 2:
-            raise ValueError("the third")
-        return forward(*arguments)
+    def second_fails(row, attention):
+        if places(row) == 1:
+            assert begun.wait(10)
+            raise ValueError("the second")
+        if places(row) == 2:
+            begun.set()
+            assert fast._stopped.wait(10)
+        try:
+            return forward(row, attention)
+        except Stopped:
+            ended.append(places(row))
+            raise
 
-    monkeypatch.setattr(fast, "_forward_pack", third_fails)
-    with pytest.raises(ValueError, match="the third"):
+    monkeypatch.setattr(fast, "_forward_pack", second_fails)
+    with pytest.raises(ValueError, match="the second"):
         fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
-    assert torch.get_num_threads() == 2
+    assert ended == [2]

@@ -21,6 +21,7 @@ from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.exact import ExactLM
 from qbench.evaluation.scoring.memory import batch_tokens, free_cached_memory, is_out_of_memory
 from qbench.evaluation.scoring.packed_attention import (
+    Layout,
     check_model,
     lay_blocks,
     lay_segments,
@@ -30,7 +31,7 @@ from qbench.evaluation.scoring.packed_attention import (
 from qbench.evaluation.scoring.packing import Pack, Tree, grow, halve, lay, pack
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.scoring.rows import RowScores, Scored, score_rows, to_device
-from qbench.evaluation.scoring.side_by_side import side_by_side
+from qbench.evaluation.scoring.side_by_side import packs_at_once, side_by_side
 
 WINDOWS = 2  # rolling windows of the sample; one has up to max_length scored tokens
 
@@ -47,6 +48,7 @@ class FastLM(ExactLM):
         self._batch_tokens: int | None = None
         self._fused = False
         self._lock = threading.Lock()  # of what packs side by side change
+        self._stopped = threading.Event()  # they are to end
 
     def report(self) -> dict[str, Any]:
         return super().report() | {
@@ -103,10 +105,11 @@ class FastLM(ExactLM):
         if not requests:
             return []
         results: list[tuple[Pack, RowScores]] = []
+        self._stopped = threading.Event()
         with (
             packed(self.model) as attention,
             self._small_steps() as self._fused,
-            side_by_side(self.device) as each,
+            side_by_side(self.device, self._stopped) as each,
         ):
             if self._batch_tokens is None:
                 self._batch_tokens = self._measured_batch(attention)
@@ -168,7 +171,10 @@ class FastLM(ExactLM):
         ]
 
     def _forward_pack(self, row: Pack, attention: str) -> RowScores:
-        layout = (lay_segments if takes_segments(attention) else lay_blocks)(row, self.device)
+        if takes_segments(attention):
+            layout: Layout = lay_segments(row, self.device)
+        else:
+            layout = lay_blocks(row, self.device, self._stopped)
         with torch.no_grad():
             hidden = self._decoder(
                 to_device(row.ids[None], self.device),
@@ -182,7 +188,7 @@ class FastLM(ExactLM):
                 hidden[0].index_select(0, to_device(row.rows, self.device)),
                 row.scored,
                 softmax_dtype=self.softmax_dtype,
-                at_once=self._rows_at_once,
+                at_once=self._rows_at_once // packs_at_once(self.device),
                 observe=self._observe,
             )
 

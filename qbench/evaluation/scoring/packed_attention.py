@@ -9,6 +9,7 @@ reference and for torch's own attention.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from qbench.evaluation.scoring.packing import Pack, Tree
 from qbench.evaluation.scoring.rows import to_device
 
 NAME = "qbench-packed"
+MOVING_ROPES = ("longrope", "dynamic")
 BLOCK_SCORES = 1 << 22  # queries × keys of one block
 BLOCK_WASTE = 0.8  # the smallest tree of a block has at least this part of the largest's tokens
 
@@ -90,9 +92,16 @@ class Block:
     mask: Tensor | None
 
 
+class Stopped(Exception):
+    """Nobody waits for this pack any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
+    """``stopped``, once set, ends the forward at its next layer by :class:`Stopped`."""
+
     blocks: tuple[Block, ...]
+    stopped: threading.Event
 
     def attend(
         self,
@@ -103,6 +112,8 @@ class Blocks:
         value: Tensor,
         options: dict[str, Any],
     ) -> Tensor:
+        if self.stopped.is_set():
+            raise Stopped
         result = value.new_empty(*query.shape[:2], value.shape[2])
         for block in self.blocks:
             shape = (block.trees, -1)
@@ -133,13 +144,13 @@ def lay_segments(pack: Pack, device: torch.device) -> Segments:
     )
 
 
-def lay_blocks(pack: Pack, device: torch.device) -> Blocks:
+def lay_blocks(pack: Pack, device: torch.device, stopped: threading.Event) -> Blocks:
     blocks = []
     first = 0
     for trees in _alike(pack.trees):
         blocks.append(_block(trees, first, device))
         first += sum(tree.tokens for tree in trees)
-    return Blocks(tuple(blocks))
+    return Blocks(tuple(blocks), stopped)
 
 
 def _alike(trees: list[Tree]) -> Iterator[list[Tree]]:
@@ -200,6 +211,17 @@ def check_model(model: Any) -> None:
             f"fast scoring knows full causal attention only, and {type(model).__name__} has "
             "windows or other layers; use scoring: exact"
         )
+    if moving := [kind for kind in _rope_types(config) if kind.startswith(MOVING_ROPES)]:
+        raise UnavailableError(
+            f"fast scoring needs rotary angles that depend on a token's place alone, and those of "
+            f"{moving[0]} depend on the longest sequence of a batch; use scoring: exact"
+        )
+
+
+def _rope_types(config: Any) -> list[str]:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return [str(kind.get("rope_type") or kind.get("type") or "") for kind in kinds]
 
 
 @contextlib.contextmanager

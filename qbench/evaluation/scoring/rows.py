@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilities may take
+LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilities take
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ operations all but one are idle; a core that has a pack to itself does neither.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,17 +17,29 @@ import torch
 PACKS = 4  # at once at most, since each needs memory of its own
 
 
+def packs_at_once(device: torch.device) -> int:
+    return min(PACKS, torch.get_num_threads()) if device.type == "cpu" else 1
+
+
 @contextlib.contextmanager
-def side_by_side(device: torch.device) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Gives what stands for ``map``: results come in order, and the first error is raised."""
-    threads = torch.get_num_threads()
-    at_once = min(PACKS, threads)
-    if device.type != "cpu" or at_once == 1:
+def side_by_side(
+    device: torch.device, stopped: threading.Event
+) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Gives what stands for ``map``: results come in order, and the first error is raised.
+
+    ``stopped`` is set at the end: where that comes early, by an error or Ctrl-C, work that looks
+    at it ends soon.
+    """
+    threads, at_once = torch.get_num_threads(), packs_at_once(device)
+    if at_once == 1:
         yield map
         return
     pool = ThreadPoolExecutor(at_once, "qbench-pack", torch.set_num_threads, (threads // at_once,))
 
     def each(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        if len(items) == 1:
+            yield function(items[0])
+            return
         # The first alone: in their first forward libraries set up what later ones share.
         for item in items[:1]:
             yield pool.submit(function, item).result()
@@ -35,5 +48,8 @@ def side_by_side(device: torch.device) -> Iterator[Callable[..., Iterator[Any]]]
     try:
         yield each
     finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # MKL's number is one for the whole process
+        stopped.set()
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:  # a second Ctrl-C
+            torch.set_num_threads(threads)  # MKL's number is one for the whole process
