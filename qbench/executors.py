@@ -205,12 +205,12 @@ def _settle_worker(job: Job, messages: Any, free: Any, threads: int) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(n) for n in range(gpu + 1)]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[gpu]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _WORKER.update(job=job, sink=Sender(messages))
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed must not go on holding a GPU's memory."""
+def end_with_parent() -> None:
+    """In a thread of a child: one whose parent was killed must not go on, with a GPU's memory."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -9,6 +9,8 @@ import multiprocessing
 import re
 import shutil
 import subprocess
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -249,6 +251,30 @@ def test_the_death_of_the_other_process_is_told(comparison, tmp_path):
         process.kill()
         with pytest.raises(UnavailableError, match="was killed"):
             other.plates(comparison, tmp_path, ("svg",))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_other_process_ends_with_one_that_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import multiprocessing, time\n"
+        "from qbench.report.drawing import helper\n"
+        "if __name__ == '__main__':\n"
+        "    with helper():\n"
+        "        print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "        time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(200):
+        try:  # gone, or a zombie where nobody collects it
+            if Path(f"/proc/{child}/stat").read_text().rsplit(")")[-1].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {child} goes on")
 
 
 def test_a_second_process_is_for_large_grids_and_other_formats_than_the_page_has(written):

@@ -10,23 +10,27 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
 from qbench.compare import Comparison
 from qbench.errors import UnavailableError
+from qbench.executors import end_with_parent
 from qbench.report.figures import Drawn, groups
 from qbench.report.style import svg
 from qbench.store import write_atomically
 
 Share = tuple[int, int]  # (n, of): every of-th group of figures, from the n-th
 ALL: Share = (0, 1)
+ENDING = 5.0  # seconds that a process whose pipe is closed has to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +81,9 @@ def _write(one: Drawn, text: str, folder: Path, format: str) -> Path:
 class Helper:
     """A process that draws every second group of the figures."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, process: BaseProcess) -> None:
         self._connection = connection
+        self._process = process
 
     def plates(self, comparison: Comparison, folder: Path, formats: Sequence[str]) -> list[Plate]:
         """As the function; UnavailableError where the process died, else what it raised."""
@@ -87,8 +92,11 @@ class Helper:
             own = plates(comparison, folder, formats, share=(0, 2))
             theirs = self._connection.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join(ENDING)
+            code = self._process.exitcode
+            how = "was killed (out of memory?)" if (code or 0) < 0 else f"ended with code {code}"
             raise UnavailableError(
-                "the process that helps to draw the figures was killed (out of memory?); "
+                f"the process that helps to draw the figures {how}; "
                 "name fewer formats, as in --figures svg"
             ) from None
         if isinstance(theirs, Exception):
@@ -114,7 +122,7 @@ def helper() -> Iterator[Helper]:
     try:
         # BLAS's threads, which wait by spinning, would take the core that the process needs.
         with threadpool_limits(1, user_api="blas"):
-            yield Helper(here)
+            yield Helper(here, process)
     finally:
         here.close()
         process.terminate()
@@ -122,6 +130,7 @@ def helper() -> Iterator[Helper]:
 
 
 def _serve(connection: Connection) -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         comparison, folder, formats = connection.recv()
     except EOFError:
