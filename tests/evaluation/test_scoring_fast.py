@@ -331,4 +331,4 @@ def test_an_error_in_a_pack_ends_those_beside_it(two_threads, places, monkeypatc
     monkeypatch.setattr(fast, "_forward_pack", second_fails)
     with pytest.raises(ValueError, match="the second"):
         fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
-    assert ended == [2]
+    assert 2 in ended  # and the one that was begun in the place of the second, if any
