@@ -12,7 +12,7 @@ from qbench import __version__
 from qbench.commands import benchmarks, results, running
 from qbench.commands.screen import complain
 from qbench.errors import QbenchError
-from qbench.quiet import settle
+from qbench.running.quiet import settle
 
 settle()
 app = typer.Typer(

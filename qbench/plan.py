@@ -11,14 +11,14 @@ from typing import Any
 
 from qbench import __version__
 from qbench.checkpoints import Checkpoint, find
-from qbench.environment import versions
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import LoadedTask, expand, load_task
 from qbench.evaluation.tolerance import Tolerance
-from qbench.preflight import require_bos, require_room, require_texts
 from qbench.quantizers import requirements
 from qbench.recipe import HUB_FILE, CalibrationSource, Quantizer, Recipe, Task
 from qbench.record import Grid, GridCell
+from qbench.running.environment import versions
+from qbench.running.preflight import require_bos, require_room, require_texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from qbench.environment import environment, measured
 from qbench.errors import AuditError, QbenchError
 from qbench.plan import Cell, Plan
-from qbench.progress import Sink
 from qbench.quantizers import requirements
-from qbench.quiet import redirected
 from qbench.record import Audit, Record, Score, Stage
+from qbench.running.environment import environment, measured
+from qbench.running.progress import Sink
+from qbench.running.quiet import redirected
 from qbench.store import Store
 
 if TYPE_CHECKING:

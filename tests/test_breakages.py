@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qbench import baseline
-from qbench.check import check
+from qbench.gate import baseline
+from qbench.gate.check import check
 from qbench.store import Store
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from synthetic import key, make_store
 
 from qbench import report
-from qbench.compare import compare
+from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, UnavailableError
 from qbench.report.content import data_tables
 from qbench.report.costs import label_points

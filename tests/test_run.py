@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qbench import executors
 from qbench.cli import app
 from qbench.commands.running import make_job
 from qbench.errors import RecipeError
-from qbench.grid import run_if_needed
-from qbench.progress import Display
+from qbench.running import executors
+from qbench.running.grid import run_if_needed
+from qbench.running.progress import Display
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent

@@ -8,18 +8,18 @@ import sys
 from synthetic import make_store
 
 READERS = (
-    "baseline",
-    "changes",
-    "check",
-    "compare",
-    "effects",
-    "explain",
+    "gate.baseline",
+    "comparison.changes",
+    "gate.check",
+    "comparison.compare",
+    "comparison.effects",
+    "comparison.explain",
     "published",
     "published.check",
     "report",
-    "statistics",
+    "comparison.statistics",
     "tables",
-    "verdict",
+    "gate.verdict",
 )
 HEAVY = ("torch", "transformers", "lm_eval", "datasets")
 # Measured in a process of its own: CPU seconds, which another process's load does not count in.
@@ -41,7 +41,8 @@ def test_tables_with_all_statistics_and_the_gate_load_no_torch(tmp_path):
     store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
     loaded = python(
         "import sys; from pathlib import Path\n"
-        "from qbench import baseline, check, report; from qbench.store import Store\n"
+        "from qbench.gate import baseline, check; from qbench import report\n"
+        "from qbench.store import Store\n"
         "from qbench.tables import write_tables\n"
         f"store = Store({str(store.directory)!r}); out = store.directory / 'baseline.parquet'\n"
         "write_tables(store, formats=('md', 'tex', 'csv', 'html')); report.write(store)\n"
@@ -52,6 +53,6 @@ def test_tables_with_all_statistics_and_the_gate_load_no_torch(tmp_path):
 
 
 def test_the_modules_that_show_results_start_in_under_two_seconds():
-    best = min(float(python(SECONDS.format("import qbench.tables, qbench.compare")))
+    best = min(float(python(SECONDS.format("import qbench.tables, qbench.comparison.compare")))
                for _ in range(2))  # fmt: skip
     assert best < 2.0

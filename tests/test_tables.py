@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 from synthetic import PAPER, key, make_store
 
-from qbench.compare import compare
+from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
 from qbench.store import Store
 from qbench.tables import delta, render, write_tables

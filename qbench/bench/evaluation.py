@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qbench.environment import environment
 from qbench.errors import RecipeError
+from qbench.running.environment import environment
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,7 +20,7 @@ from qbench.commands.options import (
 from qbench.commands.running import make_job, quiet_plan
 from qbench.commands.screen import show_written
 from qbench.errors import RecipeError
-from qbench.quiet import redirected, terminal
+from qbench.running.quiet import redirected, terminal
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure speeds, in one run on one machine, after checking results."

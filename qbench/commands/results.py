@@ -86,9 +86,9 @@ def check(
     Paired non-inferiority per task and precision. Exit code 0: pass, 1: fail, 2: unusable input.
     Missing, failed or unaudited cells never pass.
     """
-    from qbench.check import DEFAULT_MARGINS, parse_margins
-    from qbench.check import check as judge
-    from qbench.verdict import as_markdown, write_verdict
+    from qbench.gate.check import DEFAULT_MARGINS, parse_margins
+    from qbench.gate.check import check as judge
+    from qbench.gate.verdict import as_markdown, write_verdict
 
     margins = {**DEFAULT_MARGINS, **parse_margins(margin)}
     verdict = judge(Store(folder), baseline, margins=margins, inconclusive=inconclusive.value)
@@ -105,8 +105,8 @@ def baseline(
     ] = False,
 ) -> None:
     """Make the baseline that `qbench check` holds later results to."""
-    from qbench.baseline import make
-    from qbench.changes import markdown
+    from qbench.comparison.changes import markdown
+    from qbench.gate.baseline import make
 
     changes = make(Store(folder), out, replace=replace)
     if changes is not None:
@@ -119,7 +119,7 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Another, of the same recipe.")],
 ) -> None:
     """What changed between two results of one recipe, paired by document."""
-    from qbench.changes import compare_results, markdown
+    from qbench.comparison.changes import compare_results, markdown
 
     typer.echo(markdown(compare_results(Store(a), Store(b))), nl=False)
 
@@ -129,7 +129,7 @@ def explain(
     b: Annotated[str, typer.Argument(help="The other cell.")],
 ) -> None:
     """Which part of their keys makes two cells different."""
-    from qbench.explain import find_record, text
+    from qbench.comparison.explain import find_record, text
 
     typer.echo(text(find_record(a), find_record(b)))
 

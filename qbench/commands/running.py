@@ -26,14 +26,14 @@ from qbench.commands.options import (
 from qbench.commands.results import show_tables
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
-from qbench.executors import Job, gpu_slots, run_cells
-from qbench.quiet import terminal
+from qbench.running.executors import Job, gpu_slots, run_cells
+from qbench.running.quiet import terminal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qbench.plan import Cell, Plan
-    from qbench.progress import Display
+    from qbench.running.progress import Display
 
 
 def run(
@@ -67,8 +67,8 @@ def run(
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
-    from qbench.grid import total
-    from qbench.progress import Display
+    from qbench.running.grid import total
+    from qbench.running.progress import Display
 
     job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device, scoring)
     planned = quiet_plan(job)
@@ -137,10 +137,10 @@ def noise(
     A difference below it says nothing, and the tables of the same results folder mark it so.
     Written there as noise.json.
     """
+    from qbench.comparison.floors import FILE
     from qbench.evaluation.noise import measure_noise, scorer_of, table
-    from qbench.floors import FILE
-    from qbench.quiet import redirected
     from qbench.run import load
+    from qbench.running.quiet import redirected
     from qbench.store import write_atomically
 
     job = make_job(recipe, checkpoint, data, None, limit, dtype, out, device, scoring)
@@ -193,8 +193,8 @@ def make_job(
     scoring: str | None = None,
 ) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
-    from qbench.environment import choose_device
     from qbench.recipe import Recipe
+    from qbench.running.environment import choose_device
 
     named = _named(checkpoint)
     loaded = Recipe.load(
@@ -221,7 +221,7 @@ def make_job(
 
 def quiet_plan(job: Job) -> Plan:
     """The plan, with what libraries print on the way in ``plan.log``."""
-    from qbench.quiet import redirected
+    from qbench.running.quiet import redirected
 
     with redirected(job.out / "plan.log"):
         return job.plan()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qbench.compare import Comparison, Line, judge, redundant
+from qbench.comparison.compare import Comparison, Line, judge, redundant
 from qbench.published import printed
 from qbench.record import Record
 from qbench.report.costs import STAGES, bits_per_weight, sound

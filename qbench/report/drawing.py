@@ -21,11 +21,11 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
-from qbench.compare import Comparison
+from qbench.comparison.compare import Comparison
 from qbench.errors import UnavailableError
-from qbench.executors import end_with_parent
 from qbench.report.figures import Drawn, groups
 from qbench.report.style import svg
+from qbench.running.executors import end_with_parent
 from qbench.store import write_atomically
 
 Share = tuple[int, int]  # (n, of): every of-th group of figures, from the n-th

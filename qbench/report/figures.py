@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from qbench.compare import Comparison, Line, redundant
+from qbench.comparison.compare import Comparison, Line, redundant
+from qbench.comparison.statistics import Interval
 from qbench.report.costs import Found, cost_figures, damage_figures
 from qbench.report.style import DASHES, INK, MARKERS, RC, SERIES, fix_empty_labels, legend, panels
-from qbench.statistics import Interval
 from qbench.tables.table import METHOD_TITLES, metric_title
 
 LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmic

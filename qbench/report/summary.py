@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from qbench.compare import Comparison, Line, redundant
-from qbench.statistics import Effect
+from qbench.comparison.compare import Comparison, Line, redundant
+from qbench.comparison.statistics import Effect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

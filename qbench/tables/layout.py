@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qbench.compare import Comparison, Entry, Line
+from qbench.comparison.compare import Comparison, Entry, Line
 from qbench.published import Printed, printed
 from qbench.store import KEY_DIGITS
 from qbench.tables.table import MINUS, NO_VALUE, Table, arrow, metric_title, number

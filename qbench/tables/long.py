@@ -7,12 +7,12 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from qbench.compare import Comparison, Entry, Line
+from qbench.comparison.compare import Comparison, Entry, Line
 from qbench.published import Printed, printed
 from qbench.tables.layout import find_printed, standard_errors_away
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect
+    from qbench.comparison.statistics import Effect
 
 ABOUT = (
     *("task", "label", "metric", "direction", "method", "bits", "quantizer", "checkpoint"),

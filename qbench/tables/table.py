@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from qbench.compare import Comparison, Line, redundant
+from qbench.comparison.compare import Comparison, Line, redundant
 
 METHOD_TITLES = {
     "none": "Unquantized",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qbench.compare import Comparison, compare
+from qbench.comparison.compare import Comparison, compare
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
 from qbench.tables.latex import latex

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-from qbench.check import Gate, Verdict
+from qbench.gate.check import Gate, Verdict
 from qbench.store import write_atomically
 from qbench.tables.table import NO_VALUE, metric_title, number
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from qbench.statistics.panel import Floats, Panel
+from qbench.comparison.statistics.panel import Floats, Panel
 
 ROUNDS = 10_000
 CHUNK = 1_000_000  # drawn documents held at once; matrix products of fewer rounds are slow

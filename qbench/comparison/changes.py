@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qbench.compare import REDUNDANT, is_percentage, judge
+from qbench.comparison.compare import REDUNDANT, is_percentage, judge
+from qbench.comparison.statistics import Column, Effect, Panel, adjust, effect, value
 from qbench.errors import ResultsError
 from qbench.record import Record, Score
-from qbench.statistics import Column, Effect, Panel, adjust, effect, value
 from qbench.store import Store
 from qbench.tables.table import NO_VALUE, metric_title, number
 

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from qbench.comparison.floors import Floors, read_floors
 from qbench.errors import ResultsError
-from qbench.floors import Floors, read_floors
 from qbench.record import Grid, GridCell, Record, Score
 from qbench.store import Store
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect, Interval
+    from qbench.comparison.statistics import Effect, Interval
 
 Status = Literal["ok", "failed", "missing"]
 
@@ -177,7 +177,9 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
     )
     if not statistics:
         return comparison
-    from qbench.effects import with_effects  # scipy is slow to import, and not always needed
+    from qbench.comparison.effects import (
+        with_effects,  # scipy is slow to import, and not always needed
+    )
 
     return with_effects(comparison, store, seed=seed)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scipy import special
 
-from qbench.statistics.effect import POWER, Effect
+from qbench.comparison.statistics.effect import POWER, Effect
 
 LEVEL = 0.05  # one-sided
 CONFIDENCE = 1 - 2 * LEVEL  # of the two-sided interval whose ends are one-sided bounds

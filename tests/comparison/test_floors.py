@@ -7,7 +7,7 @@ import json
 import pytest
 from synthetic import key, make_store
 
-from qbench.compare import compare
+from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
 from qbench.tables import render
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from statsmodels.stats.multitest import multipletests
 
-from qbench.statistics.effect import Effect
+from qbench.comparison.statistics.effect import Effect
 
 
 def adjust(effects: Sequence[Effect]) -> list[Effect]:

@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from qbench.statistics.bootstrap import ENOUGH_TO_CORRECT, Resampled, bootstrap_interval
-from qbench.statistics.pairs import mcnemar, score_interval
-from qbench.statistics.panel import Floats, Panel
+from qbench.comparison.statistics.bootstrap import ENOUGH_TO_CORRECT, Resampled, bootstrap_interval
+from qbench.comparison.statistics.pairs import mcnemar, score_interval
+from qbench.comparison.statistics.panel import Floats, Panel
 
 CONFIDENCE = 0.95
 POWER = 0.80

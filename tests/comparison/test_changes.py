@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from synthetic import make_store
 
-from qbench.changes import compare_results, markdown
+from qbench.comparison.changes import compare_results, markdown
+from qbench.comparison.explain import explain, find_record, text
 from qbench.errors import ResultsError
-from qbench.explain import explain, find_record, text
 from qbench.store import Store
 
 SIZES = {"arc_easy": 300, "lambada_openai": 200, "wikitext": 20}

@@ -9,9 +9,9 @@ from filelock import FileLock, Timeout
 
 from qbench.evaluation.watch import MISSING_BASE, distributions_file
 from qbench.plan import Cell, Plan
-from qbench.progress import Sink
 from qbench.record import Record
 from qbench.run import distributions_folder, run
+from qbench.running.progress import Sink
 from qbench.store import Store
 
 Work = Callable[[str, bool, bool], Record | None]

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 from pydantic import ValidationError
 
-from qbench.changes import (
+from qbench.comparison.changes import (
     DECIMALS,
     CellOutcomes,
     Changes,
@@ -25,9 +25,9 @@ from qbench.changes import (
     compare_outcomes,
     read_outcomes,
 )
+from qbench.comparison.statistics import Column
 from qbench.errors import ResultsError
 from qbench.record import Score
-from qbench.statistics import Column
 from qbench.store import Store, write_atomically
 
 VERSION = 1
@@ -38,8 +38,8 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     """Write the baseline of a results folder to ``out``.
 
     Where ``out`` exists, ``replace`` must be set; what replacing it changes is returned, so that
-    it can be shown (``qbench.changes.markdown``). Raises ResultsError for a folder with missing,
-    failed or unaudited cells, which are no standard to hold anybody to.
+    it can be shown (``comparison.changes.markdown``). Raises ResultsError for a folder with
+    missing, failed or unaudited cells, which are no standard to hold anybody to.
     """
     outcomes = read_outcomes(store)
     unfit = [f"{cell}: {why}" for cell, why in outcomes.broken.items()]

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
 
-from qbench.statistics import (
+from qbench.comparison.statistics import (
     Column,
     Panel,
     adjust,
@@ -18,8 +18,8 @@ from qbench.statistics import (
     resample,
     worsening,
 )
-from qbench.statistics.effect import agreement_bound, detectable
-from qbench.statistics.pairs import mcnemar, score_interval
+from qbench.comparison.statistics.effect import agreement_bound, detectable
+from qbench.comparison.statistics.pairs import mcnemar, score_interval
 
 SIMULATIONS = 400
 TWO = {"new": 1, "old": -1}

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.errors import RecipeError
-from qbench.progress import Sender, Sink
 from qbench.record import Record
+from qbench.running.progress import Sender, Sink
 
 if TYPE_CHECKING:
     from qbench.plan import Cell, Plan
@@ -95,7 +95,7 @@ def run_cells(
     plan: Plan, job: Job, sink: Sink, *, cells: Sequence[Cell], slots: list[int], force: bool
 ) -> list[Record]:
     """Run ``cells`` in this process, or in one process a slot; their records in order."""
-    from qbench.grid import put_grid, run_grid, run_if_needed
+    from qbench.running.grid import put_grid, run_grid, run_if_needed
     from qbench.store import Store
 
     store = Store(job.out)
@@ -138,8 +138,8 @@ def _run_in_processes(
 ) -> dict[str, Record]:
     """The cells' records. Where a worker process dies, what is left goes on one cell at a time,
     so that only the cell that kills its process fails."""
-    from qbench.grid import run_grid, summary
     from qbench.run import failed
+    from qbench.running.grid import run_grid, summary
 
     done: dict[str, Record] = {}
     todo = list(cells)
@@ -219,7 +219,7 @@ def end_with_parent() -> None:
 
 @functools.cache
 def _worker_plan():
-    from qbench.quiet import redirected
+    from qbench.running.quiet import redirected
 
     job = _WORKER["job"]
     with redirected(job.out / "plan.log"):
@@ -227,7 +227,7 @@ def _worker_plan():
 
 
 def _work(name: str, force: bool, wait: bool) -> Record | None:
-    from qbench.grid import run_if_needed
+    from qbench.running.grid import run_if_needed
     from qbench.store import Store
 
     plan = _worker_plan()

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qbench.baseline import read
-from qbench.changes import CellOutcomes, Change, compare_outcomes, read_outcomes
-from qbench.compare import is_percentage
+from qbench.comparison.changes import CellOutcomes, Change, compare_outcomes, read_outcomes
+from qbench.comparison.compare import is_percentage
+from qbench.comparison.statistics import Worsening, documents_needed, worsening
 from qbench.errors import RecipeError, ResultsError
-from qbench.statistics import Worsening, documents_needed, worsening
+from qbench.gate.baseline import read
 from qbench.store import Store
 
 Outcome = Literal["pass", "fail", "inconclusive"]

@@ -10,8 +10,8 @@ import pyarrow.parquet as parquet
 import pytest
 from synthetic import make_record, make_store, outcomes, scores
 
-from qbench import baseline, check, verdict
 from qbench.errors import RecipeError, ResultsError
+from qbench.gate import baseline, check, verdict
 
 SIZES = {"arc_easy": 700, "lambada_openai": 500, "wikitext": 40}
 QUANTIZERS = ("bf16", "hqq-4bit")
@@ -247,7 +247,7 @@ def test_junit_has_inconclusive_lines_as_skipped_where_they_count_as_passed(good
 
 
 def test_a_baseline_gives_back_what_was_put_in(good, standard):
-    from qbench.changes import read_outcomes
+    from qbench.comparison.changes import read_outcomes
 
     ours, again = read_outcomes(good), baseline.read(standard)
     assert again.name == ours.name
@@ -268,7 +268,7 @@ def test_the_baseline_of_a_full_grid_is_a_few_hundred_kilobytes(tmp_path):
 
 
 def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, good, standard):
-    from qbench.changes import markdown
+    from qbench.comparison.changes import markdown
 
     path = tmp_path / "baseline.parquet"
     shutil.copy(standard, path)

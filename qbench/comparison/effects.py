@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from qbench.compare import Comparison, Line, redundant
-from qbench.statistics import (
+from qbench.comparison.compare import Comparison, Line, redundant
+from qbench.comparison.statistics import (
     Column,
     Effect,
     Interval,

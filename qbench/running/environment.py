@@ -73,7 +73,7 @@ def hardware(device: str) -> str:
 def git_revision() -> str | None:
     """Commit of the qbench that runs, ``+`` where its tree was changed. Outside git, as in a
     container, the environment variable QBENCH_REVISION, or None."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return os.environ.get("QBENCH_REVISION")
     try:

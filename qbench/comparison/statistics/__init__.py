@@ -6,11 +6,11 @@ effect is a sum of scores with signs: Δ and damage have two terms, a difference
 four. So one bootstrap of the documents serves all effects of a task.
 """
 
-from qbench.statistics.bootstrap import ROUNDS, Resampled, resample
-from qbench.statistics.effect import Effect, Interval, effect, score, value
-from qbench.statistics.multiplicity import adjust
-from qbench.statistics.noninferiority import Worsening, documents_needed, worsening
-from qbench.statistics.panel import Column, Panel
+from qbench.comparison.statistics.bootstrap import ROUNDS, Resampled, resample
+from qbench.comparison.statistics.effect import Effect, Interval, effect, score, value
+from qbench.comparison.statistics.multiplicity import adjust
+from qbench.comparison.statistics.noninferiority import Worsening, documents_needed, worsening
+from qbench.comparison.statistics.panel import Column, Panel
 
 __all__ = [
     "ROUNDS",
