@@ -14,8 +14,8 @@ from qbench.checkpoints import Checkpoint, find
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import LoadedTask, expand, load_task
 from qbench.evaluation.tolerance import Tolerance
-from qbench.quantizers import requirements
-from qbench.recipe import HUB_FILE, CalibrationSource, Quantizer, Recipe, Task
+from qbench.quantizers import Settings, requirements
+from qbench.recipe import HUB_FILE, CalibrationSource, Column, Recipe, Task
 from qbench.record import Grid, GridCell
 from qbench.running.environment import versions
 from qbench.running.preflight import require_bos, require_room, require_texts
@@ -41,7 +41,8 @@ class Cell:
 
     checkpoint_name: str
     checkpoint: Checkpoint
-    quantizer: Quantizer
+    label: str  # of the quantizer in its recipe
+    quantizer: Settings
     attention: str  # "reference" or "triton"
     scoring: Scoring
     key: str
@@ -50,15 +51,16 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.checkpoint_name}/{self.quantizer.label}"
+        return f"{self.checkpoint_name}/{self.label}"
 
     @property
     def place(self) -> GridCell:
         return GridCell(
             checkpoint=self.checkpoint_name,
-            quantizer=self.quantizer.label,
-            method=self.quantizer.settings.method,
-            bits=self.quantizer.settings.bits,
+            quantizer=self.label,
+            method=self.quantizer.method,
+            title=self.quantizer.title,
+            precision=self.quantizer.precision,
             key=self.key,
         )
 
@@ -78,7 +80,7 @@ class Plan:
         return Grid(
             name=self.recipe.name,
             checkpoints=tuple(self.recipe.checkpoints),
-            quantizers=tuple(quantizer.label for quantizer in self.recipe.quantizers),
+            quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
             cells=tuple(cell.place for cell in self.cells),
         )
@@ -120,21 +122,25 @@ def plan(recipe: Recipe, *, device: str) -> Plan:
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
         base = None
-        for quantizer in sorted(recipe.quantizers, key=lambda q: q.settings.method != "none"):
-            cell = _cell(name, checkpoint, quantizer, recipe, device, calibration, shared, base)
+        for column in sorted(recipe.quantizers, key=_quantized):
+            cell = _cell(name, checkpoint, column, recipe, device, calibration, shared, base)
             cells.append(cell)
             require_room(name, tasks, cell.scoring.max_length)
-            if base is None and quantizer.settings.method == "none" and recipe.evaluation.damage:
+            if base is None and not _quantized(column) and recipe.evaluation.damage:
                 base = cell.place
     return Plan(
         recipe=recipe, device=device, tasks=tasks, calibration=calibration, cells=tuple(cells)
     )
 
 
+def _quantized(column: Column) -> bool:
+    return column.quantizer.precision.quantized
+
+
 def _cell(
     name: str,
     checkpoint: Checkpoint,
-    quantizer: Quantizer,
+    column: Column,
     recipe: Recipe,
     device: str,
     calibration: CalibrationSource | None,
@@ -143,7 +149,7 @@ def _cell(
 ) -> Cell:
     from qbench.attention.interface import attention_name
 
-    settings = quantizer.settings
+    settings = column.quantizer
     wanted = recipe.evaluation.attention
     attention = attention_name(checkpoint.normalizer, wanted, device).rpartition("-")[2]
     scoring = _scoring(recipe, checkpoint, settings, device)
@@ -170,7 +176,8 @@ def _cell(
         base=base,
         checkpoint_name=name,
         checkpoint=checkpoint,
-        quantizer=quantizer,
+        label=column.label,
+        quantizer=settings,
         attention=attention,
         scoring=scoring,
         key=content_key(parts),
@@ -192,15 +199,13 @@ def _scoring(recipe: Recipe, checkpoint: Checkpoint, settings: Any, device: str)
             f"evaluation.max_length: {checkpoint.source} states no context length; say one"
         )
     mode = chosen.scoring
-    # LLM.int8 picks outlier columns over the whole batch, so its batches must be fixed.
-    int8 = settings.method == "bnb" and settings.bits == 8
-    if mode == "fast" and int8:
+    if mode == "fast" and settings.mixes_batches:
         raise RecipeError(
             f"evaluation.scoring: fast: {settings.name} scores depend on batch-mates, which fast "
             "scoring regroups; say scoring: auto or exact"
         )
     if mode == "auto":
-        mode = "fast" if device == "cuda" and not int8 else "exact"
+        mode = "fast" if device == "cuda" and not settings.mixes_batches else "exact"
     # the checkpoint's own context is a bound: beyond it its positions were never trained
     lengths = [length for length in (chosen.max_length, longest) if length is not None]
     return Scoring(
@@ -230,7 +235,7 @@ def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None) -> list[Task]
 
 def _local_calibration(recipe: Recipe) -> CalibrationSource | None:
     source = recipe.calibration
-    if source is None or not any(q.settings.needs_calibration for q in recipe.quantizers):
+    if source is None or not any(c.quantizer.needs_calibration for c in recipe.quantizers):
         return None
     if source.path.startswith(HUB_FILE):
         found = _download(source.path) if recipe.data is None else _beside_data(recipe)

@@ -87,11 +87,11 @@ class Evaluation(Strict):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quantizer:
-    """One column of the grid: settings under a label that is unique in its recipe."""
+class Column:
+    """One column of the grid: a quantizer under a label that is unique in its recipe."""
 
     label: str
-    settings: Settings
+    quantizer: Settings
 
 
 class Recipe(Strict):
@@ -100,7 +100,7 @@ class Recipe(Strict):
     name: Name
     checkpoints: dict[Name, CheckpointSource] = Field(min_length=1)
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of quantized cells
-    quantizers: tuple[Quantizer, ...]
+    quantizers: tuple[Column, ...]
     tasks: tuple[Task, ...] = Field(min_length=1)
     calibration: CalibrationSource | None = None
     data: Path | None = None
@@ -169,7 +169,7 @@ class Recipe(Strict):
         if not isinstance(value, list) or not value:
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
         dtype = known.data.get("compute_dtype", "bfloat16")
-        return tuple(_quantizer(place, entry, dtype) for place, entry in enumerate(value))
+        return tuple(_column(place, entry, dtype) for place, entry in enumerate(value))
 
     @field_validator("folder", "data", "definitions", mode="after")
     @classmethod
@@ -182,14 +182,14 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
         for what, names in (
-            ("quantizers", [quantizer.label for quantizer in self.quantizers]),
+            ("quantizers", [column.label for column in self.quantizers]),
             ("tasks", [task.name for task in self.tasks]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 remedy = "; give one a label" if what == "quantizers" else ""
                 raise ValueError(f"{what}: {', '.join(twice)} stands there twice{remedy}")
-        calibrated = [q.label for q in self.quantizers if q.settings.needs_calibration]
+        calibrated = [c.label for c in self.quantizers if c.quantizer.needs_calibration]
         if calibrated and self.calibration is None:
             raise ValueError(
                 f"calibration: {calibrated[0]} needs calibration text; "
@@ -216,7 +216,7 @@ class Recipe(Strict):
             )
 
 
-def _quantizer(place: int, entry: Any, compute_dtype: str) -> Quantizer:
+def _column(place: int, entry: Any, compute_dtype: str) -> Column:
     if not isinstance(entry, str | dict):
         raise ValueError(f"[{place}]: a quantizer is a name, or {{name: …}}, not {entry!r}")
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
@@ -228,7 +228,7 @@ def _quantizer(place: int, entry: Any, compute_dtype: str) -> Quantizer:
     if name in QUANTIZERS and QUANTIZERS.get(name).kind is not Unquantized:
         options.setdefault("compute_dtype", compute_dtype)
     try:
-        return Quantizer(label=label or name, settings=parse(name, options))
+        return Column(label=label or name, quantizer=parse(name, options))
     except QbenchError as error:
         raise ValueError(f"[{place}]: {error}") from None
 

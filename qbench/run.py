@@ -8,14 +8,14 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from qbench.errors import AuditError, QbenchError
 from qbench.plan import Cell, Plan
 from qbench.quantizers import requirements
-from qbench.record import Audit, Record, Score, Stage
+from qbench.record import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
 from qbench.running.environment import environment, measured
 from qbench.running.progress import Sink
 from qbench.running.quiet import redirected
@@ -48,8 +48,8 @@ class Outcome:
     scores: list[Score] = field(default_factory=list)
     outcomes: list[pd.DataFrame] = field(default_factory=list)
     responses: list[pd.DataFrame] = field(default_factory=list)
-    scoring: dict[str, Any] = field(default_factory=dict)
-    damage: dict[str, Any] = field(default_factory=dict)
+    scoring: ScoringReport | None = None
+    damage: Damage | Unavailable | None = None
 
 
 def run(cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record:
@@ -81,14 +81,15 @@ def failed(cell: Cell, plan: Plan, error: str) -> Record:
 
 
 def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Record:
-    settings = cell.quantizer.settings
+    settings = cell.quantizer
     return Record(
         key=cell.key,
         key_parts=cell.key_parts,
         checkpoint=cell.checkpoint_name,
-        quantizer=cell.quantizer.label,
+        quantizer=cell.label,
         method=settings.method,
-        bits=settings.bits,
+        title=settings.title,
+        precision=settings.precision,
         normalizer=cell.checkpoint.normalizer,
         attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
         status="failed" if error else "ok",
@@ -133,7 +134,7 @@ def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
 
     return load_model(
         cell.checkpoint,
-        dtype=getattr(torch, cell.quantizer.settings.compute_dtype),
+        dtype=getattr(torch, cell.quantizer.compute_dtype),
         device=plan.device,
         attention=cell.attention,
     )
@@ -150,7 +151,7 @@ def _quantize(
     from qbench.quantizers.calibration import read_calibration
     from qbench.quantizers.quantization import quantize
 
-    settings = cell.quantizer.settings
+    settings = cell.quantizer
     sink.step(cell.name, "quantize", total=1)
     with measured("quantize", plan.device, gathered.stages) as detail:
         calibration = None
@@ -180,7 +181,7 @@ def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, si
     with measured("audit", plan.device, gathered.stages):
         original = _original(cell, plan)
         probe = _probe(original.config.vocab_size).to(plan.device)
-        gathered.audit = audit(original, model, cell.quantizer.settings, probe)
+        gathered.audit = audit(original, model, cell.quantizer, probe)
         del original
         _free(plan.device)
     if not gathered.audit.passed:
@@ -223,7 +224,7 @@ def _evaluate(
             gathered.scores += result.scores
             gathered.outcomes.append(result.outcomes)
             gathered.responses.append(result.responses)
-        gathered.scoring = scorer.report()
+        gathered.scoring = ScoringReport.model_validate(scorer.report())
         gathered.damage = watch.finish(
             pd.concat(gathered.outcomes), pd.concat(gathered.responses), tuple(gathered.scores)
         )

@@ -15,13 +15,25 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from qbench.record import Audit, Environment, Grid, GridCell, Record, Score, Stage
+from qbench.record import (
+    Audit,
+    Environment,
+    Grid,
+    GridCell,
+    Part,
+    Precision,
+    Record,
+    Score,
+    Stage,
+)
 from qbench.store import Store
 
 SIZES = {"arc_easy": 2376, "lambada_openai": 5153, "piqa": 1838, "sciq": 1000, "wikitext": 62}
 LABELS = {"sciq": "sciq [validation]"}
 PAPER = ("bf16", "bnb-4bit", "bnb-8bit", "gptq-2bit", "gptq-3bit", "gptq-4bit", "gptq-8bit",
          "hqq-2bit", "hqq-3bit")  # fmt: skip
+TITLES = {"none": "Unquantized", "bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ",
+          "rtn": "Round to nearest"}  # fmt: skip
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -30,6 +42,11 @@ def parse(quantizer: str) -> tuple[str, float | None]:
         return "none", None
     method, bits = quantizer.split("-")
     return method, float(bits.removesuffix("bit"))
+
+
+def precision(quantizer: str) -> Precision:
+    bits = parse(quantizer)[1]
+    return Precision(weights=Part(bits=bits, scheme=quantizer) if bits else None)
 
 
 def key(checkpoint: str, quantizer: str) -> str:
@@ -50,7 +67,14 @@ def make_store(
     """``shift`` makes the named cells worse by that much (in standard deviations)."""
     store = Store(directory)
     cells = [
-        GridCell(checkpoint=c, quantizer=q, method=parse(q)[0], bits=parse(q)[1], key=key(c, q))
+        GridCell(
+            checkpoint=c,
+            quantizer=q,
+            method=parse(q)[0],
+            title=TITLES[parse(q)[0]],
+            precision=precision(q),
+            key=key(c, q),
+        )
         for c in checkpoints
         for q in quantizers
     ]
@@ -169,7 +193,8 @@ def make_record(
         checkpoint=cell.checkpoint,
         quantizer=cell.quantizer,
         method=cell.method,
-        bits=cell.bits,
+        title=cell.title,
+        precision=cell.precision,
         normalizer=cell.checkpoint,
         attention=f"{cell.checkpoint}/triton",
         status="failed" if error else "ok",

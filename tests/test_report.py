@@ -21,6 +21,7 @@ from synthetic import key, make_store
 from qbench import report
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, UnavailableError
+from qbench.record import Damage
 from qbench.report.content import data_tables
 from qbench.report.costs import label_points
 from qbench.report.drawing import helper, plates
@@ -30,17 +31,24 @@ from qbench.store import Store
 SIZES = {"arc_easy": 120, "lambada_openai": 100, "wikitext": 12}
 QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)  # fmt: skip  # noqa: E501
-DAMAGE = {
-    "arc_easy": {
-        "distributions": {
-            "tokens": 4321,
-            "kl": {"mean": 0.0421, "median": 0.02, "p99": 0.61, "largest": 2.0},
-            "top1_agreement": 0.913,
-        },
-        "flips": {"acc": {"documents": 120, "right_to_wrong": 7, "wrong_to_right": 4}},
-        "correct_answer": {"value": -0.0312, "stderr": 0.01, "documents": 120},
+ABOUT = {"stderr": 0.01, "documents": 120}
+DAMAGE = Damage.model_validate(
+    {
+        "tasks": {
+            "arc_easy": {
+                "distributions": {
+                    "tokens": 4321,
+                    "kl": {"mean": 0.0421, "median": 0.02, "p90": 0.1, "p99": 0.61, "p99_9": 1.0,
+                           "largest": 2.0},
+                    "top1_agreement": 0.913,
+                    "target_change": {"value": -0.1, **ABOUT},
+                },
+                "flips": {"acc": {"documents": 120, "right_to_wrong": 7, "wrong_to_right": 4}},
+                "correct_answer": {"value": -0.0312, **ABOUT},
+            }
+        }
     }
-}
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

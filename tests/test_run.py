@@ -215,10 +215,10 @@ def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
     options = ("run", path, "--out", out, "--device", "cpu", "--only")
     qbench(*options, "softpick/rtn-*")
     (alone,) = Store(out).records()
-    assert "run it, then this again" in alone.damage["unavailable"]
+    assert "run it, then this again" in alone.damage.reason
     qbench(*options, "softpick/*")
     records = {record.cell: record for record in Store(out).records()}
-    assert set(records["softpick/rtn-4bit"].damage) == {
+    assert set(records["softpick/rtn-4bit"].damage.tasks) == {
         "demo_choice", "demo_lastword", "demo_pages",
     }  # fmt: skip
 

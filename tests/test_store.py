@@ -7,10 +7,23 @@ import pandas as pd
 import pytest
 
 from qbench.errors import ResultsError
-from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Environment, Grid, GridCell, Record
+from qbench.record import (
+    OUTCOME_COLUMNS,
+    RESPONSE_COLUMNS,
+    Environment,
+    Grid,
+    GridCell,
+    Part,
+    Precision,
+    Record,
+)
 from qbench.store import Store, write_atomically
 
-CELL = GridCell(checkpoint="a", quantizer="rtn-4bit", method="rtn", bits=4, key="0" * 64)
+PRECISION = Precision(weights=Part(bits=4, scheme="int4 in groups of 128"))
+CELL = GridCell(
+    checkpoint="a", quantizer="rtn-4bit", method="rtn", title="RTN", precision=PRECISION,
+    key="0" * 64,
+)  # fmt: skip
 OUTCOMES = pd.DataFrame([("t", 0, "acc", 1.0, 1.0)], columns=list(OUTCOME_COLUMNS))
 RESPONSES = pd.DataFrame([("t", 0, 0, -1.5, True)], columns=list(RESPONSE_COLUMNS))
 
@@ -23,7 +36,7 @@ def make_record(status: str = "ok", key: str = CELL.key) -> Record:
     )  # fmt: skip
     return Record(
         key=key, key_parts={"weights": "w"}, checkpoint="a", quantizer="rtn-4bit", method="rtn",
-        bits=4, normalizer="softmax", attention="softmax/reference", status=status,
+        title="RTN", precision=PRECISION, normalizer="softmax", attention="softmax/reference", status=status,
         environment=place, started=now, finished=now,
     )  # fmt: skip
 

@@ -147,7 +147,7 @@ def noise(
     planned = quiet_plan(job)
     found = {}
     for cell in planned.cells:
-        if cell.quantizer.settings.method != "none":
+        if cell.quantizer.precision.quantized:
             continue
         with terminal() as screen, redirected(job.out / "noise.log"):
             model, tokenizer = load(cell, planned)

@@ -201,7 +201,7 @@ def _cell(store: Store, record: Record) -> CellOutcomes:
 
 
 def _measures(record: Record) -> dict[str, float]:
-    if record.audit is None or record.method == "none":
+    if record.audit is None or not record.quantized:
         return {}
     return {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qbench.comparison.floors import Floors, read_floors
 from qbench.errors import ResultsError
-from qbench.record import Grid, GridCell, Record, Score
+from qbench.record import Grid, GridCell, Precision, Record, Score
 from qbench.store import Store
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Line:
     aggregation: str
     quantizer: str
     method: str
-    bits: float | None
+    title: str  # the method as tables write it
+    precision: Precision
     entries: tuple[Entry, ...]
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     deltas: Mapping[str, Effect] = field(default_factory=dict)
@@ -74,7 +75,12 @@ class Line:
 
     @property
     def quantized(self) -> bool:
-        return self.method != "none"
+        return self.precision.quantized
+
+    @property
+    def bits(self) -> float | None:
+        """Of a stored weight, nominal; None where weights are not quantized."""
+        return self.precision.weights.bits if self.precision.weights else None
 
     @property
     def percent(self) -> bool:
@@ -119,14 +125,15 @@ class Comparison:
     @property
     def unquantized(self) -> str | None:
         """The quantizer that damage is taken against: the grid's first that quantizes nothing."""
-        none = [cell.quantizer for cell in self.grid.cells if cell.method == "none"]
+        none = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
         return none[0] if none else None
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Quantization methods in the grid's order; ``("none",)`` where nothing is quantized."""
-        found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.method != "none")
-        return tuple(found) or ("none",)
+        """Quantization methods in the grid's order; that of unquantized cells where there is no
+        other."""
+        found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
+        return tuple(found) or tuple({cell.method: None for cell in self.grid.cells})
 
     def below_noise(self, line: Line, checkpoint: str) -> bool:
         """Whether Δ is no larger than what batching alone may move the two scores."""
@@ -149,7 +156,7 @@ class Comparison:
             status, reason = judge(record)
             if status != "ok":
                 lines.append(f"{cell.cell}: {status}: {reason}")
-            elif record.audit is None and cell.method != "none":
+            elif record.audit is None and cell.quantized:
                 lines.append(f"{cell.cell}: not audited")
             whole = f"{cell.checkpoint}/{self.unquantized}"
             both = status == judge(self.records.get(whole))[0] == "ok"
@@ -229,7 +236,8 @@ def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
                     aggregation=like.aggregation if like else "",
                     quantizer=quantizer,
                     method=first.method,
-                    bits=first.bits,
+                    title=first.title,
+                    precision=first.precision,
                     entries=tuple(
                         _entry(checkpoint, quantizer, cell, records, task, metric)
                         for checkpoint, cell in zip(grid.checkpoints, row, strict=True)
@@ -238,8 +246,8 @@ def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
 
 
 def _unquantized_first(grid: Grid) -> list[str]:
-    method = {cell.quantizer: cell.method for cell in grid.cells}
-    return sorted((q for q in grid.quantizers if q in method), key=lambda q: method[q] != "none")
+    quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
+    return sorted((q for q in grid.quantizers if q in quantized), key=lambda q: quantized[q])
 
 
 def _metrics(task: str, records: Iterable[Record]) -> dict[str, Score | None]:

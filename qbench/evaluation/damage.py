@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from qbench.record import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
+
 if TYPE_CHECKING:
     from qbench.evaluation.scoring.distributions import Measured
     from qbench.evaluation.tasks import LoadedTask
@@ -38,66 +40,60 @@ def damage(
     *,
     measured: Mapping[str, Measured],
     correct: Mapping[str, Mapping[int, int]],
-) -> dict[str, Any]:
-    """Plain data for the record, by task.
+) -> Damage:
+    """By task.
 
     ``measured`` comes from a ``Meter`` that observed the quantized cell; ``correct`` maps each
     task's documents to the request that scores the right answer (see ``correct_requests``).
     """
-    result: dict[str, Any] = {}
+    result: dict[str, TaskDamage] = {}
     for task in dict.fromkeys(score.task for score in quantized.scores):
-        part: dict[str, Any] = {}
-        if task in measured:
-            part["distributions"] = distributions(measured[task])
-        flipped = flips(_of(base.outcomes, task), _of(quantized.outcomes, task))
-        if flipped:
-            part["flips"] = flipped
+        answer = None
         if correct.get(task):
-            part["correct_answer"] = answer_change(
+            answer = answer_change(
                 _of(base.responses, task), _of(quantized.responses, task), correct[task]
             )
-        for score in quantized.scores:
-            if score.task == task and score.aggregation in PERPLEXITIES:
-                part.setdefault("ln_perplexity_ratio", {})[score.metric] = perplexity_ratio(
+        result[task] = TaskDamage(
+            distributions=distributions(measured[task]) if task in measured else None,
+            flips=flips(_of(base.outcomes, task), _of(quantized.outcomes, task)),
+            correct_answer=answer,
+            ln_perplexity_ratio={
+                score.metric: perplexity_ratio(
                     _of(base.outcomes, task, score.metric),
                     _of(quantized.outcomes, task, score.metric),
                 )
-        result[task] = part
-    return result
+                for score in quantized.scores
+                if score.task == task and score.aggregation in PERPLEXITIES
+            },
+        )
+    return Damage(tasks=result)
 
 
-def distributions(measured: Measured) -> dict[str, Any]:
+def distributions(measured: Measured) -> Distributions:
     """KL divergence of the unquantized from the quantized next-token distribution in nats.
 
-    ``kl`` counts the tail of each distribution as one class, which makes it too small; by how
-    much, ``truncation`` says from rows whose unquantized distribution was kept whole.
+    ``kl`` counts the tail of each distribution as one class, which makes it too small.
     ``target_change`` is that of the scored token's log-probability, with a standard error over
     documents (tokens of one document are not independent).
     """
     kl = measured.kl
-    whole, compact = float(measured.whole_kl.mean()), float(measured.compact_kl.mean())
-    return {
-        "tokens": len(kl),
-        "kl": {
-            "mean": float(kl.mean()),
-            "median": float(np.median(kl)),
-            **{f"p{p:g}": float(np.percentile(kl, p)) for p in PERCENTILES},
-            "largest": float(kl.max()),
-        },
-        "truncation": {
-            "rows": len(measured.whole_kl),
-            "mean_kl_whole": whole,
-            "mean_kl_compact": compact,
-            "lost_part": (whole - compact) / whole if whole > 0 else 0.0,
-        },
-        "top1_agreement": float(measured.agrees.mean()),
-        "target_change": _ratio(
-            *_by_document(measured.document, measured.change, np.ones(len(kl)))
+    p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
+    return Distributions(
+        tokens=len(kl),
+        kl=Divergence(
+            mean=float(kl.mean()),
+            median=float(np.median(kl)),
+            p90=p90,
+            p99=p99,
+            p99_9=p99_9,
+            largest=float(kl.max()),
         ),
-    }
+        top1_agreement=float(measured.agrees.mean()),
+        target_change=_ratio(*_by_document(measured.document, measured.change, np.ones(len(kl)))),
+    )
 
 
-def flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, dict[str, int]]:
+def flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, Flips]:
     """For each 0/1 metric the documents that quantization made wrong, and those it made right."""
     result = {}
     pairs = _paired(base, quantized, ["metric", "document"], "value")
@@ -105,17 +101,15 @@ def flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, dict[str, in
         before, after = rows["value_base"], rows["value"]
         if not (before.isin((0, 1)).all() and after.isin((0, 1)).all()):
             continue
-        result[str(metric)] = {
-            "documents": len(rows),
-            "right_to_wrong": int(((before == 1) & (after == 0)).sum()),
-            "wrong_to_right": int(((before == 0) & (after == 1)).sum()),
-        }
+        result[str(metric)] = Flips(
+            documents=len(rows),
+            right_to_wrong=int(((before == 1) & (after == 0)).sum()),
+            wrong_to_right=int(((before == 0) & (after == 1)).sum()),
+        )
     return result
 
 
-def answer_change(
-    base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[int, int]
-) -> dict[str, float | int | None]:
+def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[int, int]) -> Ratio:
     """Mean change of the right answer's log-likelihood in nats, with its standard error."""
     pairs = _paired(base, quantized, ["document", "request"], "log_likelihood")
     right = pairs[pairs["document"].map(correct) == pairs["request"]]
@@ -123,7 +117,7 @@ def answer_change(
     return _ratio(change, np.ones(len(change)))
 
 
-def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, float | int | None]:
+def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
     """ln(PPL quantized / PPL unquantized) = −Σ (difference of log-likelihoods) / Σ weight.
 
     Its standard error is that of a ratio estimator over paired documents (delta method, with
@@ -184,15 +178,15 @@ def _by_document(
     return np.bincount(places, values.astype(np.float64)), np.bincount(places, weights)
 
 
-def _ratio(values: np.ndarray, weights: np.ndarray) -> dict[str, float | int | None]:
+def _ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
     """Σ values / Σ weights over n documents with the standard error of a ratio estimator."""
     count = len(values)
     if count == 0:
-        return {"value": None, "stderr": None, "documents": 0}
+        return Ratio(value=None, stderr=None, documents=0)
     total = float(weights.sum())
     ratio = float(values.sum()) / total
     residuals = values - ratio * weights
     error = None
     if count > 1:
         error = math.sqrt(float(residuals @ residuals) * count / (count - 1)) / total
-    return {"value": ratio, "stderr": error, "documents": count}
+    return Ratio(value=ratio, stderr=error, documents=count)

@@ -11,15 +11,12 @@ from filelock import FileLock
 
 from qbench.evaluation.damage import Outcomes, correct_requests, damage
 from qbench.plan import Cell, Plan
-from qbench.record import Record, Score
+from qbench.record import Damage, Record, Score, Unavailable
 from qbench.store import KEY_DIGITS, Store
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring import Observer
     from qbench.evaluation.scoring.distributions import Meter, Recorder
-
-
-MISSING_BASE = "has no stored log-probabilities"
 
 
 def distributions_file(folder: Path, key: str) -> Path:
@@ -32,10 +29,11 @@ class Unwatched:
     """Nothing is kept or measured; ``reason`` says why where damage was asked for."""
 
     reason: str = ""
+    retry: bool = False
     observer: Observer | None = None
 
-    def finish(self, *_: Any) -> dict[str, Any]:
-        return {"unavailable": self.reason} if self.reason else {}
+    def finish(self, *_: Any) -> Unavailable | None:
+        return Unavailable(reason=self.reason, retry=self.retry) if self.reason else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +44,8 @@ class Recording:
     key: str
     path: Path
 
-    def finish(self, *_: Any) -> dict[str, Any]:
+    def finish(self, *_: Any) -> None:
         self.observer.base(self.key).save(self.path)
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +60,7 @@ class Measuring:
 
     def finish(
         self, outcomes: pd.DataFrame, responses: pd.DataFrame, scores: tuple[Score, ...]
-    ) -> dict[str, Any]:
+    ) -> Damage:
         base = Outcomes(
             outcomes=self.store.outcomes(self.base),
             responses=self.store.responses(self.base),
@@ -87,7 +84,7 @@ def watcher(
         return Unwatched()
     if cell.scoring.mode == "lm-eval":
         return Unwatched(reason="scoring: lm-eval shows nobody its log-probabilities")
-    if cell.quantizer.settings.method == "none":
+    if not cell.quantizer.precision.quantized:
         path = distributions_file(folder, cell.key)
         return Recording(observer=Recorder(), key=cell.key, path=path)
     if cell.base is None:
@@ -96,7 +93,8 @@ def watcher(
         record = store.get(cell.base)
     path = distributions_file(folder, cell.base.key)
     if record is None or record.status != "ok" or not path.is_file():
-        return Unwatched(reason=f"{cell.base.cell} {MISSING_BASE}; run it, then this again")
+        reason = f"{cell.base.cell} has no stored log-probabilities; run it, then this again"
+        return Unwatched(reason=reason, retry=True)
     return Measuring(
         observer=Meter(Base.load(path, cell.base.key)),
         base=record,

@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from qbench.errors import RecipeError
+from qbench.record import Part, Precision
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 WHOLE_ROW = -1
@@ -76,8 +77,16 @@ class Unquantized:
         return {"bfloat16": "bf16", "float32": "fp32"}[self.dtype]
 
     @property
-    def bits(self) -> None:
-        return None
+    def title(self) -> str:
+        return "Unquantized"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision()
+
+    @property
+    def mixes_batches(self) -> bool:
+        return False
 
     @property
     def compute_dtype(self) -> str:
@@ -98,6 +107,21 @@ class _Quantized:
     @property
     def name(self) -> str:
         return f"{self.method}-{self.bits}bit"  # type: ignore[attr-defined]
+
+    @property
+    def title(self) -> str:
+        titles = {"bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ", "rtn": "Round to nearest"}
+        return titles[self.method]  # type: ignore[attr-defined]
+
+    @property
+    def precision(self) -> Precision:
+        bits = self.bits  # type: ignore[attr-defined]
+        return Precision(weights=Part(bits=bits, scheme=self.name))
+
+    @property
+    def mixes_batches(self) -> bool:
+        """Whether a score depends on what it is batched with."""
+        return False
 
     @property
     def needs_calibration(self) -> bool:
@@ -131,6 +155,17 @@ class Bnb8(_Quantized):
     )
     compute_dtype: str = _compute_dtype()
     method: str = _fixed("bnb")
+
+    @property
+    def mixes_batches(self) -> bool:
+        return True
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(
+            weights=Part(bits=8, scheme="int8 per row"),
+            activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qbench.comparison.compare import Comparison, Line, judge, redundant
 from qbench.published import printed
-from qbench.record import Record
+from qbench.record import Damage, Record
 from qbench.report.costs import STAGES, bits_per_weight, sound
 from qbench.store import KEY_DIGITS
 from qbench.tables.layout import delta_text, entry_text, find_printed, interval_text, noise_notes
@@ -175,22 +175,22 @@ def _divergence(comparison: Comparison) -> DataTable:
             "Wrong to right", "Right answer, nats"]  # fmt: skip
     rows = []
     for record in sound(comparison):
-        for task, part in record.damage.items():
-            told = part.get("distributions", {})
-            kl = told.get("kl", {})
-            flips = next(iter(part.get("flips", {}).values()), {})
-            right = part.get("correct_answer", {}).get("value")
+        if not isinstance(record.damage, Damage):
+            continue
+        for task, part in record.damage.tasks.items():
+            told = part.distributions
+            flips = next(iter(part.flips.values()), None)
             rows.append(
                 [
                     Cell(text=record.cell),
                     Cell(text=task),
-                    _plain(told.get("tokens"), "{:d}"),
-                    _plain(kl.get("mean"), "{:.4g}"),
-                    _plain(kl.get("p99"), "{:.4g}"),
-                    _plain(told.get("top1_agreement"), "{:.1%}"),
-                    _plain(flips.get("right_to_wrong"), "{:d}"),
-                    _plain(flips.get("wrong_to_right"), "{:d}"),
-                    _plain(right, "{:+.4f}"),
+                    _plain(told and told.tokens, "{:d}"),
+                    _plain(told and told.kl.mean, "{:.4g}"),
+                    _plain(told and told.kl.p99, "{:.4g}"),
+                    _plain(told and told.top1_agreement, "{:.1%}"),
+                    _plain(flips and flips.right_to_wrong, "{:d}"),
+                    _plain(flips and flips.wrong_to_right, "{:d}"),
+                    _plain(part.correct_answer and part.correct_answer.value, "{:+.4f}"),
                 ]
             )
     caption = "What quantization changed in the distributions (nats a token) and in the answers"
@@ -230,7 +230,7 @@ def _audit(comparison: Comparison) -> DataTable:
         record = comparison.records.get(place.cell)
         status, reason = judge(record)
         audit = record.audit if record else None
-        if status == "ok" and audit is None and place.method != "none":
+        if status == "ok" and audit is None and place.quantized:
             status, reason = "not audited", "nothing shows that it was quantized"
         rows.append(
             [

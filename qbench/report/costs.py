@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qbench.comparison.compare import Comparison, judge
-from qbench.record import Record
+from qbench.record import Damage, Flips, Record, TaskDamage
 from qbench.report.style import HATCHES, MARKERS, SERIES, legend, panels
 
 Found = tuple[str, str, Figure]
@@ -24,22 +24,27 @@ def sound(comparison: Comparison) -> list[Record]:
     return [record for record in found if judge(record)[0] == "ok"]
 
 
+def _damage(record: Record) -> dict[str, TaskDamage]:
+    """By task; empty where none was measured."""
+    return record.damage.tasks if isinstance(record.damage, Damage) else {}
+
+
 def damage_figures(comparison: Comparison) -> Iterator[Found]:
     """KL divergence and flips, where records have measured them."""
-    records = [record for record in sound(comparison) if record.damage]
+    records = [record for record in sound(comparison) if _damage(record)]
     labels = list(dict.fromkeys(record.quantizer for record in records))
-    tasks = [t for t in comparison.grid.tasks if any(r.damage.get(t) for r in records)]
+    tasks = [t for t in comparison.grid.tasks if any(t in _damage(r) for r in records)]
     divergence = {
-        (r.checkpoint, r.quantizer, task): part["distributions"]["kl"]["mean"]
+        (r.checkpoint, r.quantizer, task): part.distributions.kl.mean
         for r in records
-        for task, part in r.damage.items()
-        if "distributions" in part
+        for task, part in _damage(r).items()
+        if part.distributions is not None
     }
     flips = {
-        (r.checkpoint, r.quantizer, task): 100 * _flipped(next(iter(part["flips"].values())))
+        (r.checkpoint, r.quantizer, task): 100 * _flipped(next(iter(part.flips.values())))
         for r in records
-        for task, part in r.damage.items()
-        if part.get("flips")
+        for task, part in _damage(r).items()
+        if part.flips
     }
     if divergence:
         figure = _dots(comparison, divergence, labels, tasks, "mean KL (nats a token)", log=True)
@@ -200,7 +205,7 @@ def _cover(box: Box, other: Box) -> bool:
 
 def bits_per_weight(record: Record) -> float | None:
     """As stored; an unquantized cell's is that of its dtype."""
-    if record.method != "none":
+    if record.quantized:
         return record.audit.bits_per_weight if record.audit else None
     settings = record.key_parts.get("quantizer", {})
     dtype = settings.get("dtype") if isinstance(settings, dict) else None
@@ -217,8 +222,8 @@ def _accuracies(record: Record) -> dict[str, float]:
     return found
 
 
-def _flipped(counts: dict[str, int]) -> float:
-    return (counts["right_to_wrong"] + counts["wrong_to_right"]) / max(1, counts["documents"])
+def _flipped(counts: Flips) -> float:
+    return (counts.right_to_wrong + counts.wrong_to_right) / max(1, counts.documents)
 
 
 def _dots(

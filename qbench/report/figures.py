@@ -15,7 +15,7 @@ from qbench.comparison.compare import Comparison, Line, redundant
 from qbench.comparison.statistics import Interval
 from qbench.report.costs import Found, cost_figures, damage_figures
 from qbench.report.style import DASHES, INK, MARKERS, RC, SERIES, fix_empty_labels, legend, panels
-from qbench.tables.table import METHOD_TITLES, metric_title
+from qbench.tables.table import metric_title
 
 LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmic
 
@@ -70,7 +70,7 @@ def _scores(
 ) -> Iterator[tuple[str, str, Figure]]:
     """Score against bits, a column of panels for each method (the paper's Figures 3 and 4)."""
     metrics = list(dict.fromkeys(line.metric for line in lines if line.intervals))
-    methods = [m for m in comparison.methods if m != "none"]
+    methods = list(dict.fromkeys(line.method for line in lines if line.quantized))
     if not metrics or not methods:
         return
     figure, grid = panels(len(metrics), len(methods), panel=(2.2, 1.6), gap=(0.3, 0.2))
@@ -79,7 +79,7 @@ def _scores(
             own = [line for line in lines if line.metric == metric]
             _score_panel(axes, comparison, own, method)
             if row[0] is grid[0][0]:
-                axes.set_title(METHOD_TITLES.get(method, method))
+                axes.set_title(next(line.title for line in lines if line.method == method))
             if row[0] is grid[-1][0]:
                 axes.set_xlabel("bits")
         row[0].set_ylabel(_axis_title(own[0]))
@@ -104,7 +104,7 @@ def _score_panel(axes: Axes, comparison: Comparison, lines: Sequence[Line], meth
                 continue
             scale = 100 if line.percent else 1
             value = line.entry(checkpoint).value * scale
-            if line.method == "none" and line.quantizer == comparison.unquantized:
+            if not line.quantized and line.quantizer == comparison.unquantized:
                 axes.axhline(value, color=colour, linestyle=":", linewidth=1)
                 values.append(value)
             elif line.method == method and line.bits:

@@ -122,7 +122,7 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
         key=lambda cell: (
             cell.base is not None,
             cell.scoring.mode == "fast",
-            not cell.quantizer.settings.needs_calibration,
+            not cell.quantizer.needs_calibration,
         ),
     )
 

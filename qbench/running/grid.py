@@ -7,9 +7,9 @@ from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 
 from filelock import FileLock, Timeout
 
-from qbench.evaluation.watch import MISSING_BASE, distributions_file
+from qbench.evaluation.watch import distributions_file
 from qbench.plan import Cell, Plan
-from qbench.record import Record
+from qbench.record import Record, Unavailable
 from qbench.run import distributions_folder, run
 from qbench.running.progress import Sink
 from qbench.store import Store
@@ -116,8 +116,9 @@ def _complete(record: Record, cell: Cell | None = None, store: Store | None = No
     """Whether a record is good, and has the damage that can be had by now."""
     if record.status != "ok":
         return False
-    if MISSING_BASE not in record.damage.get("unavailable", "") or cell is None or store is None:
-        return MISSING_BASE not in record.damage.get("unavailable", "")
+    again = isinstance(record.damage, Unavailable) and record.damage.retry
+    if not again or cell is None or store is None:
+        return not again
     assert cell.base is not None
     base = store.get(cell.base)
     present = distributions_file(distributions_folder(), cell.base.key).is_file()
@@ -130,7 +131,7 @@ def summary(record: Record) -> str:
         return f"{record.cell}: FAILED: {record.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
     proof = ""
-    if record.audit is not None and record.bits is not None:
+    if record.audit is not None and record.quantized:
         proof = (
             f"; {record.audit.bits_per_weight:.2f} bits a weight, "
             f"weight error {record.audit.weight_error:.3f}"

@@ -7,13 +7,6 @@ from itertools import groupby
 
 from qbench.comparison.compare import Comparison, Line, redundant
 
-METHOD_TITLES = {
-    "none": "Unquantized",
-    "bnb": "BNB",
-    "gptq": "GPTQ",
-    "hqq": "HQQ",
-    "rtn": "Round to nearest",
-}
 MINUS = "−"
 NO_VALUE = "—"
 
@@ -43,7 +36,7 @@ def delta(comparison: Comparison) -> list[Table]:
 
 
 def _table(comparison: Comparison, method: str) -> Table:
-    lines = [line for line in comparison.lines if line.method in ("none", method)]
+    lines = [line for line in comparison.lines if line.method == method or not line.quantized]
     shown = [line for line in lines if not redundant(line, lines)]
     rows = []
     for _, group in groupby(shown, key=lambda line: line.task):
@@ -56,7 +49,7 @@ def _table(comparison: Comparison, method: str) -> Table:
     notes = [note for note in comparison.problems() if _quantizer_of(note) in quantizers]
     if left_out:
         notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
-    title = METHOD_TITLES.get(method, method)
+    title = next(line.title for line in lines if line.method == method)
     against = ", ".join(f"{other} {MINUS} {comparison.baseline}" for other in comparison.others)
     return Table(
         method=method,

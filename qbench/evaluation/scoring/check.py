@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from qbench.errors import EvaluationError
@@ -81,7 +81,6 @@ class Check:
             "largest_per_token": self.largest_per_token,
             "mean_per_token": self.total_per_token / count,
             "changed_answers": self.changed,
-            "tolerance": asdict(self.tolerance),
         }
 
 

@@ -14,20 +14,20 @@ Beside each record lie two Parquet files, one row a fact, which every statistic 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-SCHEMA_VERSION = 1
+from qbench.record.audit import Audit
+from qbench.record.damage import Damage, Unavailable
+from qbench.record.precision import Precision
+from qbench.record.scoring import ScoringReport
+from qbench.record.written import Written
+
+SCHEMA_VERSION = 2
 
 OUTCOME_COLUMNS = ("task", "document", "metric", "value", "weight")
 RESPONSE_COLUMNS = ("task", "document", "request", "log_likelihood", "greedy")
-
-
-class Written(BaseModel):
-    """Base of what is written to disk: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Score(Written):
@@ -46,33 +46,6 @@ class Score(Written):
     higher_is_better: bool
     aggregation: str
     documents: int
-
-
-class ModuleAudit(Written):
-    """One quantized module, measured on the weights that scoring used."""
-
-    name: str
-    kind: str  # class of the module that ran, e.g. "Linear4bit"
-    parameters: int  # weights of the original module, bias left out
-    bits_per_weight: float  # stored, scales and zeros counted
-    weight_error: float  # ‖W' − W‖ / ‖W‖ against the unquantized weights, Frobenius
-    levels: int  # most distinct values in one group of one row
-    dead_inputs: int = 0  # columns that became zeros: GPTQ does so where calibration never is other
-
-
-class Audit(Written):
-    """Proof that a cell was quantized as it says."""
-
-    passed: bool
-    bits: float | None  # nominal; None for unquantized cells
-    coverage: float  # quantized weights / weights of all linear modules but the LM head
-    bits_per_weight: float  # mean over quantized modules, weighted by parameters
-    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules
-    levels: int  # most distinct values in one group, over all modules
-    logits_moved: float  # largest |difference| from the unquantized model on a probe text
-    left_out: tuple[str, ...] = ()  # linear modules that were not quantized
-    problems: tuple[str, ...] = ()  # why it did not pass, one line each
-    modules: tuple[ModuleAudit, ...] = ()
 
 
 class Stage(Written):
@@ -104,16 +77,17 @@ class Record(Written):
     key_parts: dict[str, Any]
     checkpoint: str
     quantizer: str  # label, unique in its recipe
-    method: str  # "none", "bnb", "gptq", "hqq", "rtn"
-    bits: float | None  # None for unquantized
+    method: str  # of quantization, e.g. "gptq"; "none" for unquantized cells
+    title: str  # the method as tables write it, e.g. "GPTQ"
+    precision: Precision
     normalizer: str
     attention: str  # what ran, e.g. "softpick/triton" or "softpick/reference"
     status: Literal["ok", "failed"]
     error: str | None = None
     scores: tuple[Score, ...] = ()
     audit: Audit | None = None
-    scoring: dict[str, Any] = Field(default_factory=dict)  # mode, batch size, differences, …
-    damage: dict[str, Any] = Field(default_factory=dict)  # against the unquantized checkpoint
+    scoring: ScoringReport | None = None  # None where scoring did not begin
+    damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None
     stages: tuple[Stage, ...] = ()
     environment: Environment
     started: datetime
@@ -124,6 +98,10 @@ class Record(Written):
         """``<checkpoint>/<quantizer label>``."""
         return f"{self.checkpoint}/{self.quantizer}"
 
+    @property
+    def quantized(self) -> bool:
+        return self.precision.quantized
+
 
 class GridCell(Written):
     """One cell of the last run: its place in the grid and the record that it asks for."""
@@ -131,12 +109,22 @@ class GridCell(Written):
     checkpoint: str
     quantizer: str
     method: str
-    bits: float | None
+    title: str
+    precision: Precision
     key: str
 
     @property
     def cell(self) -> str:
         return f"{self.checkpoint}/{self.quantizer}"
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision.quantized
+
+    @property
+    def bits(self) -> float | None:
+        """Of a stored weight, nominal; None where weights are not quantized."""
+        return self.precision.weights.bits if self.precision.weights else None
 
 
 class Grid(Written):

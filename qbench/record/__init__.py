@@ -1,0 +1,52 @@
+"""What is written to disk of a cell: typed to the bottom. Imports no torch."""
+
+from qbench.record.audit import Audit, ModuleAudit
+from qbench.record.damage import (
+    Damage,
+    Distributions,
+    Divergence,
+    Flips,
+    Ratio,
+    TaskDamage,
+    Unavailable,
+)
+from qbench.record.precision import Part, Precision
+from qbench.record.record import (
+    OUTCOME_COLUMNS,
+    RESPONSE_COLUMNS,
+    SCHEMA_VERSION,
+    Environment,
+    Grid,
+    GridCell,
+    Record,
+    Score,
+    Stage,
+)
+from qbench.record.scoring import DifferenceFromExact, ScoringReport
+from qbench.record.written import Written
+
+__all__ = [
+    "OUTCOME_COLUMNS",
+    "RESPONSE_COLUMNS",
+    "SCHEMA_VERSION",
+    "Audit",
+    "Damage",
+    "DifferenceFromExact",
+    "Distributions",
+    "Divergence",
+    "Environment",
+    "Flips",
+    "Grid",
+    "GridCell",
+    "ModuleAudit",
+    "Part",
+    "Precision",
+    "Ratio",
+    "Record",
+    "Score",
+    "ScoringReport",
+    "Stage",
+    "TaskDamage",
+    "Unavailable",
+    "Written",
+]

@@ -1,0 +1,33 @@
+"""Proof that a cell was quantized as it says."""
+
+from __future__ import annotations
+
+from qbench.record.written import Written
+
+
+class ModuleAudit(Written):
+    """One quantized module, measured on the weights that scoring used."""
+
+    name: str
+    kind: str  # class of the module that ran, e.g. "Linear4bit"
+    parameters: int  # weights of the original module, bias left out
+    bits_per_weight: float  # stored, scales and zeros counted
+    weight_error: float  # ‖W' − W‖ / ‖W‖ against the unquantized weights, Frobenius
+    levels: int  # most distinct values in one group of one row
+    dead_inputs: int = 0  # columns that became zeros: GPTQ does so where calibration never is other
+    digest: str = ""  # SHA-256 of what is stored for it; "" where it is not known
+
+
+class Audit(Written):
+    """What was measured of a cell's quantized model. ``problems``: why it did not pass."""
+
+    passed: bool
+    bits: float | None  # nominal; None for unquantized cells
+    coverage: float  # quantized weights / weights of all matrices but embeddings and LM head
+    bits_per_weight: float  # mean over quantized modules, weighted by parameters
+    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules
+    levels: int  # most distinct values in one group, over all modules
+    logits_moved: float  # largest |difference| from the unquantized model on a probe text
+    left_out: tuple[str, ...] = ()  # weight matrices that were not quantized
+    problems: tuple[str, ...] = ()  # one line each
+    modules: tuple[ModuleAudit, ...] = ()

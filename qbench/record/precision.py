@@ -1,0 +1,42 @@
+"""What of a model is quantized, and to how many bits: weights, activations, KV cache."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from qbench.record.written import Written
+
+UNQUANTIZED_BITS = 16
+
+
+class Part(Written):
+    """The format of one of the three.
+
+    ``bits`` are those of one code, scales and zeros left out; ``scheme`` says the rest in the
+    field's words, such as ``int4 in groups of 128`` or ``int8 per token``.
+    """
+
+    bits: float = Field(gt=0, le=32)
+    scheme: str
+
+
+class Precision(Written):
+    """The three parts of a cell's precision; None: not quantized."""
+
+    weights: Part | None = None
+    activations: Part | None = None
+    kv_cache: Part | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return not (self.weights is self.activations is self.kv_cache is None)
+
+    @property
+    def name(self) -> str:
+        """As the field writes it: ``W4A16``, ``W8A8``, ``W4A8KV4``; ``W16A16`` for none."""
+        weights, activations = (
+            f"{part.bits if part else UNQUANTIZED_BITS:g}"
+            for part in (self.weights, self.activations)
+        )
+        kv_cache = f"KV{self.kv_cache.bits:g}" if self.kv_cache else ""
+        return f"W{weights}A{activations}{kv_cache}"

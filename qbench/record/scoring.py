@@ -1,0 +1,40 @@
+"""How a cell's scores were made."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from qbench.record.written import Written
+
+
+class DifferenceFromExact(Written):
+    """Fast scores against exact ones on a sample: nats of whole requests and per scored token."""
+
+    documents: int
+    requests: int
+    largest: float
+    mean: float
+    largest_per_token: float
+    mean_per_token: float
+    changed_answers: int
+
+
+class ScoringReport(Written):
+    """``batch_size`` and ``window_batch_size`` count padded requests and rolling windows,
+    ``batch_tokens`` the tokens of a pack without padding: one or the other is there."""
+
+    mode: Literal["exact", "fast", "lm-eval"]
+    softmax_dtype: str
+    batching: str
+    batch_size: int | None = None
+    window_batch_size: int | None = None
+    batch_tokens: int | None = None
+    shuffle: int | None = None  # seed of an order other than longest first
+    requests: int | None = None  # None where lm-eval counted nothing
+    batches: int | None = None
+    tokens: int | None = None  # computed, padding included
+    truncated: int | None = None  # requests longer than the context
+    halvings: int | None = None  # batches that did not fit and were halved
+    fused_steps: bool | None = None
+    peak_memory_gib: float
+    difference_from_exact: DifferenceFromExact | None = None
