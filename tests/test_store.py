@@ -36,7 +36,8 @@ def make_record(status: str = "ok", key: str = CELL.key) -> Record:
     )  # fmt: skip
     return Record(
         key=key, key_parts={"weights": "w"}, checkpoint="a", quantizer="rtn-4bit", method="rtn",
-        title="RTN", precision=PRECISION, normalizer="softmax", attention="softmax/reference", status=status,
+        title="RTN", precision=PRECISION, normalizer="softmax", attention="softmax/reference",
+        status=status,
         environment=place, started=now, finished=now,
     )  # fmt: skip
 
