@@ -11,6 +11,7 @@ from typing import Any
 
 from qbench import __version__
 from qbench.checkpoints import Checkpoint, find
+from qbench.code import code_digest
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import LoadedTask, expand, load_task
 from qbench.evaluation.tolerance import Tolerance
@@ -163,6 +164,7 @@ def _cell(
         "attention": attention,
         "device": device,
         "versions": {**versions(libraries), "qbench": __version__},
+        "code": code_digest(),
     }
     if settings.needs_calibration:
         assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
