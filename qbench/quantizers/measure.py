@@ -49,6 +49,9 @@ def measure(name: str, layer: nn.Linear, module: nn.Module, settings: Settings) 
         parameters=wanted.numel(),
         bits_per_weight=bits / wanted.numel(),
         weight_error=math.sqrt(error_squared / norm_squared) if finite and norm_squared else 0.0,
+        gain=float((weight.float() * wanted).sum()) / norm_squared
+        if finite and norm_squared
+        else None,
         levels=levels(stored.groups(weight)),
         dead_inputs=int(dead.sum()),
     )

@@ -13,6 +13,7 @@ class ModuleAudit(Written):
     parameters: int  # weights of the original module, bias left out
     bits_per_weight: float  # stored, scales and zeros counted
     weight_error: float  # ‖W' − W‖ / ‖W‖ against the unquantized weights, Frobenius
+    gain: float | None = None  # ⟨W', W⟩ / ⟨W, W⟩: about 1, 1.03 where all scales are 3 % too large
     levels: int  # most distinct values in one group of one row
     dead_inputs: int = 0  # columns that became zeros: GPTQ does so where calibration never is other
     digest: str = ""  # SHA-256 of what is stored for it; "" where it is not known

@@ -270,3 +270,12 @@ def test_zeroed_columns_pass_only_as_inputs_that_calibration_never_saw(
     (module,) = [one for one in report.modules if one.name == place]
     assert module.dead_inputs == columns
     assert report.passed is passes, report.problems
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.03])
+def test_the_gain_of_a_layer_is_that_of_its_scales(rtn4, factor):
+    model = copy.deepcopy(rtn4)
+    model.get_submodule(LAYER).scale *= factor
+    gains = {one.name: one.gain for one in check(model, settings("rtn-4bit")).modules}
+    assert gains.pop(LAYER) == pytest.approx(factor, abs=0.004)
+    assert all(gain == pytest.approx(1, abs=0.004) for gain in gains.values())
