@@ -20,6 +20,7 @@ from pydantic import (
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import DataError, QbenchError, RecipeError
 from qbench.evaluation.tolerance import Tolerance
+from qbench.overrides import Overrides
 from qbench.quantizers import QUANTIZERS, Settings, parse
 from qbench.quantizers.settings import Unquantized
 from qbench.recipe_source import is_folder, override_checkpoints, override_dtype, put, read
@@ -109,39 +110,28 @@ class Recipe(Strict):
     folder: Path = Path()  # of the recipe file
 
     @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        checkpoints: dict[str, str] | None = None,
-        data: Path | None = None,
-        calibration: Path | None = None,
-        limit: int | None = None,
-        dtype: str | None = None,
-        scoring: str | None = None,
-    ) -> Recipe:
-        """Read and check a recipe; the keyword arguments override what it says.
+    def load(cls, path: Path, overrides: Overrides | None = None) -> Recipe:
+        """Read and check a recipe, parts of it replaced by ``overrides``.
 
-        ``checkpoints`` maps names to folders or hub ids, relative to the working folder;
-        ``dtype`` (bfloat16 or float32) is computed in by all cells, unquantized ones too;
-        ``scoring`` is auto, exact, fast or lm-eval. Raises RecipeError, one line a problem.
+        Raises RecipeError, one line a problem.
         """
+        changed = overrides or Overrides()
         raw = read(path)
-        overrides = {
+        sources = {
             name: str(Path(source).expanduser().resolve()) if is_folder(source) else source
-            for name, source in (checkpoints or {}).items()
+            for name, source in changed.checkpoints.items()
         }
-        override_checkpoints(path, raw, overrides)
-        if data is not None:
-            raw["data"] = str(data.resolve())
-        if calibration is not None:
-            put(path, raw, "calibration", "path", str(calibration.resolve()))
-        if limit is not None:
-            put(path, raw, "evaluation", "limit", limit)
-        if scoring is not None:
-            put(path, raw, "evaluation", "scoring", scoring)
-        if dtype is not None:
-            override_dtype(raw, dtype)
+        override_checkpoints(path, raw, sources)
+        if changed.data is not None:
+            raw["data"] = str(changed.data.resolve())
+        if changed.calibration is not None:
+            put(path, raw, "calibration", "path", str(changed.calibration.resolve()))
+        if changed.limit is not None:
+            put(path, raw, "evaluation", "limit", changed.limit)
+        if changed.scoring is not None:
+            put(path, raw, "evaluation", "scoring", changed.scoring)
+        if changed.dtype is not None:
+            override_dtype(raw, changed.dtype)
         try:
             recipe = cls.model_validate({**raw, "folder": path.resolve().parent})
         except ValidationError as error:

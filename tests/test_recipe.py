@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from qbench.errors import RecipeError
+from qbench.overrides import Overrides
 from qbench.recipe import Recipe
 
 GOOD = {
@@ -96,26 +97,28 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
 
 def test_a_checkpoint_option_must_name_a_checkpoint_of_the_recipe(tmp_path):
     with pytest.raises(RecipeError, match="has no other; it has softmax, softpick"):
-        Recipe.load(write(tmp_path), checkpoints={"other": "x/y"})
+        Recipe.load(write(tmp_path), Overrides(checkpoints={"other": "x/y"}))
 
 
 def test_a_checkpoint_without_a_default_asks_for_the_option(tmp_path):
     path = write(tmp_path, checkpoints={"softmax": None})
     with pytest.raises(RecipeError, match="--checkpoint softmax="):
         Recipe.load(path)
-    assert Recipe.load(path, checkpoints={"softmax": "a/b"}).checkpoints["softmax"].path == "a/b"
+    named = Overrides(checkpoints={"softmax": "a/b"})
+    assert Recipe.load(path, named).checkpoints["softmax"].path == "a/b"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_is_valid_and_named_like_its_file(path):
-    recipe = Recipe.load(path, checkpoints=dict.fromkeys(("softmax", "softpick"), "some/where"))
+    named = dict.fromkeys(("softmax", "softpick"), "some/where")
+    recipe = Recipe.load(path, Overrides(checkpoints=named))
     assert recipe.name == path.stem
 
 
 @pytest.mark.parametrize("name", ["appendix-340m", "appendix-1.8b"])
 def test_the_appendix_recipes_hold_every_precision_and_task_of_the_paper(name):
     path = Path(__file__).parent.parent / "recipes" / f"{name}.yaml"
-    recipe = Recipe.load(path, checkpoints={"softmax": "a/b", "softpick": "c/d"})
+    recipe = Recipe.load(path, Overrides(checkpoints={"softmax": "a/b", "softpick": "c/d"}))
     assert {q.label for q in recipe.quantizers} == {
         "bf16", "bnb-4bit", "bnb-8bit", "gptq-2bit", "gptq-3bit", "gptq-4bit", "gptq-8bit",
         "hqq-2bit", "hqq-3bit",
@@ -126,7 +129,7 @@ def test_the_appendix_recipes_hold_every_precision_and_task_of_the_paper(name):
 
 def test_another_dtype_replaces_the_unquantized_cell_and_what_quantized_ones_compute_in(tmp_path):
     quantizers = ["bf16", {"name": "rtn-4bit", "compute_dtype": "bfloat16"}]
-    recipe = Recipe.load(write(tmp_path, quantizers=quantizers), dtype="float32")
+    recipe = Recipe.load(write(tmp_path, quantizers=quantizers), Overrides(dtype="float32"))
     assert [q.label for q in recipe.quantizers] == ["fp32", "rtn-4bit"]
     assert {q.quantizer.compute_dtype for q in recipe.quantizers} == {"float32"}
 
@@ -142,7 +145,7 @@ def test_an_option_on_top_of_a_malformed_part_is_refused_with_the_part(
     tmp_path, changes, overrides, part
 ):
     with pytest.raises(RecipeError, match=f"{part}: must be a mapping"):
-        Recipe.load(write(tmp_path, **changes), **overrides)
+        Recipe.load(write(tmp_path, **changes), Overrides(**overrides))
 
 
 @pytest.mark.parametrize(
@@ -165,13 +168,15 @@ def test_yaml_merge_keys_work(tmp_path):
 
 
 def test_another_checkpoint_must_still_have_the_normalizer_that_the_recipe_states(tmp_path):
-    recipe = Recipe.load(write(tmp_path), checkpoints={"softpick": "e/f"})
+    recipe = Recipe.load(write(tmp_path), Overrides(checkpoints={"softpick": "e/f"}))
     assert recipe.checkpoints["softpick"].path == "e/f"
     assert recipe.checkpoints["softpick"].normalizer == "softpick"
 
 
 def test_a_scoring_mode_on_the_command_line_replaces_the_recipes(tmp_path):
-    recipe = Recipe.load(write(tmp_path, evaluation={"scoring": "fast"}), scoring="exact")
+    recipe = Recipe.load(
+        write(tmp_path, evaluation={"scoring": "fast"}), Overrides(scoring="exact")
+    )
     assert recipe.evaluation.scoring == "exact"
 
 

@@ -17,6 +17,7 @@ import yaml
 from qbench.cli import app
 from qbench.commands.running import make_job
 from qbench.errors import RecipeError
+from qbench.overrides import Overrides
 from qbench.running import executors
 from qbench.running.grid import run_if_needed
 from qbench.running.progress import Display
@@ -236,7 +237,7 @@ def test_a_worker_that_is_killed_fails_its_own_cell_only(tmp_path, monkeypatch):
     """The others' good records stay and the cells that waited are run."""
     path, out = recipe(tmp_path), tmp_path / "out"
     qbench("run", path, "--out", out, "--device", "cpu", "--only", "softpick/fp32")
-    job = make_job(path, [], None, None, None, None, out, "cpu")
+    job = make_job(path, Overrides(), out=out, device="cpu")
     planned, store = job.plan(), Store(out)
     named = {cell.name: cell for cell in planned.cells}
     sink = Display(io.StringIO(), 4)

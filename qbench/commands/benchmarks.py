@@ -17,9 +17,10 @@ from qbench.commands.options import (
     Limit,
     RecipeFile,
 )
-from qbench.commands.running import make_job, quiet_plan
+from qbench.commands.running import make_job, named, quiet_plan
 from qbench.commands.screen import show_written
 from qbench.errors import RecipeError
+from qbench.overrides import Overrides
 from qbench.running.quiet import redirected, terminal
 
 app = typer.Typer(
@@ -65,7 +66,8 @@ def evaluation(
     from qbench.bench.evaluation import compare, table
     from qbench.run import load
 
-    job = make_job(recipe, checkpoint, data, None, limit, dtype, None, device)
+    overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
+    job = make_job(recipe, overrides, out=None, device=device)
     planned = quiet_plan(job)
     cell = planned.cells[0]
     with terminal() as screen, redirected(job.out / "bench.log"):

@@ -26,6 +26,7 @@ from qbench.commands.options import (
 from qbench.commands.results import show_tables
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
+from qbench.overrides import Overrides
 from qbench.running.executors import Job, gpu_slots, run_cells
 from qbench.running.quiet import terminal
 
@@ -70,7 +71,15 @@ def run(
     from qbench.running.grid import total
     from qbench.running.progress import Display
 
-    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device, scoring)
+    overrides = Overrides(
+        checkpoints=named(checkpoint),
+        data=data,
+        calibration=calibration,
+        limit=limit,
+        dtype=dtype,
+        scoring=scoring,
+    )
+    job = make_job(recipe, overrides, out=out, device=device)
     planned = quiet_plan(job)
     cells = planned.select(only)
     slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
@@ -107,7 +116,15 @@ def plan(
     """Show what `qbench run` would do, and what is there already. Runs nothing."""
     from qbench.store import Store
 
-    job = make_job(recipe, checkpoint, data, calibration, limit, dtype, out, device, scoring)
+    overrides = Overrides(
+        checkpoints=named(checkpoint),
+        data=data,
+        calibration=calibration,
+        limit=limit,
+        dtype=dtype,
+        scoring=scoring,
+    )
+    job = make_job(recipe, overrides, out=out, device=device)
     planned, store = quiet_plan(job), Store(job.out)
     for task in planned.tasks:
         scored = min(task.documents, planned.recipe.evaluation.limit or task.documents)
@@ -143,7 +160,10 @@ def noise(
     from qbench.running.quiet import redirected
     from qbench.store import write_atomically
 
-    job = make_job(recipe, checkpoint, data, None, limit, dtype, out, device, scoring)
+    overrides = Overrides(
+        checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype, scoring=scoring
+    )
+    job = make_job(recipe, overrides, out=out, device=device)
     planned = quiet_plan(job)
     found = {}
     for cell in planned.cells:
@@ -181,40 +201,16 @@ def noise(
     show_written([path])
 
 
-def make_job(
-    recipe: Path,
-    checkpoint: Sequence[str],
-    data: Path | None,
-    calibration: Path | None,
-    limit: int | None,
-    dtype: str | None,
-    out: Path | None,
-    device: str,
-    scoring: str | None = None,
-) -> Job:
+def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: str) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
     from qbench.recipe import Recipe
     from qbench.running.environment import choose_device
 
-    named = _named(checkpoint)
-    loaded = Recipe.load(
-        recipe,
-        checkpoints=named,
-        data=data,
-        calibration=calibration,
-        limit=limit,
-        dtype=dtype,
-        scoring=scoring,
-    )
+    name = Recipe.load(recipe, overrides).name
     return Job(
         recipe=recipe,
-        checkpoints=tuple(named.items()),
-        data=data,
-        calibration=calibration,
-        limit=limit,
-        dtype=dtype,
-        scoring=scoring,
-        out=out or Path("results") / loaded.name,
+        overrides=overrides,
+        out=out or Path("results") / name,
         device=choose_device(device),
     )
 
@@ -239,14 +235,14 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
         display.say(f"calibration text: {planned.calibration.path}")
 
 
-def _named(pairs: Sequence[str]) -> dict[str, str]:
+def named(pairs: Sequence[str]) -> dict[str, str]:
     """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
-    named: dict[str, str] = {}
+    found: dict[str, str] = {}
     for pair in pairs:
         name, separator, source = pair.partition("=")
         if not (name and separator and source):
             raise RecipeError(f"--checkpoint {pair}: write NAME=PATH_OR_HUB_ID")
-        if name in named:
+        if name in found:
             raise RecipeError(f"--checkpoint {pair}: {name} is given twice")
-        named[name] = source
-    return named
+        found[name] = source
+    return found

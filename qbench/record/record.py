@@ -85,6 +85,9 @@ class Record(Written):
     status: Literal["ok", "failed"]
     error: str | None = None
     scores: tuple[Score, ...] = ()
+    # by task: SHA-256 over the definition and the documents that were scored, the same whether
+    # they came from the hub or from files, so that results of both can be compared
+    documents: dict[str, str] = Field(default_factory=dict)
     audit: Audit | None = None
     scoring: ScoringReport | None = None  # None where scoring did not begin
     damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.errors import RecipeError
+from qbench.overrides import Overrides
 from qbench.record import Record
 from qbench.running.progress import Sender, Sink
 
@@ -45,12 +46,7 @@ class Job:
     """All that a worker process needs to make the same plan as its parent."""
 
     recipe: Path
-    checkpoints: tuple[tuple[str, str], ...]
-    data: Path | None
-    calibration: Path | None
-    limit: int | None
-    dtype: str | None
-    scoring: str | None
+    overrides: Overrides
     out: Path
     device: str
 
@@ -58,16 +54,7 @@ class Job:
         from qbench.plan import plan
         from qbench.recipe import Recipe
 
-        recipe = Recipe.load(
-            self.recipe,
-            checkpoints=dict(self.checkpoints),
-            data=self.data,
-            calibration=self.calibration,
-            limit=self.limit,
-            dtype=self.dtype,
-            scoring=self.scoring,
-        )
-        return plan(recipe, device=self.device)
+        return plan(Recipe.load(self.recipe, self.overrides), device=self.device)
 
 
 def gpu_slots(gpus: str | None, workers: int | None, device: str) -> list[int]:
