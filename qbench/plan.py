@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qbench import __version__
+from qbench import __version__, hub
 from qbench.checkpoints import Checkpoint, find
 from qbench.code import code_digest
 from qbench.errors import DataError, RecipeError
@@ -264,21 +264,17 @@ def _beside_data(recipe: Recipe) -> Path:
 
 def _download(address: str) -> Path:
     """The local copy of ``hf://datasets/<owner>/<name>/<file>``."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     parts = address.removeprefix(HUB_FILE).split("/", 3)
-    if len(parts) != 4 or parts[0] != "datasets":
+    if len(parts) != 4 or parts[0] != "datasets" or not all(parts):
         raise RecipeError(f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE")
     _, owner, name, file = parts
     try:
-        return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        return hub.dataset_file(f"{owner}/{name}", file)
+    except DataError as error:
         raise DataError(
-            f"calibration.path: {address}: the hub did not give it ({reason}); "
-            "name a local JSON Lines file with --calibration FILE"
-        ) from None
+            f"calibration.path: {address}: {error}; "
+            "or name a local JSON Lines file with --calibration FILE"
+        ) from error
 
 
 def _file_digest(path: Path) -> str:

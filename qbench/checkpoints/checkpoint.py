@@ -11,7 +11,8 @@ from typing import Any
 class Checkpoint:
     """A checkpoint on disk whose configuration and tensor headers were read and agree.
 
-    ``digest`` is the SHA-256 over the weight, configuration and tokenizer files.
+    ``digest`` is the SHA-256 over every file that loading it reads: weights, configuration,
+    generation settings, tokenizer and chat template.
     """
 
     source: str  # as the user named it

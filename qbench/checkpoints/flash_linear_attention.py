@@ -3,6 +3,9 @@
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one
 to one under other names. Its GatedMLP bypasses ``down_proj.forward`` when fused, which would
 hide that layer from quantizers; the conversion also rids us of that.
+
+Every field of a config is used, or known to be without effect on logits, or has the one value
+that Llama computes; all else is refused by name.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 from qbench.errors import CheckpointError
 
 NORMALIZER_OF = {
+    "flash_attn": "softmax",
     "parallel_attn": "softmax",
     "naive_attn": "softmax",
     "parallel_softpick_attn": "softpick",
@@ -27,10 +31,50 @@ RENAMED = (
     (r"^(model\.layers\.\d+)\.mlp_norm\.", r"\1.post_attention_layernorm."),
     (r"^(model\.layers\.\d+)\.attn\.([qkvo]_proj)\.", r"\1.self_attn.\2."),
 )
-UNSUPPORTED = {
-    "qk_norm": "normalized queries and keys",
-    "qkv_bias": "biased projections",
-    "window_size": "sliding-window attention",
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYER = {  # tensors of a layer, by the names of their sizes
+    "input_layernorm": ("hidden",),
+    "post_attention_layernorm": ("hidden",),
+    "self_attn.q_proj": ("width", "hidden"),
+    "self_attn.k_proj": ("shared", "hidden"),
+    "self_attn.v_proj": ("shared", "hidden"),
+    "self_attn.o_proj": ("hidden", "width"),
+    "mlp.gate_proj": ("inner", "hidden"),
+    "mlp.up_proj": ("inner", "hidden"),
+    "mlp.down_proj": ("hidden", "inner"),
+}
+
+USED = frozenset({
+    "model_type", "attn_impl", "qbench_normalizer", "vocab_size", "hidden_size", "hidden_ratio",
+    "intermediate_size", "num_hidden_layers", "num_heads", "num_kv_heads", "norm_eps",
+    "rope_theta", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+})  # fmt: skip
+WITHOUT_EFFECT = frozenset({
+    # how the same function is computed, or only its loss
+    "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
+    # training and generation; the dtype is the recipe's to choose
+    "initializer_range", "use_cache", "torch_dtype", "dtype",
+    # what transformers notes down; auto_map names code, which is never run
+    "architectures", "auto_map", "transformers_version", "_name_or_path", "name_or_path",
+    # what transformers models may return besides logits, and settings of classifiers
+    "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
+    "problem_type", "chunk_size_feed_forward",
+    # the format is a decoder whatever this says; encoder-decoder models are refused before
+    "is_decoder", "is_encoder_decoder",
+})  # fmt: skip
+ONLY: dict[
+    str, tuple[tuple[Any, ...], str]
+] = {  # the values that Llama computes, and what others are
+    "hidden_act": (("swish", "silu"), "another activation than x·sigmoid(x)"),
+    "qk_norm": ((False, None), "normalized queries and keys"),
+    "qkv_bias": ((False, None), "biased projections"),
+    "attention_bias": ((False, None), "biased projections"),
+    "window_size": ((None,), "sliding-window attention"),
+    "elementwise_affine": ((True,), "norms without weights"),
+    "norm_first": ((False, None), "norms within the projections"),
+    "norm_bias": ((False, None), "biased norms"),
+    "rope_scaling": ((None,), "scaled rotary embeddings"),
 }
 
 
@@ -40,8 +84,8 @@ def recognizes(config: dict[str, Any]) -> bool:
 
 def normalizer(config: dict[str, Any]) -> str:
     """The normalizer that ``attn_impl`` names. Raises CheckpointError for an unknown one."""
-    implementation = config.get("attn_impl", "parallel_attn")
-    if implementation not in NORMALIZER_OF:
+    implementation = config["attn_impl"]
+    if not isinstance(implementation, str) or implementation not in NORMALIZER_OF:
         raise CheckpointError(
             f"attn_impl {implementation!r} is not known; known: {', '.join(NORMALIZER_OF)}"
         )
@@ -49,29 +93,39 @@ def normalizer(config: dict[str, Any]) -> str:
 
 
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``LlamaConfig``. Raises CheckpointError for what Llama lacks."""
-    for key, meaning in UNSUPPORTED.items():
-        if config.get(key):
-            raise CheckpointError(f"{key}={config[key]} ({meaning}) is not supported yet")
-    hidden, heads = config["hidden_size"], config["num_heads"]
+    """Keyword arguments of ``LlamaConfig``. Raises CheckpointError for what Llama lacks, for
+    unknown fields, and for sizes that are none."""
+    _require_known(config)
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_heads")
+    shared = heads if config.get("num_kv_heads") is None else _size(config, "num_kv_heads")
+    if hidden % heads or (hidden // heads) % 2 or heads % shared:
+        raise CheckpointError(
+            f"config.json: hidden_size {hidden}, num_heads {heads}, num_kv_heads {shared}: heads "
+            "must divide hidden_size into even parts, and num_kv_heads must divide num_heads"
+        )
+    if config.get("intermediate_size") is None:
+        inner = _intermediate_size(hidden, _positive(config, "hidden_ratio", 4))
+    else:
+        inner = _size(config, "intermediate_size")
     return {
-        "vocab_size": config["vocab_size"],
+        "vocab_size": _size(config, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": config.get("intermediate_size") or _intermediate_size(config),
-        "num_hidden_layers": config["num_hidden_layers"],
+        "intermediate_size": inner,
+        "num_hidden_layers": _size(config, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_kv_heads") or heads,
+        "num_key_value_heads": shared,
         "head_dim": hidden // heads,
-        "hidden_act": "silu",  # flash-linear-attention calls it swish
-        "max_position_embeddings": config.get("max_position_embeddings", 2048),
-        "rms_norm_eps": config.get("norm_eps", 1e-6),
+        "hidden_act": "silu",
+        "max_position_embeddings": _size(config, "max_position_embeddings"),
+        "rms_norm_eps": _positive(config, "norm_eps", 1e-6),
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": float(config.get("rope_theta", 10000.0)),
+            "rope_theta": _positive(config, "rope_theta", 10000.0),
         },
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "bos_token_id": config.get("bos_token_id", 1),
         "eos_token_id": config.get("eos_token_id", 2),
+        "pad_token_id": config.get("pad_token_id"),
         "attention_bias": False,
         "mlp_bias": False,
     }
@@ -88,32 +142,59 @@ def llama_name(name: str) -> str:
 
 def expected_shapes(settings: dict[str, Any]) -> dict[str, list[int]]:
     """Llama tensor names and shapes that ``settings`` asks for."""
-    hidden, inner = settings["hidden_size"], settings["intermediate_size"]
-    width = settings["head_dim"] * settings["num_attention_heads"]
-    shared = settings["head_dim"] * settings["num_key_value_heads"]
+    sizes = {
+        "hidden": settings["hidden_size"],
+        "inner": settings["intermediate_size"],
+        "width": settings["head_dim"] * settings["num_attention_heads"],
+        "shared": settings["head_dim"] * settings["num_key_value_heads"],
+    }
     shapes = {
-        "model.embed_tokens.weight": [settings["vocab_size"], hidden],
-        "model.norm.weight": [hidden],
+        EMBEDDINGS: [settings["vocab_size"], sizes["hidden"]],
+        "model.norm.weight": [sizes["hidden"]],
     }
     if not settings["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = [settings["vocab_size"], hidden]
+        shapes[HEAD] = [settings["vocab_size"], sizes["hidden"]]
     for layer in range(settings["num_hidden_layers"]):
-        place = f"model.layers.{layer}"
-        shapes |= {
-            f"{place}.input_layernorm.weight": [hidden],
-            f"{place}.post_attention_layernorm.weight": [hidden],
-            f"{place}.self_attn.q_proj.weight": [width, hidden],
-            f"{place}.self_attn.k_proj.weight": [shared, hidden],
-            f"{place}.self_attn.v_proj.weight": [shared, hidden],
-            f"{place}.self_attn.o_proj.weight": [hidden, width],
-            f"{place}.mlp.gate_proj.weight": [inner, hidden],
-            f"{place}.mlp.up_proj.weight": [inner, hidden],
-            f"{place}.mlp.down_proj.weight": [hidden, inner],
-        }
+        for name, shape in LAYER.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = [sizes[part] for part in shape]
     return shapes
 
 
-def _intermediate_size(config: dict[str, Any]) -> int:
+def _require_known(config: dict[str, Any]) -> None:
+    for name, value in config.items():
+        if name in ONLY:
+            accepted, meaning = ONLY[name]
+            if value not in accepted:
+                raise CheckpointError(f"{name}={value!r:.60} ({meaning}) is not supported yet")
+        elif name not in USED | WITHOUT_EFFECT:
+            raise CheckpointError(
+                f"config.json: {name}={value!r:.60} is not a known field of "
+                "flash-linear-attention's transformer models; remove it from config.json if it "
+                "changes nothing"
+            )
+
+
+def _size(config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        stated = repr(value) if name in config else "is missing"
+        raise CheckpointError(
+            f"config.json: {name} {stated}: a whole number above 0 is needed"
+            + ("; write the longest context in tokens" if name.startswith("max_position") else "")
+        )
+    return value
+
+
+def _positive(config: dict[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if value is None and name == "hidden_ratio":  # upstream: null is the default
+        return default
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < 1e30:
+        raise CheckpointError(f"config.json: {name} {value!r}: a number above 0 is needed")
+    return float(value)
+
+
+def _intermediate_size(hidden: int, ratio: float) -> int:
     """flash-linear-attention's rule: 2/3 of hidden · ratio, rounded up to 256."""
-    ratio = config.get("hidden_ratio") or 4
-    return 256 * math.ceil(int(config["hidden_size"] * ratio * 2 / 3) / 256)
+    return 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.checkpoint import Checkpoint
-from qbench.checkpoints.find import stamps
+from qbench.checkpoints.files import stamps
+from qbench.checkpoints.weights import read_headers, weight_files
 from qbench.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+REPORTED = {
+    "missing_keys": "missing",
+    "unexpected_keys": "left over",
+    "mismatched_keys": "misshapen",
+}
 
 
 def load_model(
@@ -20,22 +27,30 @@ def load_model(
     """The model in ``dtype`` on ``device``, in evaluation mode, attending with the checkpoint's
     normalizer through ``attention`` (auto, reference or triton).
 
-    Raises CheckpointError where tensors are left over or missing or the files are no longer
-    those that were found, UnavailableError where the attention cannot be had.
+    Raises CheckpointError where tensors are left over or missing, where weights are not finite,
+    where the model is not causal or the files are no longer those that were found;
+    UnavailableError where the attention cannot be had.
     """
     from qbench.attention.interface import attend
+    from qbench.checkpoints.checks import require_causal, require_finite
 
-    if stamps(checkpoint.folder) != checkpoint.files:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.source}: its files changed after this run began; run again, "
-            "so that every cell is scored under the key of what it loads"
-        )
-    if checkpoint.format == "flash-linear-attention":
-        model = _load_flash_linear_attention(checkpoint, dtype)
-    else:
-        model = _load_transformers(checkpoint, dtype)
+    try:
+        if stamps(checkpoint.folder) != checkpoint.files:
+            raise CheckpointError(
+                "its files changed after this run began; run again, so that every cell is scored "
+                "under the key of what it loads"
+            )
+        if checkpoint.format == "flash-linear-attention":
+            model = _load_flash_linear_attention(checkpoint, dtype)
+        else:
+            model = _load_transformers(checkpoint, dtype)
+        model = model.to(device).eval().requires_grad_(False)
+        require_finite(model)
+        if checkpoint.format != "flash-linear-attention":
+            require_causal(model)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {checkpoint.source}: {error}") from error
     model.config.qbench_normalizer = checkpoint.normalizer
-    model = model.to(device).eval().requires_grad_(False)
     attend(model, normalizer=checkpoint.normalizer, implementation=attention)
     return model
 
@@ -48,28 +63,41 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         if (checkpoint.folder / "tokenizer.json").is_file() and checkpoint.format != "transformers":
             return PreTrainedTokenizerFast.from_pretrained(checkpoint.folder)
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a broken file makes of the libraries
         raise CheckpointError(
-            f"checkpoint {checkpoint.source}: no usable tokenizer ({error})"
+            f"checkpoint {checkpoint.source}: no usable tokenizer ({_first_line(error)})"
         ) from error
 
 
 def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**fla.llama_settings(checkpoint.config))
-    state = {
-        fla.llama_name(name): tensor
-        for path in sorted(checkpoint.folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    from qbench.checkpoints.checks import require_tied
+
+    settings = fla.llama_settings(checkpoint.config)
+    try:
+        state = {
+            fla.llama_name(name): tensor
+            for file in weight_files(checkpoint.folder)
+            for name, tensor in load_file(checkpoint.folder / file).items()
+        }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(_first_line(error)) from error
+    if settings["tie_word_embeddings"] and fla.HEAD in state:
+        require_tied(fla.HEAD, state.pop(fla.HEAD), state[fla.EMBEDDINGS])
+    config = LlamaConfig(**settings)
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    if (checkpoint.folder / "generation_config.json").is_file():  # as transformers would read it
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    return model
 
 
 def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+
+    from qbench.checkpoints.checks import require_own_head
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -80,21 +108,22 @@ def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrained
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are named below, not loaded
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"checkpoint {checkpoint.source}: {reason}") from error
-    problems = [
+    except Exception as error:  # whatever an odd configuration makes of transformers
+        raise CheckpointError(_first_line(error)) from error
+    if problems := _problems(report):
+        raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
+    require_own_head(model, checkpoint.folder, read_headers(checkpoint.folder))
+    return model
+
+
+def _problems(report: dict[str, Any]) -> list[str]:
+    return [
         f"{what}: {', '.join(sorted(map(str, report[key]))[:6])}"
-        for key, what in (
-            ("missing_keys", "missing"),
-            ("unexpected_keys", "left over"),
-            ("mismatched_keys", "misshapen"),
-        )
+        for key, what in REPORTED.items()
         if report.get(key)
     ]
-    if problems:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.source}: the tensors do not fit the configuration; "
-            + "; ".join(problems)
-        )
-    return model
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qbench import hub
 from qbench.errors import DataError, RecipeError
 from qbench.recipe import Task as TaskSettings
 
@@ -62,14 +63,14 @@ def load_task(settings: TaskSettings, *, data: Path | None, definitions: Path | 
     except DataError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        split, path = evaluation_split(config), config.get("dataset_path")
         remedy = (
-            f"are the fields those of {config.get('dataset_path')}?"
+            f"are the fields those of {path}?"
             if data is not None
-            else f"is the hub out of reach? put the data into DIR/{settings.name}/"
-            f"{evaluation_split(config)}.jsonl and say --data DIR"
+            else f"or put the data into DIR/{settings.name}/{split}.jsonl and say --data DIR"
         )
-        raise DataError(f"{settings.name}: {type(error).__name__}: {reason}; {remedy}") from error
+        given = f"the hub did not give {path}: " if data is None and hub.failed(error) else ""
+        raise DataError(f"{settings.name}: {given}{hub.reason(error)}; {remedy}") from error
     return LoadedTask(name=settings.name, label=label, task=task, digest=_digest(task, own))
 
 

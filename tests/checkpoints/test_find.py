@@ -1,43 +1,15 @@
 """From a folder to a Checkpoint: what is accepted, and how the rest is refused."""
 
 import json
-import struct
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from checkpoints.folders import CONFIG, random_tensors, write
 
 from qbench.checkpoints import find
-from qbench.checkpoints.find import compare_shapes, shapes
-from qbench.checkpoints.flash_linear_attention import expected_shapes, llama_name, llama_settings
+from qbench.checkpoints.flash_linear_attention import llama_name, llama_settings
+from qbench.checkpoints.weights import compare_shapes
 from qbench.errors import CheckpointError
-
-CONFIG = {
-    "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,
-    "num_heads": 2, "num_kv_heads": None, "num_hidden_layers": 1, "vocab_size": 32,
-    "intermediate_size": 96, "max_position_embeddings": 128, "norm_eps": 1e-6,
-    "rope_theta": 10000.0, "hidden_act": "swish", "tie_word_embeddings": False,
-}  # fmt: skip
-FLA_NAMES = {
-    "model.embed_tokens.": "model.embeddings.", ".input_layernorm.": ".attn_norm.",
-    ".post_attention_layernorm.": ".mlp_norm.", ".self_attn.": ".attn.",
-}  # fmt: skip
-
-
-def fla_name(name):
-    for ours, theirs in FLA_NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def write(folder, config=CONFIG, tensors=None):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    if tensors is None:
-        wanted = expected_shapes(llama_settings(CONFIG))
-        tensors = {fla_name(name): torch.zeros(shape) for name, shape in wanted.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def test_the_normalizer_comes_from_the_checkpoint(tmp_path):
@@ -48,7 +20,11 @@ def test_the_normalizer_comes_from_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("implementation", "normalizer"),
-    [("parallel_attn", "softmax"), ("naive_softpick_attn", "softpick")],
+    [
+        ("parallel_attn", "softmax"),
+        ("flash_attn", "softmax"),
+        ("naive_softpick_attn", "softpick"),
+    ],
 )
 def test_every_published_attention_has_its_normalizer(tmp_path, implementation, normalizer):
     config = {**CONFIG, "attn_impl": implementation}
@@ -67,26 +43,43 @@ def test_a_relative_path_is_relative_to_the_recipe(tmp_path):
     assert find("c", base=tmp_path).folder == (tmp_path / "c").resolve()
 
 
-def test_the_digest_is_of_weights_and_configuration(tmp_path):
-    first = find(str(write(tmp_path / "a"))).digest
-    assert find(str(write(tmp_path / "b"))).digest == first
-    assert find(str(write(tmp_path / "c", {**CONFIG, "rope_theta": 5e5}))).digest != first
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"attn_impl": "flash_new_attn"}, "'flash_new_attn' is not known; known: parallel_attn"),
-        ({"qk_norm": True}, "qk_norm=True"),
-        ({"window_size": 128}, "sliding-window"),
+        ({"attn_impl": "flash_new_attn"}, "'flash_new_attn' is not known; known: flash_attn"),
+        ({"attn_impl": ["parallel_attn"]}, "is not known"),
         ({"qbench_normalizer": "softmax"}, "contradicts itself"),
+        ({"qbench_normalizer": []}, r"qbench_normalizer \[\] is not known"),
+        ({"qbench_normalizer": ""}, "qbench_normalizer '' is not known"),
+        ({"qbench_normalizer": False}, "qbench_normalizer False is not known"),
         ({"quantization_config": {"bits": 4}}, "quantized already"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': write true or false"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights is not supported"),
+        ({"model_type": None}, "states no model_type"),
         ({"model_type": "llama", "qbench_normalizer": "softpik"}, "'softpik' is not known"),
+        ({"model_type": "llama", "qbench_normalizer": []}, r"qbench_normalizer \[\] is not known"),
     ],
 )
 def test_a_configuration_that_cannot_be_run_is_refused(tmp_path, changes, words):
     with pytest.raises(CheckpointError, match=words):
         find(str(write(tmp_path / "c", {**CONFIG, **changes})))
+
+
+def test_without_attn_impl_softmax_must_be_stated(tmp_path):
+    config = {key: value for key, value in CONFIG.items() if key != "attn_impl"}
+    folder = str(write(tmp_path / "c", config))
+    with pytest.raises(CheckpointError, match=r"has no attn_impl.*say normalizer: softmax"):
+        find(folder)
+    with pytest.raises(CheckpointError, match="has no attn_impl"):
+        find(folder, normalizer="softpick")
+    assert find(folder, normalizer="softmax").normalizer == "softmax"
+    write(tmp_path / "c", {**config, "qbench_normalizer": "softpick"})
+    assert find(folder).normalizer == "softpick"
+
+
+def test_a_folder_has_no_revision(tmp_path):
+    with pytest.raises(CheckpointError, match=r"a folder has no revisions.*revision: v1"):
+        find(str(write(tmp_path / "c")), revision="v1")
 
 
 @pytest.mark.parametrize(
@@ -99,14 +92,16 @@ def test_a_configuration_that_cannot_be_run_is_refused(tmp_path, changes, words)
     ids=["missing", "left over", "misshapen"],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, change, words):
-    wanted = expected_shapes(llama_settings(CONFIG))
-    tensors = {fla_name(name): torch.zeros(shape) for name, shape in wanted.items()}
+    tensors = random_tensors()
     change(tensors)
     with pytest.raises(CheckpointError, match=words):
         find(str(write(tmp_path / "c", tensors=tensors)))
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_heads", "vocab_size", "num_hidden_layers"])
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "num_heads", "vocab_size", "num_hidden_layers", "max_position_embeddings"],
+)
 def test_a_configuration_without_a_size_is_refused_with_its_name(tmp_path, key):
     config = {k: v for k, v in CONFIG.items() if k != key}
     with pytest.raises(CheckpointError, match=key):
@@ -123,13 +118,6 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pickle.*save_file\(torch\.load\('pytorch_model"):
         find(str(tmp_path))
-
-
-@pytest.mark.parametrize("content", [b"", b"nonsense", struct.pack("<Q", 2**60) + b"{}"])
-def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
-        shapes(tmp_path)
 
 
 def test_a_source_that_is_neither_folder_nor_hub_id_is_refused(tmp_path):

@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
+from checkpoints.folders import CONFIG, random_tensors, write
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from qbench.checkpoints import find, load_model
+from qbench.checkpoints.checks import require_finite
 from qbench.errors import CheckpointError
 
 SMALL = {
@@ -43,8 +46,6 @@ def test_a_stock_llama_that_says_softpick_runs_softpick(stock):
 
 
 def test_a_stock_checkpoint_with_a_missing_tensor_is_refused(stock):
-    from safetensors.torch import load_file, save_file
-
     path = stock / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -62,11 +63,73 @@ def test_a_checkpoint_that_changes_under_a_run_is_refused(stock):
 
 
 def test_a_stock_checkpoint_with_a_misshapen_tensor_is_refused_with_its_name(stock):
-    from safetensors.torch import load_file, save_file
-
     path = stock / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 64)
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"misshapen: .*model\.layers\.1\.mlp\.up_proj"):
         load_model(find(str(stock)), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("format", ["stock", "flash-linear-attention"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name_and_number(stock, format, value):
+    if format != "stock":
+        write(stock, tensors=(tensors := random_tensors()))
+        name = "model.embeddings.weight"
+    else:
+        tensors, name = load_file(stock / "model.safetensors"), "model.embed_tokens.weight"
+    tensors[name][3:8, 2] = value
+    save_file(tensors, stock / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"not finite.*embed_tokens\.weight \(5 of \d+ val"):
+        load_model(find(str(stock)), dtype=torch.bfloat16, device="cpu")
+
+
+def test_weights_that_overflow_the_dtype_are_refused(stock):
+    tensors = load_file(stock / "model.safetensors")
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, stock / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(find(str(stock)), dtype=torch.float32, device="cpu")
+    with pytest.raises(CheckpointError, match=r"as float16: model\.norm\.weight \(1 of 64 values"):
+        load_model(find(str(stock)), dtype=torch.float16, device="cpu")
+
+
+def test_large_finite_weights_are_accepted(stock):
+    tensors = load_file(stock / "model.safetensors")
+    tensors["model.norm.weight"][:] = 3e38  # their sum is not finite
+    save_file(tensors, stock / "model.safetensors", metadata={"format": "pt"})
+    model = LlamaForCausalLM.from_pretrained(stock)
+    require_finite(model)
+
+
+@pytest.mark.parametrize("format", ["stock", "flash-linear-attention"])
+def test_a_tied_checkpoint_may_store_its_head_only_as_a_copy(tmp_path, format):
+    tied = {"tie_word_embeddings": True}
+    if format == "stock":
+        LlamaForCausalLM(LlamaConfig(**SMALL, **tied)).save_pretrained(tmp_path)
+        tensors, embeddings = load_file(tmp_path / "model.safetensors"), "model.embed_tokens.weight"
+    else:
+        tensors, embeddings = random_tensors(), "model.embeddings.weight"
+        write(tmp_path, {**CONFIG, **tied}, tensors)
+    tensors["lm_head.weight"] = tensors[embeddings].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings: true, but lm_head\.weight"):
+        load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_key_value_heads": 3}, {"hidden_act": "nosuch"}, {"model_type": "nosuch"},
+     {"rope_parameters": {"rope_type": "nosuch"}}, {"head_dim": "x"}, {"hidden_size": 63}],
+    ids=str,
+)  # fmt: skip
+def test_what_transformers_cannot_make_is_one_line(stock, change):
+    config = json.loads((stock / "config.json").read_text())
+    (stock / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError) as refusal:
+        load_model(find(str(stock)), dtype=torch.float32, device="cpu")
+    assert len(str(refusal.value).splitlines()) == 1

@@ -1,0 +1,93 @@
+"""What only the loaded weights can show: that they are finite, tied as stated, and causal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from qbench.checkpoints.weights import Header
+from qbench.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROBE = 16  # tokens; the last half differs between the two rows
+# Rounding may differ between two rows of a batch; what a later token does to a trained encoder is
+# of the size of its logits.
+NOISE = {torch.float32: 1e-4, torch.float64: 1e-4}
+NOISE_OF_HALF = 0.03
+
+
+@torch.inference_mode()
+def require_finite(model: PreTrainedModel) -> None:
+    """Raise CheckpointError naming every weight with a NaN or infinite value.
+
+    One sum a tensor: it is not finite where a value is not, so only such tensors are counted.
+    """
+    weights = {n: t for n, t in model.state_dict().items() if t.is_floating_point() and t.numel()}
+    if not weights:
+        return
+    device = next(iter(weights.values())).device
+    sums = torch.stack([t.sum(dtype=torch.float32).to(device) for t in weights.values()])
+    suspects = [n for n, ok in zip(weights, sums.isfinite().tolist(), strict=True) if not ok]
+    buffers = {name for name, _ in model.named_buffers()}  # of which masks may hold -inf
+    found = []
+    for name in suspects:
+        bad = weights[name].isnan() if name in buffers else ~weights[name].isfinite()
+        if count := int(bad.sum()):
+            found.append(f"{name} ({count} of {bad.numel()} values)")
+    if found:
+        more = f" and {len(found) - 3} more tensors" if len(found) > 3 else ""
+        raise CheckpointError(
+            f"not finite, as {str(model.dtype).removeprefix('torch.')}: "
+            f"{', '.join(found[:3])}{more}; the weights are damaged, or too large for this dtype"
+        )
+
+
+def require_tied(name: str, head: torch.Tensor, embeddings: torch.Tensor) -> None:
+    """Raise CheckpointError where a stored ``head`` is not the ``embeddings`` it is tied to."""
+    if head.shape != embeddings.shape or not torch.equal(head, embeddings):
+        raise CheckpointError(
+            f"config.json says tie_word_embeddings: true, but {name} differs from the embeddings; "
+            "write tie_word_embeddings: false to use it, or remove it"
+        )
+
+
+def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
+    """Raise CheckpointError where a tied model's files hold another output matrix.
+
+    transformers drops it or unties it with a warning only, by version.
+    """
+    from safetensors import safe_open
+
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embeddings is None or not model.config.tie_word_embeddings:
+        return
+    modules = {id(module): name for name, module in model.named_modules()}
+    name = f"{modules.get(id(head))}.weight"
+    if name not in headers:
+        return
+    with safe_open(folder / headers[name].file, framework="pt") as file:
+        stored = file.get_tensor(name).to(embeddings.weight.dtype)
+    require_tied(name, stored, embeddings.weight)
+
+
+@torch.inference_mode()
+def require_causal(model: PreTrainedModel) -> None:
+    """Raise CheckpointError where later tokens change the logits of earlier ones.
+
+    Two rows of token ids [2, PROBE] that share their first half, through the model's own
+    attention, before ours, which is causal by its mask, is set.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(2 * PROBE).reshape(2, PROBE) * 7 % size
+    ids[1, : PROBE // 2] = ids[0, : PROBE // 2]
+    logits = model(ids.to(model.device), use_cache=False).logits[:, : PROBE // 2].float()
+    change = float((logits[0] - logits[1]).abs().max())
+    if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(logits.abs().max()):
+        raise CheckpointError(
+            f"later tokens change the logits of earlier ones (by {change:.3g}): it is not a "
+            "causal language model, so it gives no probability of a text"
+        )

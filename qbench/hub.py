@@ -1,0 +1,99 @@
+"""Everything that comes from the Hugging Face hub, and one clear line where it does not come.
+
+huggingface_hub keeps a download in its cache only when it is complete, and takes up a broken one
+where it stopped, so what comes back here is always whole. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from qbench.errors import CheckpointError, DataError
+
+SIGN_IN = "sign in with `hf auth login` or set HF_TOKEN"
+# What the hub's libraries raise, by class name, most telling first. Names, because the classes
+# come from several libraries, which change between versions (httpx, httpx2).
+REASONS = {
+    "GatedRepoError": f"its owner grants access one by one: ask on its page, then {SIGN_IN}",
+    "RevisionNotFoundError": "it has no such revision",
+    "DisabledRepoError": "access to it is disabled",
+    "RepositoryNotFoundError": f"there is no such repository, or a private one: {SIGN_IN}",
+    "RemoteEntryNotFoundError": "it has no such file",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the cache does not hold all of it",
+    "TimeoutException": "no answer in time; try again, or raise HF_HUB_DOWNLOAD_TIMEOUT (seconds)",
+    "ConnectError": "it cannot be reached; is there a connection?",
+    "NetworkError": "the connection broke; run again, it goes on where it stopped",
+    "RemoteProtocolError": "the connection broke; run again, it goes on where it stopped",
+    "XetDownloadError": "the download broke; run again, it goes on where it stopped",
+}
+STATUSES = {
+    401: f"access was denied (401): {SIGN_IN}",
+    403: f"access was denied (403): {SIGN_IN}, with an account that may read it",
+    404: "it is not there (404)",
+    429: f"it is busy (429, too many requests): try again later, or {SIGN_IN} for a higher limit",
+}
+
+
+def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Folder with the files of a model repository that match ``patterns``.
+
+    Raises CheckpointError, with the reason in one line, where the hub does not give it.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:
+        at = f" at revision {revision}" if revision else ""
+        raise CheckpointError(
+            f"checkpoint {hub_id}: no such folder, and the hub did not give it{at}: "
+            f"{reason(error)}; or name a local folder with --checkpoint NAME=FOLDER"
+        ) from error
+
+
+def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
+    """One file of a data-set repository. Raises DataError where the hub does not give it."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(dataset, name, repo_type="dataset", revision=revision))
+    except Exception as error:
+        raise DataError(f"the hub did not give {name} of {dataset}: {reason(error)}") from error
+
+
+def failed(error: BaseException) -> bool:
+    """Whether ``error``, or what caused it, came from the hub or the way to it."""
+    return _known(error) is not None
+
+
+def reason(error: BaseException) -> str:
+    """One line for what kept the hub from giving something: the cause and what helps."""
+    if known := _known(error):
+        return known
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _known(error: BaseException) -> str | None:
+    causes = list(_causes(error))
+    kinds = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    for name, text in REASONS.items():
+        if name in kinds:
+            return text
+    for cause in causes:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if isinstance(status, int) and status >= 400:
+            return STATUSES.get(status, f"it answers {status}; try again later")
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            return "no space is left on the disk of its cache (HF_HOME says where it lies)"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,41 @@
+"""Small checkpoint folders in flash-linear-attention's format."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from qbench.checkpoints.flash_linear_attention import expected_shapes, llama_settings
+
+CONFIG = {
+    "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,
+    "num_heads": 2, "num_kv_heads": None, "num_hidden_layers": 1, "vocab_size": 32,
+    "intermediate_size": 96, "max_position_embeddings": 128, "norm_eps": 1e-6,
+    "rope_theta": 10000.0, "hidden_act": "swish", "tie_word_embeddings": False,
+}  # fmt: skip
+FLA_NAMES = {
+    "model.embed_tokens.": "model.embeddings.", ".input_layernorm.": ".attn_norm.",
+    ".post_attention_layernorm.": ".mlp_norm.", ".self_attn.": ".attn.",
+}  # fmt: skip
+
+
+def fla_name(name: str) -> str:
+    for ours, theirs in FLA_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def random_tensors(config: dict = CONFIG) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        fla_name(name): torch.randn(shape, generator=generator) / 8
+        for name, shape in expected_shapes(llama_settings(config)).items()
+    }
+
+
+def write(folder: Path, config: dict = CONFIG, tensors: dict | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,80 @@
+"""The digest is of everything that loading a model and its tokenizer reads."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints.folders import CONFIG, write
+
+from qbench.checkpoints import find, load_model
+from qbench.checkpoints.files import file_names
+
+READ = [
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/tools.jinja", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tokenizer.4.0.0.json", "qwen.tiktoken",
+]  # fmt: skip
+NOT_READ = ["README.md", "training.json", "trainer_state.json", "optimizer.pt", "LICENSE.txt"]
+
+
+def digest_with(folder: Path, name: str, content: str) -> str:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content)
+    return find(str(folder)).digest
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_changes_the_digest(tmp_path, name):
+    folder = write(tmp_path / "c")
+    digests = [find(str(folder)).digest, *(digest_with(folder, name, t) for t in ("{}", '{"a":1}'))]
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_is_not_read_leaves_the_digest(tmp_path, name):
+    folder = write(tmp_path / "c")
+    assert find(str(folder)).digest == digest_with(folder, name, "{}")
+
+
+def test_the_digest_is_of_weights_and_configuration(tmp_path):
+    first = find(str(write(tmp_path / "a"))).digest
+    assert find(str(write(tmp_path / "b"))).digest == first
+    assert find(str(write(tmp_path / "c", {**CONFIG, "rope_theta": 5e5}))).digest != first
+
+
+def test_files_that_every_tokenizer_of_transformers_names_are_read(tmp_path):
+    import transformers
+
+    folder = write(tmp_path / "c")
+    models = Path(transformers.__file__).parent / "models"
+    named = {
+        name
+        for path in models.glob("*/tokenization_*.py")
+        for table in re.findall(r"VOCAB_FILES_NAMES = \{([^}]*)\}", path.read_text())
+        for name in re.findall(r':\s*"([^"]+)"', table)
+    }
+    assert len(named) > 10, "the tables of vocabulary files are not where they were"
+    for name in named:
+        (folder / name).write_text("{}")
+    assert named <= set(file_names(folder))
+
+
+def test_generation_settings_of_the_folder_reach_the_model(tmp_path):
+    import torch
+
+    folder = write(tmp_path / "c")
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 1.7}')
+    model = load_model(find(str(folder)), dtype=torch.float32, device="cpu")
+    assert model.generation_config.repetition_penalty == 1.7
+
+
+def test_a_cache_of_links_is_read_like_a_folder(tmp_path):
+    folder = write(tmp_path / "c")
+    blobs = tmp_path / "blobs"
+    shutil.move(folder, blobs)
+    folder.mkdir()
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(path)
+    assert find(str(folder)).digest == find(str(blobs)).digest

@@ -1,0 +1,101 @@
+"""Every field of a flash-linear-attention config is used, without effect, or refused by name."""
+
+import json
+
+import pytest
+from checkpoints.folders import CONFIG, write
+
+from qbench.checkpoints import find
+from qbench.checkpoints.flash_linear_attention import llama_settings
+from qbench.errors import CheckpointError
+
+# A config.json as the authors' fork saves it, with what transformers adds.
+PUBLISHED = {
+    **CONFIG, "architectures": ["TransformerForCausalLM"], "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "evil.py--Model"}, "bos_token_id": 1, "dtype": "bfloat16",
+    "elementwise_affine": True, "eos_token_id": 2, "fuse_cross_entropy": True,
+    "fuse_linear_cross_entropy": False, "fuse_norm": True, "fuse_swiglu": True,
+    "hidden_ratio": 4, "initializer_range": 0.006, "norm_bias": False, "norm_first": False,
+    "pad_token_id": 2, "qk_norm": False, "qkv_bias": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.3", "use_cache": True, "use_l2warp": False, "window_size": None,
+    "_name_or_path": "exp/x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "powlu"),
+        ("hidden_act", "gelu"),
+        ("hidden_act", None),
+        ("qk_norm", True),
+        ("qkv_bias", True),
+        ("attention_bias", True),
+        ("window_size", 128),
+        ("window_size", 0),
+        ("elementwise_affine", False),
+        ("elementwise_affine", None),
+        ("norm_first", True),
+        ("norm_bias", True),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_parameters", {"rope_theta": 5e5}),
+        ("logit_scale", 0.5),
+        ("head_dim", 128),
+        ("use_rope", None),
+        ("rope_theta", None),
+        ("rope_theta", float("nan")),
+        ("rope_theta", 10**400),
+        ("norm_eps", 0),
+        ("norm_eps", "1e-6"),
+        ("hidden_ratio", -4),
+        ("max_position_embeddings", None),
+        ("max_position_embeddings", 2048.5),
+        ("num_kv_heads", 3),
+        ("num_heads", 0),
+        ("num_heads", True),
+        ("num_heads", 64),
+        ("is_encoder_decoder", True),
+    ],
+)
+def test_a_field_or_value_that_would_be_ignored_is_refused_by_name(tmp_path, field, value):
+    changed = {**PUBLISHED, field: value}
+    if field == "hidden_ratio":
+        changed["intermediate_size"] = None
+    with pytest.raises(CheckpointError, match=field):
+        find(str(write(tmp_path / "c", changed)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hidden_act": "silu"},
+        {"fuse_norm": False, "fuse_swiglu": False, "fuse_cross_entropy": False, "use_l2warp": True},
+        {"initializer_range": 1.0, "use_cache": False, "torch_dtype": "float32"},
+    ],
+)
+def test_fields_without_effect_leave_the_model_as_it_is(tmp_path, changes):
+    found = find(str(write(tmp_path / "c", {**PUBLISHED, **changes})))
+    assert llama_settings(found.config) == llama_settings(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "llama"),
+    [
+        ("rope_theta", 5e5, ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5})),
+        ("norm_eps", 1e-5, ("rms_norm_eps", 1e-5)),
+        ("pad_token_id", 3, ("pad_token_id", 3)),
+        ("max_position_embeddings", 64, ("max_position_embeddings", 64)),
+        ("tie_word_embeddings", True, ("tie_word_embeddings", True)),
+        ("hidden_ratio", 8, ("intermediate_size", 512)),
+    ],
+)
+def test_fields_with_effect_reach_the_model(field, value, llama):
+    changed = {**PUBLISHED, field: value}
+    if field == "hidden_ratio":
+        changed["intermediate_size"] = None
+    assert llama_settings(changed)[llama[0]] == llama[1]
+
+
+def test_the_field_table_holds_the_published_config():
+    assert llama_settings(json.loads(json.dumps(PUBLISHED)))["hidden_act"] == "silu"

@@ -1,0 +1,129 @@
+"""Malformed checkpoints and sources: one line and exit code 2, within seconds."""
+
+import json
+import sys
+
+import pytest
+from checkpoints.folders import CONFIG, write
+
+from qbench.checkpoints import find
+from qbench.errors import CheckpointError
+
+STOCK = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32,
+    "num_hidden_layers": 1, "max_position_embeddings": 128,
+}  # fmt: skip
+RECIPE = """\
+name: odd
+checkpoints: {one: {path: %s}}
+quantizers: [bf16]
+tasks: [arc_easy]
+"""
+SOURCES = {
+    "NUL byte": "a\0b",
+    "NUL byte in an id": "owner/na\0me",
+    "endless": "x/" * 3000 + "y",
+    "endless name": "n" * 5000,
+    "somebody's home": "~nobody-there/checkpoint",
+    "lone surrogate": "folder-\udcff",
+    "lone surrogate in an id": "owner/\ud800",
+    "empty id": "owner/",
+    "line break": "owner/name\nfile",
+    "letters of other scripts": "ówner/name",
+}
+CONFIGS = {
+    "nested": "[" * 100_000,
+    "nested within": '{"model_type": ' + '{"a":' * 50_000,
+    "no JSON": "{",
+    "no object": "[]",
+    "null": "null",
+    "no UTF-8": b"\xff\xfe{}",
+    "5,000 digits": '{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}",
+    "empty": "",
+    "no model_type": "{}",
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_source_that_cannot_be_a_checkpoint_is_refused_in_one_printable_line(source, tmp_path):
+    with pytest.raises(CheckpointError) as refusal:
+        find(source, base=tmp_path)
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 700
+
+
+def test_links_that_lead_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for source in ("a", "a/checkpoint", "./a"):
+        with pytest.raises(CheckpointError, match="checkpoint"):
+            find(source, base=tmp_path)
+
+
+@pytest.mark.parametrize("content", CONFIGS.values(), ids=CONFIGS)
+def test_a_config_that_is_no_object_of_a_model_is_refused(tmp_path, content):
+    path = write(tmp_path / "c") / "config.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        find(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("config", [CONFIG, STOCK], ids=["fla", "stock"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 1e9),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", "12"),
+        ("hidden_size", 10**12),
+        ("hidden_size", -64),
+        ("vocab_size", 10**15),
+        ("vocab_size", 32.0),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", True),
+        ("intermediate_size", 10**15),
+        ("max_position_embeddings", "long"),
+        ("max_position_embeddings", -1),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_a_size_that_is_none_or_exceeds_the_weights_is_refused(tmp_path, config, field, value):
+    with pytest.raises(CheckpointError, match=field):
+        find(str(write(tmp_path / "c", {**config, field: value})))
+
+
+def test_a_config_of_a_hundred_megabytes_is_refused(tmp_path):
+    path = write(tmp_path / "c") / "config.json"
+    with path.open("w") as file:
+        file.truncate(100 * 2**20)
+    with pytest.raises(CheckpointError, match=r"config\.json is larger than 16 MiB"):
+        find(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0[]"),
+        lambda folder: (folder / "config.json").write_text(json.dumps({**CONFIG, "num_heads": 0})),
+        lambda folder: (folder / "config.json").write_text(
+            json.dumps({**CONFIG, "hidden_act": "powlu"})
+        ),
+    ],
+    ids=["nested config", "header is a list", "no heads", "another activation"],
+)
+def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capfd, spoil):
+    from qbench.cli import main
+
+    folder = write(tmp_path / "c")
+    spoil(folder)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE % json.dumps(str(folder)))
+    monkeypatch.setattr(sys, "argv", ["qbench", "plan", str(recipe), "--out", str(tmp_path / "o")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    printed = capfd.readouterr().err.strip()
+    assert printed.startswith(f"checkpoint {folder}: ")
+    assert len(printed.splitlines()) == 1

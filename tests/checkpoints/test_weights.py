@@ -1,0 +1,180 @@
+"""Weight files that would be read wrongly are refused by name."""
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoints.folders import CONFIG, random_tensors, write
+from safetensors.torch import save_file
+
+from qbench.checkpoints import find
+from qbench.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+STOCK = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32}
+HEADER = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def index(folder, files):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def shards(folder, config=CONFIG):
+    """A checkpoint in two files with an index; the names of what the second holds."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = random_tensors()
+    last = [name for name in tensors if not name.startswith("model.layers")]
+    first = [name for name in tensors if name not in last]
+    save_file({name: tensors[name] for name in first}, folder / "model-1.safetensors")
+    save_file({name: tensors[name] for name in last}, folder / "model-2.safetensors")
+    files = dict.fromkeys(first, "model-1.safetensors") | dict.fromkeys(last, "model-2.safetensors")
+    index(folder, files)
+    return files
+
+
+@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, **STOCK}], ids=["fla", "stock"])
+def test_shards_that_the_index_lists_are_read(tmp_path, config):
+    shards(tmp_path / "c", config)
+    assert find(str(tmp_path / "c")).digest
+
+
+@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, **STOCK}], ids=["fla", "stock"])
+def test_a_second_file_with_the_same_names_is_refused(tmp_path, config):
+    folder = write(tmp_path / "c", config)
+    save_file({"lm_head.weight": torch.ones(32, 64)}, folder / "old.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight stands in model\.safe.*old\.safe"):
+        find(str(folder))
+
+
+def test_a_shard_that_the_index_does_not_list_is_refused(tmp_path):
+    shards(tmp_path / "c")
+    save_file({"lm_head.weight": torch.ones(32, 64)}, tmp_path / "c" / "model-3.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-3\.safetensors is not listed"):
+        find(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda files: files.update({"x": "../y.safetensors"}), "no weight_map"),
+        (lambda files: files.update({"x": 3}), "no weight_map"),
+        (lambda files: files.update({"x": "model-9.safetensors"}), "lists model-9"),
+        (lambda files: files.update({"x": "model-1.safetensors"}), "lists x, which its file"),
+        (lambda files: files.pop("lm_head.weight"), "does not list lm_head"),
+        (lambda files: files.clear(), r"model-1\.safetensors, model-2.*is not listed"),
+    ],
+)
+def test_an_index_that_is_not_of_these_files_is_refused(tmp_path, change, words):
+    files = shards(tmp_path / "c")
+    change(files)
+    index(tmp_path / "c", files)
+    with pytest.raises(CheckpointError, match=words):
+        find(str(tmp_path / "c"))
+
+
+def test_files_that_transformers_would_not_read_are_refused(tmp_path):
+    folder = write(tmp_path / "c", {**CONFIG, **STOCK})
+    save_file({"more": torch.ones(2)}, folder / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"more\.safetensors: transformers reads model\.safe"):
+        find(str(folder))
+
+
+def test_an_adapter_is_refused(tmp_path):
+    (write(tmp_path / "c", {**CONFIG, **STOCK}) / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="merge it"):
+        find(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, **STOCK}], ids=["fla", "stock"])
+@pytest.mark.parametrize(
+    ("dtype", "word"),
+    [
+        (torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.uint8, "U8"), (torch.int64, "I64"), (torch.float8_e5m2, "F8_E5M2"),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_no_weights_are_refused(tmp_path, config, dtype, word):
+    tensors = random_tensors()
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    with pytest.raises(CheckpointError, match=rf"up_proj\.weight in .*of type {word}"):
+        find(str(write(tmp_path / "c", config, tensors)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_floating_point_weights_of_every_width_are_accepted(tmp_path, dtype):
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors().items()}
+    assert find(str(write(tmp_path / "c", tensors=tensors))).normalizer == "softpick"
+
+
+def test_masks_that_old_files_carry_along_are_no_weights(tmp_path):
+    tensors = random_tensors() | {"gpt_neox.layers.0.attention.bias": torch.ones(2, 2).bool()}
+    assert find(str(write(tmp_path / "c", {**CONFIG, **STOCK}, tensors))).digest
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"nonsense",
+        struct.pack("<Q", 2**60) + b"{}",
+        struct.pack("<Q", 2**63 + 1) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{}" + b"left over",
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+        (lambda h: struct.pack("<Q", len(h)) + h)(json.dumps({"a": HEADER}).encode()),
+        (lambda h: struct.pack("<Q", len(h)) + h + b"1234")(
+            json.dumps({"a": {**HEADER, "shape": [2**40, 2**40]}}).encode()
+        ),
+        (lambda h: struct.pack("<Q", len(h)) + h + b"1234")(
+            json.dumps({"a": {**HEADER, "dtype": "F31"}}).encode()
+        ),
+        pickle.dumps({"a": 1}),
+    ],
+    ids=["empty", "text", "long header", "longer", "list", "uncovered", "nested", "cut short",
+         "overflow", "unknown dtype", "pickle"],
+)  # fmt: skip
+def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
+    (write(tmp_path / "c") / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
+        find(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in ("model.safetensors", "config.json", "generation_config.json")
+        for kind in ("pipe", "folder", "loop", "dangling")
+        # a broken link to a file that need not be there counts as absent
+        if name != "generation_config.json" or kind in ("pipe", "folder")
+    ],
+)
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_not_opened(tmp_path, name, kind):
+    path = write(tmp_path / "c") / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "loop" else tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=rf"{name} is not a regular file|no config\.json"):
+        find(str(tmp_path / "c"))
+
+
+def test_headers_are_read_without_torch(tmp_path):
+    folder = write(tmp_path / "c", tensors={k: v.bfloat16() for k, v in random_tensors().items()})
+    code = (
+        "import sys, pickle; from qbench.checkpoints import find; "
+        f"pickle.dumps(find({str(folder)!r})); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
