@@ -13,27 +13,13 @@ from qbench import __version__, hub
 from qbench.checkpoints import Checkpoint, find
 from qbench.code import code_digest
 from qbench.errors import DataError, RecipeError
+from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.evaluation.tasks import LoadedTask, expand, load_task
-from qbench.evaluation.tolerance import Tolerance
 from qbench.quantizers import Settings, requirements
 from qbench.recipe import HUB_FILE, CalibrationSource, Column, Recipe, Task
 from qbench.record import Grid, GridCell
 from qbench.running.environment import versions
 from qbench.running.preflight import require_bos, require_room, require_texts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scoring:
-    """How a cell is scored, everything decided."""
-
-    mode: str  # "exact", "fast" or "lm-eval"
-    batch_size: int | str  # requests of a batch; "auto": a constant of the device type
-    max_length: int  # tokens
-    add_bos: bool
-    softmax_dtype: str
-    tolerance: Tolerance
-    limit: int | None
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +31,7 @@ class Cell:
     label: str  # of the quantizer in its recipe
     quantizer: Settings
     attention: str  # "reference" or "triton"
-    scoring: Scoring
+    scoring: ScoringSettings
     key: str
     key_parts: dict[str, Any]
     base: GridCell | None  # the unquantized cell that damage is taken against
@@ -160,7 +146,7 @@ def _cell(
         "normalizer": checkpoint.normalizer,
         "quantizer": {"name": settings.name, **asdict(settings)},
         **shared,
-        "scoring": {k: v for k, v in asdict(scoring).items() if k != "tolerance"},
+        "scoring": scoring.key_parts(),
         "attention": attention,
         "device": device,
         "versions": {**versions(libraries), "qbench": __version__},
@@ -193,32 +179,13 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _scoring(recipe: Recipe, checkpoint: Checkpoint, settings: Any, device: str) -> Scoring:
-    chosen = recipe.evaluation
-    longest = checkpoint.max_length
-    if chosen.max_length is None and longest is None:
-        raise RecipeError(
-            f"evaluation.max_length: {checkpoint.source} states no context length; say one"
-        )
-    mode = chosen.scoring
-    if mode == "fast" and settings.mixes_batches:
-        raise RecipeError(
-            f"evaluation.scoring: fast: {settings.name} scores depend on batch-mates, which fast "
-            "scoring regroups; say scoring: auto or exact"
-        )
-    if mode == "auto":
-        mode = "fast" if device == "cuda" and not settings.mixes_batches else "exact"
-    # the checkpoint's own context is a bound: beyond it its positions were never trained
-    lengths = [length for length in (chosen.max_length, longest) if length is not None]
-    return Scoring(
-        mode=mode,
-        batch_size=chosen.batch_size,
-        max_length=min(lengths),
-        add_bos=chosen.add_bos,
-        softmax_dtype=chosen.softmax_dtype,
-        tolerance=chosen.tolerance,
-        limit=chosen.limit,
-        seed=chosen.seed,
+def _scoring(recipe: Recipe, checkpoint: Checkpoint, settings: Any, device: str) -> ScoringSettings:
+    return resolve(
+        recipe.evaluation,
+        device=device,
+        config=checkpoint.config,
+        max_length=checkpoint.max_length,
+        mixes_batches=settings.mixes_batches,
     )
 
 

@@ -19,6 +19,7 @@ from pydantic import (
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import DataError, QbenchError, RecipeError
+from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
 from qbench.quantizers import QUANTIZERS, Settings, parse
@@ -81,6 +82,7 @@ class Evaluation(Strict):
     batch_size: Annotated[int, Field(ge=1, strict=True)] | Literal["auto"] = "auto"
     limit: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0, lt=2**32)
+    fewshot_seed: int = Field(FEWSHOT_SEED, ge=0, lt=2**32)  # draws few-shot examples
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
     tolerance: Tolerance = Tolerance()  # of fast scoring's difference from exact
     attention: Literal["auto", "reference", "triton"] = "auto"

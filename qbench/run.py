@@ -209,22 +209,17 @@ def _evaluate(
         scorer = language_model(
             model,
             tokenizer,
-            mode=scoring.mode,
-            batch_size=scoring.batch_size,
-            max_length=scoring.max_length,
-            add_bos=scoring.add_bos,
-            softmax_dtype=scoring.softmax_dtype,
-            tolerance=scoring.tolerance,
+            scoring,
             progress=lambda done, total: sink.advance(cell.name, done, total),
             observer=watch.observer,
         )
         for task in plan.tasks:
             sink.step(cell.name, f"evaluate {task.name}", unit="requests")
-            result = evaluate(scorer, task, limit=scoring.limit, seed=scoring.seed)
+            result = evaluate(scorer, task, scoring)
             gathered.scores += result.scores
             gathered.outcomes.append(result.outcomes)
             gathered.responses.append(result.responses)
-        gathered.scoring = ScoringReport.model_validate(scorer.report())
+        gathered.scoring = scorer.report()
         gathered.damage = watch.finish(
             pd.concat(gathered.outcomes), pd.concat(gathered.responses), tuple(gathered.scores)
         )

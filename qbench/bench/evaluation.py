@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from qbench.errors import RecipeError
+from qbench.evaluation.settings import ScoringSettings
+from qbench.record import Environment, ScoringReport
 from qbench.running.environment import environment
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from qbench.evaluation.tasks import LoadedTask
-    from qbench.evaluation.tolerance import Tolerance
 
 MODES = ("lm-eval", "exact", "fast")
 WARM_UP = 4  # documents of each task that every mode scores before the clock starts
@@ -49,76 +51,75 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """What ``compare`` measured. ``reports`` holds each mode's own report, with peak memory."""
+class Model:
+    """What was measured."""
 
-    model: dict[str, Any]
-    settings: dict[str, Any]
+    name: str  # of its class
+    parameters: int
+    dtype: str
+    attention: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What ``compare`` measured, by mode: settings, and the scorer's report with peak memory."""
+
+    model: Model
+    settings: dict[str, ScoringSettings]
     rows: tuple[Row, ...]
-    reports: dict[str, dict[str, Any]]
-    environment: dict[str, Any]
+    reports: dict[str, ScoringReport]
+    environment: Environment
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return TypeAdapter(Comparison).dump_python(self, mode="json")
 
 
 def compare(
     model: Any,
     tokenizer: Any,
     tasks: Sequence[LoadedTask],
+    settings: Mapping[str, ScoringSettings],
     *,
-    max_length: int,
-    batch_size: int | str = "auto",
-    modes: Sequence[str] = MODES,
-    limit: int | None = None,
-    seed: int = 0,
-    add_bos: bool = False,
-    tolerance: Tolerance | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Score ``tasks`` with ``model`` in every mode, one after the other, softmax in float32.
+    """Score ``tasks`` with ``model`` in every mode, one after the other.
 
-    The first mode must be lm-eval, which the others are compared with. ``say`` gets a line for
-    each task and mode. Raises RecipeError for modes that cannot be compared, and what scoring
-    raises.
+    ``settings`` holds those of each mode, lm-eval's first, which the others are compared with.
+    ``say`` gets a line for each task and mode. Raises RecipeError for modes that cannot be
+    compared, and what scoring raises.
     """
+    modes = tuple(settings)
     if not modes or modes[0] != "lm-eval" or set(modes) - set(MODES):
         raise RecipeError(f"--modes {', '.join(modes)}: lm-eval first, then exact and fast")
+    from qbench.evaluation.scoring import language_model
+
     rows: list[Row] = []
-    reports = {}
+    reports: dict[str, ScoringReport] = {}
     yardstick: dict[str, tuple[Row, pd.DataFrame]] = {}
-    for mode in modes:
-        scorer = _scorer(model, tokenizer, mode, batch_size, max_length, add_bos, tolerance)
+    for mode, chosen in settings.items():
+        scorer = language_model(model, tokenizer, chosen)
+        few = dataclasses.replace(chosen, limit=min(WARM_UP, chosen.limit or WARM_UP))
         for task in tasks:
-            _timed(scorer, mode, task, min(WARM_UP, limit or WARM_UP), seed)
-        scorer = _scorer(model, tokenizer, mode, batch_size, max_length, add_bos, tolerance)
+            _timed(scorer, task, few)
+        scorer = language_model(model, tokenizer, chosen)
         for task in tasks:
-            row = _measure(scorer, mode, task, limit, seed, yardstick)
+            row = _measure(scorer, task, chosen, yardstick)
             rows.append(row)
             if say is not None:
                 say(f"{task.name} {mode}: {row.seconds:.2f} s")
         rows.append(_together([row for row in rows if row.mode == mode], rows))
         reports[mode] = scorer.report()
-    device = model.device.type
     return Comparison(
-        model={
-            "class": type(model).__name__,
-            "parameters": model.num_parameters(),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "attention": model.config._attn_implementation,
-        },
-        settings={
-            "batch_size": batch_size,
-            "max_length": max_length,
-            "limit": limit,
-            "seed": seed,
-            "add_bos": add_bos,
-            "softmax_dtype": "float32",
-            "bootstrap": 0,
-        },
+        model=Model(
+            name=type(model).__name__,
+            parameters=model.num_parameters(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            attention=model.config._attn_implementation,
+        ),
+        settings=dict(settings),
         rows=tuple(rows),
         reports=reports,
-        environment=environment(device, ("lm-eval",)).model_dump(mode="json"),
+        environment=environment(model.device.type, ("lm-eval",)),
     )
 
 
@@ -149,40 +150,16 @@ def _or_dash(value: float | None, form: str) -> str:
     return "—" if value is None else form.format(value)
 
 
-def _scorer(
-    model: Any,
-    tokenizer: Any,
-    mode: str,
-    batch_size: int | str,
-    max_length: int,
-    add_bos: bool,
-    tolerance: Tolerance | None,
-) -> Any:
-    from qbench.evaluation.scoring import language_model
-
-    return language_model(
-        model,
-        tokenizer,
-        mode=mode,
-        batch_size=batch_size,
-        max_length=max_length,
-        add_bos=add_bos,
-        tolerance=tolerance,
-    )
-
-
 def _measure(
     scorer: Any,
-    mode: str,
     task: LoadedTask,
-    limit: int | None,
-    seed: int,
+    settings: ScoringSettings,
     yardstick: dict[str, tuple[Row, pd.DataFrame]],
 ) -> Row:
-    seconds, inside, responses = _timed(scorer, mode, task, limit, seed)
+    seconds, inside, responses = _timed(scorer, task, settings)
     row = Row(
         task=task.name,
-        mode=mode,
+        mode=settings.mode,
         documents=responses["document"].nunique(),
         requests=len(responses),
         seconds=seconds,
@@ -193,7 +170,7 @@ def _measure(
         largest_relative=None,
         changed_answers=None,
     )
-    if mode == "lm-eval":
+    if settings.mode == "lm-eval":
         yardstick[task.name] = row, responses
         return row
     theirs, expected = yardstick[task.name]
@@ -211,7 +188,7 @@ def _measure(
 
 
 def _timed(
-    scorer: Any, mode: str, task: LoadedTask, limit: int | None, seed: int
+    scorer: Any, task: LoadedTask, settings: ScoringSettings
 ) -> tuple[float, float, pd.DataFrame]:
     """Seconds in all, seconds in the language model, and its responses."""
     import torch
@@ -239,8 +216,8 @@ def _timed(
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
-        with usual_overhead() if mode == "lm-eval" else less_overhead():
-            result = evaluate(scorer, task, limit=limit, seed=seed)
+        with usual_overhead() if settings.mode == "lm-eval" else less_overhead():
+            result = evaluate(scorer, task, settings)
         return time.perf_counter() - start, inside, result.responses
     finally:
         for name in methods:

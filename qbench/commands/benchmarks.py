@@ -63,25 +63,33 @@ def evaluation(
     out: Json = None,
 ) -> None:
     """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring."""
-    from qbench.bench.evaluation import compare, table
+    from qbench.bench.evaluation import MODES, compare, table
+    from qbench.evaluation.settings import resolve
     from qbench.run import load
 
     overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
     job = make_job(recipe, overrides, out=None, device=device)
     planned = quiet_plan(job)
     cell = planned.cells[0]
+    asked = planned.recipe.evaluation
+    if batch_size is not None:
+        asked = asked.model_copy(update={"batch_size": batch_size})
     with terminal() as screen, redirected(job.out / "bench.log"):
         model, tokenizer = load(cell, planned)
         found = compare(
             model,
             tokenizer,
             planned.tasks,
-            max_length=cell.scoring.max_length,
-            batch_size=batch_size or cell.scoring.batch_size,
-            limit=cell.scoring.limit,
-            seed=cell.scoring.seed,
-            add_bos=cell.scoring.add_bos,
-            tolerance=cell.scoring.tolerance,
+            {
+                mode: resolve(
+                    asked.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),
+                    device=planned.device,
+                    config=cell.checkpoint.config,
+                    max_length=cell.checkpoint.max_length,
+                    mixes_batches=False,
+                )
+                for mode in MODES
+            },
             say=lambda line: print(line, file=screen),
         )
     typer.echo(table(found))

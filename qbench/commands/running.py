@@ -171,22 +171,9 @@ def noise(
             continue
         with terminal() as screen, redirected(job.out / "noise.log"):
             model, tokenizer = load(cell, planned)
-            numerics = cell.scoring
-            scorer = scorer_of(
-                model,
-                tokenizer,
-                mode=numerics.mode,
-                max_length=numerics.max_length,
-                batch_size=numerics.batch_size,
-                add_bos=numerics.add_bos,
-                softmax_dtype=numerics.softmax_dtype,
-                tolerance=numerics.tolerance,
-            )
             found[cell.name] = measure_noise(
-                scorer,
+                scorer_of(model, tokenizer, cell.scoring),
                 planned.tasks,
-                limit=numerics.limit,
-                seed=numerics.seed,
                 say=lambda line, to=screen, name=cell.name: print(f"{name}: {line}", file=to),
             )
         typer.echo(f"### {cell.name}\n\n{table(found[cell.name])}\n")

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from qbench.errors import EvaluationError
+from qbench.evaluation.settings import ScoringSettings
 from qbench.evaluation.tasks import LoadedTask
 from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
 
-WEIGHTED = ("weighted_perplexity", "bits_per_byte")
+NUMPY_SEED = TORCH_SEED = 1234  # lm-eval's defaults; that of random is 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class TaskResult:
     responses: pd.DataFrame
 
 
-def evaluate(model: LM, task: LoadedTask, *, limit: int | None, seed: int) -> TaskResult:
+def evaluate(model: LM, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
     """Score one task with lm-eval; requests of one task alone, so batches depend on no other.
 
     Raises EvaluationError where a log-likelihood or a score is not a number.
@@ -43,13 +44,14 @@ def evaluate(model: LM, task: LoadedTask, *, limit: int | None, seed: int) -> Ta
             model=model,
             tasks=[task.task],
             task_manager=TaskManager(include_defaults=False),
-            limit=limit,
+            limit=settings.limit,
             bootstrap_iters=0,  # the standard errors are computed below, without 100,000 rounds
             log_samples=True,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
+            # Counted from lm-eval's defaults, so that seed 0 draws what lm-eval draws.
+            random_seed=settings.seed,
+            numpy_random_seed=(NUMPY_SEED + settings.seed) % 2**32,
+            torch_random_seed=TORCH_SEED + settings.seed,
+            fewshot_random_seed=settings.fewshot_seed,
         )
     (own_name,) = results["samples"]
     samples = results["samples"][own_name]

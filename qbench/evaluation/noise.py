@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qbench.evaluation.settings import ScoringSettings
+
 if TYPE_CHECKING:
     from qbench.evaluation.evaluate import TaskResult
     from qbench.evaluation.tasks import LoadedTask
-    from qbench.evaluation.tolerance import Tolerance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,7 @@ class Noise:
 
     moved: tuple[Moved, ...]
     floors: dict[str, dict[str, float]]
-    settings: dict[str, Any]
+    settings: dict[str, ScoringSettings]  # by variation
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -72,8 +73,6 @@ def measure_noise(
     scorer: Callable[[Variation], Any],
     tasks: Sequence[LoadedTask],
     *,
-    limit: int | None,
-    seed: int,
     variations: Sequence[Variation] = VARIATIONS,
     say: Callable[[str], None] | None = None,
 ) -> Noise:
@@ -87,7 +86,7 @@ def measure_noise(
 
     usual = Variation(name="as usual")
     moved: list[Moved] = []
-    settings: dict[str, Any] = {}
+    settings: dict[str, ScoringSettings] = {}
     base: dict[str, TaskResult] = {}
     with less_overhead():
         for variation in (usual, *variations):
@@ -95,12 +94,12 @@ def measure_noise(
             for task in tasks:
                 if say is not None:
                     say(f"{variation.name}: {task.name}")
-                result = evaluate(model, task, limit=limit, seed=seed)
+                result = evaluate(model, task, model.settings)
                 if variation is usual:
                     base[task.name] = result
                 else:
                     moved += _moved(variation, base[task.name], result)
-            settings[variation.name] = model.settings.policy()
+            settings[variation.name] = model.settings
     floors: dict[str, dict[str, float]] = {}
     for entry in moved:
         metrics = floors.setdefault(entry.task, {})
@@ -110,38 +109,24 @@ def measure_noise(
     return Noise(moved=tuple(moved), floors=floors, settings=settings)
 
 
-def scorer_of(
-    model: Any,
-    tokenizer: Any,
-    *,
-    mode: str,
-    max_length: int,
-    batch_size: int | str = "auto",
-    add_bos: bool = False,
-    softmax_dtype: str = "float32",
-    tolerance: Tolerance | None = None,
-) -> Callable[[Variation], Any]:
+def scorer_of(model: Any, tokenizer: Any, settings: ScoringSettings) -> Callable[[Variation], Any]:
     """Makes exact or fast language models over ``model`` for :func:`measure_noise`."""
     from qbench.evaluation.scoring import language_model
-    from qbench.evaluation.scoring.settings import AUTO_BATCH_SIZE, AUTO_BATCH_TOKENS
 
-    device = model.device.type
-    size = AUTO_BATCH_SIZE.get(device, 8) if batch_size == "auto" else int(batch_size)
-    tokens = AUTO_BATCH_TOKENS.get(device, 2_048)
+    def scaled(size: int | None, by: float) -> int | None:
+        return None if size is None else max(1, int(size * by))
 
     def make(variation: Variation) -> Any:
-        scaled = variation.size != 1.0
         return language_model(
             model,
             tokenizer,
-            mode=mode,
-            max_length=max_length,
-            batch_size=max(1, int(size * variation.size)) if scaled else batch_size,
-            batch_tokens=max(1, int(tokens * variation.size)) if scaled else "auto",
-            add_bos=add_bos,
-            softmax_dtype=softmax_dtype,
-            tolerance=tolerance,
-            shuffle=variation.shuffle,
+            dataclasses.replace(
+                settings,
+                batch_size=scaled(settings.batch_size, variation.size),
+                window_batch_size=scaled(settings.window_batch_size, variation.size),
+                batch_tokens=scaled(settings.batch_tokens, variation.size),
+                shuffle=variation.shuffle,
+            ),
         )
 
     return make

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from scoring_models import settings
 
-from qbench.bench.evaluation import compare, table
+from qbench.bench.evaluation import MODES, compare, table
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import RecipeError
 from qbench.evaluation.tasks import load_task
@@ -39,9 +40,7 @@ def comparison(model, tokenizer):
         model,
         tokenizer,
         tasks("demo_choice", "demo_pages"),
-        max_length=128,
-        batch_size=4,
-        limit=5,
+        {mode: settings(mode, max_length=128, limit=5) for mode in MODES},
     )
 
 
@@ -77,4 +76,4 @@ def test_it_is_plain_json_and_a_table(comparison):
 
 def test_the_yardstick_comes_first(model, tokenizer):
     with pytest.raises(RecipeError, match="lm-eval first"):
-        compare(model, tokenizer, [], max_length=64, modes=("fast", "lm-eval"))
+        compare(model, tokenizer, [], {m: settings(m) for m in ("fast", "lm-eval")})

@@ -10,6 +10,9 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from qbench.evaluation.scoring import language_model
+from qbench.evaluation.settings import ScoringSettings
+
 TEXT = (
     "the cat sat on a mat while seven unbelievable researchers were measuring attention sinks in "
     "quantized language models and nobody answered their question about photosynthesis because "
@@ -97,6 +100,20 @@ def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
         )
         for i, n in enumerate(words)
     ]
+
+
+def scorer(model, mode, *, bos=False, progress=None, observer=None, **changes):
+    """A language model in ``mode``; ``changes`` are settings other than these small ones."""
+    return language_model(
+        model, tokenizer(bos), settings(mode, add_bos=bos, **changes),
+        progress=progress, observer=observer,
+    )  # fmt: skip
+
+
+def settings(mode, *, max_length=64, batch_size=4, batch_tokens=300, sample=8, **changes):
+    fast = {"batch_tokens": batch_tokens, "sample": sample} if mode == "fast" else {}
+    changes = {"window_batch_size": batch_size, **fast, **changes}
+    return ScoringSettings(mode=mode, max_length=max_length, batch_size=batch_size, **changes)
 
 
 ENDINGS = " yes", " no", " measuring", " electricity flows"

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scoring_models import choices, instance, llama, pages, text, tokenizer
+from scoring_models import choices, instance, llama, pages, scorer, text
 
 from qbench.errors import EvaluationError, ResultsError
 from qbench.evaluation.damage import (
@@ -20,7 +20,6 @@ from qbench.evaluation.damage import (
     flips,
     perplexity_ratio,
 )
-from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.distributions import Base, Meter, Recorder
 from qbench.record import Flips, Score
 
@@ -55,9 +54,7 @@ class Everything:
 
 
 def watch(model, observer, requests, mode="exact"):
-    lm = language_model(
-        model, tokenizer(), mode=mode, max_length=96, batch_size=4, observer=observer, sample=2
-    )
+    lm = scorer(model, mode, max_length=96, observer=observer, sample=2)
     if requests[0].request_type == "loglikelihood":
         return lm.loglikelihood(requests, disable_tqdm=True)
     return lm.loglikelihood_rolling(requests, disable_tqdm=True)

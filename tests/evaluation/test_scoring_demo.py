@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import scoring_models
 import torch
 
 from qbench.checkpoints import find, load_model, load_tokenizer
@@ -37,16 +38,19 @@ def tasks():
     }
 
 
-def scorer(pair, mode, **settings):
-    model, tokenizer = pair
-    return language_model(model, tokenizer, mode=mode, max_length=LENGTH, batch_size=4, **settings)
+def scorer(pair, mode, limit=None):
+    return language_model(*pair, settings(mode, limit=limit))
+
+
+def settings(mode, limit=None):
+    return scoring_models.settings(mode, max_length=LENGTH, limit=limit)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_exact_equals_hflm_to_the_bit_and_fast_within_1e_4(pair, tasks, name):
     limit = 4 if name == "demo_pages" else 15
     theirs, exact, fast = (
-        evaluate(scorer(pair, mode), tasks[name], limit=limit, seed=0)
+        evaluate(scorer(pair, mode), tasks[name], settings(mode, limit))
         for mode in ("lm-eval", "exact", "fast")
     )
     assert exact.responses.equals(theirs.responses)
@@ -60,19 +64,19 @@ def test_exact_equals_hflm_to_the_bit_and_fast_within_1e_4(pair, tasks, name):
 @pytest.mark.parametrize("name", TASKS)
 def test_less_overhead_changes_no_request_and_no_score(pair, tasks, name):
     model = scorer(pair, "exact")
-    plain = evaluate(model, tasks[name], limit=3, seed=0)
+    plain = evaluate(model, tasks[name], settings("exact", 3))
     with less_overhead():
         for _ in range(2):  # the second time the requests are there already
-            lean = evaluate(model, tasks[name], limit=3, seed=0)
+            lean = evaluate(model, tasks[name], settings("exact", 3))
             assert lean.responses.equals(plain.responses)
             assert lean.outcomes.equals(plain.outcomes)
             assert lean.scores == plain.scores
-        longer = evaluate(model, tasks[name], limit=4, seed=0)
+        longer = evaluate(model, tasks[name], settings("exact", 4))
     assert longer.responses["document"].nunique() == 4
 
 
 def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
-    result = evaluate(scorer(pair, "fast"), tasks["demo_choice"], limit=30, seed=0)
+    result = evaluate(scorer(pair, "fast"), tasks["demo_choice"], settings("fast", 30))
     gold = correct_requests(tasks["demo_choice"], 30)
     best = result.responses.groupby("document").apply(
         lambda rows: rows["request"].to_numpy()[rows["log_likelihood"].to_numpy().argmax()],
@@ -86,9 +90,9 @@ def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_noise_in_float32_is_rounding_alone(pair, tasks, mode):
-    make = scorer_of(*pair, mode=mode, max_length=LENGTH, batch_size=4)
+    make = scorer_of(*pair, settings(mode, 12))
     variations = (Variation(name="other", size=0.5, shuffle=3),)
-    noise = measure_noise(make, [tasks["demo_choice"]], limit=12, seed=0, variations=variations)
+    noise = measure_noise(make, [tasks["demo_choice"]], variations=variations)
     assert {entry.metric for entry in noise.moved} == {"acc", "acc_norm"}
     for entry in noise.moved:
         assert entry.documents == 12
@@ -106,10 +110,8 @@ def test_batch_mates_that_matter_are_seen_as_noise(tasks):
     model.model.layers[1].mlp.register_forward_hook(
         lambda module, inputs, output: output * (1 + 0.01 * inputs[0].abs().mean())
     )
-    make = scorer_of(
-        model, load_tokenizer(checkpoint), mode="exact", max_length=LENGTH, batch_size=4
-    )
-    noise = measure_noise(make, [tasks["demo_lastword"]], limit=9, seed=0)
+    make = scorer_of(model, load_tokenizer(checkpoint), settings("exact", 9))
+    noise = measure_noise(make, [tasks["demo_lastword"]])
     assert len(noise.moved) == 3 * 2
     assert all(entry.largest_log_likelihood > 0 for entry in noise.moved)
     assert noise.floors["demo_lastword"]["perplexity"] > 0

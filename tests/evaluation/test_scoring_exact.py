@@ -5,28 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from scoring_models import KINDS, choices, instance, llama, pages, text, tokenizer
+from scoring_models import (
+    KINDS,
+    choices,
+    instance,
+    llama,
+    pages,
+    scorer,
+    settings,
+    text,
+    tokenizer,
+)  # fmt: skip
 
 from qbench.errors import EvaluationError, RecipeError, UnavailableError
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.head import Product, try_out
 
-MAX_LENGTH = 64
 
-
-def both(model, *, bos=False, batch_size=4, max_length=MAX_LENGTH, **settings):
-    return [
-        language_model(
-            model,
-            tokenizer(bos),
-            mode=mode,
-            max_length=max_length,
-            batch_size=batch_size,
-            add_bos=bos,
-            **settings,
-        )
-        for mode in ("lm-eval", "exact")
-    ]
+def both(model, **changes):
+    return [scorer(model, mode, **changes) for mode in ("lm-eval", "exact")]
 
 
 @pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
@@ -101,7 +98,7 @@ def test_what_hflm_stops_at_with_a_bare_error_is_named(request_, words):
 
 def test_a_bos_that_the_tokenizer_does_not_add_is_an_error():
     with pytest.raises(RecipeError, match="add_bos"):
-        language_model(llama(), tokenizer(), mode="exact", max_length=64, add_bos=True)
+        language_model(llama(), tokenizer(), settings("exact", add_bos=True))
 
 
 def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():
@@ -114,7 +111,7 @@ def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():
     model = llama()
     model.__class__ = Capped
     with pytest.raises(UnavailableError, match="Capped changes its logits"):
-        language_model(model, tokenizer(), mode="exact", max_length=64)
+        scorer(model, "exact")
 
 
 @pytest.mark.parametrize("stable", [True, False])
@@ -126,7 +123,7 @@ def test_a_head_that_rounds_by_place_takes_whole_batches(stable, monkeypatch):
     ours._head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     requests = [instance(text(i, 60), " the cat", i) for i in range(8)]
     answers = ours.loglikelihood(requests, disable_tqdm=True)
-    assert sum(rows) == (16 if stable else ours.report()["tokens"])
+    assert sum(rows) == (16 if stable else ours.report().tokens)
     assert answers == theirs.loglikelihood(requests, disable_tqdm=True)
 
 
@@ -163,7 +160,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
     torch.testing.assert_close(
         torch.tensor([a for a, _ in answers]), torch.tensor([a for a, _ in expected])
     )
-    assert ours.report()["halvings"] > 0
+    assert ours.report().halvings > 0
 
 
 def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
@@ -182,25 +179,18 @@ def test_the_report_says_how_the_scores_were_made():
     requests = [*choices(5), instance(text(8, 250), " the cat", 7)]
     ours.loglikelihood(requests, disable_tqdm=True)
     report = ours.report()
-    assert report["mode"] == "exact"
-    assert report["batch_size"] == 4
-    assert report["softmax_dtype"] == "float32"
-    assert report["requests"] == len(requests)
-    assert report["truncated"] == 1
-    assert report["batches"] == -(-len(requests) // 4)
-    assert report["peak_memory_gib"] > 0
+    assert report.mode == "exact"
+    assert report.batch_size == 4
+    assert report.softmax_dtype == "float32"
+    assert report.requests == len(requests)
+    assert report.truncated == 1
+    assert report.batches == -(-len(requests) // 4)
+    assert report.peak_memory_gib > 0
 
 
 def test_progress_counts_every_request():
     seen = []
-    lm = language_model(
-        llama(),
-        tokenizer(),
-        mode="exact",
-        max_length=64,
-        batch_size=4,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    lm = scorer(llama(), "exact", progress=lambda done, total: seen.append((done, total)))
     lm.loglikelihood(choices(5), disable_tqdm=True)
     count = len(choices(5))
     assert seen[-1] == (count, count)

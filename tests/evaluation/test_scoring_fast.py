@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from scoring_models import KINDS, choices, instance, llama, pages, text, tokenizer
+from scoring_models import KINDS, choices, instance, llama, pages, scorer, text, tokenizer
 
 from qbench.attention.interface import attend
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring import fast as fast_scoring
-from qbench.evaluation.scoring import language_model, side_by_side
+from qbench.evaluation.scoring import side_by_side
 from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.packed_attention import Stopped
 from qbench.evaluation.scoring.packing import pack
@@ -23,20 +23,10 @@ from qbench.evaluation.tolerance import Tolerance
 ATTENTIONS = ["sdpa", "softmax", "rectified"]
 
 
-def scorers(model, *, bos=False, max_length=64, batch_tokens=300, **settings):
-    return [
-        language_model(
-            model,
-            tokenizer(bos),
-            mode=mode,
-            max_length=max_length,
-            batch_size=4,
-            batch_tokens=batch_tokens,
-            add_bos=bos,
-            **settings,
-        )
-        for mode in ("exact", "fast")
-    ]
+def scorers(model, **changes):
+    only_fast = ("batch_tokens", "sample")
+    shared = {k: v for k, v in changes.items() if k not in only_fast}
+    return [scorer(model, "exact", **shared), scorer(model, "fast", **changes)]
 
 
 def model_with(attention: str):
@@ -105,11 +95,11 @@ def test_one_input_split_in_two_places_is_read_from_the_right_rows():
 def test_choices_share_their_context():
     exact, fast = scorers(llama(), sample=0, max_length=200)
     requests = [instance(text(1, 40), " " + text(k, 2), 0, k) for k in range(5)]
-    for scorer in (exact, fast):
-        scorer.loglikelihood(requests, disable_tqdm=True)
+    for lm in (exact, fast):
+        lm.loglikelihood(requests, disable_tqdm=True)
     context = len(tokenizer().encode(text(1, 40)))
-    assert exact.report()["tokens"] > 4 * context
-    assert fast.report()["tokens"] < 2 * context
+    assert exact.report().tokens > 4 * context
+    assert fast.report().tokens < 2 * context
 
 
 @pytest.mark.parametrize("batch_tokens", [70, 200])
@@ -142,10 +132,10 @@ def test_the_difference_from_exact_is_measured_and_reported():
     requests = choices(17)
     fast.loglikelihood(requests, disable_tqdm=True)
     fast.loglikelihood_rolling(pages((30, 50, 20)), disable_tqdm=True)
-    difference = fast.report()["difference_from_exact"]
-    assert difference["documents"] == 6 + 1
-    assert 0 < difference["mean"] <= difference["largest"] < 10
-    assert difference["largest_per_token"] <= difference["largest"]
+    difference = fast.report().difference_from_exact
+    assert difference.documents == 6 + 1
+    assert 0 < difference.mean <= difference.largest < 10
+    assert difference.largest_per_token <= difference.largest
 
 
 def test_a_mean_difference_beyond_the_tolerance_fails():
@@ -160,8 +150,8 @@ def test_one_request_far_off_fails_whatever_the_mean_is():
     check = Check(Tolerance(mean=0.1, largest=1.0))
     near = {"documents": range(50), "tokens": [2] * 50, "exact": [(-3.0, False)] * 50}
     check.add(fast=[(-3.1, False)] * 50, **near)
-    assert check.report()["mean"] == pytest.approx(0.1)
-    assert check.report()["largest_per_token"] == pytest.approx(0.05)
+    assert check.report().mean == pytest.approx(0.1)
+    assert check.report().largest_per_token == pytest.approx(0.05)
     with pytest.raises(EvaluationError, match=r"one request .*tolerance\.largest 1;"):
         check.add(fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near)
 
@@ -173,7 +163,7 @@ def test_answers_that_change_fail_however_little_the_scores_differ():
     other = [(-3.0, False), (-2.999, False)]
     near = {"documents": documents, "tokens": [1] * 40, "exact": exact}
     check.add(fast=other * 2 + exact[4:], **near)
-    assert check.report()["changed_answers"] == 2
+    assert check.report().changed_answers == 2
     with pytest.raises(EvaluationError, match=r"3 of 20 answers changed.*tolerance\.changed 0\.1"):
         check.add(fast=other * 3 + exact[6:], **near)
 
@@ -189,10 +179,12 @@ def test_scores_that_are_not_numbers_fail():
 def test_the_sample_is_not_counted():
     _, with_sample = scorers(llama(), sample=9)
     _, without = scorers(llama(), sample=0)
-    for scorer in (with_sample, without):
-        scorer.loglikelihood(choices(9), disable_tqdm=True)
+    for lm in (with_sample, without):
+        lm.loglikelihood(choices(9), disable_tqdm=True)
     counts = ("requests", "batches", "tokens", "truncated", "halvings")
-    assert [with_sample.report()[c] for c in counts] == [without.report()[c] for c in counts]
+    assert [getattr(with_sample.report(), c) for c in counts] == [
+        getattr(without.report(), c) for c in counts
+    ]
 
 
 def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
@@ -207,33 +199,19 @@ def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
 
     fast._decoder = small
     assert_close(fast.loglikelihood(choices(17), disable_tqdm=True), expected)
-    assert fast.report()["halvings"] > 0
-
-
-def test_llm_int8_is_refused_and_auto_takes_exact():
-    from qbench.evaluation.scoring import resolve_mode
-
-    class Linear8bitLt(torch.nn.Linear):
-        pass
-
-    model = llama()
-    assert resolve_mode(model, "auto") == "exact"
-    model.model.layers[0].self_attn.q_proj.__class__ = Linear8bitLt
-    assert resolve_mode(model, "auto") == "exact"
-    with pytest.raises(UnavailableError, match=r"LLM\.int8 .* use scoring: exact"):
-        language_model(model, tokenizer(), mode="fast", max_length=64)
+    assert fast.report().halvings > 0
 
 
 def test_an_attention_that_cannot_be_packed_is_refused():
     with pytest.raises(UnavailableError, match="'eager'"):
-        language_model(llama(attention="eager"), tokenizer(), mode="fast", max_length=64)
+        scorer(llama(attention="eager"), "fast")
 
 
 def test_rotary_angles_that_depend_on_the_longest_sequence_are_refused():
     model = llama()
     model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
     with pytest.raises(UnavailableError, match=r"longrope .* use scoring: exact"):
-        language_model(model, tokenizer(), mode="fast", max_length=64)
+        scorer(model, "fast")
 
 
 @pytest.fixture
@@ -303,9 +281,9 @@ def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, places
         torch.set_num_threads(packs)
         answers = fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
         report = fast.report()
-        assert report["batches"] > 8
-        assert report["halvings"] > 0
-        found[packs] = answers, rows.seen, report["halvings"]
+        assert report.batches > 8
+        assert report.halvings > 0
+        found[packs] = answers, rows.seen, report.halvings
     assert found[1] == found[2]
     assert len(threads) == 3  # ours, and two of the pool
 

@@ -16,8 +16,9 @@ from qbench.evaluation.scoring.head import try_out
 from qbench.evaluation.scoring.memory import peak_memory_gib, reset_peak_memory
 from qbench.evaluation.scoring.requests import Request, check_lengths
 from qbench.evaluation.scoring.rows import Observer, Scored, rows_at_once
-from qbench.evaluation.scoring.settings import Settings
 from qbench.evaluation.scoring.tokenization import check_bos, encode_pairs, encode_texts
+from qbench.evaluation.settings import ScoringSettings
+from qbench.record import ScoringReport
 
 Answer = tuple[float, bool]  # log-likelihood in nats, and whether every token was the likeliest
 Progress = Callable[[int, int], None]  # requests (or windows) done, and how many there are
@@ -26,7 +27,7 @@ Progress = Callable[[int, int], None]  # requests (or windows) done, and how man
 class PinnedHFLM(HFLM):
     """lm-eval's own HFLM with every setting that moves scores stated: the yardstick."""
 
-    def __init__(self, model: torch.nn.Module, tokenizer: Any, settings: Settings) -> None:
+    def __init__(self, model: torch.nn.Module, tokenizer: Any, settings: ScoringSettings) -> None:
         check_bos(tokenizer, settings.add_bos)
         logger = logging.getLogger("lm_eval.models.huggingface")
         level = logger.level
@@ -54,9 +55,19 @@ class PinnedHFLM(HFLM):
         finally:
             self.batch_size_per_gpu = requests_size
 
-    def report(self) -> dict[str, Any]:
-        """How the scores were made, as plain data for the record."""
-        return {**self.settings.policy(), "peak_memory_gib": peak_memory_gib(self.device)}
+    def report(self) -> ScoringReport:
+        """How the scores were made."""
+        packed = self.settings.mode == "fast"
+        return ScoringReport(
+            mode=self.settings.mode,
+            softmax_dtype=self.settings.softmax_dtype,
+            shuffle=self.settings.shuffle,
+            batching="packed" if packed else "padded, longest first",
+            batch_tokens=self.settings.batch_tokens,
+            batch_size=None if packed else self.settings.batch_size,
+            window_batch_size=None if packed else self.settings.window_batch_size,
+            peak_memory_gib=peak_memory_gib(self.device),
+        )
 
 
 class Backend(PinnedHFLM, abc.ABC):
@@ -66,7 +77,7 @@ class Backend(PinnedHFLM, abc.ABC):
         self,
         model: torch.nn.Module,
         tokenizer: Any,
-        settings: Settings,
+        settings: ScoringSettings,
         *,
         progress: Progress | None = None,
         observer: Observer | None = None,
@@ -82,8 +93,8 @@ class Backend(PinnedHFLM, abc.ABC):
         self._rows_at_once = rows_at_once(self._vocabulary)
         self._product = try_out(self._head, model.config.hidden_size, model.dtype, self.device)
 
-    def report(self) -> dict[str, Any]:
-        return super().report() | self._counts
+    def report(self) -> ScoringReport:
+        return super().report().model_copy(update=self._counts)
 
     @abc.abstractmethod
     def _score(self, requests: Sequence[Request]) -> list[Answer]:

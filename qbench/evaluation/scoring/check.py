@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.tolerance import Tolerance
+from qbench.record import DifferenceFromExact
 
 
 @dataclass(slots=True)
@@ -70,18 +70,18 @@ class Check:
                 f"evaluation.tolerance.{bound} {most:g}; use scoring: exact or raise it"
             )
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> DifferenceFromExact:
         """For the record; differences in nats, of whole requests and per scored token."""
         count = max(1, self.requests)
-        return {
-            "documents": self.documents,
-            "requests": self.requests,
-            "largest": self.largest,
-            "mean": self.total / count,
-            "largest_per_token": self.largest_per_token,
-            "mean_per_token": self.total_per_token / count,
-            "changed_answers": self.changed,
-        }
+        return DifferenceFromExact(
+            documents=self.documents,
+            requests=self.requests,
+            largest=self.largest,
+            mean=self.total / count,
+            largest_per_token=self.largest_per_token,
+            mean_per_token=self.total_per_token / count,
+            changed_answers=self.changed,
+        )
 
 
 def _answer(scores: Sequence[tuple[float, bool]], places: Sequence[int]) -> int | bool:

@@ -19,7 +19,7 @@ from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.backend import Answer
 from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.exact import ExactLM
-from qbench.evaluation.scoring.memory import batch_tokens, free_cached_memory, is_out_of_memory
+from qbench.evaluation.scoring.memory import free_cached_memory, is_out_of_memory
 from qbench.evaluation.scoring.packed_attention import (
     Layout,
     check_model,
@@ -28,10 +28,11 @@ from qbench.evaluation.scoring.packed_attention import (
     packed,
     takes_segments,
 )
-from qbench.evaluation.scoring.packing import Pack, Tree, grow, halve, lay, pack
+from qbench.evaluation.scoring.packing import Pack, Tree, halve, lay, pack
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.scoring.rows import RowScores, Scored, score_rows, to_device
 from qbench.evaluation.scoring.side_by_side import packs_at_once, side_by_side
+from qbench.record import ScoringReport
 
 WINDOWS = 2  # rolling windows of the sample; one has up to max_length scored tokens
 
@@ -45,17 +46,18 @@ class FastLM(ExactLM):
         check_model(model)
         super().__init__(model, *arguments, **options)
         self._check = Check(self.settings.tolerance)
-        self._batch_tokens: int | None = None
         self._fused = False
         self._lock = threading.Lock()  # of what packs side by side change
         self._stopped = threading.Event()  # they are to end
 
-    def report(self) -> dict[str, Any]:
-        return super().report() | {
-            "batch_tokens": self._batch_tokens,
-            "fused_steps": self._fused,
-            "difference_from_exact": self._check.report(),
-        }
+    def report(self) -> ScoringReport:
+        return (
+            super()
+            .report()
+            .model_copy(
+                update={"fused_steps": self._fused, "difference_from_exact": self._check.report()}
+            )
+        )
 
     def _score(self, requests: Sequence[Request]) -> list[Answer]:
         answers = self._score_packs(requests)
@@ -111,11 +113,10 @@ class FastLM(ExactLM):
             self._small_steps() as self._fused,
             side_by_side(self.device, self._stopped) as each,
         ):
-            if self._batch_tokens is None:
-                self._batch_tokens = self._measured_batch(attention)
+            assert self.settings.batch_tokens is not None
             packs = pack(
                 requests,
-                batch_tokens=self._batch_tokens,
+                batch_tokens=self.settings.batch_tokens,
                 max_length=self.max_length,
                 shuffle=self.settings.shuffle,
             )
@@ -190,24 +191,6 @@ class FastLM(ExactLM):
                 softmax_dtype=self.softmax_dtype,
                 at_once=self._rows_at_once // packs_at_once(self.device),
                 observe=self._observe,
-            )
-
-    def _measured_batch(self, attention: str) -> int:
-        """Tokens of a pack: as asked for, or as many as the memory for it holds."""
-        if not self.settings.measure_memory or self.device.type != "cuda":
-            return self.settings.batch_tokens
-        length = min(64, self.max_length)
-        ids = np.random.default_rng(0).integers(
-            0, self.model.config.vocab_size, (4096 // length, length + 1)
-        )
-        probe = [Request(ids_.tolist(), length, owner) for owner, ids_ in enumerate(ids)]
-        row = lay(grow(probe, self.max_length, len(ids) * (length + 1)), probe)
-        with self._aside():
-            return batch_tokens(
-                lambda: self._forward_pack(row, attention),
-                tokens=len(row.ids),
-                most=self.settings.batch_tokens,
-                device=self.device,
             )
 
 

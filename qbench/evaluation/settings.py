@@ -1,0 +1,138 @@
+"""How a cell is scored, everything decided: what a recipe asks for, without "auto". No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from qbench.errors import RecipeError
+from qbench.evaluation.tolerance import Tolerance
+
+Mode = Literal["exact", "fast", "lm-eval"]
+Asked = Literal["auto", "exact", "fast", "lm-eval"]
+SoftmaxDtype = Literal["float32", "model"]
+
+FEWSHOT_SEED = 1234  # lm-eval's own
+
+# Scores move with the size of a batch, so "auto" is a constant and not a measurement.
+BATCH_SIZE = {"cuda": 64, "cpu": 8}
+WINDOW_BATCH_SIZE = {"cuda": 8, "cpu": 1}
+BATCH_TOKENS = {"cuda": 32_768, "cpu": 2_048}
+SAMPLE = {"cuda": 32, "cpu": 8}
+# Tokens × hidden size of a pack on a GPU. A layer's activations grow with it: 1.1 GiB on top of
+# the weights at 340M parameters. Logits are computed in parts of a fixed size.
+PACK_ELEMENTS = 32_768 * 1_024
+LEAST_BATCH_TOKENS = 1_024
+UNKNOWN_HIDDEN_SIZE = 8_192  # of a configuration that states none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringSettings:
+    """Settings of one cell's scorer; all but ``tolerance`` are part of the cell's key.
+
+    ``batch_size`` counts padded requests (in fast mode those of the sample),
+    ``window_batch_size`` rolling windows of up to ``max_length`` tokens, ``batch_tokens`` the
+    tokens of a pack without padding (fast mode only, else None). ``sample`` counts the documents
+    of each task on which fast scoring is compared with exact, within ``tolerance``.
+    ``seed`` draws that sample and, counted from lm-eval's defaults, what a task leaves to chance;
+    ``fewshot_seed`` draws few-shot examples. ``shuffle`` seeds another order of batches than
+    longest first, to see what order alone does.
+    """
+
+    mode: Mode
+    max_length: int
+    batch_size: int
+    window_batch_size: int
+    batch_tokens: int | None = None
+    add_bos: bool = False
+    softmax_dtype: SoftmaxDtype = "float32"
+    sample: int = 0
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    limit: int | None = None
+    seed: int = 0
+    fewshot_seed: int = FEWSHOT_SEED
+    shuffle: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.mode == "fast") == (self.batch_tokens is not None)
+
+    def key_parts(self) -> dict[str, Any]:
+        """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
+        against it when it is read (``tolerance.exceeded``)."""
+        return {k: v for k, v in asdict(self).items() if k not in ("tolerance", "shuffle")}
+
+
+class Evaluation(Protocol):
+    """What a recipe says of scoring (``qbench.recipe.Evaluation``)."""
+
+    scoring: Asked
+    batch_size: int | Literal["auto"]
+    max_length: int | None
+    add_bos: bool
+    softmax_dtype: SoftmaxDtype
+    tolerance: Tolerance
+    limit: int | None
+    seed: int
+    fewshot_seed: int
+
+
+def resolve(
+    evaluation: Evaluation,
+    *,
+    device: str,
+    config: Mapping[str, Any],
+    max_length: int | None,
+    mixes_batches: bool,
+) -> ScoringSettings:
+    """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
+
+    ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration, ``max_length`` the
+    longest context in tokens that it states: beyond it positions were never trained, so it is a
+    bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring
+    regroups. Raises RecipeError for what cannot be.
+    """
+    lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
+    if not lengths:
+        raise RecipeError("evaluation.max_length: the checkpoint states no context length; say one")
+    mode = evaluation.scoring
+    if mode == "fast" and mixes_batches:
+        raise RecipeError(
+            "evaluation.scoring: fast: this quantizer's scores depend on batch-mates, which fast "
+            "scoring regroups; say scoring: auto or exact"
+        )
+    if mode == "auto":
+        mode = "fast" if device == "cuda" and not mixes_batches else "exact"
+    automatic = evaluation.batch_size == "auto"
+    return ScoringSettings(
+        mode=mode,
+        max_length=min(lengths),
+        batch_size=BATCH_SIZE[device] if automatic else evaluation.batch_size,
+        window_batch_size=WINDOW_BATCH_SIZE[device] if automatic else evaluation.batch_size,
+        batch_tokens=batch_tokens(device, config) if mode == "fast" else None,
+        add_bos=evaluation.add_bos,
+        softmax_dtype=evaluation.softmax_dtype,
+        sample=SAMPLE[device] if mode == "fast" else 0,
+        tolerance=evaluation.tolerance,
+        limit=evaluation.limit,
+        seed=evaluation.seed,
+        fewshot_seed=evaluation.fewshot_seed,
+    )
+
+
+def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
+    """Tokens of a pack, from the device type and the model's shape alone: the same packs wherever
+    the model runs, however much memory is free there."""
+    most = BATCH_TOKENS[device]
+    if device == "cpu":
+        return most
+    fits = PACK_ELEMENTS // hidden_size(config)
+    return min(most, max(LEAST_BATCH_TOKENS, fits - fits % LEAST_BATCH_TOKENS))
+
+
+def hidden_size(config: Mapping[str, Any]) -> int:
+    """A configuration's width, under the names that transformers' models have for it."""
+    inner = config.get("text_config")
+    places = (config, inner) if isinstance(inner, Mapping) else (config,)
+    found = (place.get(n) for place in places for n in ("hidden_size", "n_embd", "d_model"))
+    return next((n for n in found if isinstance(n, int) and n > 0), UNKNOWN_HIDDEN_SIZE)
