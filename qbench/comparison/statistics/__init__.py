@@ -1,13 +1,20 @@
 """Paired statistics on per-document outcomes: intervals, tests, multiplicity, power.
 
-Everything compares scores on the same documents. A score is g(Σ values / Σ weights) over
-documents, which covers accuracies (g the identity), perplexities (exp −x) and bits per byte; an
-effect is a sum of scores with signs: Δ and damage have two terms, a difference-in-differences
-four. So one bootstrap of the documents serves all effects of a task.
+Everything compares scores on the same documents. A score is made of Σ values / Σ weights over
+documents: accuracies are that ratio, perplexities exp(−ratio), compared by their logarithm. An
+effect is a sum with signs: Δ and damage have two terms, a difference-in-differences four. So one
+bootstrap of the documents serves all effects of a task.
 """
 
 from qbench.comparison.statistics.bootstrap import ROUNDS, Resampled, resample
-from qbench.comparison.statistics.effect import Effect, Interval, effect, score, value
+from qbench.comparison.statistics.effect import (
+    Effect,
+    Interval,
+    effect,
+    needs_rounds,
+    score,
+    value,
+)
 from qbench.comparison.statistics.multiplicity import adjust
 from qbench.comparison.statistics.noninferiority import Worsening, documents_needed, worsening
 from qbench.comparison.statistics.panel import Column, Panel
@@ -23,6 +30,7 @@ __all__ = [
     "adjust",
     "documents_needed",
     "effect",
+    "needs_rounds",
     "resample",
     "score",
     "value",

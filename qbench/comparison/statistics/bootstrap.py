@@ -34,11 +34,11 @@ def resample(panel: Panel, *, rounds: int = ROUNDS, seed: int = 0) -> Resampled:
     """Draw documents with replacement, ``rounds`` times. The same seed gives the same rounds."""
     columns = panel.values.shape[1]
     # Most columns share their weights (1, or the page's words): sum each kind once.
-    weights, place = np.unique(panel.weights, axis=1, return_inverse=True)
+    weights, kind = np.unique(panel.weights, axis=1, return_inverse=True)
     rows = np.hstack([panel.values, weights])
     with np.errstate(invalid="ignore"):  # a column that is not finite: ``effect`` refuses it
         sums = _sums(rows, rounds, np.random.default_rng(seed))
-        return Resampled(ratios=sums[:, :columns] / sums[:, columns:][:, place.ravel()])
+        return Resampled(ratios=sums[:, :columns] / sums[:, columns:][:, kind.ravel()])
 
 
 def _sums(rows: Floats, rounds: int, rng: np.random.Generator) -> Floats:

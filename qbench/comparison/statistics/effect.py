@@ -12,19 +12,27 @@ import numpy as np
 from scipy import special
 
 from qbench.comparison.statistics.bootstrap import ENOUGH_TO_CORRECT, Resampled, bootstrap_interval
-from qbench.comparison.statistics.pairs import mcnemar, score_interval
+from qbench.comparison.statistics.counts import mcnemar, score_interval, sign_flips
 from qbench.comparison.statistics.panel import Floats, Panel
+from qbench.comparison.statistics.power import detectable_by_mcnemar, detectable_by_t
+from qbench.comparison.statistics.ratio import (
+    LOG_SCALE,
+    SLOPES,
+    as_scored,
+    contrast,
+    effective_documents,
+)
 
 CONFIDENCE = 0.95
-POWER = 0.80
-LOG_SCALE = ("perplexity", "weighted_perplexity")
 # A bootstrap of a handful of changed answers is too narrow (90 % at 4 of 1,000), and of none has
 # no width at all; below this many the score interval is used, whose coverage holds.
 FEW_CHANGES = 20
-KNOWN = ("mean", "bits_per_byte", *LOG_SCALE)
+# Log-likelihoods are told apart to a thousandth of a nat, which is what a baseline file keeps.
+RESOLUTION = 0.001
 
-Test = Literal["McNemar, exact", "paired t", "paired t on log-likelihoods"]
-Method = Literal["BCa bootstrap", "percentile bootstrap", "Student's t", "score", "agreement"]
+Kind = Literal["difference", "log ratio"]
+Test = Literal["McNemar, exact", "sign flips, exact", "paired t", "paired t on log-likelihoods"]
+Method = Literal["BCa bootstrap", "percentile bootstrap", "Student's t", "score"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,19 +47,24 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """A difference between scores, or between such differences, on the same documents.
+    """A contrast of scores on the same documents, on the one scale on which it is tested.
 
-    ``interval`` is in the units of the score. ``log_ratio`` is there for perplexities: the same
-    contrast of ln(perplexity), which is what is tested, since a perplexity in the millions has
-    no useful standard error; its interval is the test's own, from Student's t. ``detectable`` is
-    the smallest effect that a two-sided 5 % test on as many documents finds with 80 % power, on
-    the scale of the test.
+    ``kind`` says what ``interval``, ``bounds`` and ``detectable`` are: a ``difference`` in the
+    units of the score, or, for perplexities, a ``log ratio``. That is the same contrast of
+    ln(perplexity): Δ and damage are the logarithm of a ratio, a difference-in-differences that
+    of a ratio of ratios. A perplexity in the millions has no useful error of its own, so there
+    is no interval of its raw difference.
+
+    ``difference`` is the contrast of the scores in their own units, as papers print it: a number
+    without an interval, and equal to the estimate for the kind ``difference``. ``detectable`` is
+    the smallest effect that a two-sided 5 % test on as many documents finds with 80 % power.
     """
 
+    kind: Kind
     interval: Interval
-    log_ratio: Interval | None
+    difference: float
     method: Method  # of ``interval``
-    bounds: tuple[float, float]  # one-sided 95 % bounds on the scale of the test
+    bounds: tuple[float, float]  # one-sided 95 % bounds
     test: Test
     p: float
     p_holm: float | None = None
@@ -64,16 +77,41 @@ class Effect:
         return self.interval.estimate
 
     @property
-    def tested(self) -> Interval:
-        """The interval on the scale that the test uses."""
-        return self.log_ratio or self.interval
-
-    @property
     def mark(self) -> str:
         """``‡`` significant at 5 % after Holm, ``†`` after Benjamini–Hochberg only."""
         if self.p_holm is not None and self.p_holm < 1 - CONFIDENCE:
             return "‡"
         return "†" if self.p_bh is not None and self.p_bh < 1 - CONFIDENCE else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Sample:
+    """The columns of one contrast: ``values`` and ``weights`` are [documents, columns]."""
+
+    values: Floats
+    weights: Floats
+    sign: Floats
+    ratios: Floats | None  # of the bootstrap, [rounds, columns]
+    aggregation: str
+
+    @property
+    def documents(self) -> int:
+        return len(self.values)
+
+    @property
+    def effective(self) -> float:
+        return effective_documents(self.weights)
+
+    @property
+    def binary(self) -> bool:
+        """Whether every document is right or wrong."""
+        answers = (self.values == 0) | (self.values == 1)
+        return self.aggregation == "mean" and bool(np.all(answers & (self.weights == 1)))
+
+
+def needs_rounds(aggregation: str) -> bool:
+    """Whether intervals of such scores come from the bootstrap."""
+    return aggregation in SLOPES and aggregation not in LOG_SCALE
 
 
 def effect(
@@ -84,151 +122,160 @@ def effect(
 ) -> Effect | None:
     """The effect Σ sign · score over the panel's columns named in ``signs``.
 
-    Without ``resampled`` the interval is Student's t with the delta method's standard error.
+    Right-or-wrong answers are counted: two columns are tested by McNemar's exact test; four, of
+    which few documents tell anything, by flipping signs. All else has a paired t test on the
+    documents' contributions. The interval is the score interval where few answers changed, else
+    the bootstrap's (Student's t without ``resampled``), and for perplexities Student's t on
+    their logarithm.
 
-    Two terms whose values are 0 or 1 are tested by McNemar's exact test, all else by a paired t
-    test on the documents' contributions. ``None`` where the aggregation is not known, fewer than
-    two documents are shared, or a score is not finite.
+    ``None`` where the aggregation is not known, fewer than two documents are shared, or a score
+    is not finite.
     """
-    if aggregation not in KNOWN or panel.documents < 2:
+    sample = _sample(panel, signs, aggregation, resampled)
+    if sample is None:
         return None
-    columns = [panel.place[name] for name in signs]
-    values, weights = panel.values[:, columns], panel.weights[:, columns]
-    sign = np.array(list(signs.values()), dtype=float)
-    ratios = resampled.ratios[:, columns] if resampled else None
-    scores = "exp" if aggregation in LOG_SCALE else aggregation
-    if not (np.isfinite(values).all() and np.all(weights.sum(axis=0) > 0)):
-        return None
-    interval = _interval(values, weights, sign, ratios, scores)
-    if not math.isfinite(interval.estimate):
-        return None
-    documents = panel.documents
-    binary = scores == "mean" and np.all(weights == 1) and np.all((values == 0) | (values == 1))
-    effective = effective_documents(weights)
-    method: Method = "Student's t"
-    if ratios is not None:
-        corrected = effective >= ENOUGH_TO_CORRECT
-        method = "BCa bootstrap" if corrected else "percentile bootstrap"
-    log_ratio = None
-    if scores == "exp":
-        log_ratio = _interval(values, weights, sign, None, "log")
-    tested = log_ratio or interval
-    reach = float(special.stdtrit(effective - 1, CONFIDENCE)) * tested.stderr
-    bounds = tested.estimate - reach, tested.estimate + reach
-    test: Test = "paired t on log-likelihoods" if log_ratio else "paired t"
-    if binary and len(columns) == 2:
-        gained, lost = (int(np.sum(values @ sign == step)) for step in (1, -1))
-        test, p = "McNemar, exact", mcnemar(gained, lost)
-        if gained + lost < FEW_CHANGES:
-            method = "score"
-            counts = gained, lost, documents
-            low, high = score_interval(*counts, confidence=CONFIDENCE)
-            interval = dataclasses.replace(interval, low=low, high=high)
-            bounds = score_interval(*counts, confidence=2 * CONFIDENCE - 1)
-    else:
-        p = _paired_t(tested, effective)
-        if binary and len(columns) > 1 and not np.any(values @ sign):
-            method = "agreement"
-            reach = agreement_bound(documents) * len(columns) / 2
-            interval = dataclasses.replace(interval, low=-reach, high=reach)
-            bounds = -reach, reach
-    return Effect(
+    log = aggregation in LOG_SCALE
+    interval, method = _interval(sample)
+    found = Effect(
+        kind="log ratio" if log else "difference",
         interval=interval,
-        log_ratio=log_ratio,
+        difference=_scores_difference(sample) if log else interval.estimate,
         method=method,
-        bounds=bounds,
-        test=test,
-        p=p,
-        detectable=detectable(tested.stderr, effective),
-        documents=documents,
+        bounds=_by_t(interval, sample.effective, 2 * CONFIDENCE - 1),
+        test="paired t on log-likelihoods" if log else "paired t",
+        p=_paired_t(interval, sample.effective),
+        detectable=_detectable(sample, interval.stderr),
+        documents=sample.documents,
     )
+    if not sample.binary:
+        return found
+    counts = _counts(sample)
+    changed = sample.documents - counts.get(0, 0)
+    if changed < FEW_CHANGES:
+        found = _of_few_changes(found, counts)
+    if len(sample.sign) == 2:
+        gained, lost = counts.get(1, 0), counts.get(-1, 0)
+        least = detectable_by_mcnemar(changed, sample.documents)
+        test: Test = "McNemar, exact"
+        found = dataclasses.replace(found, test=test, p=mcnemar(gained, lost), detectable=least)
+    return found
 
 
 def score(panel: Panel, name: object, aggregation: str, resampled: Resampled) -> Interval | None:
-    """One column's own score with its interval; ``None`` as for ``effect``.
+    """One column's own score with its interval, in its units; ``None`` as for ``effect``.
 
-    Wilson's interval for accuracies near 0 or 1, where the bootstrap's is too narrow.
+    Of a perplexity, that of its logarithm; of accuracies near 0 or 1 Wilson's interval, since
+    the bootstrap's is too narrow there.
     """
-    found = effect(panel, {name: 1}, aggregation, resampled)
-    if found is None:
+    sample = _sample(panel, {name: 1}, aggregation, resampled)
+    if sample is None:
         return None
-    right = panel.values[:, panel.place[name]]
-    rare = min(right.sum(), panel.documents - right.sum())
-    if found.test == "paired t" and set(np.unique(right)) <= {0, 1} and rare < FEW_CHANGES:
-        from scipy import stats  # takes a second to import, and this is rare
-
-        test = stats.binomtest(int(right.sum()), panel.documents)
-        low, high = test.proportion_ci(CONFIDENCE, method="wilson")
-        return dataclasses.replace(found.interval, low=float(low), high=float(high))
-    return found.interval
+    found, _ = _interval(sample)
+    if aggregation in LOG_SCALE:
+        middle, low, high = np.exp([found.estimate, found.low, found.high]).tolist()
+        return Interval(estimate=middle, low=low, high=high, stderr=middle * found.stderr)
+    if sample.binary:
+        counts = _counts(sample)
+        if min(counts.get(0, 0), counts.get(1, 0)) < FEW_CHANGES:
+            low, high = score_interval(counts, lowest=0, highest=1, confidence=CONFIDENCE)
+            return dataclasses.replace(found, low=low, high=high)
+    return found
 
 
 def value(panel: Panel, name: object, aggregation: str) -> float:
     """One column's score, as lm-eval makes it of the outcomes."""
-    place = panel.place[name]
-    ratio = panel.values[:, place].sum() / panel.weights[:, place].sum()
-    return float(_score(ratio, "exp" if aggregation in LOG_SCALE else aggregation))
+    index = panel.index[name]
+    ratio = panel.values[:, index].sum() / panel.weights[:, index].sum()
+    return float(as_scored(ratio, aggregation))
 
 
-def agreement_bound(documents: int) -> float:
-    """Upper 97.5 % bound (Clopper–Pearson) on the share that differ when none of n did.
-
-    A bootstrap of identical outcomes has width zero, which claims too much.
-    """
-    return 1 - ((1 - CONFIDENCE) / 2) ** (1 / documents)
-
-
-def detectable(stderr: float, documents: float) -> float:
-    """The effect that a two-sided 5 % test finds with 80 % power, given the standard error."""
-    critical = special.stdtrit(documents - 1, (1 + CONFIDENCE) / 2)
-    return float((critical + special.ndtri(POWER)) * stderr)
-
-
-def _interval(
-    values: Floats, weights: Floats, sign: Floats, ratios: Floats | None, scale: str
-) -> Interval:
-    total, weight = values.sum(axis=0), weights.sum(axis=0)
-    ratio = total / weight
-    documents = effective_documents(weights)
-    with np.errstate(over="ignore", invalid="ignore"):
-        estimate = float(_score(ratio, scale) @ sign)
-        slope = _slope(ratio, scale) * sign / weight
-        # Linearization of a ratio of sums: each document's share of the error (delta method),
-        # over 1 − its leverage, since a long page pulls the ratio towards itself.
-        share = ((values - ratio * weights) / (1 - weights / weight)) @ slope
-        stderr = math.sqrt((len(values) - 1) / len(values) * float(np.sum(share**2)))
-        if ratios is None:
-            reach = float(special.stdtrit(documents - 1, (1 + CONFIDENCE) / 2)) * stderr
-            low, high = estimate - reach, estimate + reach
-        else:
-            left_out = _score((total - values) / (weight - weights), scale) @ sign
-            rounds = _score(ratios, scale) @ sign
-            low, high = bootstrap_interval(
-                estimate, rounds, left_out, confidence=CONFIDENCE, documents=documents
-            )
-    return Interval(estimate=estimate, low=low, high=high, stderr=stderr)
+def _sample(
+    panel: Panel, signs: Mapping[object, int], aggregation: str, resampled: Resampled | None
+) -> _Sample | None:
+    if aggregation not in SLOPES or panel.documents < 2:
+        return None
+    columns = [panel.index[name] for name in signs]
+    sample = _Sample(
+        values=panel.values[:, columns],
+        weights=panel.weights[:, columns],
+        sign=np.array(list(signs.values()), dtype=float),
+        ratios=resampled.ratios[:, columns] if resampled else None,
+        aggregation=aggregation,
+    )
+    weight = sample.weights.sum(axis=0)
+    # A document that has all the weight leaves nothing to compare it with.
+    if not (np.isfinite(sample.values).all() and np.all(sample.weights < weight)):
+        return None
+    return sample if math.isfinite(_scores_difference(sample)) else None
 
 
-def effective_documents(weights: Floats) -> float:
-    """Equally long documents that would tell as much: (Σw)² / Σw², by Kish; at least 2."""
-    return max(2.0, float(np.min(weights.sum(axis=0) ** 2 / np.sum(weights**2, axis=0))))
+def _scores_difference(sample: _Sample) -> float:
+    ratio = sample.values.sum(axis=0) / sample.weights.sum(axis=0)
+    with np.errstate(invalid="ignore"):  # ∞ − ∞: not finite either
+        return float(as_scored(ratio, sample.aggregation) @ sample.sign)
 
 
-def _score(ratio: Floats, scale: str) -> Floats:
-    """What lm-eval makes of Σ values / Σ weights, or its logarithm."""
-    if scale == "exp":
-        return np.exp(-ratio)
-    if scale == "log":
-        return -ratio
-    return -ratio / math.log(2) if scale == "bits_per_byte" else ratio
+def _interval(sample: _Sample) -> tuple[Interval, Method]:
+    values, weights, sign = sample.values, sample.weights, sample.sign
+    estimate, stderr = contrast(values, weights, sign, sample.aggregation)
+    found = Interval(estimate=estimate, low=estimate, high=estimate, stderr=stderr)
+    documents = sample.effective
+    if sample.ratios is None or sample.aggregation in LOG_SCALE:
+        low, high = _by_t(found, documents, CONFIDENCE)
+        return dataclasses.replace(found, low=low, high=high), "Student's t"
+    slope = SLOPES[sample.aggregation]
+    left_out = (values.sum(axis=0) - values) / (weights.sum(axis=0) - weights)
+    low, high = bootstrap_interval(
+        estimate,
+        slope * sample.ratios @ sign,
+        slope * left_out @ sign,
+        confidence=CONFIDENCE,
+        documents=documents,
+    )
+    corrected = documents >= ENOUGH_TO_CORRECT
+    method: Method = "BCa bootstrap" if corrected else "percentile bootstrap"
+    return dataclasses.replace(found, low=low, high=high), method
 
 
-def _slope(ratio: Floats, scale: str) -> Floats:
-    """Derivative of ``_score``."""
-    if scale == "exp":
-        return -np.exp(-ratio)
-    steepness = {"log": -1.0, "bits_per_byte": -1 / math.log(2), "mean": 1.0}[scale]
-    return np.full_like(ratio, steepness)
+def _counts(sample: _Sample) -> dict[int, int]:
+    """Documents by their contribution, of right-or-wrong answers: −2 … 2 at most."""
+    steps, often = np.unique((sample.values @ sample.sign).round(), return_counts=True)
+    return {int(step): int(count) for step, count in zip(steps, often, strict=True)}
+
+
+def _of_few_changes(found: Effect, counts: Mapping[int, int]) -> Effect:
+    """By counts alone: the score interval, the exact test, and what that can find."""
+    reach = max(1, *map(abs, counts))
+    ends, bounds = (
+        score_interval(counts, lowest=-reach, highest=reach, confidence=confidence)
+        for confidence in (CONFIDENCE, 2 * CONFIDENCE - 1)
+    )
+    changed = sum(count for step, count in counts.items() if step)
+    size = sum(abs(step) * count for step, count in counts.items()) / max(1, changed)
+    return dataclasses.replace(
+        found,
+        interval=dataclasses.replace(found.interval, low=ends[0], high=ends[1]),
+        method="score",
+        bounds=bounds,
+        test="sign flips, exact",
+        p=sign_flips(counts),
+        detectable=max(1.0, size) * detectable_by_mcnemar(changed, found.documents),
+    )
+
+
+def _detectable(sample: _Sample, stderr: float) -> float:
+    """By the t test; where nothing varies, by how finely outcomes are told apart."""
+    if sample.aggregation == "mean":
+        if stderr:
+            return detectable_by_t(stderr, sample.effective)
+        return detectable_by_mcnemar(0, sample.documents) * (np.ptp(sample.values) or 1.0)
+    grain = RESOLUTION * math.sqrt(sample.documents) / sample.weights.sum(axis=0).min()
+    return detectable_by_t(max(stderr, grain * abs(SLOPES[sample.aggregation])), sample.effective)
+
+
+def _by_t(interval: Interval, documents: float, confidence: float) -> tuple[float, float]:
+    reach = float(special.stdtrit(documents - 1, (1 + confidence) / 2)) * interval.stderr
+    return interval.estimate - reach, interval.estimate + reach
 
 
 def _paired_t(interval: Interval, documents: float) -> float:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from scipy import special
 
-from qbench.comparison.statistics.effect import POWER, Effect
+from qbench.comparison.statistics.effect import Effect
+from qbench.comparison.statistics.power import POWER
 
 LEVEL = 0.05  # one-sided
 CONFIDENCE = 1 - 2 * LEVEL  # of the two-sided interval whose ends are one-sided bounds
@@ -25,13 +26,12 @@ class Worsening:
 def worsening(effect: Effect, *, higher_is_better: bool) -> Worsening:
     """From an effect (new − old), on the scale of its test: for perplexities, of logarithms.
 
-    Student's t on the documents' contributions; Tango's score bounds where few answers changed.
+    Student's t on the documents' contributions; score bounds where few answers changed.
     """
-    tested = effect.tested
     low, high = effect.bounds
     if higher_is_better:
-        return Worsening(estimate=-tested.estimate, low=-high, high=-low)
-    return Worsening(estimate=tested.estimate, low=low, high=high)
+        return Worsening(estimate=-effect.estimate, low=-high, high=-low)
+    return Worsening(estimate=effect.estimate, low=low, high=high)
 
 
 def documents_needed(gap: float, stderr: float, documents: int) -> int | None:

@@ -25,17 +25,17 @@ class Column:
 
     @classmethod
     def of(cls, document: ArrayLike, value: ArrayLike, weight: ArrayLike) -> Column:
-        documents, place = np.unique(np.asarray(document), return_inverse=True)
+        documents, index = np.unique(np.asarray(document), return_inverse=True)
         return cls(
             documents=documents,
-            values=np.bincount(place, np.asarray(value, dtype=float), len(documents)),
-            weights=np.bincount(place, np.asarray(weight, dtype=float), len(documents)),
+            values=np.bincount(index, np.asarray(value, dtype=float), len(documents)),
+            weights=np.bincount(index, np.asarray(weight, dtype=float), len(documents)),
         )
 
     def only(self, documents: NDArray) -> Column:
         """The same on ``documents``, all of which must be there."""
-        place = np.searchsorted(self.documents, documents)
-        return Column(documents=documents, values=self.values[place], weights=self.weights[place])
+        index = np.searchsorted(self.documents, documents)
+        return Column(documents=documents, values=self.values[index], weights=self.weights[index])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ class Panel:
 
     values: Floats
     weights: Floats
-    place: dict[object, int] = field(default_factory=dict)  # column's name → its index
+    index: dict[object, int] = field(default_factory=dict)  # column's name → its index
 
     @classmethod
     def of(cls, columns: dict[object, Column]) -> Panel:
@@ -54,7 +54,7 @@ class Panel:
         return cls(
             values=np.stack([column.values for column in cut], axis=1),
             weights=np.stack([column.weights for column in cut], axis=1),
-            place={name: index for index, name in enumerate(columns)},
+            index={name: index for index, name in enumerate(columns)},
         )
 
     @property

@@ -1,0 +1,168 @@
+"""Right-or-wrong answers are counted: ties are ties, and rare changes keep their coverage."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy import special, stats
+
+from qbench.comparison.statistics import Panel, effect, resample
+from qbench.comparison.statistics.counts import score_interval, sign_flips
+from qbench.comparison.statistics.power import (
+    detectable_by_mcnemar,
+    detectable_by_t,
+    mcnemar_power,
+)
+
+TWO = {"new": 1, "old": -1}
+FOUR = {"a": 1, "b": -1, "c": -1, "d": 1}
+REPETITIONS = 2_000
+# One standard error of a coverage of 95 % from so many repetitions is 0.49 points.
+TOLERANCE = 3 * (0.95 * 0.05 / REPETITIONS) ** 0.5
+STEPS = range(-2, 3)
+
+
+def panel(columns, names):
+    matrix = np.stack(columns, axis=1).astype(float)
+    index = {name: place for place, name in enumerate(names)}
+    return Panel(values=matrix, weights=np.ones_like(matrix), index=index)
+
+
+def right(count, documents):
+    return np.arange(documents) < count
+
+
+# Ties
+
+
+@pytest.mark.parametrize("documents", [7, 49, 200, 1000, 2376, 5153])
+def test_equal_damages_are_a_tie_whatever_the_scores(documents):
+    rng = np.random.default_rng(documents)
+    for _ in range(50):
+        a, c = (int(count) for count in rng.integers(3, documents - 3, size=2))
+        step = int(rng.integers(-3, 4))
+        columns = [right(a + step, documents), right(a, documents),
+                   right(c + step, documents), right(c, documents)]  # fmt: skip
+        four = panel([rng.permutation(column) for column in columns], FOUR)
+        for resampled in (None, resample(four, rounds=20)):
+            assert effect(four, FOUR, "mean", resampled).estimate == 0.0
+
+
+def test_a_difference_of_accuracies_is_the_nearest_number_to_its_ratio_of_counts():
+    for count in range(49):
+        two = panel([right(count + 1, 49), right(count, 49)], TWO)
+        assert effect(two, TWO, "mean").estimate == 1 / 49
+
+
+# Coverage
+
+
+@cache
+def interval(counts):
+    """What ``effect`` gives for four columns that differ in so many documents each way."""
+    steps = np.repeat(list(STEPS), counts)
+    columns = [steps > 0, steps < 0, steps < -1, steps > 1]
+    four = panel(columns, FOUR)
+    found = effect(four, FOUR, "mean", resample(four, rounds=1_000))
+    return found.interval.low, found.interval.high
+
+
+@pytest.mark.parametrize(
+    ("documents", "chances"),
+    [
+        (200, (0.01, 0.01, 0.01, 0.01)),
+        (200, (0.99, 0.99, 0.99, 0.99)),
+        (1000, (0.003, 0.003, 0.003, 0.003)),
+        (200, (0.03, 0.01, 0.01, 0.01)),
+        (200, (0.05, 0.01, 0.02, 0.01)),
+        (1000, (0.012, 0.002, 0.002, 0.002)),
+        (200, (0.03, 0.03, 0.03, 0.03)),  # about 22 documents tell: score or bootstrap
+    ],
+)
+def test_differences_in_differences_of_rare_events_keep_their_coverage(documents, chances):
+    rng = np.random.default_rng(18)
+    columns = [rng.random((REPETITIONS, documents)) < chance for chance in chances]
+    contrast = sum(sign * column for sign, column in zip(FOUR.values(), columns, strict=True))
+    truth = sum(sign * chance for sign, chance in zip(FOUR.values(), chances, strict=True))
+    counts = np.stack([(contrast == step).sum(axis=1) for step in STEPS], axis=1)
+    ends = np.array([interval(tuple(row)) for row in counts.tolist()])
+    covered = np.mean((ends[:, 0] <= truth) & (truth <= ends[:, 1]))
+    assert covered >= 0.95 - TOLERANCE
+
+
+def test_an_interval_of_few_changes_and_its_test_agree_but_at_the_edge():
+    disagree = []
+    for gained in range(10):
+        for lost in range(gained + 1):
+            counts = {1: gained, 0: 500 - gained - lost, -1: lost}
+            low, _ = score_interval(counts, lowest=-1, highest=1, confidence=0.95)
+            if (low > 0) != (sign_flips(counts) < 0.05):
+                disagree.append((gained, lost))
+    assert disagree == [(4, 0), (5, 0), (7, 1), (9, 2)]  # the exact test is the stricter one
+
+
+# Detectable
+
+
+@pytest.mark.parametrize(
+    ("changed", "documents"), [(0, 200), (3, 200), (12, 200), (60, 200), (500, 5153), (0, 6)]
+)
+def test_what_is_called_detectable_is_found_by_mcnemar_in_80_of_100_simulations(changed, documents):
+    gap = detectable_by_mcnemar(changed, documents)
+    share = max(changed / documents, gap)
+    rng = np.random.default_rng(19)
+    changes = rng.binomial(documents, share, size=20_000)
+    gained = rng.binomial(changes, (share + gap) / (2 * share))
+    fewer = np.minimum(gained, changes - gained).astype(float)
+    found = np.minimum(1, 2 * special.bdtr(fewer, changes, 0.5)) < 0.05
+    assert found.mean() == pytest.approx(0.80, abs=0.01)  # 3.5 standard errors
+
+
+@pytest.mark.parametrize("documents", [6, 50, 200, 1000, 5153])
+def test_nothing_is_called_detectable_below_six_changes_in_one_direction(documents):
+    least = [detectable_by_mcnemar(changed, documents) for changed in range(min(documents, 60))]
+    assert min(least) * documents > 5.7
+    assert sorted(least) == pytest.approx(least)  # more changes never make it easier
+    assert mcnemar_power(0.05, 5)(0.05) == 0.0  # five documents: never
+
+
+@pytest.mark.parametrize("documents", [3, 16, 150, 2000])
+def test_what_is_called_detectable_is_found_by_a_t_test_in_80_of_100_simulations(documents):
+    size = detectable_by_t(1 / np.sqrt(documents), documents)
+    rng = np.random.default_rng(20)
+    found = [
+        stats.ttest_1samp(size + rng.normal(size=(2_500, documents)), 0, axis=1).pvalue < 0.05
+        for _ in range(4)
+    ]
+    assert np.mean(found) == pytest.approx(0.80, abs=0.014)  # 3.5 standard errors
+
+
+def test_a_log_ratio_of_the_printed_size_is_found_in_80_of_100_simulations():
+    rng = np.random.default_rng(21)
+    old = -np.exp(rng.normal(size=300))
+    printed, found = [], []
+    for _ in range(1_500):
+        noise = rng.normal(scale=0.3, size=300)
+        printed.append(effect(panel([old + noise, old], TWO), TWO, "perplexity").detectable)
+        new = old + noise - np.mean(printed)
+        found.append(effect(panel([new, old], TWO), TWO, "perplexity").p < 0.05)
+    assert np.mean(found) == pytest.approx(0.80, abs=0.03)
+
+
+@pytest.mark.parametrize("signs", [TWO, FOUR])
+@pytest.mark.parametrize(
+    ("aggregation", "least", "most"),
+    [("mean", 6 / 200, 10 / 200), ("perplexity", 1e-4, 1e-3), ("bits_per_byte", 1e-4, 1e-3)],
+)
+def test_identical_outcomes_have_a_sensible_bound_on_what_could_be_seen(
+    signs, aggregation, least, most
+):
+    same = np.random.default_rng(22).random(200) < 0.3
+    column = same if aggregation == "mean" else -np.exp(np.random.default_rng(23).normal(size=200))
+    alike = panel([column] * len(signs), signs)
+    found = effect(alike, signs, aggregation, resample(alike, rounds=20))
+    assert found.estimate == 0.0
+    assert found.p == 1.0
+    assert least < found.detectable < most
