@@ -105,12 +105,12 @@ def baseline(
     ] = False,
 ) -> None:
     """Make the baseline that `qbench check` holds later results to."""
-    from qbench.comparison.changes import markdown
     from qbench.gate.baseline import make
+    from qbench.tables.changes import changes_table
 
     changes = make(Store(folder), out, replace=replace)
     if changes is not None:
-        typer.echo(markdown(changes), nl=False)
+        typer.echo(changes_table(changes), nl=False)
     show_written([out])
 
 
@@ -119,9 +119,10 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Another, of the same recipe.")],
 ) -> None:
     """What changed between two results of one recipe, paired by document."""
-    from qbench.comparison.changes import compare_results, markdown
+    from qbench.comparison.changes import compare_results
+    from qbench.tables.changes import changes_table
 
-    typer.echo(markdown(compare_results(Store(a), Store(b))), nl=False)
+    typer.echo(changes_table(compare_results(Store(a), Store(b))), nl=False)
 
 
 def explain(

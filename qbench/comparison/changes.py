@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qbench.comparison.compare import REDUNDANT, is_percentage, judge
+from qbench.comparison.lines import judge
+from qbench.comparison.metrics import REDUNDANT, base_metric, is_percentage
 from qbench.comparison.statistics import Column, Effect, Panel, adjust, effect, value
 from qbench.errors import ResultsError
 from qbench.record import Record, Score
 from qbench.store import Store
-from qbench.tables.table import NO_VALUE, metric_title, number
 
 Name = tuple[str, str]  # task, metric
 # Outcomes are compared to a thousandth of a nat, which is what a baseline file keeps.
@@ -24,7 +24,7 @@ AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CellOutcomes:
+class CellResults:
     """One cell: what its scores are, and the outcomes that they rest on."""
 
     key: str
@@ -43,11 +43,11 @@ class CellOutcomes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Outcomes:
+class ResultSet:
     """All cells of a results folder or baseline. ``broken`` says why a cell has none."""
 
     name: str
-    cells: Mapping[str, CellOutcomes]
+    cells: Mapping[str, CellResults]
     broken: Mapping[str, str]
 
 
@@ -63,8 +63,13 @@ class Change:
     old: float
     new: float
     documents: int
-    left_out: int  # documents that only one side saw
+    left_out: int  # documents that only one side saw, counted on both
     effect: Effect | None  # new − old; None where too few documents or an unknown aggregation
+
+    @property
+    def base_metric(self) -> str:
+        """The metric without lm-eval's filter."""
+        return base_metric(self.metric)
 
     @property
     def percent(self) -> bool:
@@ -81,18 +86,18 @@ class Changes:
     problems: tuple[str, ...]
 
 
-def read_outcomes(store: Store) -> Outcomes:
-    """Outcomes of a results folder, redundant metrics left out."""
+def read_results(store: Store) -> ResultSet:
+    """The cells of a results folder with their outcomes, redundant metrics left out."""
     grid = store.grid()
     cells, broken = {}, {}
-    for place in grid.cells:
-        record = store.get(place)
+    for cell in grid.cells:
+        record = store.get(cell)
         status, reason = judge(record)
         if status != "ok":
-            broken[place.cell] = f"{status}: {reason}"
+            broken[cell.cell] = f"{status}: {reason}"
             continue
-        cells[place.cell] = _cell(store, record)
-    return Outcomes(name=grid.name, cells=cells, broken=broken)
+        cells[cell.cell] = _cell(store, record)
+    return ResultSet(name=grid.name, cells=cells, broken=broken)
 
 
 def compare_results(a: Store, b: Store) -> Changes:
@@ -100,8 +105,8 @@ def compare_results(a: Store, b: Store) -> Changes:
 
     Raises ResultsError where the folders have no cell in common or score different data.
     """
-    old, new = read_outcomes(a), read_outcomes(b)
-    lines = compare_outcomes(old, new)
+    old, new = read_results(a), read_results(b)
+    lines = compare_sets(old, new)
     if not lines:
         raise ResultsError(
             f"{a.directory} and {b.directory} have no scored cell in common; "
@@ -117,7 +122,7 @@ def compare_results(a: Store, b: Store) -> Changes:
     )
 
 
-def compare_outcomes(old: Outcomes, new: Outcomes) -> list[Change]:
+def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:
     """Every metric that a cell has on both sides; p-values adjusted over all of them.
 
     Raises ResultsError where a task's definition or data differ.
@@ -131,49 +136,14 @@ def compare_outcomes(old: Outcomes, new: Outcomes) -> list[Change]:
         for name, score in before.scores.items():
             if name in after.scores:
                 lines.append(_change(cell, name, score, before, after))
-    places = [place for place, line in enumerate(lines) if line.effect]
-    for place, one in zip(places, adjust([lines[place].effect for place in places]), strict=True):
-        lines[place] = dataclasses.replace(lines[place], effect=one)
+    tested = [index for index, line in enumerate(lines) if line.effect]
+    adjusted = adjust([lines[index].effect for index in tested])
+    for index, one in zip(tested, adjusted, strict=True):
+        lines[index] = dataclasses.replace(lines[index], effect=one)
     return lines
 
 
-def markdown(changes: Changes) -> str:
-    """The changes as a Markdown table, those that are significant marked."""
-    lines = [
-        f"### {changes.new} against {changes.old}",
-        "",
-        "| Cell | Task | Metric | Old | New | New − old | 95 % interval | p | Documents |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *(f"| {' | '.join(_texts(line))} |" for line in changes.lines),
-        "",
-        "- Intervals: Student's t on documents, Tango's score where few answers changed.",
-        "- ‡ significant at 5 % after Holm's correction over all lines, † after "
-        "Benjamini–Hochberg's only; p is not corrected.",
-        *(f"- {problem}" for problem in changes.problems),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _texts(line: Change) -> list[str]:
-    effect = line.effect
-    shown = {"percent": line.percent}
-    ends = "" if effect is None else [
-        number(end, signed=True, **shown) for end in (effect.interval.low, effect.interval.high)
-    ]  # fmt: skip
-    return [
-        line.cell,
-        line.label,
-        f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
-        number(line.old, **shown),
-        number(line.new, **shown),
-        number(line.new - line.old, signed=True, **shown) + (effect.mark if effect else ""),
-        f"[{', '.join(ends)}]" if effect else NO_VALUE,
-        f"{effect.p:.2g}" if effect else NO_VALUE,
-        str(line.documents) + (f" ({line.left_out} unpaired)" if line.left_out else ""),
-    ]
-
-
-def _cell(store: Store, record: Record) -> CellOutcomes:
+def _cell(store: Store, record: Record) -> CellResults:
     scores = {(score.task, score.metric): score for score in record.scores}
     kept = {
         name: score
@@ -189,7 +159,7 @@ def _cell(store: Store, record: Record) -> CellOutcomes:
         for name, rows in store.outcomes(record).groupby(["task", "metric"], sort=False)
         if name in kept
     }
-    return CellOutcomes(
+    return CellResults(
         key=record.key,
         key_parts=record.key_parts,
         method=record.method,
@@ -206,7 +176,7 @@ def _measures(record: Record) -> dict[str, float]:
     return {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
 
 
-def _same_tasks(cell: str, before: CellOutcomes, after: CellOutcomes) -> None:
+def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
     for task, digest in before.tasks.items():
         if task in after.tasks and after.tasks[task] != digest:
             raise ResultsError(
@@ -215,16 +185,14 @@ def _same_tasks(cell: str, before: CellOutcomes, after: CellOutcomes) -> None:
             )
 
 
-def _change(
-    cell: str, name: Name, score: Score, before: CellOutcomes, after: CellOutcomes
-) -> Change:
+def _change(cell: str, name: Name, score: Score, before: CellResults, after: CellResults) -> Change:
     columns = {"new": after.columns[name], "old": before.columns[name]}
     panel = Panel.of(columns)
     found = None
     if panel.documents > 1:
         signs = {"new": 1, "old": -1}
         found = effect(panel, signs, score.aggregation)
-    seen = max(len(column.documents) for column in columns.values())
+    seen = sum(len(column.documents) for column in columns.values())
     # On the shared documents; as recorded where we do not know how the score is made.
     values = {
         side: value(panel, side, score.aggregation) if found else source.scores[name].value
@@ -239,6 +207,6 @@ def _change(
         old=values["old"],
         new=values["new"],
         documents=panel.documents,
-        left_out=seen - panel.documents,
+        left_out=seen - 2 * panel.documents,
         effect=found,
     )

@@ -1,168 +1,15 @@
-"""Records → lines of a delta table: every score of the grid beside its missing and failed ones.
-
-A line is one metric of one task at one precision, with an entry for each checkpoint. Nothing is
-left out: a cell without a record is ``missing``, a cell that broke or did not pass its audit is
-``failed`` and has no number.
-"""
+"""Records → lines of a delta table: every score of the grid beside its missing and failed ones."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
 
-from qbench.comparison.floors import Floors, read_floors
+from qbench.comparison.floors import read_floors
+from qbench.comparison.lines import Comparison, Entry, Line, judge
+from qbench.comparison.metrics import rank
 from qbench.errors import ResultsError
-from qbench.record import Grid, GridCell, Precision, Record, Score
+from qbench.record import Grid, GridCell, Record, Score
 from qbench.store import Store
-
-if TYPE_CHECKING:
-    from qbench.comparison.statistics import Effect, Interval
-
-Status = Literal["ok", "failed", "missing"]
-
-# The order of the paper's appendix; other metrics follow in the record's order.
-METRIC_ORDER = ("acc_norm", "acc", "perplexity", "word_perplexity")
-# Functions of the same log-likelihoods as word_perplexity: kept in the CSV, and neither shown nor
-# counted among the tests, which would count one question three times.
-REDUNDANT = {"byte_perplexity": "word_perplexity", "bits_per_byte": "word_perplexity"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One score of one cell, or why there is none."""
-
-    checkpoint: str
-    quantizer: str
-    status: Status
-    key: str  # of the record that the grid asks for
-    value: float | None = None  # as lm-eval gives it: accuracies are fractions
-    stderr: float | None = None
-    documents: int | None = None
-    audited: bool = False
-    reason: str = ""  # why there is no number
-
-    @property
-    def cell(self) -> str:
-        return f"{self.checkpoint}/{self.quantizer}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """One metric of one task at one precision, over all checkpoints (grid's order).
-
-    ``intervals`` maps a checkpoint to its own score with an interval (``statistics.Interval``).
-    ``deltas``, ``damages`` and ``differences`` map a checkpoint to its Δ against the baseline
-    checkpoint, its damage, and its difference-in-differences; values of type
-    ``statistics.Effect``. A question that cannot be answered has no entry.
-    """
-
-    task: str
-    label: str
-    metric: str
-    higher_is_better: bool
-    aggregation: str
-    quantizer: str
-    method: str
-    title: str  # the method as tables write it
-    precision: Precision
-    entries: tuple[Entry, ...]
-    intervals: Mapping[str, Interval] = field(default_factory=dict)
-    deltas: Mapping[str, Effect] = field(default_factory=dict)
-    damages: Mapping[str, Effect] = field(default_factory=dict)
-    differences: Mapping[str, Effect] = field(default_factory=dict)
-
-    @property
-    def quantized(self) -> bool:
-        return self.precision.quantized
-
-    @property
-    def bits(self) -> float | None:
-        """Of a stored weight, nominal; None where weights are not quantized."""
-        return self.precision.weights.bits if self.precision.weights else None
-
-    @property
-    def percent(self) -> bool:
-        """Whether papers print this metric in per cent."""
-        return is_percentage(self.metric)
-
-    def entry(self, checkpoint: str) -> Entry:
-        return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
-
-    def delta(self, checkpoint: str) -> float | None:
-        """``checkpoint`` minus the baseline checkpoint, in units of the value."""
-        ours, base = self.entry(checkpoint).value, self.entries[0].value
-        return None if ours is None or base is None else ours - base
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """All lines of one results folder, and the records that they come from."""
-
-    grid: Grid
-    records: Mapping[str, Record]  # cell → record, failed ones too
-    lines: tuple[Line, ...]
-    floors: Floors = field(default_factory=Floors)
-
-    @property
-    def name(self) -> str:
-        return self.grid.name
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        return self.grid.checkpoints
-
-    @property
-    def baseline(self) -> str:
-        """The checkpoint that Δ is taken against."""
-        return self.grid.checkpoints[0]
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        return self.grid.checkpoints[1:]
-
-    @property
-    def unquantized(self) -> str | None:
-        """The quantizer that damage is taken against: the grid's first that quantizes nothing."""
-        none = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
-        return none[0] if none else None
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Quantization methods in the grid's order; that of unquantized cells where there is no
-        other."""
-        found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
-        return tuple(found) or tuple({cell.method: None for cell in self.grid.cells})
-
-    def below_noise(self, line: Line, checkpoint: str) -> bool:
-        """Whether Δ is no larger than what batching alone may move the two scores."""
-        delta = line.delta(checkpoint)
-        floor = self.floors.between(self.baseline, checkpoint, line.task, line.metric)
-        return bool(floor) and delta is not None and abs(delta) <= floor
-
-    def same_weights(self, cell: str, other: str) -> bool:
-        """Whether two cells were made from the same weights: damage is nothing else's."""
-        pair = (self.records.get(cell), self.records.get(other))
-        if None in pair:
-            return False
-        return pair[0].key_parts.get("weights") == pair[1].key_parts.get("weights")
-
-    def problems(self) -> list[str]:
-        """One line a missing, failed, unaudited or mismatched cell."""
-        lines = []
-        for cell in self.grid.cells:
-            record = self.records.get(cell.cell)
-            status, reason = judge(record)
-            if status != "ok":
-                lines.append(f"{cell.cell}: {status}: {reason}")
-            elif record.audit is None and cell.quantized:
-                lines.append(f"{cell.cell}: not audited")
-            whole = f"{cell.checkpoint}/{self.unquantized}"
-            both = status == judge(self.records.get(whole))[0] == "ok"
-            if both and not self.same_weights(cell.cell, whole):
-                lines.append(f"{cell.cell}: not made from the weights of {whole}: no damage")
-        return lines
 
 
 def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparison:
@@ -184,40 +31,9 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
     )
     if not statistics:
         return comparison
-    from qbench.comparison.effects import (
-        with_effects,  # scipy is slow to import, and not always needed
-    )
+    from qbench.comparison.effects import with_effects  # scipy is slow to import
 
     return with_effects(comparison, store, seed=seed)
-
-
-def judge(record: Record | None) -> tuple[Status, str]:
-    """Whether a record's scores may be shown, and if not, why."""
-    if record is None:
-        return "missing", "no record; run the recipe again"
-    if record.status == "failed":
-        return "failed", _short(record.error or "no reason was recorded")
-    if record.audit is not None and not record.audit.passed:
-        return "failed", _short("; ".join(record.audit.problems) or "did not pass its audit")
-    return "ok", ""
-
-
-def _short(reason: str) -> str:
-    """On one line and readable: an audit may name every layer, and the record keeps it all."""
-    return textwrap.shorten(reason, 240, placeholder=" … (the record has the whole text)")
-
-
-def redundant(line: Line, lines: Iterable[Line]) -> bool:
-    """Whether another metric of the same task says the same."""
-    told_by = REDUNDANT.get(line.metric)
-    return told_by is not None and any(
-        other.metric == told_by and other.task == line.task for other in lines
-    )
-
-
-def is_percentage(metric: str) -> bool:
-    """Whether papers print ``metric`` times 100."""
-    return metric.startswith("acc") or metric in {"exact_match", "em", "f1"}
 
 
 def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
@@ -259,8 +75,7 @@ def _metrics(task: str, records: Iterable[Record]) -> dict[str, Score | None]:
                 found.setdefault(score.metric, score)
     if not found:
         return {"—": None}
-    rank = {metric: place for place, metric in enumerate(METRIC_ORDER)}
-    return dict(sorted(found.items(), key=lambda item: rank.get(item[0], len(rank))))
+    return dict(sorted(found.items(), key=lambda item: rank(item[0])))
 
 
 def _entry(
@@ -271,17 +86,17 @@ def _entry(
     task: str,
     metric: str,
 ) -> Entry:
-    place = {"checkpoint": checkpoint, "quantizer": quantizer}
+    names = {"checkpoint": checkpoint, "quantizer": quantizer}
     if cell is None:
-        return Entry(**place, status="missing", key="", reason="not in the grid")
+        return Entry(**names, status="missing", key="", reason="not in the grid")
     record = records.get(cell.cell)
     status, reason = judge(record)
     if status != "ok":
-        return Entry(**place, status=status, key=cell.key, reason=reason)
+        return Entry(**names, status=status, key=cell.key, reason=reason)
     for score in record.scores:
         if (score.task, score.metric) == (task, metric):
             return Entry(
-                **place,
+                **names,
                 status="ok",
                 key=record.key,
                 value=score.value,
@@ -290,5 +105,5 @@ def _entry(
                 audited=record.audit is not None,
             )
     return Entry(
-        **place, status="missing", key=cell.key, reason=f"the record has no {metric} of {task}"
+        **names, status="missing", key=cell.key, reason=f"the record has no {metric} of {task}"
     )

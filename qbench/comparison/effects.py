@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from qbench.comparison.compare import Comparison, Line, redundant
+from qbench.comparison.lines import Comparison, Line, redundant
 from qbench.comparison.statistics import (
     Column,
     Effect,
@@ -17,45 +17,46 @@ from qbench.comparison.statistics import (
     Resampled,
     adjust,
     effect,
+    needs_rounds,
     resample,
     score,
 )
 from qbench.store import Store
 
 Name = tuple[str, str]  # cell, metric
-KINDS = ("deltas", "damages", "differences")
+QUESTIONS = ("deltas", "damages", "differences")
 
 
 def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparison:
     """Add Δ, damages and differences-in-differences to every line.
 
-    p-values are adjusted over the grid within each kind of question. Raises ResultsError where
+    p-values are adjusted over the grid within each question. Raises ResultsError where
     a record has lost its outcomes.
     """
     columns = read_columns(comparison, store)
-    found: dict[tuple[int, str, str], Effect] = {}  # line's place, kind, checkpoint
+    found: dict[tuple[int, str, str], Effect] = {}  # index of the line, question, checkpoint
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
     for task in comparison.grid.tasks:
         panels = _Panels(columns.get(task, {}), seed=seed)
-        for place, line in enumerate(comparison.lines):
+        for index, line in enumerate(comparison.lines):
             if line.task == task:
-                for kind, checkpoint, signs in _questions(comparison, line):
+                for question, checkpoint, signs in _questions(comparison, line):
                     answer = panels.answer(signs, line.aggregation)
                     if answer is not None:
-                        found[place, kind, checkpoint] = answer
+                        found[index, question, checkpoint] = answer
                 for entry in line.entries:
                     interval = panels.score((entry.cell, line.metric), line.aggregation)
                     if interval is not None:
-                        intervals[place][entry.checkpoint] = interval
+                        intervals[index][entry.checkpoint] = interval
     found |= _adjusted(comparison, found)
     answers: dict[tuple[int, str], dict[str, Effect]] = defaultdict(dict)
-    for (place, kind, checkpoint), answer in found.items():
-        answers[place, kind][checkpoint] = answer
+    for (index, question, checkpoint), answer in found.items():
+        answers[index, question][checkpoint] = answer
     lines = tuple(
         dataclasses.replace(
-            line, intervals=intervals[place], **{kind: answers[place, kind] for kind in KINDS}
+            line, intervals=intervals[index], **{name: answers[index, name] for name in QUESTIONS}
         )
-        for place, line in enumerate(comparison.lines)
+        for index, line in enumerate(comparison.lines)
     )
     return dataclasses.replace(comparison, lines=lines)
 
@@ -82,7 +83,8 @@ class _Panels:
     def __init__(self, columns: Mapping[Name, Column], *, seed: int) -> None:
         self.columns = columns
         self.seed = seed
-        self._made: dict[tuple[Name, ...], tuple[Panel, Resampled] | None] = {}
+        self._panels: dict[tuple[Name, ...], Panel] = {}
+        self._drawn: dict[tuple[Name, ...], Resampled] = {}
         first = next(iter(columns.values()), None)
         self._alike = tuple(
             name
@@ -94,25 +96,31 @@ class _Panels:
         if not all(name in self.columns for name in signs):
             return None
         names = self._alike if set(signs) <= set(self._alike) else tuple(signs)
-        made = self._panel(names)
-        return effect(made[0], signs, aggregation, made[1]) if made else None
+        panel = self._panel(names)
+        return effect(panel, signs, aggregation, self._rounds(names, aggregation))
 
     def score(self, name: Name, aggregation: str) -> Interval | None:
         if name not in self.columns:
             return None
-        made = self._panel(self._alike if name in self._alike else (name,))
-        return score(made[0], name, aggregation, made[1]) if made else None
+        names = self._alike if name in self._alike else (name,)
+        return score(self._panel(names), name, aggregation, self._rounds(names, aggregation))
 
-    def _panel(self, names: tuple[Name, ...]) -> tuple[Panel, Resampled] | None:
-        if names not in self._made:
-            panel = Panel.of({name: self.columns[name] for name in names})
-            enough = panel.documents > 1
-            self._made[names] = (panel, resample(panel, seed=self.seed)) if enough else None
-        return self._made[names]
+    def _panel(self, names: tuple[Name, ...]) -> Panel:
+        if names not in self._panels:
+            self._panels[names] = Panel.of({name: self.columns[name] for name in names})
+        return self._panels[names]
+
+    def _rounds(self, names: tuple[Name, ...], aggregation: str) -> Resampled | None:
+        panel = self._panel(names)
+        if not needs_rounds(aggregation) or panel.documents < 2:
+            return None
+        if names not in self._drawn:
+            self._drawn[names] = resample(panel, seed=self.seed)
+        return self._drawn[names]
 
 
 def _questions(comparison: Comparison, line: Line) -> Iterator[tuple[str, str, dict[Name, int]]]:
-    """Kind, checkpoint, and the signed columns whose sum answers it."""
+    """Question, checkpoint, and the signed columns whose sum answers it."""
 
     def column(checkpoint: str, quantizer: str) -> Name:
         return f"{checkpoint}/{quantizer}", line.metric
@@ -147,11 +155,11 @@ def _adjusted(
     comparison: Comparison, found: Mapping[tuple[int, str, str], Effect]
 ) -> dict[tuple[int, str, str], Effect]:
     result = {}
-    for kind in KINDS:
+    for question in QUESTIONS:
         family = [
             where
             for where in found
-            if where[1] == kind and not redundant(comparison.lines[where[0]], comparison.lines)
+            if where[1] == question and not redundant(comparison.lines[where[0]], comparison.lines)
         ]
         answers = adjust([found[where] for where in family])
         result |= dict(zip(family, answers, strict=True))

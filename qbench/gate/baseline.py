@@ -19,11 +19,11 @@ from pydantic import ValidationError
 
 from qbench.comparison.changes import (
     DECIMALS,
-    CellOutcomes,
+    CellResults,
     Changes,
-    Outcomes,
-    compare_outcomes,
-    read_outcomes,
+    ResultSet,
+    compare_sets,
+    read_results,
 )
 from qbench.comparison.statistics import Column
 from qbench.errors import ResultsError
@@ -38,10 +38,10 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     """Write the baseline of a results folder to ``out``.
 
     Where ``out`` exists, ``replace`` must be set; what replacing it changes is returned, so that
-    it can be shown (``comparison.changes.markdown``). Raises ResultsError for a folder with
+    it can be shown (``tables.changes.changes_table``). Raises ResultsError for a folder with
     missing, failed or unaudited cells, which are no standard to hold anybody to.
     """
-    outcomes = read_outcomes(store)
+    outcomes = read_results(store)
     unfit = [f"{cell}: {why}" for cell, why in outcomes.broken.items()]
     unfit += [f"{cell}: not audited" for cell, one in outcomes.cells.items() if not one.audited]
     if unfit:
@@ -57,18 +57,18 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
 
 def difference(store: Store, out: Path) -> Changes:
     """What replacing the baseline ``out`` by the results in ``store`` would change."""
-    old, new = read(out), read_outcomes(store)
+    old, new = read(out), read_results(store)
     gone = [f"{cell}: no longer gated" for cell in old.cells.keys() - new.cells.keys()]
     fresh = [f"{cell}: newly gated" for cell in new.cells.keys() - old.cells.keys()]
     return Changes(
         old=str(out),
         new=str(store.directory),
-        lines=tuple(compare_outcomes(old, new)),
+        lines=tuple(compare_sets(old, new)),
         problems=tuple(sorted(gone + fresh)),
     )
 
 
-def write(outcomes: Outcomes, out: Path) -> None:
+def write(outcomes: ResultSet, out: Path) -> None:
     frames = []
     about: dict[str, object] = {}
     for place, (cell, one) in enumerate(outcomes.cells.items()):
@@ -109,7 +109,7 @@ def write(outcomes: Outcomes, out: Path) -> None:
     write_atomically(out, payload.getvalue())
 
 
-def read(path: Path) -> Outcomes:
+def read(path: Path) -> ResultSet:
     """Read a baseline. Raises ResultsError where it is missing, damaged or of another version."""
     remedy = "make it with `qbench baseline DIR --out FILE`"
     if not path.is_file():
@@ -125,12 +125,12 @@ def read(path: Path) -> Outcomes:
             f"{remedy}"
         )
     try:
-        return Outcomes(name=about["name"], cells=_cells(about["cells"], table), broken={})
+        return ResultSet(name=about["name"], cells=_cells(about["cells"], table), broken={})
     except (KeyError, TypeError, ValidationError) as error:
         raise ResultsError(f"{path}: not whole ({error!r:.80}); {remedy}") from None
 
 
-def _cells(about: dict[str, Any], table: pa.Table) -> dict[str, CellOutcomes]:
+def _cells(about: dict[str, Any], table: pa.Table) -> dict[str, CellResults]:
     groups = dict(list(table.to_pandas().groupby(["cell", "score"], sort=False)))
     cells = {}
     for place, (cell, one) in enumerate(about.items()):
@@ -140,7 +140,7 @@ def _cells(about: dict[str, Any], table: pa.Table) -> dict[str, CellOutcomes]:
             rows = groups[place, number]
             values = (rows["value"] / 10**DECIMALS).round(DECIMALS)
             columns[name] = Column.of(rows["document"].to_numpy(), values, rows["weight"])
-        cells[cell] = CellOutcomes(
+        cells[cell] = CellResults(
             key=one["key"],
             key_parts=one["key_parts"],
             method=one["method"],

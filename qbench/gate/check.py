@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qbench.comparison.changes import CellOutcomes, Change, compare_outcomes, read_outcomes
-from qbench.comparison.compare import is_percentage
+from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
 from qbench.comparison.statistics import Worsening, documents_needed, worsening
 from qbench.errors import RecipeError, ResultsError
 from qbench.gate.baseline import read
@@ -111,7 +110,7 @@ def check(
     Raises ResultsError where either cannot be read, nothing can be compared or the data differ,
     and RecipeError for a metric that no margin is given for.
     """
-    old, new = read(baseline), read_outcomes(store)
+    old, new = read(baseline), read_results(store)
     margins = DEFAULT_MARGINS | AUDIT_MARGINS | dict(margins or {})
     gates = []
     for cell in old.cells:
@@ -129,7 +128,7 @@ def check(
             ]
             gates += _audit_gates(cell, old.cells[cell], new.cells[cell], margins)
     blocked = {gate.cell for gate in gates if not gate.task}
-    for line in compare_outcomes(old, new):
+    for line in compare_sets(old, new):
         if line.cell not in blocked:
             gates.append(_gate(line, margins))
     if not gates:
@@ -150,7 +149,7 @@ def check(
 
 
 def _audit_gates(
-    cell: str, old: CellOutcomes, new: CellOutcomes, margins: Mapping[str, float]
+    cell: str, old: CellResults, new: CellResults, margins: Mapping[str, float]
 ) -> list[Gate]:
     """Weights no further from the original's, no more bits, no less of the model quantized."""
     gates = []
@@ -193,7 +192,7 @@ def _gate(line: Change, margins: Mapping[str, float]) -> Gate:
             reason=f"cannot be paired on {line.documents} documents",
         )
     worse = worsening(effect, higher_is_better=line.higher_is_better)
-    if effect.log_ratio:
+    if effect.kind == "log ratio":
         limit = math.log1p(margin / 100)
         shown = Worsening(**{k: 100 * math.expm1(v) for k, v in _parts(worse).items()})
     else:
@@ -209,7 +208,7 @@ def _gate(line: Change, margins: Mapping[str, float]) -> Gate:
         outcome = "inconclusive"
         # The half-width of the bound as a standard error: it is one for Student's t, and stands
         # in for one where few answers changed.
-        spread = max(effect.tested.stderr, (worse.high - worse.estimate) / 1.645)
+        spread = max(effect.interval.stderr, (worse.high - worse.estimate) / 1.645)
         needed = documents_needed(abs(limit - worse.estimate), spread, line.documents)
         reason = (
             f"too few documents to tell: about {needed} would, at this difference"
@@ -224,12 +223,14 @@ def _parts(worse: Worsening) -> dict[str, float]:
 
 
 def _margin(line: Change, margins: Mapping[str, float]) -> float:
-    family = "acc" if is_percentage(line.metric) else "perplexity"
-    if line.metric in margins:
-        return margins[line.metric]
-    known = family == "acc" or (line.effect is not None and line.effect.log_ratio is not None)
-    if known or line.metric.endswith("perplexity"):
-        return margins[family]
+    for name in (line.metric, line.base_metric):
+        if name in margins:
+            return margins[name]
+    if line.percent:
+        return margins["acc"]
+    ratio = line.effect is not None and line.effect.kind == "log ratio"
+    if ratio or line.base_metric.endswith("perplexity"):
+        return margins["perplexity"]
     raise RecipeError(
         f"{line.task}: {line.metric} has no margin; give --margin {line.metric}=NUMBER "
         "(in the metric's own units)"

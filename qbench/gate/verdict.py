@@ -8,7 +8,9 @@ from xml.etree import ElementTree
 
 from qbench.gate.check import Gate, Verdict
 from qbench.store import write_atomically
-from qbench.tables.table import NO_VALUE, metric_title, number
+from qbench.text.escape import for_markdown
+from qbench.text.markdown import table
+from qbench.text.numbers import NO_VALUE, metric_title, number
 
 SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}
 
@@ -42,13 +44,11 @@ def as_markdown(verdict: Verdict) -> str:
         f"{verdict.results} against {verdict.baseline}: {counts}; inconclusive counts as "
         f"{verdict.inconclusive}, exit code {verdict.exit_code}.",
         "",
-        f"| {' | '.join(HEAD)} |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
-        *(f"| {' | '.join(_texts(gate))} |" for gate in gates),
+        table(HEAD, [_texts(gate) for gate in gates], align="llllrrrrrrl"),
         "",
         "- Worse by: in percentage points for accuracies, in per cent for perplexities; at most: "
         "its one-sided 95 % bound, paired by document.",
-        *(f"- {note}" for note in verdict.notes),
+        *(f"- {for_markdown(note)}" for note in verdict.notes),
     ]
     return "\n".join(lines) + "\n"
 
@@ -134,7 +134,7 @@ def _texts(gate: Gate) -> list[str]:
         _signed(worse.high) if worse else NO_VALUE,
         f"{gate.margin:g}" if gate.margin is not None else NO_VALUE,
         str(change.documents) if change else NO_VALUE,
-        gate.reason.replace("|", "\\|"),
+        gate.reason,
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from itertools import combinations
@@ -64,6 +64,15 @@ def summary() -> str:
         f"scores, {off} do not to the last digit. {grave} grave findings of {len(findings)}."
     )
     return "\n".join(lines)
+
+
+def doubts(places: Collection[str]) -> list[str]:
+    """What is gravely wrong with the tables at ``places`` (such as "Table 13"), a line each."""
+    return [
+        f"{finding.place}: {finding.text}"
+        for finding in check()
+        if finding.grave and finding.place.split(",")[0] in places
+    ]
 
 
 def _deltas(one: PublishedTable) -> Iterator[Finding]:

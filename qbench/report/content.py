@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qbench.comparison.compare import Comparison, Line, judge, redundant
+from qbench.comparison.lines import Comparison, Line, judge, redundant
+from qbench.comparison.wording import (
+    RATIO_NOTE,
+    arrow,
+    detectable_text,
+    effect_text,
+    interval_text,
+)
 from qbench.published import printed
 from qbench.record import Damage, Record
 from qbench.report.costs import STAGES, bits_per_weight, sound
 from qbench.store import KEY_DIGITS
-from qbench.tables.layout import delta_text, entry_text, find_printed, interval_text, noise_notes
-from qbench.tables.table import NO_VALUE, arrow, metric_title, number
+from qbench.tables.beside import find_printed
+from qbench.tables.layout import delta_text, entry_text, noise_notes
+from qbench.text.numbers import NO_VALUE, metric_title
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +105,7 @@ def _scores(comparison: Comparison, published: str | None) -> DataTable:
             delta, effect = line.delta(other), line.deltas.get(other)
             row += [
                 Cell(text=delta_text(comparison, line, other), sort=delta),
-                Cell(text=interval_text(line, other)),
+                Cell(text=interval_text(effect, percent=line.percent)),
                 _p(effect.p_holm if effect else None),
             ]
         if paper:
@@ -136,13 +144,17 @@ def _damage(comparison: Comparison) -> DataTable:
             effect = line.differences.get(other)
             row += [*_effect_cells(line, effect), _p(effect.p_holm if effect else None)]
         asked = [*line.differences.values(), *line.damages.values()]
-        scale = 100 if line.percent else 1
-        row.append(Cell(text=f"{asked[0].detectable * scale:.3g}", sort=asked[0].detectable))
+        row.append(
+            Cell(
+                text=detectable_text(asked[0], percent=line.percent),
+                sort=asked[0].detectable,
+            )
+        )
         rows.append(row)
     caption = (
-        "Damage (quantized minus unquantized) and difference-in-differences. Accuracies in points; "
-        "perplexities as the logarithm of their ratio. Detectable: the smallest difference of "
-        "damages that as many documents show with 80 % power"
+        "Damage (quantized minus unquantized) and difference-in-differences. Accuracies in points. "
+        f"{RATIO_NOTE} Detectable: the smallest difference of damages that as many documents show "
+        "with 80 % power"
     )
     return _table("damage", "damage", caption, head, rows)
 
@@ -150,17 +162,9 @@ def _damage(comparison: Comparison) -> DataTable:
 def _effect_cells(line: Line, effect: object) -> list[Cell]:
     if effect is None:
         return [Cell(text=NO_VALUE), Cell(text=NO_VALUE)]
-    tested = effect.tested
-    percent = line.percent
-
-    def show(value: float) -> str:
-        if effect.log_ratio:
-            return f"{value:+.4f}".replace("-", "−")
-        return number(value, percent=percent, signed=True)
-
     return [
-        Cell(text=show(tested.estimate) + effect.mark, sort=tested.estimate),
-        Cell(text=f"[{show(tested.low)}, {show(tested.high)}]"),
+        Cell(text=effect_text(effect, percent=line.percent), sort=effect.estimate),
+        Cell(text=interval_text(effect, percent=line.percent)),
     ]
 
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qbench.comparison.compare import Comparison, judge
+from qbench.comparison.lines import Comparison, judge
 from qbench.record import Damage, Flips, Record, TaskDamage
 from qbench.report.style import HATCHES, MARKERS, SERIES, legend, panels
 

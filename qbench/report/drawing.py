@@ -21,7 +21,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
-from qbench.comparison.compare import Comparison
+from qbench.comparison.lines import Comparison
 from qbench.errors import UnavailableError
 from qbench.report.figures import Drawn, groups
 from qbench.report.style import svg

@@ -11,11 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from qbench.comparison.compare import Comparison, Line, redundant
-from qbench.comparison.statistics import Interval
+from qbench.comparison.lines import Comparison, Line, redundant
 from qbench.report.costs import Found, cost_figures, damage_figures
 from qbench.report.style import DASHES, INK, MARKERS, RC, SERIES, fix_empty_labels, legend, panels
-from qbench.tables.table import metric_title
+from qbench.text.numbers import metric_title
 
 LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmic
 
@@ -192,7 +191,8 @@ def _forest_points(
     for row, line in enumerate(lines):
         effect = getattr(line, kind).get(checkpoint)
         if effect is not None:
-            interval, scale = _on_axis(effect.log_ratio, effect.interval, percent=line.percent)
+            interval = effect.interval
+            scale = 100.0 if line.percent else 1.0
             value = interval.estimate * scale
             ends = value - interval.low * scale, interval.high * scale - value
             points[effect.mark == "‡"].append((value, row + shift, *map(_positive, ends)))
@@ -210,14 +210,8 @@ def _positive(length: float) -> float:
     return max(0.0, length)  # an end may pass the estimate by rounding
 
 
-def _on_axis(
-    log_ratio: Interval | None, interval: Interval, *, percent: bool
-) -> tuple[Interval, float]:
-    return (log_ratio, 1.0) if log_ratio else (interval, 100.0 if percent else 1.0)
-
-
 def _effect_title(line: Line) -> str:
-    perplexity = any(effect.log_ratio for effect in line.damages.values())
+    perplexity = any(effect.kind == "log ratio" for effect in line.damages.values())
     name = metric_title(line.metric)
     if perplexity:
         return f"{name} (ln ratio, less is better)"

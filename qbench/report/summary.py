@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from qbench.comparison.compare import Comparison, Line, redundant
+from qbench.comparison.lines import Comparison, Line, redundant
 from qbench.comparison.statistics import Effect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """How many effects of one kind point which way, and how many are significant (Holm, 5 %)."""
+    """How many effects of one question point which way, how many of them significantly (Holm,
+    5 %), and how many are exactly 0."""
 
     asked: int
     better: int
     surely_better: int
     worse: int
     surely_worse: int
+    tied: int
 
 
 def count(answers: Iterable[tuple[Line, Effect]]) -> Count:
-    """Better means in the metric's good direction; on the scale that was tested."""
+    """Better means in the metric's good direction."""
     signs = []
     for line, effect in answers:
-        good = effect.tested.estimate * (1 if line.higher_is_better else -1)
+        good = effect.estimate * (1 if line.higher_is_better else -1)
         signs.append((good, effect.mark == "‡"))
     return Count(
         asked=len(signs),
@@ -32,15 +34,16 @@ def count(answers: Iterable[tuple[Line, Effect]]) -> Count:
         surely_better=sum(good > 0 and sure for good, sure in signs),
         worse=sum(good < 0 for good, _ in signs),
         surely_worse=sum(good < 0 and sure for good, sure in signs),
+        tied=sum(good == 0 for good, _ in signs),
     )
 
 
-def answers(comparison: Comparison, kind: str, checkpoint: str) -> list[tuple[Line, Effect]]:
-    """All lines' effects of one kind (``deltas``, ``damages``, ``differences``)."""
+def answers(comparison: Comparison, question: str, checkpoint: str) -> list[tuple[Line, Effect]]:
+    """All lines' effects of one question (``deltas``, ``damages``, ``differences``)."""
     return [
-        (line, getattr(line, kind)[checkpoint])
+        (line, getattr(line, question)[checkpoint])
         for line in comparison.lines
-        if checkpoint in getattr(line, kind) and not redundant(line, comparison.lines)
+        if checkpoint in getattr(line, question) and not redundant(line, comparison.lines)
     ]
 
 
@@ -63,8 +66,9 @@ def summary(comparison: Comparison) -> list[str]:
             found = count(differences)
             sentences.append(
                 f"Quantization costs {other} less than {base} in {found.better} of {found.asked} "
-                f"comparisons ({found.surely_better} significantly) and more in {found.worse} "
-                f"({found.surely_worse} significantly), by the difference of their damages."
+                f"comparisons ({found.surely_better} significantly), more in {found.worse} "
+                f"({found.surely_worse} significantly) and exactly as much in {found.tied}, by the "
+                "difference of their damages."
             )
     for checkpoint in comparison.checkpoints:
         damages = answers(comparison, "damages", checkpoint)
@@ -76,7 +80,7 @@ def summary(comparison: Comparison) -> list[str]:
             )
     if any(line.deltas or line.damages for line in comparison.lines):
         sentences.append(
-            "Significant: at 5 % after Holm's correction over all comparisons of that kind."
+            "Significant: at 5 % after Holm's correction over all comparisons of that question."
         )
     problems = comparison.problems()
     if problems:
@@ -88,6 +92,6 @@ def summary(comparison: Comparison) -> list[str]:
 def _which(other: str, base: str, found: Count, better: str, worse: str) -> str:
     return (
         f"{other} {better} than {base} in {found.better} of {found.asked} scores "
-        f"({found.surely_better} significantly) and {worse} in {found.worse} "
-        f"({found.surely_worse} significantly)."
+        f"({found.surely_better} significantly), {worse} in {found.worse} "
+        f"({found.surely_worse} significantly) and equal in {found.tied}."
     )

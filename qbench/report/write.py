@@ -10,7 +10,8 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from qbench import __version__
-from qbench.comparison.compare import Comparison, compare
+from qbench.comparison.compare import compare
+from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.record import Grid
 from qbench.report.content import DataTable, data_tables

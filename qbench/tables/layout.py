@@ -1,13 +1,16 @@
-"""A table as text: the same head, rows and notes for Markdown, LaTeX and HTML."""
+"""Tables as text: the same head, rows and notes for Markdown, LaTeX and HTML."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qbench.comparison.compare import Comparison, Entry, Line
-from qbench.published import Printed, printed
+from qbench.comparison.lines import Comparison, Entry, Line
+from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
+from qbench.published import printed
 from qbench.store import KEY_DIGITS
-from qbench.tables.table import MINUS, NO_VALUE, Table, arrow, metric_title, number
+from qbench.tables.beside import models, printed_cells, printed_notes
+from qbench.tables.table import Table
+from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
 
 BELOW_NOISE = "≈"
 NOISE_LEGEND = (
@@ -18,6 +21,10 @@ WORDS = 3  # the first columns hold words, the others numbers
 LEGEND = (
     "Δ differs from 0 at 5 %: ‡ after Holm's correction over all Δ of the grid, † after "
     "Benjamini–Hochberg's only. Brackets hold 95 % intervals, paired by document."
+)
+DAMAGE_LEGEND = (
+    "Damage: quantized minus unquantized, of the same checkpoint. Brackets hold 95 % intervals, "
+    "paired by document. ‡ and † as above, over all damages, and over all differences of damage."
 )
 
 
@@ -34,21 +41,28 @@ class Layout:
     keys: tuple[str, ...]
 
 
-def layout(comparison: Comparison, table: Table, *, published: str | None = None) -> Layout:
-    """Lay one table out; ``published`` adds what a paper prints for the same cells.
+def layouts(comparison: Comparison, table: Table, *, published: str | None = None) -> list[Layout]:
+    """The delta table, and below it that of damage where there is any.
 
-    Raises RecipeError where ``published`` is unknown.
+    ``published`` adds what a paper prints for the same cells. Raises RecipeError where it is
+    unknown.
     """
+    made = [_delta(comparison, table, published)]
+    if any(row.line.damages for row in table.rows):
+        made.append(_damage(comparison, table))
+    return made
+
+
+def _delta(comparison: Comparison, table: Table, published: str | None) -> Layout:
     paper = printed(published) if published else {}
     others = table.checkpoints[1:]
-    tested = any(line.deltas for line in (row.line for row in table.rows))
+    tested = any(row.line.deltas for row in table.rows)
     single = len(others) == 1
     head = ["Task", "Metric", "Quantization", *table.checkpoints]
     for other in others:
         head.append("Δ" if single else f"Δ {other}")
         if tested:
             head.append("95 % interval" if single else f"95 % interval {other}")
-    models = _models(comparison)
     if paper:
         head += [f"{checkpoint}, printed" for checkpoint in table.checkpoints]
         head += [f"Δ{'' if single else ' ' + other}, printed" for other in others]
@@ -56,23 +70,20 @@ def layout(comparison: Comparison, table: Table, *, published: str | None = None
     rows = []
     for row in table.rows:
         line = row.line
-        cells = [
-            line.label if row.begins_task else "",
-            f"{metric_title(line.metric)} {arrow(line)}",
-            line.quantizer,
-            *(entry_text(entry, line) for entry in line.entries),
-        ]
+        cells = [*_names(line, begins_task=row.begins_task)]
+        cells += [entry_text(entry, line) for entry in line.entries]
         for other in others:
             cells.append(delta_text(comparison, line, other))
             if tested:
-                cells.append(interval_text(line, other))
+                cells.append(interval_text(line.deltas.get(other), percent=line.percent))
         if paper:
-            cells += _printed_cells(line, others, paper, models)
+            cells += printed_cells(line, others, paper, models(comparison))
         cells.append(documents_text(line))
         rows.append(tuple(cells))
-    notes = [*([LEGEND] if tested else []), *noise_notes(comparison), *table.notes]
+    notes = [*([LEGEND] if tested else []), *_ratio_notes(table, "deltas")]
+    notes += [*noise_notes(comparison), *table.notes]
     if paper:
-        notes.insert(0, _printed_note(table, paper, published))
+        notes[:0] = printed_notes(table, paper, published)
     return Layout(
         title=table.title,
         method=table.method,
@@ -86,6 +97,47 @@ def layout(comparison: Comparison, table: Table, *, published: str | None = None
             if entry.status == "ok"
         ),
     )
+
+
+def _damage(comparison: Comparison, table: Table) -> Layout:
+    """What quantization costs each checkpoint, and how much more than the baseline: the claim."""
+    base, others = table.checkpoints[0], table.checkpoints[1:]
+    head = ["Task", "Metric", "Quantization"]
+    for checkpoint in table.checkpoints:
+        head += [f"{checkpoint}’s damage", "95 % interval"]
+    for other in others:
+        head += [f"{other}’s {MINUS} {base}’s", "95 % interval"]
+    head.append("Documents")
+    rows, begins, last = [], [], None
+    for line in (row.line for row in table.rows if row.line.quantized):
+        begins.append(line.task != last)
+        last = line.task
+        cells = _names(line, begins_task=begins[-1])
+        effects = [line.damages.get(checkpoint) for checkpoint in table.checkpoints]
+        effects += [line.differences.get(other) for other in others]
+        for effect in effects:
+            cells.append(effect_text(effect, percent=line.percent))
+            cells.append(interval_text(effect, percent=line.percent))
+        documents = {str(effect.documents) for effect in effects if effect}
+        rows.append((*cells, "/".join(sorted(documents)) or NO_VALUE))
+    claim = ", ".join(f"{other}’s {MINUS} {base}’s" for other in others)
+    return Layout(
+        title=f"{table.name}: damage{', and ' + claim if claim else ''}",
+        method=table.method,
+        head=tuple(head),
+        rows=tuple(rows),
+        begins_task=tuple(begins),
+        notes=(DAMAGE_LEGEND, *_ratio_notes(table, "damages")),
+        keys=(),
+    )
+
+
+def _names(line: Line, *, begins_task: bool) -> list[str]:
+    return [
+        line.label if begins_task else "",
+        f"{metric_title(line.metric)} {arrow(line)}",
+        line.quantizer,
+    ]
 
 
 def entry_text(entry: Entry, line: Line) -> str:
@@ -121,13 +173,9 @@ def noise_notes(comparison: Comparison) -> list[str]:
     )
 
 
-def interval_text(line: Line, checkpoint: str) -> str:
-    effect = line.deltas.get(checkpoint)
-    if effect is None:
-        return NO_VALUE
-    ends = (effect.interval.low, effect.interval.high)
-    low, high = (number(end, percent=line.percent, signed=True) for end in ends)
-    return f"[{low}, {high}]"
+def _ratio_notes(table: Table, question: str) -> list[str]:
+    effects = (effect for row in table.rows for effect in getattr(row.line, question).values())
+    return [RATIO_NOTE] if any(effect.kind == "log ratio" for effect in effects) else []
 
 
 def documents_text(line: Line) -> str:
@@ -137,66 +185,3 @@ def documents_text(line: Line) -> str:
     if len(known) <= 1:
         return str(next(iter(known), NO_VALUE))
     return "/".join(NO_VALUE if count is None else str(count) for count in counts)
-
-
-def find_printed(line: Line, paper: dict[tuple, Printed]) -> Printed | None:
-    """What the paper prints for this line: same task, metric, method and bits."""
-    return paper.get((line.task, line.metric, line.method, line.bits))
-
-
-def standard_errors_away(line: Line, checkpoint: str, value: float) -> float | None:
-    """(ours − printed) / our standard error; ``None`` where we have no score or no error."""
-    entry, interval = line.entry(checkpoint), line.intervals.get(checkpoint)
-    stderr = entry.stderr or (interval.stderr if interval else None)
-    if entry.value is None or not stderr:
-        return None
-    return (entry.value * (100 if line.percent else 1) - value) / (
-        stderr * (100 if line.percent else 1)
-    )
-
-
-def _models(comparison: Comparison) -> dict[str, str]:
-    """Checkpoint → the paper's name for it, by the normalizer that its records state."""
-    normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
-    return {name: normalizers.get(name, name) for name in comparison.checkpoints}
-
-
-def _printed_cells(
-    line: Line, others: tuple[str, ...], paper: dict[tuple, Printed], models: dict[str, str]
-) -> list[str]:
-    found = find_printed(line, paper)
-    cells = []
-    for entry in line.entries:
-        value = found.values.get(models[entry.checkpoint]) if found else None
-        away = None
-        if value is not None:
-            away = standard_errors_away(line, entry.checkpoint, float(value))
-        cells.append(_away_text(value, away))
-    for other in others:
-        pair = (models[line.entries[0].checkpoint], models[other])
-        delta = found.delta if found and pair == ("softmax", "softpick") else None
-        effect, ours = line.deltas.get(other), line.delta(other)
-        away = None
-        if delta is not None and ours is not None and effect and effect.interval.stderr:
-            scale = 100 if line.percent else 1
-            away = (ours * scale - float(delta)) / (effect.interval.stderr * scale)
-        cells.append(_away_text(delta, away, signed=True))
-    return cells
-
-
-def _away_text(value: object, away: float | None, *, signed: bool = False) -> str:
-    if value is None:
-        return NO_VALUE
-    text = f"{value:{'+' if signed else ''}}".replace("-", MINUS)
-    return text if away is None else f"{text} ({away:+.1f} SE)".replace("-", MINUS)
-
-
-def _printed_note(table: Table, paper: dict[tuple, Printed], published: str | None) -> str:
-    found = [find_printed(row.line, paper) for row in table.rows]
-    sources = dict.fromkeys(one.source for one in found if one)
-    return (
-        f"Printed: {published}, {', '.join(sources)}; in brackets how many of our standard errors "
-        "ours lies above the printed value, whose own error is not known."
-        if sources
-        else f"{published} prints none of these cells."
-    )

@@ -7,9 +7,10 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from qbench.comparison.compare import Comparison, Entry, Line
+from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
-from qbench.tables.layout import find_printed, standard_errors_away
+from qbench.tables.beside import find_printed, standard_errors_away
+from qbench.text.escape import for_csv
 
 if TYPE_CHECKING:
     from qbench.comparison.statistics import Effect
@@ -19,14 +20,15 @@ ABOUT = (
     *("status", "value", "stderr", "low", "high", "documents"),
 )
 QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
-PARTS = ("", "_stderr", "_low", "_high", "_log_ratio", "_log_low", "_log_high")
+PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
+LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
 PRINTED = ("printed", "printed_delta", "printed_source", "standard_errors_away")
 NOISE = "noise_floor"  # of Δ: both checkpoints' together
 TRACE = ("key", "reason")
 COLUMNS = (
     *ABOUT,
-    *(question + part for question in QUESTIONS for part in (*PARTS, *TESTS)),
+    *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
     *PRINTED,
     NOISE,
     *TRACE,
@@ -36,7 +38,10 @@ COLUMNS = (
 def comma_separated(comparison: Comparison, *, published: str | None = None) -> str:
     """All scores of the grid in full precision and the record's units, failed and missing too.
 
-    ``did`` is the difference-in-differences. Printed numbers are in the paper's units.
+    ``did`` is the difference-in-differences. Of perplexities ``delta`` is the raw difference, a
+    number alone; errors, intervals, damage and ``did`` are in the columns of the log ratio, and
+    ``detectable`` is a log ratio too. Printed numbers are in the paper's units. Text that a
+    spreadsheet would compute begins with an apostrophe.
     """
     paper = printed(published) if published else {}
     normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
@@ -54,7 +59,7 @@ def comma_separated(comparison: Comparison, *, published: str | None = None) -> 
                 )
             if paper:
                 row |= _printed(line, entry, paper, normalizers)
-            table.writerow(row)
+            table.writerow({column: for_csv(cell) for column, cell in row.items()})
     return text.getvalue()
 
 
@@ -76,8 +81,8 @@ def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
     yield "documents", entry.documents
     if entry is not line.entries[0]:
         yield "delta", line.delta(entry.checkpoint)
-    for question, kind in QUESTIONS.items():
-        effects: Mapping[str, Effect] = getattr(line, kind)
+    for question, effects_of in QUESTIONS.items():
+        effects: Mapping[str, Effect] = getattr(line, effects_of)
         if entry.checkpoint in effects:
             yield from _effect(question, effects[entry.checkpoint])
     yield "key", entry.key
@@ -85,15 +90,10 @@ def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
 
 
 def _effect(question: str, effect: Effect) -> Iterator[tuple[str, object]]:
-    interval, log_ratio = effect.interval, effect.log_ratio
-    yield question, interval.estimate
-    yield f"{question}_stderr", interval.stderr
-    yield f"{question}_low", interval.low
-    yield f"{question}_high", interval.high
-    if log_ratio:
-        yield f"{question}_log_ratio", log_ratio.estimate
-        yield f"{question}_log_low", log_ratio.low
-        yield f"{question}_log_high", log_ratio.high
+    interval = effect.interval
+    names = LOG_PARTS if effect.kind == "log ratio" else PARTS
+    ends = interval.estimate, interval.stderr, interval.low, interval.high
+    yield from zip((question + name for name in names), ends, strict=True)
     yield f"{question}_test", effect.test
     yield f"{question}_p", effect.p
     yield f"{question}_p_holm", effect.p_holm

@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qbench.tables.layout import WORDS, Layout
+from qbench.text.escape import for_markdown
+from qbench.text.markdown import table
 
 
 def markdown(tables: Sequence[Layout]) -> str:
-    """The tables one below the other, columns aligned so that they read well unrendered."""
-    return "\n\n".join(_one(table) for table in tables) + "\n"
+    """The tables one below the other, with their notes."""
+    return "\n\n".join(_one(layout) for layout in tables) + "\n"
 
 
-def _one(table: Layout) -> str:
-    lines = [table.head, *table.rows]
-    # at least two wide: Markdown does not take a lone ":" as the rule under a column
-    widths = [max(2, *(len(line[column]) for line in lines)) for column in range(len(table.head))]
-    rule = [
-        "-" * width if column < WORDS else "-" * (width - 1) + ":"
-        for column, width in enumerate(widths)
+def _one(layout: Layout) -> str:
+    align = "l" * WORDS + "r" * (len(layout.head) - WORDS)
+    notes = list(layout.notes)
+    if layout.keys:
+        notes.append(f"Records: {'; '.join(layout.keys)}.")
+    parts = [
+        f"### {for_markdown(layout.title)}",
+        table(layout.head, layout.rows, align=align),
+        "\n".join(f"- {for_markdown(note)}" for note in notes),
     ]
-    padded = [
-        [
-            text.ljust(width) if column < WORDS else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in [table.head, rule, *table.rows]
-    ]
-    text = [f"### {table.title}", "", *(f"| {' | '.join(line)} |" for line in padded)]
-    notes = [note.replace("|", "\\|") for note in table.notes]
-    if table.keys:
-        notes.append(f"Records: {'; '.join(table.keys)}.")
-    return "\n".join([*text, "", *(f"- {note}" for note in notes)])
+    return "\n\n".join(part for part in parts if part)

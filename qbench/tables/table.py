@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from qbench.comparison.compare import Comparison, Line, redundant
-
-MINUS = "−"
-NO_VALUE = "—"
+from qbench.comparison.lines import Comparison, Line, redundant
+from qbench.text.numbers import MINUS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +22,7 @@ class Table:
     """One method's table. ``notes`` stand below it: failures, and what was left out."""
 
     method: str
+    name: str  # of the method
     title: str
     checkpoints: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -40,8 +39,8 @@ def _table(comparison: Comparison, method: str) -> Table:
     shown = [line for line in lines if not redundant(line, lines)]
     rows = []
     for _, group in groupby(shown, key=lambda line: line.task):
-        for place, line in enumerate(group):
-            rows.append(Row(line=line, begins_task=place == 0))
+        for number, line in enumerate(group):
+            rows.append(Row(line=line, begins_task=number == 0))
     left_out = dict.fromkeys(
         f"{line.task} {line.metric}" for line in lines if redundant(line, lines)
     )
@@ -49,11 +48,12 @@ def _table(comparison: Comparison, method: str) -> Table:
     notes = [note for note in comparison.problems() if _quantizer_of(note) in quantizers]
     if left_out:
         notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
-    title = next(line.title for line in lines if line.method == method)
+    name = next(line.title for line in lines if line.method == method)
     against = ", ".join(f"{other} {MINUS} {comparison.baseline}" for other in comparison.others)
     return Table(
         method=method,
-        title=f"{title}: Δ = {against}" if against else title,
+        name=name,
+        title=f"{name}: Δ = {against}" if against else name,
         checkpoints=comparison.checkpoints,
         rows=tuple(rows),
         notes=tuple(notes),
@@ -62,22 +62,3 @@ def _table(comparison: Comparison, method: str) -> Table:
 
 def _quantizer_of(problem: str) -> str:
     return problem.split(":", 1)[0].rsplit("/", 1)[-1]
-
-
-def metric_title(metric: str) -> str:
-    """``acc_norm`` as the paper writes it: Acc Norm."""
-    return metric.replace("_", " ").title() if metric != NO_VALUE else metric
-
-
-def arrow(line: Line) -> str:
-    return "↑" if line.higher_is_better else "↓"
-
-
-def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
-    """Two decimals as the papers print them; fractions become per cent."""
-    if value is None:
-        return NO_VALUE
-    text = f"{value * 100 if percent else value:{'+' if signed else ''},.2f}"
-    if text in ("-0.00", "+0.00"):
-        text = "+0.00" if signed else "0.00"
-    return text.replace("-", MINUS).replace(",", "")

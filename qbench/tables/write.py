@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qbench.comparison.compare import Comparison, compare
+from qbench.comparison.compare import compare
+from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
 from qbench.tables.latex import latex
-from qbench.tables.layout import layout
+from qbench.tables.layout import layouts
 from qbench.tables.long import comma_separated
 from qbench.tables.markdown import markdown
 from qbench.tables.table import delta
@@ -27,7 +28,11 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":
         return comma_separated(comparison, published=published)
-    tables = [layout(comparison, table, published=published) for table in delta(comparison)]
+    tables = [
+        layout
+        for table in delta(comparison)
+        for layout in layouts(comparison, table, published=published)
+    ]
     if format == "md":
         return markdown(tables)
     if format == "tex":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.changes import compare_results, markdown
+from qbench.comparison.changes import compare_results
 from qbench.comparison.explain import explain, find_record, text
 from qbench.errors import ResultsError
 from qbench.store import Store
+from qbench.tables.changes import changes_table
 
 SIZES = {"arc_easy": 300, "lambada_openai": 200, "wikitext": 20}
 QUANTIZERS = ("bf16", "hqq-4bit")
@@ -25,7 +26,7 @@ def test_results_of_two_runs_are_paired_and_only_the_changed_cell_is_marked(tmp_
     assert len(changes.lines) == 4 * 5
     marked = {line.cell for line in changes.lines if line.effect.mark}
     assert marked == {"softmax/hqq-4bit"}
-    assert "‡" in markdown(changes)
+    assert "‡" in changes_table(changes)
     same = next(line for line in changes.lines if line.cell == "softpick/bf16")
     assert same.old == same.new == old.get(old.grid().cells[2]).scores[0].value
 

@@ -20,7 +20,7 @@ from qbench.comparison.statistics import (
     score,
     worsening,
 )
-from qbench.comparison.statistics.counts import mcnemar, score_interval, sign_flips
+from qbench.comparison.statistics.counts import mcnemar, score_interval
 
 SIMULATIONS = 400
 TWO = {"new": 1, "old": -1}
@@ -75,8 +75,11 @@ def closed_form(gained, lost, documents):
         a, c = 2 * documents, -lost * gap * (1 - gap)
         b = -gained - lost + (2 * documents - gained + lost) * gap
         share = (np.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
-        return gained - lost - documents * gap + z * np.sqrt(
-            documents * max(2 * share + gap * (1 - gap), 0.0)
+        return (
+            gained
+            - lost
+            - documents * gap
+            + z * np.sqrt(documents * max(2 * share + gap * (1 - gap), 0.0))
         )
 
     return optimize.brentq(excess, (gained - lost) / documents + 1e-9, 1.0)

@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
+from qbench.comparison.metrics import LOG_SCALE
 from qbench.comparison.statistics.bootstrap import ENOUGH_TO_CORRECT, Resampled, bootstrap_interval
 from qbench.comparison.statistics.counts import mcnemar, score_interval, sign_flips
 from qbench.comparison.statistics.panel import Floats, Panel
 from qbench.comparison.statistics.power import detectable_by_mcnemar, detectable_by_t
 from qbench.comparison.statistics.ratio import (
-    LOG_SCALE,
     SLOPES,
     as_scored,
     contrast,
@@ -161,7 +161,9 @@ def effect(
     return found
 
 
-def score(panel: Panel, name: object, aggregation: str, resampled: Resampled) -> Interval | None:
+def score(
+    panel: Panel, name: object, aggregation: str, resampled: Resampled | None
+) -> Interval | None:
     """One column's own score with its interval, in its units; ``None`` as for ``effect``.
 
     Of a perplexity, that of its logarithm; of accuracies near 0 or 1 Wilson's interval, since

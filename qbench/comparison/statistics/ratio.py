@@ -11,9 +11,9 @@ import math
 
 import numpy as np
 
+from qbench.comparison.metrics import LOG_SCALE
 from qbench.comparison.statistics.panel import Floats
 
-LOG_SCALE = ("perplexity", "weighted_perplexity")
 # Aggregation → what is compared, as a multiple of Σ values / Σ weights.
 SLOPES = {"mean": 1.0, "bits_per_byte": -1 / math.log(2), **dict.fromkeys(LOG_SCALE, -1.0)}
 ROUNDING = 1e-12  # of sums of doubles, relative to their terms

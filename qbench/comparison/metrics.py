@@ -1,0 +1,30 @@
+"""What a metric's name says: how papers print it, where it stands, what says the same."""
+
+from __future__ import annotations
+
+import re
+
+# The order of the paper's appendix; other metrics follow in the record's order.
+METRIC_ORDER = ("acc_norm", "acc", "perplexity", "word_perplexity")
+# Functions of the same log-likelihoods as word_perplexity: kept in the CSV, and neither shown nor
+# counted among the tests, which would count one question three times.
+REDUNDANT = {"byte_perplexity": "word_perplexity", "bits_per_byte": "word_perplexity"}
+# Aggregations of perplexities, which are compared by their logarithm.
+LOG_SCALE = ("perplexity", "weighted_perplexity")
+
+
+def base_metric(metric: str) -> str:
+    """The metric without lm-eval's filter: ``exact_match [strict-match]`` is exact_match."""
+    return re.sub(r" \[[^\]]*\]$", "", metric)
+
+
+def is_percentage(metric: str) -> bool:
+    """Whether papers print ``metric`` times 100."""
+    base = base_metric(metric)
+    return base.startswith("acc") or base in {"exact_match", "em", "f1"}
+
+
+def rank(metric: str) -> int:
+    """Its place in the paper's order, filters aside."""
+    base = base_metric(metric)
+    return METRIC_ORDER.index(base) if base in METRIC_ORDER else len(METRIC_ORDER)

@@ -1,0 +1,45 @@
+"""What changed between two sets of results, in Markdown."""
+
+from __future__ import annotations
+
+from qbench.comparison.changes import Change, Changes
+from qbench.comparison.wording import RATIO_NOTE, interval_text
+from qbench.text.escape import for_markdown
+from qbench.text.markdown import table
+from qbench.text.numbers import NO_VALUE, metric_title, number
+
+HEAD = ("Cell", "Task", "Metric", "Old", "New", "New − old", "95 % interval", "p", "Documents")
+
+
+def changes_table(changes: Changes) -> str:
+    """A line a score, those that are significant marked; then what cannot be compared."""
+    notes = [
+        "Intervals: Student's t on documents, score intervals where few answers changed.",
+        RATIO_NOTE,
+        "‡ significant at 5 % after Holm's correction over all lines, † after "
+        "Benjamini–Hochberg's only; p is not corrected.",
+        *changes.problems,
+    ]
+    parts = [
+        f"### {for_markdown(changes.new)} against {for_markdown(changes.old)}",
+        table(HEAD, [_texts(line) for line in changes.lines], align="lllrrrrrr"),
+        "\n".join(f"- {for_markdown(note)}" for note in notes),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _texts(line: Change) -> list[str]:
+    effect = line.effect
+    shown = {"percent": line.percent}
+    return [
+        line.cell,
+        line.label,
+        f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
+        number(line.old, **shown),
+        number(line.new, **shown),
+        number(effect.difference if effect else line.new - line.old, signed=True, **shown)
+        + (effect.mark if effect else ""),
+        interval_text(effect, **shown),
+        f"{effect.p:.2g}" if effect else NO_VALUE,
+        str(line.documents) + (f" ({line.left_out} unpaired)" if line.left_out else ""),
+    ]
