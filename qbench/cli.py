@@ -60,7 +60,9 @@ def _listing(what: Listing) -> list[str]:
     if what is Listing.normalizers:
         from qbench.attention.normalizers import NORMALIZERS
 
-        return [f"{name:10} {NORMALIZERS.get(name).description}" for name in NORMALIZERS]
+        known = [NORMALIZERS.get(name) for name in NORMALIZERS]
+        pairs = ((f"{one.name:10} {one.description}", f"{'':10}   {one.traits}") for one in known)
+        return [line for pair in pairs for line in pair]
     from qbench.quantizers import QUANTIZERS
     from qbench.quantizers.names import options
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench import __version__, hub
+from qbench.attention.implementation import choose
 from qbench.checkpoints import Checkpoint, find
 from qbench.code import code_digest
 from qbench.errors import DataError, RecipeError
@@ -134,11 +135,9 @@ def _cell(
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
-    from qbench.attention.interface import attention_name
-
     settings = column.quantizer
     wanted = recipe.evaluation.attention
-    attention = attention_name(checkpoint.normalizer, wanted, device).rpartition("-")[2]
+    attention = choose(checkpoint.normalizer, wanted, device)
     scoring = _scoring(recipe, checkpoint, settings, device)
     libraries = requirements(settings) + (("triton",) if attention == "triton" else ())
     parts: dict[str, Any] = {

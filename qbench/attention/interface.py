@@ -1,7 +1,8 @@
 """Our attention inside transformers' models, through AttentionInterface and AttentionMaskInterface.
 
 ``qbench-<normalizer>-<implementation>`` are the names that ``attn_implementation=`` takes, e.g.
-``qbench-softpick-reference``. What a model under these names understands:
+``qbench-softpick-reference``; :func:`attention_name` makes them known to transformers, and may be
+asked for normalizers that were registered later. What a model under these names understands:
 
 - no mask: causal, the last query aligned with the last key (also chunked prefill and decode);
 - ``attention_mask`` [B, T] of 0/1: padding on either side, or holes, also with a KV cache;
@@ -11,13 +12,15 @@
   ``position_ids`` too, since the rotary embedding needs them;
 - a custom bool mask [B or 1, Hq or 1, Tq, Tk], True = attend, used as it is (no causality added).
 
-Additive masks are refused: their finite minimum would count in softpick's denominator.
+Additive masks are refused: their finite minimum would count in softpick's denominator. The
+normalizer's parameters are taken from the attention module, or from what transformers hands over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,16 +29,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from qbench.attention import reference
-from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import RecipeError, UnavailableError
+from qbench.attention.implementation import choose
+from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.errors import UnavailableError
 
-IMPLEMENTATIONS = ("auto", "reference", "triton")
-REFUSED = (
-    "softcap",
-    "position_bias",
-    "s_aux",
-    "cache",
-)  # change the scores; none of ours knows them
+# What transformers hands to attention functions that changes the weights: refused, unless it is
+# a parameter of the normalizer.
+CHANGING = ("softcap", "position_bias", "s_aux", "cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +55,13 @@ class Mask:
 
 
 def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
-    """The name to pass as ``attn_implementation=``.
+    """The name to pass as ``attn_implementation=``, known to transformers from now on.
 
-    ``implementation``: ``reference``, ``triton``, or ``auto``, which is triton on CUDA and the
-    reference elsewhere. Raises RecipeError for an unknown name, UnavailableError where triton
-    cannot run.
+    ``implementation``: ``reference``, ``triton``, or ``auto``, which is triton on CUDA for a
+    normalizer that has kernels, and the reference elsewhere. Raises RecipeError for an unknown
+    name, UnavailableError where triton cannot run or has not this normalizer.
     """
-    NORMALIZERS.get(normalizer)
-    kind = torch.device(device).type
-    if implementation not in IMPLEMENTATIONS:
-        raise RecipeError(
-            f"unknown attention {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}"
-        )
-    if implementation == "auto":
-        implementation = "triton" if kind == "cuda" else "reference"
-    if implementation == "triton":
-        _require_triton(kind)
-    return f"qbench-{normalizer}-{implementation}"
+    return _registered(normalizer, choose(normalizer, implementation, str(device)))
 
 
 def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
@@ -88,15 +78,7 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
             f"{type(model).__name__} does not take its attention from AttentionInterface; "
             "use a model class of transformers that does, such as LlamaForCausalLM"
         )
-    return name.removeprefix("qbench-").replace("-", "/")
-
-
-def _require_triton(kind: str) -> None:
-    from qbench.attention import kernels
-
-    problem = kernels.problem(kind)
-    if problem:
-        raise UnavailableError(f"attention: triton cannot run here: {problem}; use 'reference'")
+    return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
 
 
 def _mask(implementation: str) -> Callable[..., Tensor | Mask | None]:
@@ -169,6 +151,7 @@ def _dense_mask(
 
 def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tensor, None]]:
     """The function that transformers calls in each layer."""
+    chosen = NORMALIZERS.get(normalizer)
 
     def forward(
         module: torch.nn.Module,
@@ -185,15 +168,13 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         max_length_k: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        for name in REFUSED:
-            if options.get(name) is not None:
-                raise UnavailableError(f"{normalizer} attention has no {name}; use a model without")
+        parameters = _parameters(chosen, module, options)
         if dropout:
             raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if cu_seq_lens_q is not None:
             output = _packed(
-                implementation, normalizer, query, key, value, scaling, causal,
+                implementation, normalizer, parameters, query, key, value, scaling, causal,
                 cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k,
             )  # fmt: skip
             return output.transpose(1, 2), None
@@ -213,6 +194,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             key,
             value,
             normalizer=normalizer,
+            parameters=parameters,
             scale=scaling,
             mask=attention_mask,
             causal=causal and attention_mask is None,
@@ -221,6 +203,24 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         return output.transpose(1, 2), None
 
     return forward
+
+
+def _parameters(
+    chosen: Normalizer, module: torch.nn.Module, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The normalizer's parameters by name. Raises UnavailableError where something is handed over
+    that changes the weights and is none of them."""
+    found = {}
+    for parameter in chosen.parameters:
+        tensor = options.get(parameter.keyword) if parameter.keyword else None
+        tensor = getattr(module, parameter.attribute, None) if tensor is None else tensor
+        if tensor is not None:
+            found[parameter.name] = tensor
+    known = {parameter.keyword for parameter in chosen.parameters}
+    for name in CHANGING:
+        if name not in known and options.get(name) is not None:
+            raise UnavailableError(f"{chosen.name} attention has no {name}; use a model without")
+    return found
 
 
 def _function(implementation: str) -> Callable[..., Tensor]:
@@ -234,6 +234,7 @@ def _function(implementation: str) -> Callable[..., Tensor]:
 def _packed(
     implementation: str,
     normalizer: str,
+    parameters: dict[str, Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -249,21 +250,19 @@ def _packed(
         from qbench.attention import kernels
 
         return kernels.packed_attention(
-            query, key, value, normalizer=normalizer, scale=scale, causal=causal,
-            starts_q=starts_q, starts_k=starts_k, longest_q=longest_q, longest_k=longest_k,
+            query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
+            causal=causal, starts_q=starts_q, starts_k=starts_k,
+            longest_q=longest_q, longest_k=longest_k,
         )  # fmt: skip
     return reference.packed_attention(
-        query, key, value, normalizer=normalizer, scale=scale, causal=causal,
-        starts_q=starts_q, starts_k=starts_k,
+        query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
+        causal=causal, starts_q=starts_q, starts_k=starts_k,
     )  # fmt: skip
 
 
-def _register() -> None:
-    for normalizer in NORMALIZERS:
-        for implementation in IMPLEMENTATIONS[1:]:
-            name = f"qbench-{normalizer}-{implementation}"
-            AttentionInterface.register(name, _attention(normalizer, implementation))
-            AttentionMaskInterface.register(name, _mask(implementation))
-
-
-_register()
+@cache
+def _registered(normalizer: str, implementation: str) -> str:
+    name = f"qbench-{normalizer}-{implementation}"
+    AttentionInterface.register(name, _attention(normalizer, implementation))
+    AttentionMaskInterface.register(name, _mask(implementation))
+    return name

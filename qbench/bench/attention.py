@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qbench.attention import kernels, reference
+from qbench.attention import kernels
+from qbench.attention.kernels.families import computed
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_checks import check_kernels
 from qbench.bench.attention_skipping import measure_skipping, skipping_table
@@ -165,7 +166,7 @@ def _contenders(length: int) -> dict[str, Callable[..., Tensor]]:
         return run
 
     return {
-        **{f"qbench {normalizer}": ours(normalizer) for normalizer in NORMALIZERS},
+        **{f"qbench {normalizer}": ours(normalizer) for normalizer in computed()},
         "torch flash softmax": torchs(SDPBackend.FLASH_ATTENTION),
         "cuDNN softmax": torchs(SDPBackend.CUDNN_ATTENTION),
         "FlexAttention softmax": _flex(length),
@@ -186,7 +187,8 @@ def _plain_softpick(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """What a user writes today: all scores at once."""
     scores = (query @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
     seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    return (reference.normalize(scores, "softpick", seen)).to(value.dtype) @ value
+    weights = NORMALIZERS.get("softpick").weights(scores, allowed=seen)
+    return weights.to(value.dtype) @ value
 
 
 def _decode(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -203,7 +205,7 @@ def _decode(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
         return {"shape": shape, "kernel": name, "ms": ms, "tb_per_s": size / ms / 1e9}
 
     with torch.no_grad():
-        for normalizer in NORMALIZERS:
+        for normalizer in computed():
             for name, keys in (("random keys", key), ("99 % of scores negative", sparse)):
                 if keys is sparse and not NORMALIZERS.get(normalizer).sparse:
                     continue

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qbench.attention import kernels, reference
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.kernels.families import computed
 from qbench.errors import EvaluationError
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
@@ -87,7 +87,7 @@ def _results(cases: tuple[Case, ...]) -> Iterator[dict[str, Any]]:
     jobs = [
         (case, normalizer, dtype, seed)
         for seed, case in enumerate(cases)
-        for normalizer in NORMALIZERS
+        for normalizer in computed()
         for dtype in LIMITS
         if case.fits(dtype)
     ]

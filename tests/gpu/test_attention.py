@@ -9,7 +9,7 @@ import torch
 
 from qbench.attention import kernels, reference
 from qbench.attention.interface import attend, attention_name
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.kernels.families import computed
 from qbench.bench.attention_checks import CASES, LIMITS, errors, relative_error
 from qbench.errors import EvaluationError
 
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
-NAMES = list(NORMALIZERS)
+NAMES = computed()
 
 
 def draw(*shape, dtype=torch.bfloat16, seed=0):

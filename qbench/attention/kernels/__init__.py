@@ -1,28 +1,18 @@
 """The Triton kernels: forward, backward and decode for every normalizer of one family.
 
 ``torch.ops.qbench.attention`` is a custom operator with a fake implementation, so that
-torch.compile takes it in one graph. Importing this package needs Triton; running it needs a
-CUDA device, or ``TRITON_INTERPRET=1`` in the environment, which runs the kernels on the CPU.
+torch.compile takes it in one graph. Running it needs a CUDA device, or ``TRITON_INTERPRET=1`` in
+the environment, which runs the kernels on the CPU. Importing this package needs neither torch
+nor Triton.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def problem(device: str) -> str | None:
-    """Why the kernels cannot run on this kind of device (``cuda``, ``cpu``), or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    return f"the kernels need a CUDA device, not {device!r}"
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def attention(
@@ -31,6 +21,7 @@ def attention(
     value: Tensor,
     *,
     normalizer: str,
+    parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
@@ -43,16 +34,22 @@ def attention(
 
     ``spans`` (int32 [S, 6], see :mod:`qbench.attention.kernels.spans`) limits it to sequences
     inside the batch rows; rows outside them give 0. ``longest_q`` and ``longest_k`` are the most
-    query and key rows of one sequence, if known. Raises ValueError for float64.
+    query and key rows of one sequence, if known. Raises ValueError for float64, UnavailableError
+    for a normalizer or a parameter that the kernels do not have.
     """
+    import torch
+
     from qbench.attention.kernels import operator
+    from qbench.attention.kernels.families import require
     from qbench.attention.normalizers import NORMALIZERS
     from qbench.attention.reference import check
 
-    NORMALIZERS.get(normalizer)
     check(query, key, value, mask)
+    given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
+    learning = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    require(normalizer, given, gradients=learning)
     for tensor in (query, key, value):
-        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
+        if tensor.dtype not in operator.DTYPES or tensor.dtype != query.dtype:
             raise ValueError(
                 f"the kernels take bfloat16, float16 or float32, one for all, not {tensor.dtype}; "
                 "reference.attention takes float64"
@@ -72,6 +69,7 @@ def packed_attention(
     value: Tensor,
     *,
     normalizer: str,
+    parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -84,6 +82,7 @@ def packed_attention(
     from qbench.attention.kernels.spans import packed_spans
 
     return attention(
-        query, key, value, normalizer=normalizer, scale=scale, causal=causal, window=window,
-        spans=packed_spans(starts_q, starts_k), longest_q=longest_q, longest_k=longest_k,
+        query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
+        causal=causal, window=window, spans=packed_spans(starts_q, starts_k),
+        longest_q=longest_q, longest_k=longest_k,
     )  # fmt: skip

@@ -101,7 +101,8 @@ def query_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, o_b, o_h, o_t,
     dq_b, dq_h, dq_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, TMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    SPANS: tl.constexpr, NEAR_ZERO: tl.constexpr, TMA: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of M queries, and their D."""
@@ -138,7 +139,7 @@ def query_kernel(
         whole_begin = begin
         whole_end = begin
 
-    if NORMALIZER == "softpick" and o.dtype != tl.float32:
+    if NEAR_ZERO and o.dtype != tl.float32:
         small = level < SMALL_LEVEL
         if tl.max(small.to(tl.int32)) > 0:
             exact = delta_sweep(

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from qbench.attention.kernels.family import (
     finish,
+    finite_shift,
     first_maximum,
     load_rows,
     masked_score,
@@ -81,9 +82,7 @@ def decode_kernel(
         )  # fmt: skip
         scores = tl.where(seen, scores, masked_score(NORMALIZER))
         raised = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        shift_2 = raised
-        if NORMALIZER == "softmax":
-            shift_2 = tl.where(raised == float("-inf"), 0.0, raised)
+        shift_2 = finite_shift(raised, NORMALIZER)
         above, below = terms(scores * scale, shift_2[:, None], NORMALIZER, True)
         lower = tl.math.exp2(maximum - shift_2)
         total = total * lower + tl.sum(below, 1)
@@ -143,9 +142,7 @@ def join_kernel(
         line = base + index * (DV_BLOCK + 2)
         their_maximum = tl.load(line + DV_BLOCK + 1)
         raised = tl.maximum(maximum, their_maximum)
-        shift_2 = raised
-        if NORMALIZER == "softmax":
-            shift_2 = tl.where(raised == float("-inf"), 0.0, raised)
+        shift_2 = finite_shift(raised, NORMALIZER)
         ours = tl.math.exp2(maximum - shift_2)
         theirs = tl.math.exp2(their_maximum - shift_2)
         acc = acc * ours[:, None]

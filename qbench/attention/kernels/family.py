@@ -3,21 +3,23 @@
 Scores are kept in units of log2: y = x · log2 e, so that e^x is one exp2 instruction. ``maximum``
 is m in the same units; softpick and rectified floor it at 0, which changes neither function.
 
-``NORMALIZER`` is a compile-time string. A new one adds a branch to :func:`terms`,
-:func:`masked_score` and :func:`score_gradient`, and a reference.
+``NORMALIZER`` is the family, a compile-time string of ``families.FAMILIES``. A new one adds its
+branch to each function here that has branches; without it, nothing compiles.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: RET505 (Triton compiles an early return in a constexpr branch only with its else)
+# ruff: noqa: RET503, RET505 (early returns in constexpr branches need their else in Triton, and a
+# branch that does not compile returns nothing)
 import triton
 import triton.language as tl
 
-from qbench.attention import normalizers
+from qbench.attention.normalizers import softpick
 
 LOG2_E = 1.4426950408889634
-EPSILON = tl.constexpr(normalizers.EPSILON)
+EPSILON = tl.constexpr(softpick.EPSILON)
 LN_2 = tl.constexpr(0.6931471805599453)
+NO_FORMULA = tl.constexpr("this family has no formula here")
 
 # Below this m (in log2 units), e^(x − m) − e^(−m) has lost more bits than fp16 and bf16 keep:
 # exp2 is right to about 2^-22 of e^(−m). Such tiles, which are rare, are computed again with
@@ -52,13 +54,48 @@ def expm1_near_zero(y):
 @triton.jit
 def masked_score(NORMALIZER: tl.constexpr):
     """The score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
-    return 0.0 if NORMALIZER == "softpick" else float("-inf")
+    if NORMALIZER == "softpick":
+        return 0.0
+    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
+        return float("-inf")
+    else:
+        tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
 def first_maximum(NORMALIZER: tl.constexpr):
     """Where the running maximum starts."""
-    return float("-inf") if NORMALIZER == "softmax" else 0.0
+    if NORMALIZER == "softmax":
+        return float("-inf")
+    elif NORMALIZER == "softpick" or NORMALIZER == "rectified":
+        return 0.0
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def finite_shift(maximum, NORMALIZER: tl.constexpr):
+    """What exponents are shifted by: the running maximum, but not −∞ − (−∞) in a row that has
+    seen no key yet."""
+    if NORMALIZER == "softmax":
+        return tl.where(maximum == float("-inf"), 0.0, maximum)
+    elif NORMALIZER == "softpick" or NORMALIZER == "rectified":
+        return maximum
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def lost_bits(total, NORMALIZER: tl.constexpr):
+    """Whether a sum without a running maximum has left the range in which it keeps its bits.
+    Rectified terms are at least 1; of softpick's small sums NEAR_ZERO takes care."""
+    lost = ~(total < LARGE_TOTAL)
+    if NORMALIZER == "softmax":
+        return lost | (total < SMALL_TOTAL)
+    elif NORMALIZER == "softpick" or NORMALIZER == "rectified":
+        return lost
+    else:
+        tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
@@ -75,27 +112,32 @@ def terms(y, shift, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
     elif NORMALIZER == "rectified":
         e = tl.where(y >= 0, e, 0.0)
         return e, e
-    else:
+    elif NORMALIZER == "softmax":
         return e, e
+    else:
+        tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
 def rounded(above, dtype: tl.constexpr, NORMALIZER: tl.constexpr, FUSED: tl.constexpr):
     """Weights as an operand of a matrix product: softpick's rectified, then rounded to ``dtype``.
     FUSED does both to two bf16 values in one instruction, which the compiler does not find."""
-    if NORMALIZER != "softpick":
+    if NORMALIZER == "softmax" or NORMALIZER == "rectified":
         return above.to(dtype)
-    elif FUSED:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;",
-            "=r,r,r",
-            [above],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
+    elif NORMALIZER == "softpick":
+        if FUSED:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.relu.bf16x2.f32 $0, $2, $1;",
+                "=r,r,r",
+                [above],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return tl.maximum(above, 0.0).to(dtype)
     else:
-        return tl.maximum(above, 0.0).to(dtype)
+        tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
@@ -114,11 +156,13 @@ def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr)
     if NORMALIZER == "softpick":
         total += EPSILON
         return acc / total[:, None], maximum + tl.math.log2(total)
-    else:
+    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
         empty = total == 0
         safe = tl.where(empty, 1.0, total)
         level = tl.where(empty, float("inf"), maximum + tl.math.log2(safe))
         return acc / safe[:, None], level
+    else:
+        tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
@@ -132,10 +176,13 @@ def recomputed(scores, scale, level, NORMALIZER: tl.constexpr, PRECISE: tl.const
         if PRECISE:
             weight = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), weight)
         return e, weight
-    else:
-        if NORMALIZER == "rectified":
-            e = tl.where(scores >= 0, e, 0.0)
+    elif NORMALIZER == "rectified":
+        e = tl.where(scores >= 0, e, 0.0)
         return e, e
+    elif NORMALIZER == "softmax":
+        return e, e
+    else:
+        tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
@@ -145,8 +192,10 @@ def score_gradient(e, scores, dp, delta, NORMALIZER: tl.constexpr):
     as negative."""
     if NORMALIZER == "softpick":
         return e * tl.where(scores > 0, dp - delta, delta)
-    else:
+    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
         return e * (dp - delta)
+    else:
+        tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit

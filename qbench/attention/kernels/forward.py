@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.family import (
-    LARGE_TOTAL,
     SMALL_MAXIMUM,
-    SMALL_TOTAL,
     finish,
+    finite_shift,
     first_maximum,
     load_rows,
+    lost_bits,
     masked_score,
     rounded,
     sequence,
@@ -38,7 +38,7 @@ def sweep(
     k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
     k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASKED: tl.constexpr, FREE: tl.constexpr, PRECISE: tl.constexpr,
+    MASKED: tl.constexpr, FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr,
     SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr,
     DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -60,13 +60,11 @@ def sweep(
             # Eight sums a row, so that no thread needs another's until the end.
             above, below = terms(scores * scale, 0.0, NORMALIZER, False)
             total += tl.sum(tl.reshape(below, [M, N // 8, 8]), 1)
-            if NORMALIZER == "softpick":  # for the check at the end
+            if NEAR_ZERO:  # for the check at the end
                 maximum = tl.maximum(maximum, tl.max(tl.reshape(scores, [M, N // 8, 8]), 1))
         else:
             raised = tl.maximum(maximum, tl.max(scores, 1) * scale)
-            shift_2 = raised
-            if NORMALIZER == "softmax":  # a row that has seen no key yet: not −∞ − (−∞)
-                shift_2 = tl.where(raised == float("-inf"), 0.0, raised)
+            shift_2 = finite_shift(raised, NORMALIZER)
             above, below = terms(scores * scale, shift_2[:, None], NORMALIZER, PRECISE)
             lower = tl.math.exp2(maximum - shift_2)
             total = total * lower + tl.sum(below, 1)
@@ -96,7 +94,7 @@ def forward_kernel(
     heads, group, queries, keys, window, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, FREE: tl.constexpr, PRECISE: tl.constexpr,
+    SPANS: tl.constexpr, FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr,
     SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     EPSILON: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -142,7 +140,7 @@ def forward_kernel(
             acc, total, maximum, q, rows, begin, whole_begin,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
             k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, PRECISE, SKIP, TMA, FUSED,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
             M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     if not HAS_MASK:
@@ -150,29 +148,27 @@ def forward_kernel(
             acc, total, maximum, q, rows, whole_begin, whole_end,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
             k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, FREE, PRECISE, SKIP, TMA, FUSED,
+            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
             M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     acc, total, maximum = sweep(
         acc, total, maximum, q, rows, whole_end, end,
         k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
         k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, PRECISE, SKIP, TMA, FUSED,
+        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
         M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
     )  # fmt: skip
 
     if FREE:
         total = tl.sum(total, 1)
         maximum = tl.max(maximum, 1) * scale
-    if FREE or (NORMALIZER == "softpick" and not PRECISE):
+    if FREE or (NEAR_ZERO and not PRECISE):
         again = tl.zeros([M], tl.int1)
-        if NORMALIZER == "softpick":
+        if NEAR_ZERO:
             again = (maximum > 0) & (maximum < SMALL_MAXIMUM)
         tiny = tl.max((again & (rows < stop_q)).to(tl.int32)) > 0
         if FREE:
-            again = again | ~(total < LARGE_TOTAL)
-            if NORMALIZER == "softmax":
-                again = again | (total < SMALL_TOTAL)
+            again = again | lost_bits(total, NORMALIZER)
         if tl.max((again & (rows < stop_q)).to(tl.int32)) > 0:
             if tiny:
                 tl.store(imprecise, 1)  # every program that stores, stores the same
@@ -181,8 +177,8 @@ def forward_kernel(
                 tl.full([M], first_maximum(NORMALIZER), tl.float32), q, rows, begin, end,
                 k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
                 scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, True, False, TMA, FUSED,
-                M, N, D, D_BLOCK, DV, DV_BLOCK, 1,
+                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, NEAR_ZERO, True, False, TMA,
+                FUSED, M, N, D, D_BLOCK, DV, DV_BLOCK, 1,
             )  # fmt: skip
 
         elif FREE:

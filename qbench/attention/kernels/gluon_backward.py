@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from qbench.attention.kernels.families import FAMILIES
 from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.gluon_keys import key_kernel
 from qbench.attention.kernels.gluon_queries import query_kernel
@@ -30,14 +31,15 @@ TILES = {64: (64, (4, 2), (4, 2)), 128: (32, (3, 1), (4, 1))}
 
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, levels: Tensor,
-    imprecise: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, normalizer: str, scale: float,
+    imprecise: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, family: str, scale: float,
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; for what :func:`fits` says."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     m, query_tile, key_tile = TILES[width]
     stats = torch.empty(4 * levels.numel(), dtype=torch.float32, device=query.device)
-    fixed = {"NORMALIZER": normalizer, "D": width, "M": m, "num_warps": 4}
+    near_zero = FAMILIES[family].near_zero
+    fixed = {"NORMALIZER": family, "NEAR_ZERO": near_zero, "D": width, "M": m, "num_warps": 4}
     sizes = (heads // kv_heads, length, scale, scale * LOG2_E)
     sources = [_descriptor(tensor, 64) for tensor in (query, key, value, gradient)]
     query_kernel[(length // 128, batch * heads)](
@@ -49,7 +51,7 @@ def backward(
     sources.append(
         TensorDescriptor(stats, [stats.numel()], [1], [4 * m], gl.NVMMASharedLayout(0, 32, 1))
     )
-    for precise in (False, True) if normalizer == "softpick" else (False,):
+    for precise in (False, True) if near_zero else (False,):
         key_kernel[(length // 128, batch * kv_heads)](
             *sources, imprecise, dk, dv, kv_heads, *sizes, *dk.stride()[:3], *dv.stride()[:3],
             PRECISE=precise, STAGES=key_tile[0], HELD=key_tile[1], **fixed,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-# ruff: noqa: RET505 (Triton compiles an early return in a constexpr branch only with its else)
+# ruff: noqa: RET503, RET505 (early returns in constexpr branches need their else in Triton, and a
+# branch that does not compile returns nothing)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(64)  # that a group of warps holds
 BLOCK = gl.constexpr(128)  # of both groups
+NO_FORMULA = gl.constexpr("this family has no formula here")
 
 
 @gluon.jit
@@ -34,8 +36,11 @@ def exponential(s, scale, level, NORMALIZER: gl.constexpr):
     """E, see :func:`qbench.attention.kernels.family.recomputed`."""
     e = exp2(s * scale - level)
     if NORMALIZER == "rectified":
-        e = gl.where(s >= 0, e, 0.0)
-    return e
+        return gl.where(s >= 0, e, 0.0)
+    elif NORMALIZER == "softmax" or NORMALIZER == "softpick":
+        return e
+    else:
+        gl.static_assert(False, NO_FORMULA)
 
 
 @gluon.jit
@@ -59,8 +64,10 @@ def score_gradient(e, s, p, delta, NORMALIZER: gl.constexpr):
             is_pure=True,
             pack=1,
         )
-    else:
+    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
         return e * (p - delta)
+    else:
+        gl.static_assert(False, NO_FORMULA)
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from qbench.attention.kernels.family import expm1_near_zero, rounded
 from qbench.attention.kernels.gluon_family import (
     BLOCK,
+    NO_FORMULA,
     ROWS,
     exponential,
     flat,
@@ -81,13 +82,16 @@ def key_step(
     level = stat.slice(0, M).load(column_layout)
     s = warpgroup_mma_wait(2, [s])
     e = exponential(s, scale, level[None, :], NORMALIZER)
-    above = e
     if NORMALIZER == "softpick":
         floor = stat.slice(M, M).load(column_layout)
         above = e - floor[None, :]
         if PRECISE:
             y = s * scale
             above = gl.where(gl.abs(y) < 0.25, floor[None, :] * expm1_near_zero(y), above)
+    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
+        above = e
+    else:
+        gl.static_assert(False, NO_FORMULA)
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     rows = ROWS - (step + 1) * M + gl.arange(0, M, layout=column_layout)
     seen = keys[:, None] <= rows[None, :]
@@ -163,13 +167,13 @@ def key_rows(
 def key_kernel(
     q_source, k_source, v_source, g_source, stat_source, imprecise, dk_out, dv_out,
     kv_heads, group, length, scale, score_scale, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    NORMALIZER: gl.constexpr, PRECISE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, M: gl.constexpr,
+    NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, PRECISE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, by M queries a tile. One launch is PRECISE and another is
     not; that which the forward pass's flag does not ask for returns at once.
     HELD: how many of k and v are kept in registers."""
-    if NORMALIZER == "softpick":  # noqa: SIM102 (one is known at compile time)
+    if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if (gl.load(imprecise) != 0) != PRECISE:
             return
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, D], k_source.layout)

@@ -50,7 +50,7 @@ def load_tiles(
 @gluon.jit
 def query_loader(
     q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here, ready, free, levels,
-    heads, group, length, NORMALIZER: gl.constexpr,
+    heads, group, length, NEAR_ZERO: gl.constexpr,
 ):  # fmt: skip
     pair = gl.program_id(1)
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK
@@ -63,7 +63,7 @@ def query_loader(
         tma.async_copy_global_to_shared(g_source, at, here, own.index(2 * i + 1))
     count = first // ROWS + 2
     load_tiles(k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, 0, count)
-    if NORMALIZER == "softpick":  # noqa: SIM102 (one is known at compile time)
+    if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if any_small(levels + pair.to(gl.int64) * length + first, 1):  # that was the sweep for D
             load_tiles(
                 k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, count,
@@ -129,7 +129,7 @@ def query_step(
 def query_rows(
     own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats, dq_out, index,
     heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-    NORMALIZER: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
+    NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = k_tiles.shape[4]
     stages: gl.constexpr = k_tiles.shape[0]
@@ -160,7 +160,7 @@ def query_rows(
         g = g.load(left)
     last = first // ROWS
     skipped = 0
-    if NORMALIZER == "softpick":  # noqa: SIM102 (one is known at compile time)
+    if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if any_small(levels + line - index * ROWS, 4):
             skipped = last - index + 2
             exact = delta_sweep(
@@ -192,8 +192,8 @@ def query_rows(
 def query_kernel(
     q_source, k_source, v_source, g_source, o_source, levels, stats, dq_out,
     heads, group, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-    NORMALIZER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    M: gl.constexpr,
+    NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries; and their levels, 2^−level and D, by M of each, for the other kernel.
     HELD: how many of q and dO are kept in registers."""
@@ -211,12 +211,12 @@ def query_kernel(
         [
             (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats,
              dq_out, 0, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-             NORMALIZER, HELD, M)),
+             NORMALIZER, NEAR_ZERO, HELD, M)),
             (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats,
              dq_out, 1, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-             NORMALIZER, HELD, M)),
+             NORMALIZER, NEAR_ZERO, HELD, M)),
             (query_loader, (q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here,
-             ready, free, levels, heads, group, length, NORMALIZER)),
+             ready, free, levels, heads, group, length, NEAR_ZERO)),
         ],
         [4, 1],
         [240, 24],

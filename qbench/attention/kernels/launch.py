@@ -7,14 +7,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qbench.attention.kernels import tiles
+from qbench.attention.kernels import families, tiles
 from qbench.attention.kernels.backward_keys import key_kernel
 from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
 from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.forward import forward_kernel
 from qbench.attention.kernels.tiles import Tile
-from qbench.attention.normalizers import EPSILON, NORMALIZERS
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.normalizers.softpick import EPSILON
 
 try:  # Gluon is Triton's, but still experimental
     from qbench.attention.kernels import gluon_backward
@@ -49,6 +50,9 @@ def forward(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, levels, and a flag [1] that is 1 where rows of tiny scores were met."""
+    kernels = families.require(normalizer)
+    family = families.FAMILIES[kernels.family]
+    skippable = NORMALIZERS.get(normalizer).sparse
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
@@ -60,7 +64,7 @@ def forward(
     query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
     sequences = batch if spans is None else spans.shape[0]
     common = {
-        "NORMALIZER": normalizer, "CAUSAL": causal, "WINDOW": window > 0,
+        "NORMALIZER": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
         "HAS_MASK": mask is not None, "SPANS": spans is not None, "EPSILON": EPSILON,
         "D": width, "D_BLOCK": block(width), "DV": v_width, "DV_BLOCK": block(v_width),
     }  # fmt: skip
@@ -68,7 +72,7 @@ def forward(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
         *_mask_strides(mask),
     )  # fmt: skip
-    if group * longest_q <= DECODE_ROWS:
+    if kernels.decode and group * longest_q <= DECODE_ROWS:
         tile = tile or tiles.decode_tile(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * longest_q))
         pairs = sequences * kv_heads
@@ -81,18 +85,18 @@ def forward(
         decode_kernel[(splits, pairs)](
             query, key, value, output, levels, partial, mask, spans,
             kv_heads, group, queries, keys, window, scale * LOG2_E, splits, *strides,
-            SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse, FUSED=_fused(query),
+            SKIP=tile.skip and skippable, FUSED=_fused(query),
             SPLIT=splits > 1,
             R=rows, **tile.launch, **common,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(pairs,)](
                 output, levels, partial, spans, kv_heads, group, queries, keys, splits,
-                *output.stride()[:3], NORMALIZER=normalizer, SPANS=spans is not None,
+                *output.stride()[:3], NORMALIZER=kernels.family, SPANS=spans is not None,
                 EPSILON=EPSILON, R=rows, DV=v_width, DV_BLOCK=block(v_width),
             )  # fmt: skip
         return output, levels, imprecise
-    tile = tile or tiles.forward_tile(block(width), query.dtype, normalizer)
+    tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family)
     sources = (key, value)
     tma = tile.tma and all(map(_tma_layout, sources))
     if tma:
@@ -100,8 +104,8 @@ def forward(
     forward_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
         query, *sources, output, levels, imprecise, mask, spans,
         heads, group, queries, keys, window, scale * LOG2_E, *strides,
-        PRECISE=query.dtype == torch.float32, FREE=tile.free, TMA=tma,
-        FUSED=_fused(query), SKIP=tile.skip and NORMALIZERS.get(normalizer).sparse,
+        PRECISE=query.dtype == torch.float32, NEAR_ZERO=family.near_zero, FREE=tile.free, TMA=tma,
+        FUSED=_fused(query), SKIP=tile.skip and skippable,
         M=tile.m, **tile.launch, **common,
     )  # fmt: skip
     return output, levels, imprecise
@@ -114,6 +118,8 @@ def backward(
     key_tile: Tile | None = None, query_tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value, laid out as the output is."""
+    kernels = families.require(normalizer, gradients=True)
+    family = families.FAMILIES[kernels.family]
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
@@ -128,6 +134,7 @@ def backward(
     query, key, value, gradient = (_dense_rows(t) for t in (query, key, value, gradient))
     if (
         gluon_backward is not None
+        and kernels.gluon
         and not triton.knobs.runtime.interpret
         and mask is None
         and spans is None
@@ -137,13 +144,14 @@ def backward(
         and all(map(_tma_layout, (query, key, value, gradient)))
     ):
         gluon_backward.backward(
-            gradient, query, key, value, output, levels, imprecise, dq, dk, dv, normalizer, scale
-        )
+            gradient, query, key, value, output, levels, imprecise, dq, dk, dv, kernels.family,
+            scale,
+        )  # fmt: skip
         return dq, dk, dv
     deltas = torch.empty_like(levels)
     sequences = batch if spans is None else spans.shape[0]
     common = {
-        "NORMALIZER": normalizer, "CAUSAL": causal, "WINDOW": window > 0,
+        "NORMALIZER": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
         "HAS_MASK": mask is not None, "SPANS": spans is not None,
         "D": width, "D_BLOCK": block(width), "DV": v_width, "DV_BLOCK": block(v_width),
     }  # fmt: skip
@@ -159,7 +167,7 @@ def backward(
         *sources, output, levels, deltas, dq, mask, spans,
         heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *output.stride()[:3], *dq.stride()[:3], *_mask_strides(mask),
-        TMA=tma, M=tile.m, **tile.launch, **common,
+        NEAR_ZERO=family.near_zero, TMA=tma, M=tile.m, **tile.launch, **common,
     )  # fmt: skip
     tile = key_tile or tiles.key_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from qbench.attention.kernels import launch
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @torch.library.custom_op("qbench::attention", mutates_args=())
 def attention(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qbench.attention.kernels.families import FAMILIES
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
@@ -38,13 +40,13 @@ class Tile:
         }
 
 
-def forward_tile(width: int, dtype: torch.dtype, normalizer: str) -> Tile:
+def forward_tile(width: int, dtype: torch.dtype, family: str) -> Tile:
     """``width``: head dimension rounded up to a power of two."""
     if dtype == torch.float32:
         return _exact(width)
     free = dtype == torch.bfloat16
     if width <= 128:
-        rows = 128 if normalizer == "softmax" and width <= 64 else 64
+        rows = 128 if FAMILIES[family].few_registers and width <= 64 else 64
         return Tile(m=rows, n=64, warps=4, stages=3, tma=True, free=free)
     return Tile(m=128, n=64, warps=8, stages=2, tma=True, free=free)
 

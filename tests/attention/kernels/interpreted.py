@@ -13,11 +13,12 @@ import torch
 
 from qbench.attention import kernels, reference
 from qbench.attention.interface import attend
-from qbench.attention.kernels import launch
+from qbench.attention.kernels import families, launch
 from qbench.attention.kernels.tiles import Tile
+from qbench.attention.normalizers import NORMALIZERS, Kernels, register
+from qbench.errors import UnavailableError
 
 SMALL = Tile(m=16, n=16, warps=4, stages=1)
-NORMALIZERS = ("softmax", "softpick", "rectified")
 CASES = {  # batch, query heads, key heads, queries, keys, width; settings
     "causal": ((2, 2, 2, 37, 37, 16), {"causal": True}),
     "full": ((1, 1, 1, 20, 35, 16), {}),
@@ -57,7 +58,7 @@ def compare(inputs, normalizer, **settings):
 
 
 def features():
-    for normalizer in NORMALIZERS:
+    for normalizer in families.computed():
         chosen = CASES if normalizer == "softpick" else ("causal", "one query")
         for name in chosen:
             shape, settings = CASES[name]
@@ -150,8 +151,45 @@ def model():
     yield "a model, padded, and a decode step", error(logits["triton"], logits["reference"])
 
 
+def refusals():
+    """1 where something ran that has no formulas, else 0."""
+    import plugins.toy_normalizer as toy
+
+    query = torch.randn(1, 1, 20, 16)
+    try:
+        output = kernels.attention(query, query, query, normalizer="toy", causal=True)
+        softmax = kernels.attention(query, query, query, normalizer="softmax", causal=True)
+        ran = "as softmax" if torch.allclose(output, softmax) else "as something"
+        print(f"toy: it ran {ran}", file=sys.stderr)
+        yield "toy: refused by name", 1
+    except UnavailableError as refused:
+        yield "toy: refused by name", float("normalizer 'toy'" not in str(refused))
+    # A family that no formula knows does not compile, not even behind the host's back.
+    families.FAMILIES["claimed"] = families.Family()
+    claims = Kernels(family="claimed", backward=True, decode=True, gluon=False)
+    register(type("Claims", (toy.Toy,), {"name": "claims", "kernels": claims})())
+    settings = ("claims", 0.25, True, 0, 20, 20)
+    for name, queries, tile in (("forward", 20, SMALL), ("free", 20, replace(SMALL, free=True)),
+                                ("decode", 1, SMALL)):  # fmt: skip
+        rows = query[:, :, :queries]
+        arguments = (rows, query, query, None, None, *settings[:4], queries, 20)
+        yield f"{name}: does not compile", compiles(launch.forward, *arguments, tile=tile)
+    levels, imprecise = torch.zeros(1, 1, 20), torch.zeros(1, dtype=torch.int32)
+    arguments = (query, query, query, query, query, levels, imprecise, None, None, *settings)
+    yield "backward: does not compile", compiles(launch.backward, *arguments)
+    assert NORMALIZERS.get("claims").kernels is claims
+
+
+def compiles(run, *arguments, **settings):
+    try:
+        run(*arguments, **settings)
+    except Exception as error:  # the interpreter wraps what it meets in an error of its own
+        return float("no formula" not in f"{error} {error.__cause__}")
+    return 1.0
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for name, worst in {"features": features, "model": model}[sys.argv[1]]():
+    for name, worst in {"features": features, "model": model, "refusals": refusals}[sys.argv[1]]():
         print(f"{name}\t{worst:.1e}", flush=True)

@@ -1,0 +1,41 @@
+"""Which implementation of a normalizer runs on a device. Imports no torch: a plan asks it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from qbench.attention.kernels import families
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import RecipeError, UnavailableError
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+def choose(normalizer: str, wanted: str, device: str) -> str:
+    """``reference`` or ``triton``, from what is ``wanted`` on ``device`` (``cuda``, ``cuda:1``,
+    ``cpu``). ``auto`` is triton on CUDA for a normalizer that has kernels, else the reference.
+
+    Raises RecipeError for an unknown name, UnavailableError where triton cannot run or has not
+    this normalizer.
+    """
+    chosen = NORMALIZERS.get(normalizer)
+    kind = device.partition(":")[0]
+    if wanted not in IMPLEMENTATIONS:
+        raise RecipeError(f"unknown attention {wanted!r}; known: {', '.join(IMPLEMENTATIONS)}")
+    if wanted == "auto":
+        wanted = "triton" if kind == "cuda" and chosen.kernels is not None else "reference"
+    if wanted == "triton":
+        problem = families.lack(normalizer) or triton_problem(kind)
+        if problem:
+            raise UnavailableError(f"attention: triton cannot run here: {problem}; use 'reference'")
+    return wanted
+
+
+def triton_problem(kind: str) -> str | None:
+    """Why no kernel can run on this kind of device (``cuda``, ``cpu``), or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if kind == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"the kernels need a CUDA device, not {kind!r}"

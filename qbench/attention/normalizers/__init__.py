@@ -1,0 +1,27 @@
+"""Normalizers: what turns scores into attention weights, one object a file. Imports no torch.
+
+A new one is a file with a subclass of :class:`Normalizer`, and a call of :func:`register`: here
+for one that comes with qbench, in the file itself for one from outside the package.
+"""
+
+from __future__ import annotations
+
+from qbench.attention.normalizers.normalizer import Kernels, Normalizer, Parameter
+from qbench.attention.normalizers.rectified import Rectified
+from qbench.attention.normalizers.softmax import Softmax
+from qbench.attention.normalizers.softpick import Softpick
+from qbench.registry import Registry
+
+__all__ = ["NORMALIZERS", "Kernels", "Normalizer", "Parameter", "register"]
+
+NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
+
+
+def register(normalizer: Normalizer) -> Normalizer:
+    """Makes it known under its name to recipes, checkpoints and attention. Raises ValueError for
+    a name that is taken."""
+    return NORMALIZERS.add(normalizer.name, normalizer)
+
+
+for _normalizer in (Softmax(), Softpick(), Rectified()):
+    register(_normalizer)

@@ -1,0 +1,139 @@
+"""What a normalizer is: everything that the rest of qbench asks of one. Imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qbench.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A tensor that a definition needs beside the scores.
+
+    ``shape``: "H" stands for the number of query heads, so ("H",) is one number a head.
+    ``attribute``: under which the model's attention module keeps it, and a checkpoint after that
+    module's name. ``keyword``: under which transformers hands it to attention functions, if it
+    does. Without a tensor that is not ``required`` the definition has a default of its own.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    trainable: bool
+    attribute: str
+    keyword: str | None = None
+    required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Which Triton kernels compute a normalizer. ``family``: the formulas that they are compiled
+    with, one of :data:`qbench.attention.kernels.families.FAMILIES`. ``backward``: whether there
+    are gradients; inputs that need them are refused where not. ``decode``: whether few queries
+    have a kernel of their own. ``gluon``: whether the backward kernels for Hopper have it."""
+
+    family: str
+    backward: bool
+    decode: bool
+    gluon: bool
+
+
+class Normalizer(ABC):
+    """Turns the scores of each query into its attention weights. One object, one file.
+
+    ``rows_sum_to_one``: so do the weights of every query with anything to attend to.
+    ``sparse``: weights can be exactly zero, so that key tiles may be skipped.
+    ``uses_distances``: the definition needs to know how far each key is from its query.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    rows_sum_to_one: ClassVar[bool]
+    sparse: ClassVar[bool]
+    uses_distances: ClassVar[bool] = False
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
+    kernels: ClassVar[Kernels | None] = None
+
+    @abstractmethod
+    def weights(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> Tensor:
+        """The definition: weights of ``scores`` [..., N] over the last axis, in their dtype.
+
+        Where ``allowed`` (bool, broadcast to the scores) is False a key counts neither above nor
+        below the fraction line; a row with nothing allowed gives zeros. With ``parameters`` a
+        head, scores are [..., H, R, N]. ``distances`` [R, N], where asked for: each query's
+        position minus the key's.
+        """
+
+    def fraction(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """What stands above the fraction line [..., N] and below it [..., 1], where that is
+        faster than :meth:`weights`; for inference only, and it may overwrite ``scores``."""
+        return None
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None,
+        causal: bool,
+    ) -> Tensor | None:
+        """The whole of ``reference.attention`` without a window by a function of torch, where
+        there is one for such inputs."""
+        return None
+
+    @property
+    def traits(self) -> str:
+        """What sets it apart, for ``qbench list normalizers``."""
+        rows = "rows sum to one" if self.rows_sum_to_one else "rows may sum to less than one"
+        zeros = "weights can be 0" if self.sparse else "no weight is 0"
+        ways = "reference, triton" if self.kernels else "reference"
+        names = "".join(f"; parameter {parameter.name}" for parameter in self.parameters)
+        return f"{rows}; {zeros}; attention: {ways}{names}"
+
+    def checked(self, parameters: Mapping[str, Tensor] | None, heads: int) -> dict[str, Tensor]:
+        """``parameters`` by name. Raises UnavailableError for one that this normalizer does not
+        have or that is missing, ValueError for a wrong shape."""
+        given = dict(parameters or {})
+        for parameter in self.parameters:
+            shape = tuple(heads if axis == "H" else axis for axis in parameter.shape)
+            if parameter.name not in given:
+                if parameter.required:
+                    raise UnavailableError(
+                        f"{self.name} attention needs its parameter {parameter.name!r} "
+                        f"{list(shape)}, and none was given"
+                    )
+            elif tuple(given[parameter.name].shape) != shape:
+                raise ValueError(
+                    f"{self.name}: {parameter.name} must be {list(shape)}; "
+                    f"it is {list(given[parameter.name].shape)}"
+                )
+        known = [parameter.name for parameter in self.parameters]
+        for name in given:
+            if name not in known:
+                raise UnavailableError(
+                    f"{self.name} attention has no parameter {name!r}; it has "
+                    f"{', '.join(known) or 'none'}"
+                )
+        return given

@@ -1,0 +1,72 @@
+"""Softpick, equation (1) of its paper, with m = max(0, max x):
+w_i = ReLU(e^(x_i − m) − e^(−m)) / (Σ_k |e^(x_k − m) − e^(−m)| + ε).
+
+Two choices make it safe for any finite score: m is at least 0, so that neither e^(x − m) nor
+e^(−m) overflows, and e^(x − m) − e^(−m) = −e^(max(x, 0) − m) · expm1(−|x|) · sign(x), which does
+not cancel near 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qbench.attention.normalizers.normalizer import Kernels, Normalizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPSILON = 1e-6  # what the paper's kernels train with
+SAFE_MAXIMUM = 60.0  # e^60 · 1e10 is far from float32's largest number
+
+
+class Softpick(Normalizer):
+    name = "softpick"
+    description = "rectified e^x − 1 divided by the sum of |e^x − 1| (the paper's equation 1)"
+    rows_sum_to_one = False
+    sparse = True
+    kernels = Kernels(family="softpick", backward=True, decode=True, gluon=True)
+
+    def weights(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> Tensor:
+        import torch
+
+        visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+        # The maximum only shifts the exponents: function and gradient do not depend on it.
+        maximum = visible.detach().amax(-1, keepdim=True).clamp(min=0)
+        distance = torch.expm1(-scores.abs()) * (scores.clamp(min=0) - maximum).exp()
+        if allowed is not None:
+            distance = distance.masked_fill(~allowed, 0.0)
+        total = EPSILON - distance.sum(-1, keepdim=True)
+        return torch.where(scores > 0, -distance, 0.0) / total
+
+    def fraction(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Overwrites ``scores``: without new memory and with one exponential a score it takes a
+        third of the time of :meth:`weights`."""
+        if allowed is not None:
+            scores.mul_(allowed)  # e^0 − 1 = 0: a score of 0 adds nothing above or below the line
+        maximum = scores.amax(-1, keepdim=True).clamp_(min=0)
+        if maximum.max() <= SAFE_MAXIMUM:  # the shift by m is not needed: both lines times e^m
+            above = scores.expm1_()
+            both = above.sum(-1, keepdim=True)
+            above.relu_()
+            # Σ|a| = 2 Σ max(a, 0) − Σ a: two sums are thrice as fast as a norm, and nothing cancels
+            total = above.sum(-1, keepdim=True).mul_(2).sub_(both)
+            return above, total.add_(maximum.exp_().mul_(EPSILON))
+        signs = scores.sign()
+        distance = (scores.clamp(min=0) - maximum).exp_().mul_(scores.abs_().neg_().expm1_().neg_())
+        total = distance.sum(-1, keepdim=True).add_(EPSILON)
+        return distance.mul_(signs).relu_(), total

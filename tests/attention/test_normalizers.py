@@ -1,0 +1,153 @@
+"""What each normalizer says of itself is so."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qbench.attention import reference
+from qbench.attention.kernels.families import FAMILIES, lack
+from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter
+from qbench.errors import UnavailableError
+
+NAMES = ["softmax", "softpick", "rectified"]
+
+
+class Sunk(Normalizer):
+    """Softmax with one more logit a head in the denominator, and scores that fall with distance:
+    w_i = e^(x_i − s d_i) / (e^b + Σ_k e^(x_k − s d_k))."""
+
+    name = "sunk"
+    description = "softmax with a sink and a slope a head"
+    rows_sum_to_one = False
+    sparse = False
+    uses_distances = True
+    parameters = (
+        Parameter(
+            name="sinks", shape=("H",), trainable=True, attribute="sinks", keyword="s_aux"
+        ),
+        Parameter(
+            name="slopes", shape=("H",), trainable=False, attribute="slopes", required=False
+        ),
+    )  # fmt: skip
+
+    def weights(self, scores, *, allowed=None, parameters=None, distances=None):
+        if "slopes" in parameters:
+            scores = scores - parameters["slopes"][:, None, None] * distances
+        sink = parameters["sinks"][:, None, None].expand(*scores.shape[:-1], 1)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, float("-inf"))
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+
+
+@pytest.fixture
+def sunk(monkeypatch):
+    monkeypatch.setitem(NORMALIZERS._things, "sunk", Sunk())
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_sum_to_one_exactly_where_the_object_says_so(name):
+    chosen = NORMALIZERS.get(name)
+    rows = torch.cat([draw(50, 9), -draw(5, 9).abs(), 30 * draw(5, 9)])
+    sums = chosen.weights(rows).sum(-1)
+    assert (sums <= 1 + 1e-12).all()
+    ones = torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-12)
+    assert ones == chosen.rows_sum_to_one
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_exactly_zero_only_where_the_object_says_so(name):
+    chosen = NORMALIZERS.get(name)
+    assert bool((chosen.weights(draw(50, 9)) == 0).any()) == chosen.sparse
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_softpicks_fraction_is_its_weights(scale, masked):
+    chosen, scores = NORMALIZERS.get("softpick"), draw(4, 30, 17) * scale
+    allowed = draw(30, 17, seed=1) > 0 if masked else None
+    above, below = chosen.fraction(scores.clone(), allowed=allowed)
+    torch.testing.assert_close(above / below, chosen.weights(scores, allowed=allowed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_family_of_kernels_is_there(name):
+    assert lack(name) is None
+    assert NORMALIZERS.get(name).kernels.family in FAMILIES
+
+
+def test_normalizers_are_imported_without_torch():
+    code = (
+        "import sys; from qbench.attention.normalizers import NORMALIZERS;"
+        "from qbench.attention.implementation import choose; choose('softmax', 'auto', 'cuda');"
+        "print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.usefixtures("sunk")
+@pytest.mark.parametrize("sloped", [False, True])
+def test_parameters_and_distances_reach_the_definition(sloped):
+    query, key, value = draw(2, 4, 7, 8), draw(2, 2, 9, 8, seed=1), draw(2, 2, 9, 5, seed=2)
+    sinks, slopes = draw(4, seed=3), draw(4, seed=4).abs()
+    given = {"sinks": sinks} | ({"slopes": slopes} if sloped else {})
+    got = reference.attention(query, key, value, normalizer="sunk", parameters=given, causal=True)
+    for h in range(4):
+        for i in range(7):
+            seen = torch.arange(i + 3)
+            x = key[:, h // 2, seen] @ query[:, h, i, :, None] * 8**-0.5
+            x = x[..., 0] - (slopes[h] * (i + 2 - seen) if sloped else 0)
+            weights = x.exp() / (sinks[h].exp() + x.exp().sum(-1, keepdim=True))
+            expected = (weights[:, None] @ value[:, h // 2, seen])[:, 0]
+            torch.testing.assert_close(got[:, h, i], expected)
+
+
+@pytest.mark.usefixtures("sunk")
+def test_parameters_are_trained_through_the_reference():
+    query, key, value = (draw(1, 2, 5, 4, seed=seed) for seed in range(3))
+    sinks = draw(2, seed=3).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda s: reference.attention(
+            query, key, value, normalizer="sunk", parameters={"sinks": s}
+        ),
+        (sinks,),
+    )
+
+
+@pytest.mark.usefixtures("sunk")
+@pytest.mark.parametrize(
+    ("normalizer", "parameters", "error", "message"),
+    [
+        ("sunk", {}, UnavailableError, r"sunk attention needs its parameter 'sinks' \[4\]"),
+        ("sunk", {"sinks": torch.zeros(2)}, ValueError, r"sinks must be \[4\]; it is \[2\]"),
+        ("softpick", {"sinks": torch.zeros(4)}, UnavailableError, "no parameter 'sinks'"),
+    ],
+)
+def test_wrong_parameters_are_refused_by_name(normalizer, parameters, error, message):
+    query = draw(1, 4, 3, 8)
+    with pytest.raises(error, match=message):
+        reference.attention(query, query, query, normalizer=normalizer, parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "parameters", "message"),
+    [
+        (None, (), "no kernels for the normalizer 'sunk'"),
+        (Kernels(family="x", backward=True, decode=True, gluon=False), (), "kernel family 'x'"),
+        (
+            Kernels(family="softmax", backward=True, decode=True, gluon=False),
+            Sunk.parameters,
+            "do not take its parameter 'sinks'",
+        ),
+    ],
+)
+def test_what_the_kernels_lack_is_named(kernels, parameters, message, monkeypatch):
+    claims = type("Claims", (Sunk,), {"kernels": kernels, "parameters": parameters})
+    monkeypatch.setitem(NORMALIZERS._things, "sunk", claims())
+    assert message in lack("sunk")

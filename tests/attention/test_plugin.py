@@ -1,0 +1,104 @@
+"""A normalizer from one file outside the package works wherever one is named."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qbench.attention import kernels, reference
+from qbench.attention.implementation import choose
+from qbench.attention.interface import attend
+from qbench.checkpoints import find, load_model
+from qbench.errors import RecipeError, UnavailableError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy():
+    """Registered when the tests run: tables of other files are of the package's own."""
+    importlib.import_module("plugins.toy_normalizer")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, vocab_size=61, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def by_hand(query, key, value):
+    """Its formula, causal, one head after the other."""
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    positive = (scores * query.shape[3] ** -0.5).relu().tril()
+    weights = positive / (positive.sum(-1, keepdim=True) + 1)
+    return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+def test_the_reference_computes_it():
+    query, key, value = (torch.randn(2, heads, 11, 8).double() for heads in (4, 2, 2))
+    got = reference.attention(query, key, value, normalizer="toy", causal=True)
+    torch.testing.assert_close(got, by_hand(query, key, value))
+
+
+@torch.no_grad()
+def test_a_model_of_transformers_attends_with_it(model, monkeypatch):
+    assert attend(model, normalizer="toy") == "toy/reference"
+    ids = torch.randint(0, 61, (3, 12), generator=torch.Generator().manual_seed(0))
+    got = model(ids).logits
+    padding = torch.ones(3, 12, dtype=torch.long)
+    padding[0, :5] = 0
+    padded = model(ids, attention_mask=padding, position_ids=(padding.cumsum(-1) - 1).clamp(min=0))
+    torch.testing.assert_close(padded.logits[0, 5:], model(ids[:1, 5:]).logits[0])
+    monkeypatch.setattr(reference, "attention", lambda q, k, v, **_: by_hand(q, k, v))
+    torch.testing.assert_close(got, model(ids).logits)
+
+
+@torch.no_grad()
+def test_a_checkpoint_states_it(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"qbench_normalizer": "toy"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = find(str(tmp_path))
+    assert checkpoint.normalizer == "toy"
+    loaded = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    attend(model, normalizer="toy")
+    ids = torch.arange(9)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    with pytest.raises(UnavailableError, match="no kernels for the normalizer 'toy'"):
+        load_model(checkpoint, dtype=torch.float32, device="cpu", attention="triton")
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "wanted", "device", "chosen"),
+    [
+        ("toy", "auto", "cuda", "reference"),
+        ("toy", "auto", "cpu", "reference"),
+        ("toy", "reference", "cuda:1", "reference"),
+        ("softpick", "auto", "cuda:1", "triton"),
+        ("softpick", "auto", "cpu", "reference"),
+        ("softpick", "triton", "cuda", "triton"),
+    ],
+)
+def test_auto_is_triton_only_where_there_are_kernels(normalizer, wanted, device, chosen):
+    assert choose(normalizer, wanted, device) == chosen
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_triton_refuses_it_by_name(device):
+    with pytest.raises(UnavailableError, match="no kernels for the normalizer 'toy'"):
+        choose("toy", "triton", device)
+
+
+def test_kernels_refuse_it_before_anything_runs():
+    query = torch.randn(1, 1, 3, 16)
+    with pytest.raises(UnavailableError, match="no kernels for the normalizer 'toy'"):
+        kernels.attention(query, query, query, normalizer="toy")
+
+
+def test_unknown_names_are_listed_with_it():
+    with pytest.raises(RecipeError, match=r"unknown normalizer 'tou'; known: .*, toy"):
+        choose("tou", "auto", "cpu")
