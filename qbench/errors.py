@@ -5,6 +5,9 @@ QbenchError                 anything a user can put right; the command line prin
 ├── CheckpointError         a checkpoint cannot be read as what it claims to be    (exit 2)
 ├── DataError               task or calibration data is missing or malformed       (exit 2)
 ├── ResultsError            a results folder or baseline cannot be read            (exit 2)
+│   ├── DamagedError        a file is not what was written; a run makes it again
+│   └── SchemaError         a file was written by an older or newer qbench
+├── OutputError             a file or folder cannot be written                     (exit 2)
 ├── UnavailableError        a library, backend or device that was asked for is not there
 │                                                                                  (exit 2)
 ├── QuantizationError       a quantizer refused or broke on this model       (failed cell)
@@ -33,6 +36,22 @@ class DataError(QbenchError):
 
 class ResultsError(QbenchError):
     """A results folder or a baseline cannot be read."""
+
+
+class DamagedError(ResultsError):
+    """A file of a results folder is not what was written there; the next run makes it again."""
+
+
+class SchemaError(ResultsError):
+    """A file was written by a qbench whose records this one does not read."""
+
+
+class NewerSchemaError(SchemaError):
+    """That of a newer qbench: it is neither read nor replaced."""
+
+
+class OutputError(QbenchError):
+    """A file or a folder cannot be written."""
 
 
 class UnavailableError(QbenchError):

@@ -25,9 +25,9 @@ from qbench.overrides import Overrides
 from qbench.quantizers import QUANTIZERS, Settings, parse
 from qbench.quantizers.settings import Unquantized
 from qbench.recipe_source import is_folder, override_checkpoints, override_dtype, put, read
+from qbench.record import NAME, Name
 
-LABEL = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")  # names folders
-Name = Annotated[str, Field(pattern=f"^{LABEL.pattern}$")]
+LABEL = re.compile(NAME)
 HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
 
 

@@ -67,12 +67,11 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record:
             _free(plan.device)
     record = _record(cell, plan, gathered, error)
     whole = error is None
-    store.put(
+    return store.put(
         record,
         pd.concat(gathered.outcomes, ignore_index=True) if whole else None,
         pd.concat(gathered.responses, ignore_index=True) if whole else None,
     )
-    return record
 
 
 def failed(cell: Cell, plan: Plan, error: str) -> Record:

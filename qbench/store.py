@@ -1,29 +1,48 @@
-"""Records on disk: atomic, locked, resumable. Imports no torch.
+"""Records on disk: atomic, locked, resumable, verified by checksum. Imports no torch.
 
-    DIR/grid.json                                     what the last run was of
-    DIR/records/<checkpoint>/<quantizer>/<key16>.json the record
-    DIR/records/…/<key16>.outcomes.parquet            per-document outcomes
-    DIR/records/…/<key16>.responses.parquet           every scored continuation
-    DIR/records/…/<key16>.log                         what the libraries printed
+    DIR/grid.json                                             what the last run was of
+    DIR/records/<checkpoint>/<quantizer>/<key16>.json         the record
+    DIR/records/…/<key16>.<digest16>.outcomes.parquet         per-document outcomes
+    DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
+    DIR/records/…/<key16>.log                                 what the libraries printed
 
-The JSON file is written last, so a record that can be read is whole.
+A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
+It is written last, so one that can be read is whole, and one that is replaced stays whole until
+its successor is.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import io
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import pandas as pd
 from filelock import FileLock
 from pydantic import ValidationError
 
-from qbench.errors import ResultsError
-from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Grid, GridCell, Record
+from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.files import clean_temporaries, digest, write_atomically
+from qbench.record import (
+    OUTCOME_COLUMNS,
+    RESPONSE_COLUMNS,
+    SCHEMA_VERSION,
+    Grid,
+    GridCell,
+    Record,
+    StoredTable,
+    Written,
+)
+from qbench.sealed import AGAIN, seal, unseal
 
 KEY_DIGITS = 16
+COLUMNS = {"outcomes": OUTCOME_COLUMNS, "responses": RESPONSE_COLUMNS}
+
+Table = Literal["outcomes", "responses"]
+T = TypeVar("T", bound=Written)
 
 
 class Store:
@@ -33,25 +52,59 @@ class Store:
         self.directory = Path(directory)
 
     def grid(self) -> Grid:
-        """The grid of the last run. Raises ResultsError where there is none."""
+        """The grid of the last run. Raises ResultsError where there is none, or it is damaged."""
         path = self.directory / "grid.json"
         if not path.is_file():
             raise ResultsError(
                 f"{self.directory}: no grid.json here; name a folder that `qbench run` wrote"
             )
-        return _read(path, Grid)
+        return read(path, Grid)
 
     def has_grid(self) -> bool:
         return (self.directory / "grid.json").is_file()
 
     def put_grid(self, grid: Grid) -> None:
+        """Say what the folder is of; what killed processes left behind is removed.
+
+        Raises NewerSchemaError where a newer qbench wrote the grid that is there.
+        """
         with self._lock():
-            write_atomically(self.directory / "grid.json", grid.model_dump_json(indent=1).encode())
+            if self.has_grid():
+                try:
+                    self.grid()
+                except NewerSchemaError:
+                    raise
+                except ResultsError:
+                    pass  # damaged or old: written anew
+            clean_temporaries(self.directory)
+            write(self.directory / "grid.json", grid)
 
     def get(self, cell: GridCell) -> Record | None:
-        """The record that ``cell`` asks for, failed ones too; None where there is none."""
+        """The record that ``cell`` asks for, failed ones too; None where there is none.
+
+        Raises DamagedError where it is not what was written, SchemaError where another version
+        of qbench wrote it.
+        """
         path = self._path(cell.cell, cell.key)
-        return _read(path, Record) if path.is_file() else None
+        return read_record(path, cell) if path.is_file() else None
+
+    def whole(self, cell: GridCell, say: Callable[[str], None] | None = None) -> Record | None:
+        """The record that ``cell`` asks for, its Parquet files verified too; None where there is
+        none that a run may reuse. ``say`` is told why one that is there is none.
+
+        Raises NewerSchemaError for a record that must not be replaced.
+        """
+        try:
+            record = self.get(cell)
+            for name in record.files if record else ():
+                self._payload(record, name)
+        except NewerSchemaError:
+            raise
+        except (DamagedError, SchemaError) as error:
+            if say is not None:
+                say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + AGAIN)}")
+            return None
+        return record
 
     def records(self) -> list[Record]:
         """Records of the grid's cells, in the grid's order, missing ones left out."""
@@ -60,26 +113,40 @@ class Store:
 
     def put(
         self, record: Record, outcomes: pd.DataFrame | None, responses: pd.DataFrame | None
-    ) -> None:
-        """Write a record and its tables; the record last, each file in one step."""
+    ) -> Record:
+        """Write a record and its tables; the record last, each file in one step.
+
+        Returns the record as it was written, with its tables' checksums.
+        """
         path = self._path(record.cell, record.key)
+        payloads = {}
+        for name, table in (("outcomes", outcomes), ("responses", responses)):
+            if table is not None:
+                assert tuple(table.columns) == COLUMNS[name], f"{name}: {tuple(table.columns)}"
+                payloads[name] = table.to_parquet(index=False, compression="zstd")
+        files = {
+            name: StoredTable(sha256=digest(payload), bytes=len(payload))
+            for name, payload in payloads.items()
+        }
+        record = record.model_copy(update={"files": files})
         with self._lock():
-            for name, table, columns in (
-                ("outcomes", outcomes, OUTCOME_COLUMNS),
-                ("responses", responses, RESPONSE_COLUMNS),
-            ):
-                if table is not None:
-                    assert tuple(table.columns) == columns, f"{name}: {tuple(table.columns)}"
-                    payload = table.to_parquet(index=False, compression="zstd")
-                    write_atomically(path.with_suffix(f".{name}.parquet"), payload)
-            write_atomically(path, record.model_dump_json(indent=1).encode())
+            _set_aside(path)
+            for name, payload in payloads.items():
+                write_atomically(_table_path(path, record, name), payload)
+            write(path, record)
+            kept = {_table_path(path, record, name) for name in files}
+            for old in path.parent.glob(f"{path.stem}.{'?' * KEY_DIGITS}.*.parquet"):
+                if old not in kept:
+                    old.unlink()
+        return record
 
     def outcomes(self, record: Record) -> pd.DataFrame:
-        """Columns ``OUTCOME_COLUMNS``; raises ResultsError where the file is missing."""
+        """Columns ``OUTCOME_COLUMNS``; raises DamagedError where the file is missing or changed."""
         return self._table(record, "outcomes")
 
     def responses(self, record: Record) -> pd.DataFrame:
-        """Columns ``RESPONSE_COLUMNS``; raises ResultsError where the file is missing."""
+        """Columns ``RESPONSE_COLUMNS``; raises DamagedError where the file is missing or
+        changed."""
         return self._table(record, "responses")
 
     def log(self, cell: GridCell) -> Path:
@@ -92,11 +159,22 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _table(self, record: Record, name: str) -> pd.DataFrame:
-        path = self._path(record.cell, record.key).with_suffix(f".{name}.parquet")
-        if not path.is_file():
-            raise ResultsError(f"{path}: missing; run the cell again with --force")
-        return pd.read_parquet(path)
+    def _table(self, record: Record, name: Table) -> pd.DataFrame:
+        return pd.read_parquet(io.BytesIO(self._payload(record, name)))
+
+    def _payload(self, record: Record, name: Table) -> bytes:
+        """A Parquet file's content, verified before any library parses it."""
+        place = self._path(record.cell, record.key)
+        if name not in record.files:
+            raise DamagedError(f"{place}: no {name} were written with this record; {AGAIN}")
+        path, stated = _table_path(place, record, name), record.files[name]
+        try:
+            payload = path.read_bytes()
+        except FileNotFoundError:
+            raise DamagedError(f"{path}: missing; {AGAIN}") from None
+        if len(payload) != stated.bytes or digest(payload) != stated.sha256:
+            raise DamagedError(f"{path}: damaged: its content is not what was written; {AGAIN}")
+        return payload
 
     def _path(self, cell: str, key: str) -> Path:
         return self.directory / "records" / cell / f"{key[:KEY_DIGITS]}.json"
@@ -108,24 +186,49 @@ class Store:
             yield
 
 
-def write_atomically(path: Path, payload: bytes) -> None:
-    """Write ``payload`` so that ``path`` holds either the old or the new content, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def read_record(path: Path, cell: GridCell | None = None) -> Record:
+    """The record in the file ``path``; where ``cell`` is given, it must be of that cell.
+
+    Raises DamagedError or SchemaError as ``Store.get``.
+    """
+    record = read(path, Record)
+    if cell is not None and (record.cell, record.key) != (cell.cell, cell.key):
+        raise DamagedError(f"{path}: is the record of another cell or key; {AGAIN}")
+    return record
 
 
-def _read(path: Path, kind: type[Grid] | type[Record]) -> Grid | Record:
+def read(path: Path, kind: type[T]) -> T:
+    """What ``write`` wrote. Raises DamagedError or SchemaError."""
+    values = unseal(path, path.read_bytes(), schema=SCHEMA_VERSION)
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ResultsError(f"{path}: {place}: {first['msg']}; delete it and run again") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise DamagedError(f"{path}: damaged: {place or 'all'}: {message}; {AGAIN}") from None
+
+
+def write(path: Path, thing: Written) -> None:
+    """Write a record or grid with its checksum, in one step."""
+    write_atomically(path, seal(json.loads(thing.model_dump_json())))
+
+
+def _table_path(path: Path, record: Record, name: str) -> Path:
+    """Of the table ``name`` of the record at ``path``: its checksum is part of the name, so that
+    a table never replaces one that an older record still states."""
+    return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a record of an older schema, which is not this qbench's to replace."""
+    if not path.is_file():
+        return
+    try:
+        read(path, Record)
+    except NewerSchemaError:
+        raise
+    except SchemaError:
+        path.rename(path.with_suffix(".older.json"))
+    except DamagedError:
+        pass

@@ -20,6 +20,7 @@ from synthetic import key, make_store
 
 from qbench import report
 from qbench.comparison.compare import compare
+from qbench.comparison.floors import to_bytes
 from qbench.errors import RecipeError, UnavailableError
 from qbench.record import Damage
 from qbench.report.content import data_tables
@@ -197,7 +198,7 @@ def test_deltas_below_the_noise_floor_are_marked_and_the_mark_is_explained(tmp_p
     noise = {
         f"{c}/bf16": {"key": key(c, "bf16"), "floors": floors} for c in ("softmax", "softpick")
     }
-    (tmp_path / "noise.json").write_text(json.dumps(noise))
+    (tmp_path / "noise.json").write_bytes(to_bytes(noise))
     table = data_tables(compare(store))[0]
     delta = table.head.index("Δ softpick")
     marked = {(row[0].text, row[1].text) for row in table.rows if row[delta].text.endswith("≈")}

@@ -269,7 +269,7 @@ def test_noise_is_measured_on_the_unquantized_cells_and_the_tables_take_it_up(tm
     assert qbench("run", *options) == 0
     assert "≈" not in (out / "tables.md").read_text()
     assert qbench("noise", *options) == 0
-    measured = json.loads((out / "noise.json").read_text())
+    measured = json.loads((out / "noise.json").read_text())["cells"]
     keys = {record.cell: record.key for record in Store(out).records()}
     assert {cell: one["key"] for cell, one in measured.items()} == {
         cell: key for cell, key in keys.items() if cell.endswith("fp32")

@@ -28,6 +28,11 @@ OUTCOMES = pd.DataFrame([("t", 0, "acc", 1.0, 1.0)], columns=list(OUTCOME_COLUMN
 RESPONSES = pd.DataFrame([("t", 0, 0, -1.5, True)], columns=list(RESPONSE_COLUMNS))
 
 
+GRID = Grid(
+    name="g", checkpoints=("a",), quantizers=("rtn-4bit",), tasks=("t",), cells=(CELL,)
+)  # fmt: skip
+
+
 def make_record(status: str = "ok", key: str = CELL.key) -> Record:
     now = datetime.now(UTC)
     place = Environment(
@@ -44,10 +49,12 @@ def make_record(status: str = "ok", key: str = CELL.key) -> Record:
 
 def test_a_record_comes_back_as_it_went_in(tmp_path):
     store, record = Store(tmp_path), make_record()
-    store.put(record, OUTCOMES, RESPONSES)
-    assert store.get(CELL) == record
-    pd.testing.assert_frame_equal(store.outcomes(record), OUTCOMES)
-    pd.testing.assert_frame_equal(store.responses(record), RESPONSES)
+    written = store.put(record, OUTCOMES, RESPONSES)
+    assert written.model_copy(update={"files": {}}) == record
+    assert store.get(CELL) == written
+    assert store.whole(CELL) == written
+    pd.testing.assert_frame_equal(store.outcomes(written), OUTCOMES)
+    pd.testing.assert_frame_equal(store.responses(written), RESPONSES)
 
 
 def test_a_record_under_another_key_is_not_the_cells(tmp_path):
@@ -76,7 +83,7 @@ def test_a_damaged_record_is_named_with_its_place(tmp_path):
     store = Store(tmp_path)
     store.put(make_record(), OUTCOMES, RESPONSES)
     next(tmp_path.rglob("0000000000000000.json")).write_text('{"key": 3}')
-    with pytest.raises(ResultsError, match=r"0000000000000000\.json: .*delete it and run again"):
+    with pytest.raises(ResultsError, match=r"0000000000000000\.json: damaged: .*recipe again"):
         store.get(CELL)
 
 
@@ -88,10 +95,9 @@ def test_a_folder_without_a_grid_is_no_results_folder(tmp_path):
 def _put_many(folder: str, worker: int) -> None:
     store = Store(folder)
     for number in range(20):
-        store.put(make_record(key=f"{number:016d}" + f"{worker}" * 48), OUTCOMES, RESPONSES)
-        cells = tuple(CELL.model_copy(update={"key": f"{n:064d}"}) for n in range(number))
-        store.put_grid(Grid(name=str(worker), checkpoints=("a",), quantizers=("rtn-4bit",),
-                            tasks=("t",), cells=cells))  # fmt: skip
+        outcomes = OUTCOMES.assign(value=float(worker))
+        store.put(make_record(key=f"{number:016d}" + "0" * 48), outcomes, RESPONSES)
+        store.put_grid(GRID.model_copy(update={"name": str(worker)}))
 
 
 def test_two_processes_on_one_folder_do_not_damage_each_other(tmp_path):
@@ -105,7 +111,7 @@ def test_two_processes_on_one_folder_do_not_damage_each_other(tmp_path):
     store = Store(tmp_path)
     assert store.grid().name in "01"
     for number in range(20):
-        record = store.get(CELL.model_copy(update={"key": f"{number:016d}" + "0" * 48}))
+        record = store.whole(CELL.model_copy(update={"key": f"{number:016d}" + "0" * 48}))
         assert record is not None
         assert len(store.outcomes(record)) == 1
-    assert not list(tmp_path.rglob(".*.json.*")), "temporary files were left"
+    assert not list(tmp_path.rglob(".*.tmp")), "temporary files were left"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -133,7 +132,7 @@ def plan(
         text = planned.calibration
         typer.echo(f"calibration  {text.samples} × {text.length} tokens of {text.path}")
     for cell in planned.select(only):
-        record = store.get(cell.place)
+        record = store.whole(cell.place)
         state = "to run" if record is None else {"ok": "there", "failed": "to retry"}[record.status]
         typer.echo(f"{state:9} {cell.name}  key {cell.key[:16]}")
     typer.echo(f"results go to {store.directory}")
@@ -154,7 +153,7 @@ def noise(
     A difference below it says nothing, and the tables of the same results folder mark it so.
     Written there as noise.json.
     """
-    from qbench.comparison.floors import FILE
+    from qbench.comparison.floors import FILE, to_bytes
     from qbench.evaluation.noise import measure_noise, scorer_of, table
     from qbench.run import load
     from qbench.running.quiet import redirected
@@ -181,10 +180,8 @@ def noise(
         raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
     path = job.out / FILE
     keys = {cell.name: cell.key for cell in planned.cells}
-    text = json.dumps(
-        {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}, indent=1
-    )
-    write_atomically(path, text.encode())
+    cells = {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}
+    write_atomically(path, to_bytes(cells))
     show_written([path])
 
 

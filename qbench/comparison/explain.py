@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from qbench.errors import ResultsError
 from qbench.record import Record
-from qbench.store import Store
+from qbench.store import Store, read_record
 
 ABSENT = "(absent)"
 
@@ -47,14 +45,13 @@ def text(a: Record, b: Record) -> str:
 def find_record(place: str) -> Record:
     """The record at ``place``: a record's JSON file, or DIR/CHECKPOINT/QUANTIZER.
 
-    Raises ResultsError where there is none, naming the folder's cells.
+    Raises ResultsError where there is none, naming the folder's cells, or it is damaged.
     """
     path = Path(place)
     if path.is_file():
-        try:
-            return Record.model_validate_json(path.read_bytes())
-        except ValidationError:
-            raise ResultsError(f"{place}: not a record; name a records/…/KEY.json file") from None
+        if b'"key_parts"' not in path.read_bytes():
+            raise ResultsError(f"{place}: not a record; name a records/…/KEY.json file")
+        return read_record(path)
     if len(path.parts) < 3:
         raise ResultsError(f"{place}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
     store = Store(path.parent.parent)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from qbench.errors import ResultsError
-from qbench.record import Grid
+from qbench.record import SCHEMA_VERSION, Grid
+from qbench.sealed import seal, unseal
 from qbench.store import Store
 
 FILE = "noise.json"
+AGAIN = "run `qbench noise` again, or remove the file"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,17 +30,24 @@ class Floors:
         return None if None in ends else sum(ends)
 
 
+def to_bytes(cells: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The content of ``noise.json``: by cell its ``key``, its ``floors``, and what else was
+    measured."""
+    return seal({"schema_version": SCHEMA_VERSION, "cells": dict(cells)})
+
+
 def read_floors(store: Store, grid: Grid) -> Floors:
     """The floors of ``noise.json``, empty without the file. Raises ResultsError for a file that
-    ``qbench noise`` did not write."""
+    is not what ``qbench noise`` wrote."""
     path = store.directory / FILE
     if not path.is_file():
         return Floors()
     keys = {cell.cell: cell.key for cell in grid.cells}
     of: dict[tuple[str, str, str], float] = {}
     stale = []
+    noise = unseal(path, path.read_bytes(), schema=SCHEMA_VERSION, again=AGAIN)
     try:
-        for cell, measured in json.loads(path.read_text()).items():
+        for cell, measured in noise["cells"].items():
             checkpoint = cell.rpartition("/")[0]
             if measured["key"] != keys.get(cell):
                 stale.append(checkpoint)
@@ -47,7 +56,5 @@ def read_floors(store: Store, grid: Grid) -> Floors:
                 for metric, floor in metrics.items():
                     of[checkpoint, task, metric] = float(floor)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(
-            f"{path}: not what `qbench noise` writes ({error!r}); run it again or remove the file"
-        ) from None
+        raise ResultsError(f"{path}: not what `qbench noise` writes ({error!r}); {AGAIN}") from None
     return Floors(of=of, stale=tuple(stale))

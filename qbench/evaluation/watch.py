@@ -90,7 +90,7 @@ def watcher(
     if cell.base is None:
         return Unwatched(reason="the recipe has no unquantized cell to compare with")
     with FileLock(store.lock_file(cell.base)):
-        record = store.get(cell.base)
+        record = store.whole(cell.base)
     path = distributions_file(folder, cell.base.key)
     if record is None or record.status != "ok" or not path.is_file():
         reason = f"{cell.base.cell} has no stored log-probabilities; run it, then this again"

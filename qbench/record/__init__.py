@@ -21,24 +21,29 @@ from qbench.record.record import (
     Record,
     Score,
     Stage,
+    StoredTable,
 )
 from qbench.record.scoring import DifferenceFromExact, ScoringReport
-from qbench.record.written import Written
+from qbench.record.written import NAME, Digest, Line, Name, TaskName, Written
 
 __all__ = [
+    "NAME",
     "OUTCOME_COLUMNS",
     "RESPONSE_COLUMNS",
     "SCHEMA_VERSION",
     "Audit",
     "Damage",
     "DifferenceFromExact",
+    "Digest",
     "Distributions",
     "Divergence",
     "Environment",
     "Flips",
     "Grid",
     "GridCell",
+    "Line",
     "ModuleAudit",
+    "Name",
     "Part",
     "Precision",
     "Ratio",
@@ -46,7 +51,9 @@ __all__ = [
     "Score",
     "ScoringReport",
     "Stage",
+    "StoredTable",
     "TaskDamage",
+    "TaskName",
     "Unavailable",
     "Written",
 ]

@@ -1,6 +1,7 @@
 """What a cell gave, as it is written to disk. Imports no torch.
 
-Beside each record lie two Parquet files, one row a fact, which every statistic is built on:
+Beside each record lie two Parquet files, one row a fact, which every statistic is built on; the
+record states their SHA-256, and its own file carries one of the record (see ``sealed``):
 
 ``outcomes``   task, document, metric, value, weight
     What lm-eval aggregates into a score. ``value`` is 0/1 for accuracies, the log-likelihood in
@@ -14,15 +15,15 @@ Beside each record lie two Parquet files, one row a fact, which every statistic 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qbench.record.audit import Audit
 from qbench.record.damage import Damage, Unavailable
 from qbench.record.precision import Precision
 from qbench.record.scoring import ScoringReport
-from qbench.record.written import Written
+from qbench.record.written import Digest, Line, Name, TaskName, Written
 
 SCHEMA_VERSION = 2
 
@@ -38,13 +39,13 @@ class Score(Written):
     ``bits_per_byte`` −Σ value / (Σ weight · ln 2), or another name, which statistics leave alone.
     """
 
-    task: str  # as the recipe calls it; the name in the Parquet files
-    label: str  # as tables show it, e.g. "sciq [validation]"
-    metric: str  # "acc", "acc_norm", "perplexity", "word_perplexity", …
+    task: TaskName  # as the recipe calls it; the name in the Parquet files
+    label: Line  # as tables show it, e.g. "sciq [validation]"
+    metric: Line  # "acc", "acc_norm", "perplexity", "word_perplexity", …
     value: float
     stderr: float | None  # lm-eval's, in the units of value; None where it has none
     higher_is_better: bool
-    aggregation: str
+    aggregation: Line
     documents: int
 
 
@@ -69,19 +70,29 @@ class Environment(Written):
     qbench: str
 
 
+class StoredTable(Written):
+    """A Parquet file beside a record, as it was written."""
+
+    sha256: Digest
+    bytes: int
+
+
 class Record(Written):
-    """What one cell gave. ``key_parts`` is exactly what ``key`` is the hash of."""
+    """What one cell gave. ``key_parts`` is exactly what ``key`` is the hash of.
+
+    ``files`` is filled when the record is written (``Store.put``).
+    """
 
     schema_version: int = SCHEMA_VERSION
-    key: str  # 64 hexadecimal digits
+    key: Digest
     key_parts: dict[str, Any]
-    checkpoint: str
-    quantizer: str  # label, unique in its recipe
-    method: str  # of quantization, e.g. "gptq"; "none" for unquantized cells
-    title: str  # the method as tables write it, e.g. "GPTQ"
+    checkpoint: Name
+    quantizer: Name  # label, unique in its recipe
+    method: Line  # of quantization, e.g. "gptq"; "none" for unquantized cells
+    title: Line  # the method as tables write it, e.g. "GPTQ"
     precision: Precision
-    normalizer: str
-    attention: str  # what ran, e.g. "softpick/triton" or "softpick/reference"
+    normalizer: Line
+    attention: Line  # what ran, e.g. "softpick/triton" or "softpick/reference"
     status: Literal["ok", "failed"]
     error: str | None = None
     scores: tuple[Score, ...] = ()
@@ -91,6 +102,9 @@ class Record(Written):
     audit: Audit | None = None
     scoring: ScoringReport | None = None  # None where scoring did not begin
     damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None
+    # task → digest of the documents that were scored
+    documents: dict[TaskName, str] = Field(default_factory=dict)
+    files: dict[Literal["outcomes", "responses"], StoredTable] = Field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     environment: Environment
     started: datetime
@@ -109,12 +123,12 @@ class Record(Written):
 class GridCell(Written):
     """One cell of the last run: its place in the grid and the record that it asks for."""
 
-    checkpoint: str
-    quantizer: str
-    method: str
-    title: str
+    checkpoint: Name
+    quantizer: Name
+    method: Line
+    title: Line
     precision: Precision
-    key: str
+    key: Digest
 
     @property
     def cell(self) -> str:
@@ -138,8 +152,18 @@ class Grid(Written):
     """
 
     schema_version: int = SCHEMA_VERSION
-    name: str
-    checkpoints: tuple[str, ...]
-    quantizers: tuple[str, ...]
-    tasks: tuple[str, ...]
-    cells: tuple[GridCell, ...]
+    name: Line
+    checkpoints: Annotated[tuple[Name, ...], Field(min_length=1)]
+    quantizers: Annotated[tuple[Name, ...], Field(min_length=1)]
+    tasks: Annotated[tuple[TaskName, ...], Field(min_length=1)]
+    cells: Annotated[tuple[GridCell, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _cells_are_of_the_grid(self) -> Self:
+        names = [cell.cell for cell in self.cells]
+        for cell in self.cells:
+            if cell.checkpoint not in self.checkpoints or cell.quantizer not in self.quantizers:
+                raise ValueError(f"cell {cell.cell} is not of these checkpoints and quantizers")
+            if names.count(cell.cell) > 1:
+                raise ValueError(f"cell {cell.cell} stands there twice")
+        return self

@@ -139,7 +139,7 @@ def _run_in_processes(
         todo = [cell for cell in todo if cell.name not in done]
         if todo and len(slots) == 1:
             record = failed(todo[0], plan, "its process was killed (out of memory?); see its log")
-            store.put(record, None, None)
+            record = store.put(record, None, None)
             sink.say(summary(record), "bold red")
             done[todo.pop(0).name] = record
         elif todo:

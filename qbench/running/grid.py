@@ -7,6 +7,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 
 from filelock import FileLock, Timeout
 
+from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.watch import distributions_file
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
@@ -63,7 +64,14 @@ def run_grid(
 
 def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
     """Say what the folder is of from now on; records under other keys stay where they are."""
-    if store.has_grid() and store.grid().cells != plan.grid.cells:
+    try:
+        other = store.has_grid() and store.grid().cells != plan.grid.cells
+    except NewerSchemaError:
+        raise
+    except ResultsError as error:  # damaged or old: written anew
+        sink.say(str(error))
+        other = False
+    if other:
         sink.say(
             f"{store.directory} held results of other settings or versions; their records stay, "
             "its tables now show this run's (say --out to keep both)"
@@ -78,7 +86,7 @@ def _without_distributions(cells: Sequence[Cell], store: Store) -> set[str]:
         cell.base.key
         for cell in cells
         if cell.base is not None
-        and ((record := store.get(cell.place)) is None or not _complete(record))
+        and ((record := store.whole(cell.place)) is None or not _complete(record))
     }
     folder = distributions_folder()
     return {
@@ -95,7 +103,7 @@ def run_if_needed(
     ``wait`` is false."""
     try:
         with FileLock(store.lock_file(cell.place), timeout=-1 if wait else 0):
-            known = store.get(cell.place)
+            known = store.whole(cell.place, sink.say)
             sink.begin(cell.name)
             try:
                 whole = known is not None and _complete(known, cell, store)
@@ -120,7 +128,7 @@ def _complete(record: Record, cell: Cell | None = None, store: Store | None = No
     if not again or cell is None or store is None:
         return not again
     assert cell.base is not None
-    base = store.get(cell.base)
+    base = store.whole(cell.base)
     present = distributions_file(distributions_folder(), cell.base.key).is_file()
     return base is None or base.status != "ok" or not present
 

@@ -1,0 +1,183 @@
+"""Files that qbench writes: whole or not at all, and refused before work begins. No torch.
+
+A temporary name says which process of which host writes it, so that what a killed process left
+behind can be told from what another is writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import socket
+import stat
+import sys
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from qbench.errors import OutputError
+
+NAME_BYTES = 255  # of a file name, on the usual file systems
+TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
+
+
+def digest(payload: bytes) -> str:
+    """SHA-256 of ``payload``: 64 hexadecimal digits."""
+    return sha256(payload).hexdigest()
+
+
+def write_atomically(path: Path, payload: bytes) -> None:
+    """Write ``payload`` so that ``path`` holds either the old or the new content, never half.
+
+    A link stays: the file that it points to is replaced. What is no regular file (/dev/stdout, a
+    pipe) is written to. Raises OutputError where that cannot be done.
+    """
+    path = Path(path)
+    try:
+        if _written_through(path):
+            _write_through(path, payload)
+            return
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        making = temporary(path)
+        try:
+            with making.open("wb") as file:
+                file.write(payload)
+                file.flush()
+                os.fsync(file.fileno())
+            making.replace(path)
+        finally:
+            making.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
+
+
+def require_writable(path: Path, option: str = "") -> None:
+    """Raise OutputError where ``write_atomically(path, …)`` could not work.
+
+    Nothing stays behind. ``option``, such as ``--summary``, begins the message.
+    """
+    place = f"{option} {path}".strip()
+    try:
+        if path.is_dir():
+            raise OutputError(f"{place}: is a folder; name a file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OutputError(f"{place}: is read-only; name another file")
+        if not _written_through(path):
+            _try(Path(os.path.realpath(path)))
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{place}: cannot be written ({reason(error)})") from None
+
+
+def require_folder(path: Path, option: str = "") -> None:
+    """Raise OutputError where files could not be written into the folder ``path``, which need
+    not exist. Nothing stays behind."""
+    place = f"{option} {path}".strip()
+    try:
+        if path.exists() and not path.is_dir():
+            raise OutputError(f"{place}: is a file; name a folder")
+        _try(Path(os.path.realpath(path)) / "file")
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{place}: cannot be written to ({reason(error)})") from None
+
+
+def temporary(path: Path) -> Path:
+    """Where this process makes what becomes ``path``."""
+    ending = f".{_host()}.{os.getpid()}.tmp"
+    name = path.name
+    if len(os.fsencode(name)) + len(ending) + 1 > NAME_BYTES:
+        name = digest(os.fsencode(name))[:16]
+    return path.with_name(f".{name}{ending}")
+
+
+def clean_temporaries(folder: Path) -> list[Path]:
+    """Remove temporary files and folders below ``folder`` whose process on this host is dead.
+
+    Those of other hosts stay: whether they are alive cannot be known. Returns what was removed.
+    """
+    removed = []
+    for path in sorted(Path(folder).rglob(".*.tmp")):
+        named = TEMPORARY.fullmatch(path.name)
+        if named and named["host"] == _host() and not _alive(int(named["process"])):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def reason(error: Exception) -> str:
+    """What went wrong with a file, without its path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _try(path: Path) -> None:
+    """Make a file where ``path`` would be, or in the nearest folder above that exists."""
+    folder = path.parent
+    while not os.path.lexists(folder):
+        _name_fits(folder.name)
+        folder = folder.parent
+    _name_fits(path.name)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
+    trial = temporary(folder / "trial")
+    try:
+        trial.touch(exist_ok=True)
+    finally:
+        with suppress(OSError):
+            trial.unlink(missing_ok=True)
+
+
+def _name_fits(name: str) -> None:
+    if len(os.fsencode(name)) > NAME_BYTES:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    if "\0" in name:
+        raise ValueError("embedded null byte")
+
+
+def _written_through(path: Path) -> bool:
+    """Whether ``path`` is something that cannot be replaced: a device, a pipe, our own output."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISREG(found.st_mode) or _stream(path, found) is not None
+
+
+def _write_through(path: Path, payload: bytes) -> None:
+    if (stream := _stream(path, os.stat(path))) is not None:
+        sys.stdout.flush()
+        with os.fdopen(os.dup(stream), "wb") as file:
+            file.write(payload)
+        return
+    # a pipe that nobody reads is refused instead of waited for
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(payload)
+
+
+def _stream(path: Path, found: os.stat_result) -> int | None:
+    """Our standard output or error, where the link ``path`` (/dev/stdout) leads to it."""
+    for descriptor in (1, 2) if path.is_symlink() else ():
+        with suppress(OSError):
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:63] or "localhost"
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
