@@ -256,9 +256,7 @@ def test_html_is_well_formed_stands_alone_and_escapes(tested):
 
 
 def test_a_hostile_name_is_escaped_in_html_and_latex(tmp_path):
-    store = make_store(
-        tmp_path, sizes={"arc_easy": 20}, quantizers=("bf16",), checkpoints=("<b>&_{}", "x")
-    )
+    store = make_store(tmp_path, sizes={"<b>&_{}": 20}, quantizers=("bf16",))
     assert "<b>&_" not in render(plain(store), format="html")
     assert r"\textless{}b\textgreater{}\&\_\{\}" in render(plain(store), format="tex")
 

@@ -98,12 +98,10 @@ class Record(Written):
     scores: tuple[Score, ...] = ()
     # by task: SHA-256 over the definition and the documents that were scored, the same whether
     # they came from the hub or from files, so that results of both can be compared
-    documents: dict[str, str] = Field(default_factory=dict)
+    documents: dict[TaskName, str] = Field(default_factory=dict)
     audit: Audit | None = None
     scoring: ScoringReport | None = None  # None where scoring did not begin
     damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None
-    # task → digest of the documents that were scored
-    documents: dict[TaskName, str] = Field(default_factory=dict)
     files: dict[Literal["outcomes", "responses"], StoredTable] = Field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     environment: Environment
