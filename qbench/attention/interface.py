@@ -240,10 +240,10 @@ def _packed(
     value: Tensor,
     scale: float | None,
     causal: bool,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest_q: int | None,
-    longest_k: int | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
 ) -> Tensor:
     """[1, H, T, D] of sequences in a row, none of which sees another."""
     if implementation == "triton":
@@ -251,12 +251,12 @@ def _packed(
 
         return kernels.packed_attention(
             query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-            causal=causal, starts_q=starts_q, starts_k=starts_k,
-            longest_q=longest_q, longest_k=longest_k,
+            causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
     return reference.packed_attention(
         query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-        causal=causal, starts_q=starts_q, starts_k=starts_k,
+        causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
 
 

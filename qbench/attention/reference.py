@@ -205,16 +205,16 @@ def packed_attention(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
-    starts_q: Tensor,
-    starts_k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
 ) -> Tensor:
     """:func:`attention` of sequences laid in a row in [1, H, T, D], none of which sees another.
 
-    Sequence s has the queries ``starts_q[s]`` to ``starts_q[s + 1]``, and so its keys; both are
-    integer tensors [S + 1]. Queries outside every sequence give 0.
+    Sequence s has the queries ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]``, and so its keys;
+    both are integer tensors [S + 1]. Queries outside every sequence give 0.
     """
     output = value.new_zeros(*query.shape[:3], value.shape[3])
-    edges_q, edges_k = starts_q.tolist(), starts_k.tolist()
+    edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for s in range(len(edges_q) - 1):
         rows, keys = slice(*edges_q[s : s + 2]), slice(*edges_k[s : s + 2])
         if rows.start < rows.stop and keys.start < keys.stop:

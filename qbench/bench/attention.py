@@ -221,16 +221,16 @@ def _packed(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
     sequences = 8 if quick else sequences
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(32, longest + 1, (sequences,), generator=generator)
-    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    tokens = int(starts[-1])
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    tokens = int(cu_seqlens[-1])
     packed = [random_tensor(1, tokens, heads, width) for _ in range(3)]
     padded = [random_tensor(sequences, longest, heads, width) for _ in range(3)]
     most = int(lengths.max())
-    starts = starts.cuda()
+    cu_seqlens = cu_seqlens.cuda()
     runs = {
         "qbench softpick, packed": lambda: kernels.packed_attention(
-            *packed, normalizer="softpick", starts_q=starts, starts_k=starts,
-            longest_q=most, longest_k=most,
+            *packed, normalizer="softpick", cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=most, max_seqlen_k=most,
         ),
         "qbench softpick, padded to the longest": lambda: kernels.attention(
             *padded, normalizer="softpick", causal=True

@@ -120,8 +120,8 @@ def test_packed_sequences_equal_each_alone(model, ids, normalizer, how):
     positions = torch.cat([torch.arange(6), torch.arange(17), torch.arange(1)])[None]
     inputs = {"position_ids": positions, "use_cache": False}
     if how == "cu_seq_lens":
-        starts = torch.tensor([0, 6, 23, 24], dtype=torch.int32)
-        inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        cu_seqlens = torch.tensor([0, 6, 23, 24], dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         inputs |= {"max_length_q": 17, "max_length_k": 17}
     if how == "mask":
         owner = torch.tensor([0] * 6 + [1] * 17 + [2])

@@ -186,9 +186,9 @@ def test_weights_times_values_are_the_attention(normalizer):
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 def test_packed_sequences_do_not_see_each_other(normalizer):
     query, key, value = draw((1, 4, 2, 30, 30, 8, 8))
-    starts = torch.tensor([0, 7, 7, 18, 30], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 7, 7, 18, 30], dtype=torch.int32)
     got = packed_attention(
-        query, key, value, normalizer=normalizer, starts_q=starts, starts_k=starts
+        query, key, value, normalizer=normalizer, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
     )
     for start, stop in ((0, 7), (7, 18), (18, 30)):
         alone = (tensor[:, :, start:stop] for tensor in (query, key, value))

@@ -175,17 +175,14 @@ def test_gradients_of_rows_near_zero_equal_the_reference(
 @pytest.mark.parametrize("normalizer", NAMES)
 @pytest.mark.parametrize("width", [64, 128])
 def test_packed_sequences_equal_each_alone(normalizer, width):
-    starts = torch.tensor([0, 5, 5, 300, 301, 900], dtype=torch.int32, device="cuda")
+    cu_seqlens = torch.tensor([0, 5, 5, 300, 301, 900], dtype=torch.int32, device="cuda")
     inputs = [draw(1, 4, 900, width, seed=s).requires_grad_() for s in range(3)]
-    got = kernels.packed_attention(
-        *inputs, normalizer=normalizer, starts_q=starts, starts_k=starts, longest_q=600
-    )
+    settings = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    got = kernels.packed_attention(*inputs, normalizer=normalizer, max_seqlen_q=600, **settings)
     gradient = draw(1, 4, 900, width, seed=3)
     gradients = torch.autograd.grad(got, inputs, gradient)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = reference.packed_attention(
-        *wide, normalizer=normalizer, starts_q=starts, starts_k=starts
-    )
+    truth = reference.packed_attention(*wide, normalizer=normalizer, **settings)
     truths = torch.autograd.grad(truth, wide, gradient.double())
     pairs = zip((got, *gradients), (truth, *truths), strict=True)
     assert max(relative_error(a, b) for a, b in pairs) <= 1e-2

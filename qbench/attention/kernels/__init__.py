@@ -27,15 +27,15 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     spans: Tensor | None = None,
-    longest_q: int | None = None,
-    longest_k: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor:
     """Attention by the kernels; arguments, result and errors as ``reference.attention``.
 
     ``spans`` (int32 [S, 6], see :mod:`qbench.attention.kernels.spans`) limits it to sequences
-    inside the batch rows; rows outside them give 0. ``longest_q`` and ``longest_k`` are the most
-    query and key rows of one sequence, if known. Raises ValueError for float64, UnavailableError
-    for a normalizer or a parameter that the kernels do not have.
+    inside the batch rows; rows outside them give 0. ``max_seqlen_q`` and
+    ``max_seqlen_k`` are the most query and key rows of one sequence, if known. Raises ValueError
+    for float64, UnavailableError for a normalizer or a parameter that the kernels do not have.
     """
     import torch
 
@@ -59,7 +59,7 @@ def attention(
         raise ValueError(f"scale must be positive; it is {scale}")
     return operator.apply(
         query, key, value, mask, spans, normalizer, scale, causal, window or 0,
-        longest_q or query.shape[2], longest_k or key.shape[2],
+        max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
     )  # fmt: skip
 
 
@@ -73,16 +73,16 @@ def packed_attention(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    longest_q: int | None = None,
-    longest_k: int | None = None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor:
     """Sequences laid in a row in [1, H, T, D]; arguments as ``reference.packed_attention``."""
     from qbench.attention.kernels.spans import packed_spans
 
     return attention(
         query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-        causal=causal, window=window, spans=packed_spans(starts_q, starts_k),
-        longest_q=longest_q, longest_k=longest_k,
+        causal=causal, window=window, spans=packed_spans(cu_seqlens_q, cu_seqlens_k),
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip

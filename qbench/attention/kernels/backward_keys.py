@@ -1,5 +1,5 @@
-"""Second kernel of the backward pass: gradients of keys and values, from the rows' levels and D.
-See :mod:`qbench.attention.kernels.backward_queries`."""
+"""Second kernel of the backward pass: gradients of keys and values, from the rows' log-sum-exp and
+D. See :mod:`qbench.attention.kernels.backward_queries`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qbench.attention.kernels.family import (
 @triton.jit
 def key_sweep(
     dk, dv, k, v, keys, begin, end,
-    q_source, g_source, level_row, delta_row, mask, batch, head, stop_q, stop_k, shift, window,
+    q_source, g_source, lse_row, delta_row, mask, batch, head, stop_q, stop_k, shift, window,
     scale, q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
     MASKED: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr,
@@ -34,18 +34,18 @@ def key_sweep(
         q = load_rows(
             q_source, batch, head, start, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, MASKED, TMA
         )
-        if MASKED:  # a row beyond the last has level +∞, so all its weights are 0
-            level = tl.load(level_row + rows, mask=rows < stop_q, other=float("inf"))
+        if MASKED:  # a row beyond the last has lse +∞, so all its weights are 0
+            lse = tl.load(lse_row + rows, mask=rows < stop_q, other=float("inf"))
             delta = tl.load(delta_row + rows, mask=rows < stop_q, other=0.0)
         else:
-            level = tl.load(level_row + rows)
+            lse = tl.load(lse_row + rows)
             delta = tl.load(delta_row + rows)
         scores = tl.dot(k, q.T, input_precision="ieee")
         g = load_rows(
             g_source, batch, head, start, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, MASKED, TMA
         )
         dp = tl.dot(v, g.T, input_precision="ieee")
-        e, weight = recomputed(scores, scale, level[None, :], NORMALIZER, PRECISE)
+        e, weight = recomputed(scores, scale, lse[None, :], NORMALIZER, PRECISE)
         if MASKED:
             seen = visible(
                 rows[None, :], keys[:, None], stop_q, stop_k, shift, window,
@@ -62,7 +62,8 @@ def key_sweep(
 
 @triton.jit(do_not_specialize=["queries", "keys_total", "window", "mask_b", "mask_h", "mask_t"])
 def key_kernel(
-    q_source, k_source, v_source, g_source, levels, deltas, imprecise, dk_out, dv_out, mask, spans,
+    q_source, k_source, v_source, g_source, lse_source, deltas, imprecise, dk_out, dv_out,
+    mask, spans,
     kv_heads, group, queries, keys_total, window, scale, score_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, mask_b, mask_h, mask_t, mask_k,
@@ -109,11 +110,11 @@ def key_kernel(
     dv = tl.zeros([N, DV_BLOCK], tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        line = (wide(batch) * kv_heads * group + head) * queries
+        row_offset = (wide(batch) * kv_heads * group + head) * queries
         if PRECISE or careful:
             dk, dv = key_sweep(
                 dk, dv, k, v, keys, begin, end,
-                q_source, g_source, levels + line, deltas + line, mask, batch, head,
+                q_source, g_source, lse_source + row_offset, deltas + row_offset, mask, batch, head,
                 stop_q, stop_k, shift, window, score_scale,
                 q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
                 NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, True, FUSED, TMA,
@@ -123,8 +124,8 @@ def key_kernel(
             if CAUSAL and not HAS_MASK:
                 dk, dv = key_sweep(
                     dk, dv, k, v, keys, begin, tl.minimum(whole_begin, end),
-                    q_source, g_source, levels + line, deltas + line, mask, batch, head,
-                    stop_q, stop_k, shift, window, score_scale,
+                    q_source, g_source, lse_source + row_offset, deltas + row_offset,
+                    mask, batch, head, stop_q, stop_k, shift, window, score_scale,
                     q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
                     NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, TMA, M, D, D_BLOCK,
                     DV, DV_BLOCK, STAGES,
@@ -132,32 +133,32 @@ def key_kernel(
             if not HAS_MASK:
                 dk, dv = key_sweep(
                     dk, dv, k, v, keys, whole_begin, whole_end,
-                    q_source, g_source, levels + line, deltas + line, mask, batch, head,
-                    stop_q, stop_k, shift, window, score_scale,
+                    q_source, g_source, lse_source + row_offset, deltas + row_offset,
+                    mask, batch, head, stop_q, stop_k, shift, window, score_scale,
                     q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
                     NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, False, FUSED, TMA, M, D, D_BLOCK,
                     DV, DV_BLOCK, STAGES,
                 )  # fmt: skip
             dk, dv = key_sweep(
                 dk, dv, k, v, keys, whole_end, end,
-                q_source, g_source, levels + line, deltas + line, mask, batch, head,
+                q_source, g_source, lse_source + row_offset, deltas + row_offset, mask, batch, head,
                 stop_q, stop_k, shift, window, score_scale,
                 q_b, q_h, q_t, g_b, g_h, g_t, mask_b, mask_h, mask_t, mask_k,
                 NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, FUSED, TMA, M, D, D_BLOCK,
                 DV, DV_BLOCK, STAGES,
             )  # fmt: skip
 
-    place = dk_out + wide(batch) * dk_b + wide(kv_head) * dk_h
+    pointers = dk_out + wide(batch) * dk_b + wide(kv_head) * dk_h
     columns = tl.arange(0, D_BLOCK)
     tl.store(
-        place + wide(keys)[:, None] * dk_t + columns[None, :],
+        pointers + wide(keys)[:, None] * dk_t + columns[None, :],
         narrowed(dk * scale, dk_out.dtype.element_ty),
         mask=(keys[:, None] < stop_k) & (columns[None, :] < D),
     )
-    place = dv_out + wide(batch) * dv_b + wide(kv_head) * dv_h
+    pointers = dv_out + wide(batch) * dv_b + wide(kv_head) * dv_h
     columns = tl.arange(0, DV_BLOCK)
     tl.store(
-        place + wide(keys)[:, None] * dv_t + columns[None, :],
+        pointers + wide(keys)[:, None] * dv_t + columns[None, :],
         narrowed(dv, dv_out.dtype.element_ty),
         mask=(keys[:, None] < stop_k) & (columns[None, :] < DV),
     )

@@ -1,7 +1,7 @@
 """Backward pass: the kernel of the queries' gradients, then that of the keys' and values', in
 :mod:`qbench.attention.kernels.backward_keys`.
 
-Both recompute the weights from the rows' levels; the first also writes D = dO · o of each row,
+Both recompute the weights from the rows' log-sum-exp; the first also writes D = dO · o of each row,
 which the second needs. Each program alone writes what it computes, in a fixed order of additions,
 so gradients are the same bits in every run.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from qbench.attention.kernels.family import (
     EPSILON,
-    SMALL_LEVEL,
+    SMALL_LSE,
     load_rows,
     narrowed,
     recomputed,
@@ -35,7 +35,7 @@ def delta_sweep(
     DV: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
-    see SMALL_LEVEL. Nothing overflows there without a maximum; of other rows the result is void."""
+    see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
     delta = tl.zeros([M], tl.float32)
     total = tl.zeros([M], tl.float32)
     highest = tl.zeros([M], tl.float32)
@@ -53,7 +53,7 @@ def delta_sweep(
             rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
             mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
         )  # fmt: skip
-        # The level, from a fast logarithm, would be wrong by more than float32 is.
+        # Their lse, from a fast logarithm, would be wrong by more than float32 is.
         above, below = terms(tl.where(seen, scores * scale, 0.0), 0.0, NORMALIZER, True)
         delta += tl.sum(tl.maximum(above, 0.0) * dp, 1)
         total += tl.sum(below, 1)
@@ -63,7 +63,7 @@ def delta_sweep(
 
 @triton.jit
 def query_sweep(
-    dq, q, g, level, delta, rows, begin, end,
+    dq, q, g, lse, delta, rows, begin, end,
     k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
     k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -81,7 +81,7 @@ def query_sweep(
         )
         dp = tl.dot(g, v.T, input_precision="ieee")
         # The weights themselves are not needed here, so neither is their precise form.
-        e, _ = recomputed(scores, scale, level[:, None], NORMALIZER, False)
+        e, _ = recomputed(scores, scale, lse[:, None], NORMALIZER, False)
         ds = score_gradient(e, scores, dp, delta[:, None], NORMALIZER)
         if MASKED:
             keys = start + tl.arange(0, N)
@@ -96,7 +96,7 @@ def query_sweep(
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
 def query_kernel(
-    q_source, k_source, v_source, g_source, output, levels, deltas, dq_out, mask, spans,
+    q_source, k_source, v_source, g_source, output, lse_source, deltas, dq_out, mask, spans,
     heads, group, queries, keys, window, scale, score_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, o_b, o_h, o_t,
     dq_b, dq_h, dq_t, mask_b, mask_h, mask_t, mask_k,
@@ -119,8 +119,8 @@ def query_kernel(
     q = load_rows(q_source, batch, head, first, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, True, False)
     g = load_rows(g_source, batch, head, first, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, True, False)
     o = load_rows(output, batch, head, first, stop_q, o_b, o_h, o_t, M, DV, DV_BLOCK, True, False)
-    line = (wide(batch) * heads + head) * queries
-    level = tl.load(levels + line + rows, mask=rows < stop_q, other=float("inf"))
+    row_offset = (wide(batch) * heads + head) * queries
+    lse = tl.load(lse_source + row_offset + rows, mask=rows < stop_q, other=float("inf"))
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
 
     begin = start_k
@@ -140,7 +140,7 @@ def query_kernel(
         whole_end = begin
 
     if NEAR_ZERO and o.dtype != tl.float32:
-        small = level < SMALL_LEVEL
+        small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
             exact = delta_sweep(
                 q, g, rows, begin, end,
@@ -149,33 +149,33 @@ def query_kernel(
                 NORMALIZER, CAUSAL, WINDOW, HAS_MASK, TMA, M, N, D, D_BLOCK, DV, DV_BLOCK,
             )  # fmt: skip
             delta = tl.where(small, exact, delta)
-    tl.store(deltas + line + rows, delta, mask=rows < stop_q)
+    tl.store(deltas + row_offset + rows, delta, mask=rows < stop_q)
 
     dq = tl.zeros([M, D_BLOCK], tl.float32)
     if WINDOW:
         dq = query_sweep(
-            dq, q, g, level, delta, rows, begin, whole_begin,
+            dq, q, g, lse, delta, rows, begin, whole_begin,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
             score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
             NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     if not HAS_MASK:
         dq = query_sweep(
-            dq, q, g, level, delta, rows, whole_begin, whole_end,
+            dq, q, g, lse, delta, rows, whole_begin, whole_end,
             k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
             score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
             NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
         )  # fmt: skip
     dq = query_sweep(
-        dq, q, g, level, delta, rows, whole_end, end,
+        dq, q, g, lse, delta, rows, whole_end, end,
         k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
         score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
         NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
     )  # fmt: skip
-    place = dq_out + wide(batch) * dq_b + wide(head) * dq_h
+    pointers = dq_out + wide(batch) * dq_b + wide(head) * dq_h
     columns = tl.arange(0, D_BLOCK)
     tl.store(
-        place + wide(rows)[:, None] * dq_t + columns[None, :],
+        pointers + wide(rows)[:, None] * dq_t + columns[None, :],
         narrowed(dq * scale, dq_out.dtype.element_ty),
         mask=(rows[:, None] < stop_q) & (columns[None, :] < D),
     )

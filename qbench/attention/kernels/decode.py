@@ -26,7 +26,7 @@ from qbench.attention.kernels.family import (
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "splits", "mask_b", "mask_h", "mask_t"])
 def decode_kernel(
-    q_source, k_source, v_source, output, levels, partial, mask, spans,
+    q_source, k_source, v_source, output, lse_out, partial, mask, spans,
     kv_heads, group, queries, keys, window, scale, splits,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -48,9 +48,9 @@ def decode_kernel(
     rows = start_q + index % count
     heads = kv_head * group + index // count
     columns = tl.arange(0, D_BLOCK)
-    q_place = q_source + wide(batch) * q_b + wide(heads) * q_h + rows * q_t
+    q_pointers = q_source + wide(batch) * q_b + wide(heads) * q_h + rows * q_t
     q = tl.load(
-        q_place[:, None] + columns[None, :],
+        q_pointers[:, None] + columns[None, :],
         mask=real[:, None] & (columns[None, :] < D),
         other=0.0,
     )
@@ -91,10 +91,10 @@ def decode_kernel(
         wanted = tile < end
         if SKIP:
             wanted = wanted & (tl.max(above, 0) > 0)
-        v_place = v_source + wide(batch) * v_b + wide(kv_head) * v_h
-        v_place += wide(start) * v_t
+        v_pointers = v_source + wide(batch) * v_b + wide(kv_head) * v_h
+        v_pointers += wide(start) * v_t
         v = tl.load(
-            v_place + tl.arange(0, N)[:, None] * v_t + v_columns[None, :],
+            v_pointers + tl.arange(0, N)[:, None] * v_t + v_columns[None, :],
             mask=wanted[:, None] & (v_columns[None, :] < DV),
             other=0.0,
         )
@@ -102,25 +102,25 @@ def decode_kernel(
 
     if SPLIT:
         base = partial + (wide(tl.program_id(1)) * splits + split) * R * (DV_BLOCK + 2)
-        line = base + index * (DV_BLOCK + 2)
-        tl.store(line[:, None] + v_columns[None, :], acc)
-        tl.store(line + DV_BLOCK, total)
-        tl.store(line + DV_BLOCK + 1, maximum)
+        pointers = base + index * (DV_BLOCK + 2)
+        tl.store(pointers[:, None] + v_columns[None, :], acc)
+        tl.store(pointers + DV_BLOCK, total)
+        tl.store(pointers + DV_BLOCK + 1, maximum)
     else:
-        out, level = finish(acc, total, maximum, EPSILON, NORMALIZER)
-        place = output + wide(batch) * o_b + wide(heads) * o_h + rows * o_t
+        out, lse = finish(acc, total, maximum, EPSILON, NORMALIZER)
+        pointers = output + wide(batch) * o_b + wide(heads) * o_h + rows * o_t
         tl.store(
-            place[:, None] + v_columns[None, :],
+            pointers[:, None] + v_columns[None, :],
             out.to(output.dtype.element_ty),
             mask=real[:, None] & (v_columns[None, :] < DV),
         )
-        level_row = levels + (wide(batch) * kv_heads * group + heads) * queries
-        tl.store(level_row + rows, level, mask=real)
+        lse_row = lse_out + (wide(batch) * kv_heads * group + heads) * queries
+        tl.store(lse_row + rows, lse, mask=real)
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])
 def join_kernel(
-    output, levels, partial, spans, kv_heads, group, queries, keys, splits,
+    output, lse_out, partial, spans, kv_heads, group, queries, keys, splits,
     o_b, o_h, o_t,
     NORMALIZER: tl.constexpr, SPANS: tl.constexpr, EPSILON: tl.constexpr,
     R: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
@@ -139,24 +139,24 @@ def join_kernel(
     maximum = tl.full([R], first_maximum(NORMALIZER), tl.float32)
     for split in range(splits):
         base = partial + (wide(tl.program_id(0)) * splits + split) * R * (DV_BLOCK + 2)
-        line = base + index * (DV_BLOCK + 2)
-        their_maximum = tl.load(line + DV_BLOCK + 1)
+        pointers = base + index * (DV_BLOCK + 2)
+        their_maximum = tl.load(pointers + DV_BLOCK + 1)
         raised = tl.maximum(maximum, their_maximum)
         shift_2 = finite_shift(raised, NORMALIZER)
         ours = tl.math.exp2(maximum - shift_2)
         theirs = tl.math.exp2(their_maximum - shift_2)
         acc = acc * ours[:, None]
-        acc += tl.load(line[:, None] + columns[None, :]) * theirs[:, None]
-        total = total * ours + tl.load(line + DV_BLOCK) * theirs
+        acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
+        total = total * ours + tl.load(pointers + DV_BLOCK) * theirs
         maximum = raised
-    out, level = finish(acc, total, maximum, EPSILON, NORMALIZER)
+    out, lse = finish(acc, total, maximum, EPSILON, NORMALIZER)
     rows = start_q + index % count
     heads = kv_head * group + index // count
-    place = output + wide(batch) * o_b + wide(heads) * o_h + rows * o_t
+    pointers = output + wide(batch) * o_b + wide(heads) * o_h + rows * o_t
     tl.store(
-        place[:, None] + columns[None, :],
+        pointers[:, None] + columns[None, :],
         out.to(output.dtype.element_ty),
         mask=real[:, None] & (columns[None, :] < DV),
     )
-    level_row = levels + (wide(batch) * kv_heads * group + heads) * queries
-    tl.store(level_row + rows, level, mask=real)
+    lse_row = lse_out + (wide(batch) * kv_heads * group + heads) * queries
+    tl.store(lse_row + rows, lse, mask=real)

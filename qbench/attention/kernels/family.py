@@ -26,10 +26,11 @@ NO_FORMULA = tl.constexpr("this family has no formula here")
 # a polynomial for e^x − 1.
 SMALL_MAXIMUM = tl.constexpr(2.0**-11)
 
-# Below this level Σ |e^x − 1| < 1: a row of few keys, or all of tiny scores. Its E = e^x / Σ is
-# large, and multiplies the difference of dP and D, nearly equal where one key has all the weight.
-# D from the rounded output would be too coarse (x = 0.004: a gradient wrong by a quarter of dP).
-SMALL_LEVEL = tl.constexpr(0.0)
+# Where lse is below this, Σ |e^x − 1| < 1: a row of few keys, or all of tiny scores. Its
+# E = e^x / Σ is large, and multiplies the difference of dP and D, nearly equal where one key has
+# all the weight. D from the rounded output would be too coarse (x = 0.004: a gradient wrong by a
+# quarter of dP).
+SMALL_LSE = tl.constexpr(0.0)
 
 # Between these a sum of e^x without a running maximum has kept all its bits.
 LARGE_TOTAL = tl.constexpr(2.0**100)
@@ -151,27 +152,28 @@ def narrowed(gradient, dtype: tl.constexpr):
 
 @triton.jit
 def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr):
-    """The output rows, and each row's level: m + log2 Σ, from which the backward pass recomputes
-    weights as 2^(y − level). A row with nothing to attend to gives 0 and level +∞."""
+    """The output rows, and each row's log-sum-exp in log2 units: lse = m + log2 Σ, in softpick of
+    |e^x − 1|. From it the backward pass recomputes weights as 2^(y − lse). A row with nothing to
+    attend to gives 0 and +∞."""
     if NORMALIZER == "softpick":
         total += EPSILON
         return acc / total[:, None], maximum + tl.math.log2(total)
     elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
         empty = total == 0
         safe = tl.where(empty, 1.0, total)
-        level = tl.where(empty, float("inf"), maximum + tl.math.log2(safe))
-        return acc / safe[:, None], level
+        lse = tl.where(empty, float("inf"), maximum + tl.math.log2(safe))
+        return acc / safe[:, None], lse
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def recomputed(scores, scale, level, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
+def recomputed(scores, scale, lse, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
     """E = e^(x − m) / Σ of every score, and its weight, for :func:`rounded`."""
     y = scores * scale
-    e = tl.math.exp2(y - level)
+    e = tl.math.exp2(y - lse)
     if NORMALIZER == "softpick":
-        floor = tl.math.exp2(-level)
+        floor = tl.math.exp2(-lse)
         weight = e - floor
         if PRECISE:
             weight = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), weight)
@@ -253,8 +255,8 @@ def visible(
     if WINDOW:
         seen = seen & (keys > own - window)
     if HAS_MASK:
-        place = mask + wide(batch) * mask_b + wide(head) * mask_h
-        place = place + wide(rows) * mask_t + keys * mask_k
+        pointers = mask + wide(batch) * mask_b + wide(head) * mask_h
+        pointers = pointers + wide(rows) * mask_t + keys * mask_k
         inside = (rows < stop_q) & (keys < stop_k)
-        seen = seen & (tl.load(place, mask=inside, other=0) != 0)
+        seen = seen & (tl.load(pointers, mask=inside, other=0) != 0)
     return seen

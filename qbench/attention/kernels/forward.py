@@ -90,7 +90,7 @@ def sweep(
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
 def forward_kernel(
-    q_source, k_source, v_source, output, levels, imprecise, mask, spans,
+    q_source, k_source, v_source, output, lse_out, imprecise, mask, spans,
     heads, group, queries, keys, window, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
     NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -183,15 +183,15 @@ def forward_kernel(
 
         elif FREE:
             maximum = tl.zeros([M], tl.float32)
-    out, level = finish(acc, total, maximum, EPSILON, NORMALIZER)
+    out, lse = finish(acc, total, maximum, EPSILON, NORMALIZER)
     columns = tl.arange(0, DV_BLOCK)
-    place = output + wide(batch) * o_b + wide(head) * o_h
-    place += wide(first) * o_t
+    pointers = output + wide(batch) * o_b + wide(head) * o_h
+    pointers += wide(first) * o_t
     inside = (rows[:, None] < stop_q) & (columns[None, :] < DV)
     tl.store(
-        place + tl.arange(0, M)[:, None] * o_t + columns[None, :],
+        pointers + tl.arange(0, M)[:, None] * o_t + columns[None, :],
         out.to(output.dtype.element_ty),
         mask=inside,
     )
-    level_row = levels + (wide(batch) * heads + head) * queries
-    tl.store(level_row + rows, level, mask=rows < stop_q)
+    lse_row = lse_out + (wide(batch) * heads + head) * queries
+    tl.store(lse_row + rows, lse, mask=rows < stop_q)

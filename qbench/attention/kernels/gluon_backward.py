@@ -30,20 +30,20 @@ TILES = {64: (64, (4, 2), (4, 2)), 128: (32, (3, 1), (4, 1))}
 
 
 def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, levels: Tensor,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     imprecise: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, family: str, scale: float,
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; for what :func:`fits` says."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     m, query_tile, key_tile = TILES[width]
-    stats = torch.empty(4 * levels.numel(), dtype=torch.float32, device=query.device)
+    stats = torch.empty(4 * lse.numel(), dtype=torch.float32, device=query.device)
     near_zero = FAMILIES[family].near_zero
     fixed = {"NORMALIZER": family, "NEAR_ZERO": near_zero, "D": width, "M": m, "num_warps": 4}
     sizes = (heads // kv_heads, length, scale, scale * LOG2_E)
     sources = [_descriptor(tensor, 64) for tensor in (query, key, value, gradient)]
     query_kernel[(length // 128, batch * heads)](
-        *sources, output, levels, stats, dq, heads, *sizes, *output.stride()[:3],
+        *sources, output, lse, stats, dq, heads, *sizes, *output.stride()[:3],
         *dq.stride()[:3], STAGES=query_tile[0], HELD=query_tile[1], **fixed,
     )  # fmt: skip
     if m != 64:

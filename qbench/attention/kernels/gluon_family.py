@@ -32,9 +32,9 @@ def exp2(y):
 
 
 @gluon.jit
-def exponential(s, scale, level, NORMALIZER: gl.constexpr):
+def exponential(s, scale, lse, NORMALIZER: gl.constexpr):
     """E, see :func:`qbench.attention.kernels.family.recomputed`."""
-    e = exp2(s * scale - level)
+    e = exp2(s * scale - lse)
     if NORMALIZER == "rectified":
         return gl.where(s >= 0, e, 0.0)
     elif NORMALIZER == "softmax" or NORMALIZER == "softpick":
@@ -74,5 +74,5 @@ def score_gradient(e, s, p, delta, NORMALIZER: gl.constexpr):
 def store_rows(out, sums, first, batch, head, out_b, out_h, out_t):
     rows = first + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, sums.type.layout))
     columns = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
-    place = out + batch.to(gl.int64) * out_b + head.to(gl.int64) * out_h
-    gl.store(place + rows.to(gl.int64)[:, None] * out_t + columns[None, :], sums.to(gl.bfloat16))
+    pointers = out + batch.to(gl.int64) * out_b + head.to(gl.int64) * out_h
+    gl.store(pointers + rows.to(gl.int64)[:, None] * out_t + columns[None, :], sums.to(gl.bfloat16))

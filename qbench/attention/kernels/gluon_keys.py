@@ -43,7 +43,7 @@ def key_loader(
         tma.async_copy_global_to_shared(k_source, at, here, own.index(2 * i))
         tma.async_copy_global_to_shared(v_source, at, here, own.index(2 * i + 1))
     for member in range(group):
-        line = (pair * group + member) * length
+        row_offset = (pair * group + member) * length
         for row in range(length - M, first - 1, -M):
             slot = tile % stages
             mbarrier.wait(free.index(slot), (tile // stages & 1) ^ 1)
@@ -53,7 +53,7 @@ def key_loader(
             tma.async_copy_global_to_shared(q_source, at, bar, q_tiles.index(slot))
             tma.async_copy_global_to_shared(g_source, at, bar, g_tiles.index(slot))
             tma.async_copy_global_to_shared(
-                stat_source, [(line + row) * 4], bar, stat_tiles.index(slot)
+                stat_source, [(row_offset + row) * 4], bar, stat_tiles.index(slot)
             )
             tile += 1
 
@@ -79,9 +79,9 @@ def key_step(
     dk = warpgroup_mma(ds, flat(q_tiles, before), dk, is_async=True)
     p = warpgroup_mma(v, turned(g_tiles, slot), zero, use_acc=False, is_async=True)
     stat = stat_tiles.index(slot)
-    level = stat.slice(0, M).load(column_layout)
+    lse = stat.slice(0, M).load(column_layout)
     s = warpgroup_mma_wait(2, [s])
-    e = exponential(s, scale, level[None, :], NORMALIZER)
+    e = exponential(s, scale, lse[None, :], NORMALIZER)
     if NORMALIZER == "softpick":
         floor = stat.slice(M, M).load(column_layout)
         above = e - floor[None, :]

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from qbench.attention.kernels.family import EPSILON, SMALL_LEVEL, expm1_near_zero
+from qbench.attention.kernels.family import EPSILON, SMALL_LSE, expm1_near_zero
 from qbench.attention.kernels.gluon_family import (
     BLOCK,
     ROWS,
@@ -25,10 +25,10 @@ from qbench.attention.kernels.gluon_family import (
 
 
 @gluon.jit
-def any_small(levels, WARPS: gl.constexpr):
-    """Whether a row of the block, whose levels begin here, needs a sweep for its D."""
+def any_small(lse_source, WARPS: gl.constexpr):
+    """Whether a row of the block, whose lse begins here, needs a sweep for its D."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.min(gl.load(levels + gl.arange(0, BLOCK, layout=layout)), 0) < SMALL_LEVEL
+    return gl.min(gl.load(lse_source + gl.arange(0, BLOCK, layout=layout)), 0) < SMALL_LSE
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def load_tiles(
 
 @gluon.jit
 def query_loader(
-    q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here, ready, free, levels,
+    q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here, ready, free, lse_source,
     heads, group, length, NEAR_ZERO: gl.constexpr,
 ):  # fmt: skip
     pair = gl.program_id(1)
@@ -64,7 +64,9 @@ def query_loader(
     count = first // ROWS + 2
     load_tiles(k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, 0, count)
     if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
-        if any_small(levels + pair.to(gl.int64) * length + first, 1):  # that was the sweep for D
+        if any_small(
+            lse_source + pair.to(gl.int64) * length + first, 1
+        ):  # that was the sweep for D
             load_tiles(
                 k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, count,
                 count,
@@ -100,7 +102,7 @@ def delta_sweep(
 
 @gluon.jit
 def query_step(
-    dq, ds, q, g, level, delta, tile, started, k_tiles, v_tiles, ready, free, scale,
+    dq, ds, q, g, lse, delta, tile, started, k_tiles, v_tiles, ready, free, scale,
     NORMALIZER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dq, and computes this tile's gradient of scores."""
@@ -116,7 +118,7 @@ def query_step(
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
     s, p, dq = warpgroup_mma_wait(0, [s, p, dq])
     mbarrier.arrive(free.index(before), count=1, pred=started)
-    e = exponential(s, scale, level[:, None], NORMALIZER)
+    e = exponential(s, scale, lse[:, None], NORMALIZER)
     ds = score_gradient(e, s, p, delta[:, None], NORMALIZER)
     if MASKED:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -127,7 +129,7 @@ def query_step(
 
 @gluon.jit
 def query_rows(
-    own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats, dq_out, index,
+    own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats, dq_out, index,
     heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
     NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
@@ -144,11 +146,11 @@ def query_rows(
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK + index * ROWS
     batch = pair // heads
     head = pair % heads
-    place = o_source + batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h
-    place += (first + wide_rows).to(gl.int64)[:, None] * o_t + columns[None, :]
-    o = gl.load(place)
-    line = pair.to(gl.int64) * length + first
-    level = gl.load(levels + line + rows)
+    pointers = o_source + batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h
+    pointers += (first + wide_rows).to(gl.int64)[:, None] * o_t + columns[None, :]
+    o = gl.load(pointers)
+    row_offset = pair.to(gl.int64) * length + first
+    lse = gl.load(lse_source + row_offset + rows)
     mbarrier.wait(here, 0)
     q = flat(own, index * 2)
     g = flat(own, index * 2 + 1)
@@ -161,25 +163,25 @@ def query_rows(
     last = first // ROWS
     skipped = 0
     if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
-        if any_small(levels + line - index * ROWS, 4):
+        if any_small(lse_source + row_offset - index * ROWS, 4):
             skipped = last - index + 2
             exact = delta_sweep(
                 q, g, first, skipped, k_tiles, v_tiles, ready, free, score_scale, layout
             )  # fmt: skip
-            delta = gl.where(level < SMALL_LEVEL, exact, delta)
-    stat = stats + line * 4 + rows // M * (4 * M) + rows % M
-    gl.store(stat, level)
-    gl.store(stat + M, exp2(-level))
+            delta = gl.where(lse < SMALL_LSE, exact, delta)
+    stat = stats + row_offset * 4 + rows // M * (4 * M) + rows % M
+    gl.store(stat, lse)
+    gl.store(stat + M, exp2(-lse))
     gl.store(stat + 2 * M, delta)
     dq = gl.zeros([ROWS, D], gl.float32, sum_layout)
     ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
     for tile in range(last):
         dq, ds = query_step(
-            dq, ds, q, g, level, delta, skipped + tile, tile > 0, k_tiles, v_tiles, ready, free,
+            dq, ds, q, g, lse, delta, skipped + tile, tile > 0, k_tiles, v_tiles, ready, free,
             score_scale, NORMALIZER, False,
         )  # fmt: skip
     dq, ds = query_step(
-        dq, ds, q, g, level, delta, skipped + last, last > 0, k_tiles, v_tiles, ready, free,
+        dq, ds, q, g, lse, delta, skipped + last, last > 0, k_tiles, v_tiles, ready, free,
         score_scale, NORMALIZER, True,
     )  # fmt: skip
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
@@ -190,12 +192,12 @@ def query_rows(
 
 @gluon.jit
 def query_kernel(
-    q_source, k_source, v_source, g_source, o_source, levels, stats, dq_out,
+    q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out,
     heads, group, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
     NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries; and their levels, 2^−level and D, by M of each, for the other kernel.
+    """Gradients of queries; and their lse, 2^−lse and D, by M of each, for the other kernel.
     HELD: how many of q and dO are kept in registers."""
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, D], q_source.layout)
     k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, ROWS, D], k_source.layout)
@@ -209,14 +211,14 @@ def query_kernel(
         mbarrier.init(free.index(i), count=2)
     gl.warp_specialize(
         [
-            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats,
+            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats,
              dq_out, 0, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
              NORMALIZER, NEAR_ZERO, HELD, M)),
-            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, levels, stats,
+            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats,
              dq_out, 1, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
              NORMALIZER, NEAR_ZERO, HELD, M)),
             (query_loader, (q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here,
-             ready, free, levels, heads, group, length, NEAR_ZERO)),
+             ready, free, lse_source, heads, group, length, NEAR_ZERO)),
         ],
         [4, 1],
         [240, 24],

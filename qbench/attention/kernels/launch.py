@@ -31,25 +31,26 @@ def block(width: int) -> int:
 
 
 def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and levels [B, H, Tq] in float32.
-    Where sequences need not cover every row, rows outside them are 0 and have level +∞."""
+    """Output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and the rows' log-sum-exp in
+    log2 units [B, H, Tq] in float32. Where sequences need not cover every row, rows outside them
+    are 0 and their lse is +∞."""
     batch, heads, queries, _ = query.shape
     shape = (batch, queries, heads, value.shape[3])
     if covered:
         output = query.new_empty(shape)
-        levels = query.new_empty((batch, heads, queries), dtype=torch.float32)
+        lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
     else:
         output = query.new_zeros(shape)
-        levels = query.new_full((batch, heads, queries), float("inf"), dtype=torch.float32)
-    return output.transpose(1, 2), levels
+        lse = query.new_full((batch, heads, queries), float("inf"), dtype=torch.float32)
+    return output.transpose(1, 2), lse
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
-    normalizer: str, scale: float, causal: bool, window: int, longest_q: int, longest_k: int,
+    normalizer: str, scale: float, causal: bool, window: int, max_seqlen_q: int, max_seqlen_k: int,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, levels, and a flag [1] that is 1 where rows of tiny scores were met."""
+    """Output, lse, and a flag [1] that is 1 where rows of tiny scores were met."""
     kernels = families.require(normalizer)
     family = families.FAMILIES[kernels.family]
     skippable = NORMALIZERS.get(normalizer).sparse
@@ -57,10 +58,10 @@ def forward(
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
     group = heads // kv_heads
-    output, levels = empty_output(query, value, covered=spans is None)
+    output, lse = empty_output(query, value, covered=spans is None)
     imprecise = torch.zeros(1, dtype=torch.int32, device=query.device)
     if output.numel() == 0:
-        return output, levels, imprecise
+        return output, lse, imprecise
     query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
     sequences = batch if spans is None else spans.shape[0]
     common = {
@@ -72,18 +73,18 @@ def forward(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
         *_mask_strides(mask),
     )  # fmt: skip
-    if kernels.decode and group * longest_q <= DECODE_ROWS:
+    if kernels.decode and group * max_seqlen_q <= DECODE_ROWS:
         tile = tile or tiles.decode_tile(block(width), query.dtype)
-        rows = max(16, triton.next_power_of_2(group * longest_q))
+        rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
         pairs = sequences * kv_heads
-        splits = min(triton.cdiv(DECODE_PROGRAMS, pairs), triton.cdiv(longest_k, 4 * tile.n))
+        splits = min(triton.cdiv(DECODE_PROGRAMS, pairs), triton.cdiv(max_seqlen_k, 4 * tile.n))
         splits = max(1, splits)
         partial = None
         if splits > 1:
-            lines = (pairs, splits, rows, block(v_width) + 2)
-            partial = query.new_empty(lines, dtype=torch.float32)
+            shape = (pairs, splits, rows, block(v_width) + 2)
+            partial = query.new_empty(shape, dtype=torch.float32)
         decode_kernel[(splits, pairs)](
-            query, key, value, output, levels, partial, mask, spans,
+            query, key, value, output, lse, partial, mask, spans,
             kv_heads, group, queries, keys, window, scale * LOG2_E, splits, *strides,
             SKIP=tile.skip and skippable, FUSED=_fused(query),
             SPLIT=splits > 1,
@@ -91,30 +92,30 @@ def forward(
         )  # fmt: skip
         if splits > 1:
             join_kernel[(pairs,)](
-                output, levels, partial, spans, kv_heads, group, queries, keys, splits,
+                output, lse, partial, spans, kv_heads, group, queries, keys, splits,
                 *output.stride()[:3], NORMALIZER=kernels.family, SPANS=spans is not None,
                 EPSILON=EPSILON, R=rows, DV=v_width, DV_BLOCK=block(v_width),
             )  # fmt: skip
-        return output, levels, imprecise
+        return output, lse, imprecise
     tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family)
     sources = (key, value)
     tma = tile.tma and all(map(_tma_layout, sources))
     if tma:
         sources = [_descriptor(source, tile.n) for source in sources]
-    forward_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
-        query, *sources, output, levels, imprecise, mask, spans,
+    forward_kernel[(triton.cdiv(max_seqlen_q, tile.m), heads * sequences)](
+        query, *sources, output, lse, imprecise, mask, spans,
         heads, group, queries, keys, window, scale * LOG2_E, *strides,
         PRECISE=query.dtype == torch.float32, NEAR_ZERO=family.near_zero, FREE=tile.free, TMA=tma,
         FUSED=_fused(query), SKIP=tile.skip and skippable,
         M=tile.m, **tile.launch, **common,
     )  # fmt: skip
-    return output, levels, imprecise
+    return output, lse, imprecise
 
 
 def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, levels: Tensor,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     imprecise: Tensor, mask: Tensor | None, spans: Tensor | None,
-    normalizer: str, scale: float, causal: bool, window: int, longest_q: int, longest_k: int,
+    normalizer: str, scale: float, causal: bool, window: int, max_seqlen_q: int, max_seqlen_k: int,
     key_tile: Tile | None = None, query_tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value, laid out as the output is."""
@@ -144,11 +145,11 @@ def backward(
         and all(map(_tma_layout, (query, key, value, gradient)))
     ):
         gluon_backward.backward(
-            gradient, query, key, value, output, levels, imprecise, dq, dk, dv, kernels.family,
+            gradient, query, key, value, output, lse, imprecise, dq, dk, dv, kernels.family,
             scale,
         )  # fmt: skip
         return dq, dk, dv
-    deltas = torch.empty_like(levels)
+    deltas = torch.empty_like(lse)
     sequences = batch if spans is None else spans.shape[0]
     common = {
         "NORMALIZER": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
@@ -163,8 +164,8 @@ def backward(
     tma = tile.tma and _tma_layout(key) and _tma_layout(value)
     if tma:
         sources[1:3] = (_descriptor(source, tile.n) for source in (key, value))
-    query_kernel[(triton.cdiv(longest_q, tile.m), heads * sequences)](
-        *sources, output, levels, deltas, dq, mask, spans,
+    query_kernel[(triton.cdiv(max_seqlen_q, tile.m), heads * sequences)](
+        *sources, output, lse, deltas, dq, mask, spans,
         heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *output.stride()[:3], *dq.stride()[:3], *_mask_strides(mask),
         NEAR_ZERO=family.near_zero, TMA=tma, M=tile.m, **tile.launch, **common,
@@ -174,8 +175,8 @@ def backward(
     tma = tile.tma and _tma_layout(query) and _tma_layout(gradient)
     if tma:
         sources[0], sources[3] = (_descriptor(source, tile.m) for source in (query, gradient))
-    key_kernel[(triton.cdiv(longest_k, tile.n), kv_heads * sequences)](
-        *sources, levels, deltas, imprecise, dk, dv, mask, spans,
+    key_kernel[(triton.cdiv(max_seqlen_k, tile.n), kv_heads * sequences)](
+        *sources, lse, deltas, imprecise, dk, dv, mask, spans,
         kv_heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
         *dk.stride()[:3], *dv.stride()[:3], *_mask_strides(mask),
         PRECISE=query.dtype == torch.float32, FUSED=_fused(query),

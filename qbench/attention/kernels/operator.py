@@ -23,11 +23,21 @@ def attention(
     scale: float,
     causal: bool,
     window: int,
-    longest_q: int,
-    longest_k: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return launch.forward(
-        query, key, value, mask, spans, normalizer, scale, causal, window, longest_q, longest_k
+        query,
+        key,
+        value,
+        mask,
+        spans,
+        normalizer,
+        scale,
+        causal,
+        window,
+        max_seqlen_q,
+        max_seqlen_k,
     )
 
 
@@ -35,8 +45,8 @@ def attention(
 def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output, levels = launch.empty_output(query, value, covered=True)
-    return output, levels, query.new_empty(1, dtype=torch.int32)
+    output, lse = launch.empty_output(query, value, covered=True)
+    return output, lse, query.new_empty(1, dtype=torch.int32)
 
 
 @torch.library.custom_op("qbench::attention_backward", mutates_args=())
@@ -46,7 +56,7 @@ def attention_backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    levels: Tensor,
+    lse: Tensor,
     imprecise: Tensor,
     mask: Tensor | None,
     spans: Tensor | None,
@@ -54,12 +64,12 @@ def attention_backward(
     scale: float,
     causal: bool,
     window: int,
-    longest_q: int,
-    longest_k: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return launch.backward(
-        gradient, query, key, value, output, levels, imprecise, mask, spans,
-        normalizer, scale, causal, window, longest_q, longest_k,
+        gradient, query, key, value, output, lse, imprecise, mask, spans,
+        normalizer, scale, causal, window, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""Which rows of a batch are sequences: int32 [S, 6], one line a sequence.
+"""Which rows of a batch are sequences: int32 [S, 6], one row a sequence.
 
-A line is (batch row, first query, last query + 1, first key, last key + 1, shift); query row i
+A row is (batch row, first query, last query + 1, first key, last key + 1, shift); query row i
 stands at key row i + shift, which is what causality and windows go by.
 """
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 
-def packed_spans(starts_q: Tensor, starts_k: Tensor) -> Tensor:
-    """Sequences in a row of one batch row, from their starts [S + 1]; ends are aligned."""
-    starts_q, starts_k = starts_q.to(torch.int32), starts_k.to(torch.int32)
-    ends_q, ends_k = starts_q[1:], starts_k[1:]
-    shift = ends_k - ends_q
+def packed_spans(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """Sequences in a row of one batch row, from their cumulative lengths [S + 1], 0 first;
+    the last query of each is aligned with its last key."""
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+    end_q, end_k = cu_seqlens_q[1:], cu_seqlens_k[1:]
+    shift = end_k - end_q
     row = torch.zeros_like(shift)
-    return torch.stack([row, starts_q[:-1], ends_q, starts_k[:-1], ends_k, shift], 1).contiguous()
+    return torch.stack(
+        [row, cu_seqlens_q[:-1], end_q, cu_seqlens_k[:-1], end_k, shift], 1
+    ).contiguous()
 
 
 def padded_spans(padding: Tensor, queries: int, shift: int) -> Tensor | None:
@@ -26,8 +29,8 @@ def padded_spans(padding: Tensor, queries: int, shift: int) -> Tensor | None:
     count = padding.sum(1, dtype=torch.int32)
     first = padding.to(torch.int8).argmax(1).to(torch.int32)
     last = first + count
-    place = torch.arange(keys, device=padding.device)
-    inside = (place >= first[:, None]) & (place < last[:, None])
+    index = torch.arange(keys, device=padding.device)
+    inside = (index >= first[:, None]) & (index < last[:, None])
     if not torch.equal(inside, padding):
         return None
     rows = torch.arange(batch, device=padding.device, dtype=torch.int32)

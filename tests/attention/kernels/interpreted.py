@@ -75,10 +75,10 @@ def features():
 
 
 def packed(normalizer):
-    starts = torch.tensor([0, 5, 5, 24], dtype=torch.int32)
-    settings = {"normalizer": normalizer, "starts_q": starts, "starts_k": starts}
+    cu_seqlens = torch.tensor([0, 5, 5, 24], dtype=torch.int32)
+    settings = {"normalizer": normalizer, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     inputs = draw((1, 2, 1, 24, 24, 16))
-    got = kernels.packed_attention(*inputs, **settings, longest_q=19, longest_k=19)
+    got = kernels.packed_attention(*inputs, **settings, max_seqlen_q=19, max_seqlen_k=19)
     expected = reference.packed_attention(*inputs, **settings)
     gradient = torch.randn_like(got)
     pairs = zip(
@@ -174,8 +174,8 @@ def refusals():
         rows = query[:, :, :queries]
         arguments = (rows, query, query, None, None, *settings[:4], queries, 20)
         yield f"{name}: does not compile", compiles(launch.forward, *arguments, tile=tile)
-    levels, imprecise = torch.zeros(1, 1, 20), torch.zeros(1, dtype=torch.int32)
-    arguments = (query, query, query, query, query, levels, imprecise, None, None, *settings)
+    lse, imprecise = torch.zeros(1, 1, 20), torch.zeros(1, dtype=torch.int32)
+    arguments = (query, query, query, query, query, lse, imprecise, None, None, *settings)
     yield "backward: does not compile", compiles(launch.backward, *arguments)
     assert NORMALIZERS.get("claims").kernels is claims
 
