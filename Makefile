@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test gate test-gpu lint format install clean
+.PHONY: demo test gate baseline test-gpu lint format install clean
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 
@@ -13,8 +13,12 @@ test: install
 # the gate that README describes, on the bundled pair
 gate: install
 	$(BIN)/qbench run recipes/gate.yaml --workers 2
-	$(BIN)/qbench check results/gate --baseline results/baselines/gate.parquet \
-	  --margin acc=5 --margin perplexity=5
+	$(BIN)/qbench check results/gate --baseline results/baselines/gate.parquet
+
+# where a change of scores or layers is meant: replaces the baseline, shows old and new
+baseline: install
+	$(BIN)/qbench run recipes/gate.yaml --workers 2
+	$(BIN)/qbench baseline results/gate --out results/baselines/gate.parquet --replace
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu

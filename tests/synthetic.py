@@ -20,6 +20,7 @@ from qbench.record import (
     Environment,
     Grid,
     GridCell,
+    ModuleAudit,
     Part,
     Precision,
     Record,
@@ -34,6 +35,11 @@ PAPER = ("bf16", "bnb-4bit", "bnb-8bit", "gptq-2bit", "gptq-3bit", "gptq-4bit", 
          "hqq-2bit", "hqq-3bit")  # fmt: skip
 TITLES = {"none": "Unquantized", "bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ",
           "rtn": "Round to nearest"}  # fmt: skip
+LAYERS = tuple(
+    f"model.layers.{depth}.{part}"
+    for depth in range(2)
+    for part in ("self_attn.v_proj", "mlp.down_proj")
+)
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -168,6 +174,19 @@ def scores(table: pd.DataFrame) -> tuple[Score, ...]:
     return tuple(made)
 
 
+def layer(cell: GridCell, name: str) -> ModuleAudit:
+    return ModuleAudit(
+        name=name,
+        kind="PackedLinear",
+        parameters=4096,
+        bits_per_weight=cell.bits + 0.5,
+        weight_error=0.6 * 2.0**-cell.bits,
+        gain=0.998,
+        levels=int(2**cell.bits),
+        digest=hashlib.sha256(f"{cell.cell}/{name}".encode()).hexdigest(),
+    )
+
+
 def make_record(
     cell: GridCell, scores: tuple[Score, ...], error: str | None = None, audited: bool = True
 ) -> Record:
@@ -180,6 +199,7 @@ def make_record(
         weight_error=0.6 * 2.0**-bits if cell.bits else 0.0,
         levels=int(2**bits),
         logits_moved=2.0**-bits if cell.bits else 0.0,
+        modules=tuple(layer(cell, name) for name in LAYERS) if cell.bits else (),
     )
     stages = [("load", 1.5, 2.0), ("quantize", 28.0, 3.1), ("audit", 0.9, 3.1), ("evaluate", 60.0, 8.6)]  # fmt: skip  # noqa: E501
     return Record(

@@ -25,7 +25,12 @@ class Difference:
 
 def explain(a: Record, b: Record) -> list[Difference]:
     """Every part of the keys that differs, in the order of the key; none: the same key."""
-    left, right = (dict(_flat(record.key_parts)) for record in (a, b))
+    return differences(a.key_parts, b.key_parts)
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """The same of two keys' parts."""
+    left, right = (dict(_flat(parts)) for parts in (a, b))
     return [
         Difference(part=part, a=left.get(part, ABSENT), b=right.get(part, ABSENT))
         for part in dict.fromkeys([*left, *right])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from qbench.gate.check import Gate, Verdict
-from qbench.store import write_atomically
+from qbench.files import write_atomically
+from qbench.gate.gates import AUDIT, Gate, Verdict
 from qbench.text.escape import for_markdown
 from qbench.text.markdown import table
 from qbench.text.numbers import NO_VALUE, metric_title, number
 
 SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}
+
+# What XML 1.0 cannot hold, escaped or not: most control characters, lone surrogates.
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 HEAD = ("Verdict", "Cell", "Task", "Metric", "Baseline", "Now", "Worse by", "at most", "Margin",
         "Documents", "Why")  # fmt: skip
@@ -28,7 +32,7 @@ def write_verdict(
     """Write the verdict to whichever paths are given."""
     for path, text in ((markdown, as_markdown), (junit, as_junit), (json, as_json)):
         if path is not None:
-            write_atomically(Path(path), text(verdict).encode())
+            write_atomically(Path(path), text(verdict).encode(errors="replace"))
 
 
 def as_markdown(verdict: Verdict) -> str:
@@ -37,17 +41,18 @@ def as_markdown(verdict: Verdict) -> str:
         f"{verdict.count(outcome)} {outcome}" for outcome in ("pass", "fail", "inconclusive")
     )
     order = {"fail": 0, "inconclusive": 1, "pass": 2}
-    gates = sorted(verdict.gates, key=lambda gate: order[gate.outcome])
+    gates = sorted(verdict.gates, key=lambda gate: (order[gate.outcome], gate.task == AUDIT))
     lines = [
         f"## qbench check: {verdict.outcome}",
         "",
-        f"{verdict.results} against {verdict.baseline}: {counts}; inconclusive counts as "
-        f"{verdict.inconclusive}, exit code {verdict.exit_code}.",
+        f"{for_markdown(verdict.results)} against {for_markdown(verdict.baseline)}: {counts}; "
+        f"inconclusive counts as {verdict.inconclusive}, exit code {verdict.exit_code}.",
         "",
         table(HEAD, [_texts(gate) for gate in gates], align="llllrrrrrrl"),
         "",
-        "- Worse by: in percentage points for accuracies, in per cent for perplexities; at most: "
-        "its one-sided 95 % bound, paired by document.",
+        "- Worse by: in percentage points for accuracies, in per cent for perplexities and the "
+        "audit; at most: its one-sided 95 % bound, paired by document.",
+        "- Margin: * what so many documents support, since no margin was given.",
         *(f"- {for_markdown(note)}" for note in verdict.notes),
     ]
     return "\n".join(lines) + "\n"
@@ -61,19 +66,20 @@ def as_junit(verdict: Verdict) -> str:
         case = ElementTree.SubElement(
             cases,
             "testcase",
-            classname=f"qbench.{gate.cell}",
-            name=f"{gate.task} {gate.metric}".strip() or "cell",
+            classname=_xml(f"qbench.{gate.cell}"),
+            name=_xml(f"{gate.task} {gate.metric}".strip() or "cell"),
         )
-        text = f"{_explain(gate)} ({gate.reason})"
+        reason = _xml(gate.reason)
+        text = _xml(f"{_explain(gate)} ({gate.reason})")
         if gate.outcome == "fail":
             failures += 1
-            ElementTree.SubElement(case, "failure", message=gate.reason).text = text
+            ElementTree.SubElement(case, "failure", message=reason).text = text
         elif gate.outcome == "inconclusive" and verdict.inconclusive == "fail":
             errors += 1
-            ElementTree.SubElement(case, "error", message=gate.reason).text = text
+            ElementTree.SubElement(case, "error", message=reason).text = text
         elif gate.outcome == "inconclusive":
             skipped += 1
-            ElementTree.SubElement(case, "skipped", message=gate.reason)
+            ElementTree.SubElement(case, "skipped", message=reason)
     counts = {"failures": failures, "errors": errors, "skipped": skipped}
     cases.set("tests", str(len(verdict.gates)))
     for name, count in counts.items():
@@ -110,6 +116,8 @@ def _plain(gate: Gate) -> dict[str, object]:
         "outcome": gate.outcome,
         "reason": gate.reason,
         "margin": gate.margin,
+        "margin_given": gate.given,
+        "margin_supported": gate.supported,
         "worse": worse and worse.estimate,
         "worse_at_least": worse and worse.low,
         "worse_at_most": worse and worse.high,
@@ -132,10 +140,20 @@ def _texts(gate: Gate) -> list[str]:
         number(change.new, percent=change.percent) if change else NO_VALUE,
         _signed(worse.estimate) if worse else NO_VALUE,
         _signed(worse.high) if worse else NO_VALUE,
-        f"{gate.margin:g}" if gate.margin is not None else NO_VALUE,
+        _margin(gate),
         str(change.documents) if change else NO_VALUE,
         gate.reason,
     ]
+
+
+def _margin(gate: Gate) -> str:
+    if gate.margin is None:
+        return NO_VALUE
+    return f"{gate.margin:g}" + ("" if gate.given or not gate.change else "*")
+
+
+def _xml(text: str) -> str:
+    return NOT_XML.sub("", text)
 
 
 def _explain(gate: Gate) -> str:
@@ -143,7 +161,7 @@ def _explain(gate: Gate) -> str:
         return gate.name
     return (
         f"{gate.name}: worse by {_signed(gate.worse.estimate)}, at most "
-        f"{_signed(gate.worse.high)}, margin {gate.margin:g}"
+        f"{_signed(gate.worse.high)}, margin {_margin(gate)}"
     )
 
 

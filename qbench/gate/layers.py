@@ -1,0 +1,139 @@
+"""Layer by layer against the baseline: one broken layer hides in the mean over a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qbench.comparison.statistics import Worsening
+from qbench.gate.gates import AUDIT, Gate, whole
+from qbench.record import Record
+from qbench.store import Store
+
+DIGEST_DIGITS = 16  # 64 bits tell layers apart
+SMALLEST = 1e-4  # an error below this is rounding: a rise is not counted from less
+NAMED = 3
+
+Layers = Mapping[str, "Layer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """What the audit measured of one layer. ``digest``: of what is stored, "" if not known."""
+
+    error: float
+    gain: float | None
+    levels: int
+    bits: float
+    digest: str
+
+
+def layers_of(record: Record) -> Layers:
+    """Quantized layers by name; none for an unquantized cell."""
+    if record.audit is None or not record.quantized:
+        return {}
+    return {
+        one.name: Layer(
+            error=one.weight_error,
+            gain=one.gain,
+            levels=one.levels,
+            bits=one.bits_per_weight,
+            digest=one.digest[:DIGEST_DIGITS],
+        )
+        for one in record.audit.modules
+    }
+
+
+def read_layers(store: Store) -> dict[str, Layers]:
+    """Of every cell that has a record."""
+    return {record.cell: layers_of(record) for record in store.records()}
+
+
+def layer_gates(cell: str, old: Layers, new: Layers, margins: Mapping[str, float]) -> list[Gate]:
+    """No layer measures worse than the baseline's by more than its margin, in per cent.
+
+    The same stored bits are the same layer, and nothing more is asked. Other bits alone are no
+    failure: processors and library versions round differently.
+    """
+    if not old:
+        return []
+    lost = [name for name in old if name not in new]
+    if lost:
+        return [whole(cell, f"no longer quantized, or not audited: {_some(lost)}")]
+    same = [name for name, layer in old.items() if layer.digest and layer == new[name]]
+    if len(same) == len(old):
+        return [
+            Gate(
+                cell=cell,
+                task=AUDIT,
+                metric="layers",
+                outcome="pass",
+                reason=f"same bits in all {len(old)} layers",
+            )
+        ]
+    told = f"; same bits in {len(same)} of {len(old)} layers" if same else ""
+    rises = {"layer_error": _error, "layer_gain": _gain, "layer_levels": _levels,
+             "layer_bits": _bits}  # fmt: skip
+    gates = []
+    for metric, rise in rises.items():
+        found = {name: rise(layer, new[name]) for name, layer in old.items()}
+        known = {name: value for name, value in found.items() if value is not None}
+        if known:
+            gates.append(_gate(cell, metric, known, margins[metric], old, new, told))
+    return gates
+
+
+def _gate(
+    cell: str,
+    metric: str,
+    rises: Mapping[str, float],
+    margin: float,
+    old: Layers,
+    new: Layers,
+    told: str,
+) -> Gate:
+    worst = max(rises, key=lambda name: rises[name])
+    beyond = [name for name, rise in rises.items() if rise > margin + 1e-9]
+    attribute = metric.removeprefix("layer_")
+    before, after = getattr(old[worst], attribute), getattr(new[worst], attribute)
+    seen = f"{worst} {before:.4g} in the baseline, {after:.4g} now"
+    if beyond:
+        ordered = sorted(beyond, key=lambda name: -rises[name])
+        reason = f"beyond the margin: {_some(ordered)}; worst: {seen}{told}"
+    elif rises[worst] < 0.005:
+        reason = f"none of {len(rises)} layers is worse{told}"
+    else:
+        reason = f"within the margin in all {len(rises)} layers; worst: {seen}{told}"
+    rise = rises[worst]
+    return Gate(
+        cell=cell,
+        task=AUDIT,
+        metric=metric,
+        outcome="fail" if beyond else "pass",
+        reason=reason,
+        margin=margin,
+        worse=Worsening(estimate=rise, low=rise, high=rise),
+    )
+
+
+def _error(old: Layer, new: Layer) -> float:
+    return 100 * (new.error - old.error) / max(old.error, SMALLEST)
+
+
+def _gain(old: Layer, new: Layer) -> float | None:
+    if old.gain is None or new.gain is None:
+        return None
+    return 100 * abs(new.gain - old.gain)
+
+
+def _levels(old: Layer, new: Layer) -> float:
+    return 100 * (old.levels - new.levels) / max(old.levels, 1)
+
+
+def _bits(old: Layer, new: Layer) -> float:
+    return 100 * (new.bits - old.bits) / old.bits if old.bits else 0.0
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"

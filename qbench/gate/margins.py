@@ -1,0 +1,154 @@
+"""Margins: what the user states, the defaults, and what so many documents can support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from qbench.comparison.metrics import LOG_SCALE, base_metric, is_percentage
+from qbench.comparison.statistics import Column, Panel, effect, worsening
+from qbench.errors import RecipeError
+from qbench.record import Score
+
+# Percentage points for accuracies, per cent of the perplexity for perplexities.
+LEAST = {"acc": 1.0, "perplexity": 2.0}
+# Per cent. Weights are measured, not sampled, so these see what scores cannot. With other threads
+# or instructions of the processor GPTQ moves one layer's error by up to 1.3 %, its gain by 0.2 %
+# and the model's error by 0.1 %; other methods move by less than 0.001 %. Scales 3 % too large are
+# a gain of 3 %, at any number of bits.
+AUDIT = {
+    "weight_error": 5.0,
+    "bits_per_weight": 1.0,
+    "coverage": 0.0,
+    "layer_error": 10.0,
+    "layer_gain": 1.0,
+    "layer_levels": 25.0,
+    "layer_bits": 1.0,
+}
+# What a harmless change does to scores, measured on 4-bit GPTQ of two small models with other
+# threads and instructions of the processor: 0.5 to 3 % of the answers flip, and documents'
+# log-likelihoods move by 7 to 15 % of their own standard deviation.
+FLIPS = 0.03
+MOVES = 0.15
+LEVEL = 0.05  # one-sided, of the test
+MISSED = 0.05  # share of harmless changes that do not pass on every line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Margin:
+    """``value`` in points or per cent; ``supported`` is what the documents support."""
+
+    value: float
+    given: bool
+    supported: float
+
+
+def parse_margins(texts: Sequence[str]) -> dict[str, float]:
+    """``["acc=0.5", "word_perplexity=1"]`` → what the user states.
+
+    ``acc`` and ``perplexity`` stand for all accuracies and all perplexities that are not named, a
+    metric's name for it with any of lm-eval's filters. Raises RecipeError for a text that is no margin.
+    """
+    margins = {}
+    for text in texts:
+        metric, _, number = text.rpartition("=")
+        try:
+            margin = float(number.removesuffix("%"))
+        except ValueError:
+            margin = math.nan
+        if not metric.strip() or not math.isfinite(margin) or margin < 0:
+            raise RecipeError(
+                f"--margin {text}: write METRIC=NUMBER, such as acc=0.5 (percentage points) or "
+                "perplexity=2 (per cent)"
+            )
+        margins[metric.strip()] = margin
+    return margins
+
+
+def require_known(given: Mapping[str, float], metrics: Collection[str]) -> None:
+    """Raise RecipeError for a margin of a metric that the baseline does not have."""
+    named = [name for metric in metrics for name in (metric, base_metric(metric))]
+    known = [*dict.fromkeys([*LEAST, *named]), *AUDIT]
+    for name in given:
+        if name not in known:
+            raise RecipeError(
+                f"--margin {name}={given[name]:g}: the baseline has no {name}; possible: "
+                f"{', '.join(known)}"
+            )
+
+
+def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines: int) -> Margin:
+    """The margin of one score of the baseline, one of ``lines`` that are asked together.
+
+    Raises RecipeError for a metric that is neither an accuracy nor a perplexity and has no
+    margin of the user's.
+    """
+    family = _family(score)
+    least = supported = math.nan
+    if family is not None:
+        least = LEAST[family]
+        supported = max(least, _supported(score, column, lines))
+    for name in (score.metric, base_metric(score.metric), family):
+        if name in given:
+            return Margin(value=given[name], given=True, supported=supported)
+    if family is None:
+        raise RecipeError(
+            f"{score.task}: {score.metric} has no margin; give --margin {score.metric}=NUMBER "
+            "(in the metric's own units)"
+        )
+    return Margin(value=supported, given=False, supported=supported)
+
+
+def _family(score: Score) -> str | None:
+    if is_percentage(score.metric):
+        return "acc"
+    return "perplexity" if score.aggregation in LOG_SCALE else None
+
+
+def _supported(score: Score, column: Column, lines: int) -> float:
+    """The smallest margin at which a harmless change passes on all ``lines`` with probability
+    1 − MISSED (Bonferroni), rounded up to a tenth; it depends on the baseline alone.
+
+    The test passes where its upper bound is within the margin, so this is a quantile of that
+    bound's distribution under a change with mean 0.
+    """
+    panel = Panel.of({"score": column})
+    found = effect(panel, {"score": 1}, score.aggregation)
+    if found is None:  # one document, or a score that is not finite
+        return 0.0
+    missed = MISSED / lines
+    if np.isin(column.values, (0, 1)).all():
+        margin = _bound_of_flips(panel.documents, missed)
+    else:
+        reach = special.stdtrit(panel.documents - 1, (1 - LEVEL, 1 - missed)).sum()
+        margin = float(reach) * MOVES * found.interval.stderr
+    if _family(score) == "perplexity":
+        margin = math.expm1(margin)
+    return math.ceil(1000 * margin - 1e-9) / 10
+
+
+def _bound_of_flips(documents: int, missed: float) -> float:
+    """The one-sided bound on the loss, a fraction, that harmless flips exceed with probability
+    ``missed``: right answers are lost and won at the same rate, and happen to be lost more."""
+    rate = FLIPS * documents / 2  # of either, Poisson
+    most = math.ceil(rate + 12 * math.sqrt(rate) + 12)
+    counts = np.arange(most)
+    chance = np.exp(counts * np.log(rate) - rate - special.gammaln(counts + 1))
+    differences = np.convolve(chance, chance[::-1])  # of lost − won, from −(most − 1)
+    loss = int(np.searchsorted(np.cumsum(differences), 1 - missed)) - (most - 1)
+    # The likeliest counts with that difference: lost · won = rate².
+    won = round((math.hypot(loss, 2 * rate) - loss) / 2)
+    values = np.zeros((documents, 2))
+    values[: min(loss + won, documents), 0] = 1
+    values[max(0, documents - won) :, 1] = 1
+    names = ("old", "new")
+    columns = {
+        name: Column.of(np.arange(documents), values[:, place], np.ones(documents))
+        for place, name in enumerate(names)
+    }
+    found = effect(Panel.of(columns), {"new": 1, "old": -1}, "mean")
+    return worsening(found, higher_is_better=True).high

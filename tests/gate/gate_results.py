@@ -1,0 +1,34 @@
+"""Results that differ from the good grid in one stated way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from synthetic import make_store
+
+from qbench.gate.gates import Gate, Verdict
+from qbench.store import Store
+
+SIZES = {"arc_easy": 700, "lambada_openai": 500, "wikitext": 40}
+QUANTIZERS = ("bf16", "hqq-4bit")
+CELL = "softmax/hqq-4bit"
+
+
+def changed(folder: Path, **settings) -> Store:
+    return make_store(folder / "new", sizes=SIZES, quantizers=QUANTIZERS, **settings)
+
+
+def of(result: Verdict, cell: str, task: str | None = None) -> list[Gate]:
+    return [gate for gate in result.gates if gate.cell == cell and task in (None, gate.task)]
+
+
+def update(store: Store, cell: str, **fields) -> None:
+    """Write the record of ``cell`` again with other ``fields``."""
+    place = next(one for one in store.grid().cells if one.cell == cell)
+    record = store.get(place)
+    store.put(record.model_copy(update=fields), store.outcomes(record), None)
+
+
+def audit_of(store: Store, cell: str):
+    place = next(one for one in store.grid().cells if one.cell == cell)
+    return store.get(place).audit

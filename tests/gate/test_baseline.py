@@ -1,0 +1,192 @@
+"""The baseline file: gives back what was put in, stays small, and damage is noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pyarrow.parquet as parquet
+import pytest
+from gate_results import CELL, changed
+from synthetic import LAYERS, make_store
+
+from qbench.errors import ResultsError
+from qbench.gate import baseline, check
+
+
+def test_a_baseline_gives_back_what_was_put_in(good, standard):
+    from qbench.comparison.changes import read_results
+
+    ours, again = read_results(good), baseline.read(standard).outcomes
+    assert again.name == ours.name
+    assert list(again.cells) == list(ours.cells)
+    for cell, one in ours.cells.items():
+        other = again.cells[cell]
+        assert (other.key, other.scores) == (one.key, one.scores)
+        for name, column in one.columns.items():
+            assert (other.columns[name].documents == column.documents).all()
+            assert (other.columns[name].values == column.values).all()
+            assert (other.columns[name].weights == column.weights).all()
+
+
+def test_the_baseline_of_a_full_grid_is_a_few_hundred_kilobytes(tmp_path):
+    path = tmp_path / "baseline.parquet"
+    baseline.make(make_store(tmp_path / "full"), path)
+    assert path.stat().st_size < 500_000
+
+
+def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, good, standard):
+    from qbench.tables.changes import changes_table
+
+    path = tmp_path / "baseline.parquet"
+    shutil.copy(standard, path)
+    worse = changed(tmp_path, shift={"softpick/hqq-4bit": 0.4})
+    before = path.read_bytes()
+    with pytest.raises(ResultsError, match=r"exists; .* --replace"):
+        baseline.make(worse, path)
+    assert path.read_bytes() == before
+    change = baseline.make(worse, path, replace=True)
+    assert path.read_bytes() != before
+    old = next(s for s in good.get(good.grid().cells[3]).scores if s.metric == "acc")
+    line = next(row for row in changes_table(change).splitlines() if "softpick/hqq-4bit" in row)
+    assert f"| {old.value * 100:.2f} |" in line
+    assert "‡" in line
+
+
+@pytest.mark.parametrize("state", ["failed", "missing"])
+def test_no_baseline_is_made_of_a_broken_grid(tmp_path, state):
+    store = changed(tmp_path, **{state: ("softmax/hqq-4bit",)})
+    with pytest.raises(ResultsError, match=rf"no baseline from this: softmax/hqq-4bit: {state}"):
+        baseline.make(store, tmp_path / "baseline.parquet")
+
+
+def test_a_baseline_keeps_what_the_audit_measured_of_every_layer(good, standard):
+    from qbench.gate.layers import read_layers
+
+    kept, measured = baseline.read(standard).layers, read_layers(good)
+    assert kept == measured
+    assert tuple(kept[CELL]) == LAYERS
+    assert kept["softmax/bf16"] == {}
+
+
+def test_a_layer_costs_a_baseline_few_bytes(tmp_path):
+    from qbench.gate.layers import Layer
+
+    outcomes = baseline.read_results(changed(tmp_path))
+
+    def size(count):
+        layers = {
+            f"model.layers.{n}.mlp.up_proj": Layer(
+                error=0.1 + n / 7e5, gain=1 - n / 9e5, levels=16, bits=4.25,
+                digest=f"{n * 0x9E3779B97F4A7C15 % 2**64:016x}",
+            )
+            for n in range(count)
+        }  # fmt: skip
+        path = tmp_path / f"{count}.parquet"
+        one = baseline.Baseline(outcomes=outcomes, layers=dict.fromkeys(outcomes.cells, layers))
+        baseline.write(one, path)
+        return path.stat().st_size
+
+    assert (size(1200) - size(200)) / 1000 / 4 < 40
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PAR1 nonsense PAR1", b"PAR1"])
+def test_an_unreadable_baseline_is_unusable_input(tmp_path, good, content):
+    path = tmp_path / "baseline.parquet"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ResultsError, match=r"baseline\.parquet: .*make it with"):
+        check.check(good, path)
+
+
+def test_a_changed_byte_anywhere_is_noticed(tmp_path, good, standard):
+    whole = standard.read_bytes()
+    path = tmp_path / "baseline.parquet"
+    unnoticed = []
+    for place in range(7, len(whole), len(whole) // 150):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x11]) + whole[place + 1 :])
+        try:
+            found = baseline.read(path)
+        except ResultsError:
+            continue
+        if not alike(found, baseline.read(standard)):
+            unnoticed.append(place)
+    assert unnoticed == []
+
+
+def alike(one, other) -> bool:
+    """Whether two baselines hold the same, for a flipped byte may be one that nobody reads."""
+    return one.layers == other.layers and all(
+        (a.key, a.scores, a.measures) == (b.key, b.scores, b.measures)
+        and all((a.columns[n].values == b.columns[n].values).all() for n in b.columns)
+        for a, b in zip(one.outcomes.cells.values(), other.outcomes.cells.values(), strict=True)
+    )
+
+
+def rewrite(standard, path, change) -> None:
+    """The baseline with its description changed, and a digest that agrees."""
+    file = parquet.ParquetFile(standard)
+    table, stated = file.read(), file.metadata.metadata
+    about = json.loads(stated[baseline.METADATA])
+    described = json.dumps(change(about)).encode()
+    digest = baseline._digest(described, table)
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({baseline.METADATA: described, baseline.DIGEST: digest})
+
+
+def without(*names):
+    def change(about):
+        inner = about
+        for name in names[:-1]:
+            inner = inner[name]
+        del inner[names[-1]]
+        return about
+
+    return change
+
+
+CHANGES = {
+    "a list": lambda about: [about],
+    "a number": lambda about: 3,
+    "nothing": lambda about: None,
+    "no cells": without("cells"),
+    "cells as a list": lambda about: about | {"cells": []},
+    "no measures": without("cells", "softmax/bf16", "measures"),
+    "a cell too many": lambda about: (
+        about | {"cells": about["cells"] | {"x/y": about["cells"]["softmax/bf16"]}}
+    ),
+    "another version": lambda about: about | {"version": 1},
+    "a version in words": lambda about: about | {"version": "two"},
+    "layers that are none": lambda about: about | {"layers": "zzz"},
+    "layers of a number": lambda about: about | {"layers": 7},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_baseline_with_wrong_metadata_is_unusable_input(tmp_path, good, standard, change):
+    path = tmp_path / "baseline.parquet"
+    rewrite(standard, path, change)
+    with pytest.raises(ResultsError, match="make it with"):
+        check.check(good, path)
+
+
+def test_a_baseline_without_cells_is_unusable_input(tmp_path, good, standard):
+    path = tmp_path / "baseline.parquet"
+    rewrite(standard, path, lambda about: about | {"cells": {}})
+    with pytest.raises(ResultsError, match="has no cells"):
+        check.check(good, path)
+
+
+def test_a_parquet_file_of_something_else_is_no_baseline(tmp_path, good):
+    path = next(good.directory.glob("records/**/*.outcomes.parquet"))
+    with pytest.raises(ResultsError, match="not a baseline"):
+        check.check(good, path)
+
+
+def test_an_old_baseline_is_replaced_and_it_is_said_that_nothing_was_compared(tmp_path, good):
+    path = tmp_path / "baseline.parquet"
+    path.write_bytes(b"PAR1 of long ago PAR1")
+    change = baseline.make(good, path, replace=True)
+    assert "nothing to compare with" in change.problems[0]
+    assert check.check(good, path).outcome == "pass"

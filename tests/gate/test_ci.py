@@ -1,0 +1,113 @@
+"""The README's own commands: green on the same results, red on a broken quantizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from gate_results import audit_of, update
+from synthetic import LAYERS, make_store
+
+from qbench.gate import baseline
+from qbench.store import Store
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"demo_choice": 200, "lambada_openai": 200, "wikitext": 16}  # as many as the demo has
+QUANTIZERS = ("bf16", "gptq-4bit", "hqq-3bit")
+CELL = "softpick/hqq-3bit"
+
+
+def section() -> str:
+    text = (ROOT / "README.md").read_text()
+    return re.search(r"^## In CI\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]
+
+
+def commands() -> str:
+    (block,) = re.findall(r"```bash\n(.*?)```", section(), re.DOTALL)
+    return block
+
+
+def steps() -> list[str]:
+    """What the shipped workflow runs; ``make demo`` first, whose results the tests make."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", section(), re.DOTALL)
+    jobs = yaml.safe_load(block)["jobs"].values()
+    runs = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    assert runs[0] == "make demo"
+    return runs[1:]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clean clone after ``make demo``: results/demo, and qbench in .venv/bin."""
+    installed = tmp_path / ".venv" / "bin" / "qbench"
+    installed.parent.mkdir(parents=True)
+    installed.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m qbench "$@"\n')
+    installed.chmod(0o755)
+    make_store(tmp_path / "results" / "demo", sizes=SIZES, quantizers=QUANTIZERS)
+    return tmp_path
+
+
+def run(clone: Path, script: str) -> subprocess.CompletedProcess:
+    search = f"{clone / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    known = {"PATH": search, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(clone / "step.md")}
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=clone, env=os.environ | known, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_commands_are_green_on_the_same_results_and_red_on_a_broken_quantizer(clone):
+    first = run(clone, commands())
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "## qbench check: pass" in (clone / "summary.md").read_text()
+
+    for step in steps():
+        green = run(clone, step)
+        assert green.returncode == 0, green.stdout + green.stderr
+    assert (clone / "junit.xml").is_file()
+
+    store = make_store(clone / "results" / "demo", sizes=SIZES, quantizers=QUANTIZERS)
+    audit = audit_of(store, CELL)
+    rolled = audit.modules[0].model_copy(  # one v_proj with its scales rolled by one
+        update={"digest": "a" * 64, "weight_error": audit.modules[0].weight_error * 2.09}
+    )
+    modules = (rolled, *audit.modules[1:])
+    update(store, CELL, audit=audit.model_copy(update={"modules": modules}))
+    codes = [run(clone, step).returncode for step in steps()]
+    assert codes[-1] == 1
+    failed = [line for line in (clone / "step.md").read_text().splitlines() if "✗ fail" in line]
+    assert len(failed) == 1
+    assert CELL in failed[0]
+    assert LAYERS[0] in failed[0]
+
+
+def test_the_workflow_is_red_where_scores_fall(clone):
+    assert run(clone, commands()).returncode == 0
+    make_store(clone / "results" / "demo", sizes=SIZES, quantizers=QUANTIZERS, shift={CELL: 1.0})
+    assert run(clone, steps()[-1]).returncode == 1
+
+
+UNUSABLE = {
+    "an empty folder": "mkdir empty; qbench check empty --baseline b.parquet",
+    "no such folder": "qbench check nowhere --baseline b.parquet",
+    "no such baseline": "qbench check results/demo --baseline nowhere.parquet",
+    "an unknown metric": "qbench check results/demo --baseline b.parquet --margin nosuch=1",
+    "no margin": "qbench check results/demo --baseline b.parquet --margin acc",
+    "nothing to compare": "mkdir empty; qbench compare results/demo empty",
+    "a broken grid": "echo '[' > results/demo/grid.json; qbench compare results/demo results/demo",
+    "another baseline": "echo PAR1 > c.parquet; qbench check results/demo --baseline c.parquet",
+}
+
+
+@pytest.mark.parametrize("script", UNUSABLE.values(), ids=UNUSABLE.keys())
+def test_unusable_input_is_exit_2_with_one_line(clone, script):
+    baseline.make(Store(clone / "results" / "demo"), clone / "b.parquet")
+    found = run(clone, script)
+    assert found.returncode == 2, found.stdout + found.stderr
+    assert "Traceback" not in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1

@@ -1,0 +1,68 @@
+"""Results of other weights, normalizers, data or settings are refused or named."""
+
+from __future__ import annotations
+
+import pytest
+from gate_results import CELL, changed, update
+from synthetic import make_store
+
+from qbench.errors import ResultsError
+from qbench.gate import check
+
+
+def with_part(folder, cells, part, value):
+    store = changed(folder)
+    for cell in store.grid().cells:
+        if cell.cell in cells:
+            parts = {**store.get(cell).key_parts, part: value}
+            update(store, cell.cell, key_parts=parts)
+    return store
+
+
+@pytest.mark.parametrize("part", ["weights", "normalizer"])
+def test_results_of_another_checkpoint_are_unusable_unless_asked_for(tmp_path, standard, part):
+    store = with_part(tmp_path, [CELL], part, "e" * 64)
+    with pytest.raises(ResultsError, match=rf"{CELL}: these results are .*--across {part}"):
+        check.check(store, standard)
+    result = check.check(store, standard, across=[part])
+    assert result.outcome == "pass"
+    assert any(note.startswith(part) and CELL in note for note in result.notes)
+
+
+def test_checkpoints_that_changed_places_do_not_pass_in_silence(tmp_path, standard):
+    store = changed(tmp_path)
+    cells = store.grid().cells
+    parts = {cell.cell: store.get(cell).key_parts for cell in cells}
+    for cell in cells:
+        other = "softmax" if cell.checkpoint == "softpick" else "softpick"
+        update(store, cell.cell, key_parts=parts[f"{other}/{cell.quantizer}"])
+    with pytest.raises(ResultsError, match="of other weights than the baseline"):
+        check.check(store, standard)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("quantizer", {"name": "hqq-4bit", "bits": 4.0, "group_size": 32}),
+        ("calibration", {"text": "d" * 64}),
+        ("scoring", {"mode": "fast"}),
+        ("versions", {"torch": "2.13.0", "transformers": "5.17.0"}),
+        ("code", "c" * 64),
+        ("device", "cpu"),
+    ],
+)
+def test_every_other_difference_is_named_and_does_not_fail(tmp_path, good, standard, part, value):
+    everywhere = [cell.cell for cell in good.grid().cells]
+    result = check.check(with_part(tmp_path, everywhere, part, value), standard)
+    assert result.outcome == "pass"
+    assert any(note.startswith(part) and note.endswith("in all 4 cells") for note in result.notes)
+
+
+def test_the_same_results_have_no_notes(good, standard):
+    assert check.check(good, standard).notes == ()
+
+
+def test_results_of_another_recipe_are_unusable(tmp_path, standard):
+    store = make_store(tmp_path, sizes={"arc_easy": 50}, quantizers=("bf16",), checkpoints=("x",))
+    with pytest.raises(ResultsError, match="has no cell of"):
+        check.check(store, standard)

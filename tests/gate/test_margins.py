@@ -1,0 +1,103 @@
+"""Margins: what the user states, and what so many documents can support."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gate_results import changed
+
+from qbench.comparison.statistics import Column, Panel, effect, worsening
+from qbench.errors import RecipeError
+from qbench.gate import check, margins
+from qbench.record import Score
+
+
+def column(values) -> Column:
+    return Column.of(np.arange(len(values)), values, np.ones(len(values)))
+
+
+def score(metric: str, aggregation: str, documents: int) -> Score:
+    return Score(task="t", label="t", metric=metric, value=0.8, stderr=None,
+                 higher_is_better=aggregation == "mean", aggregation=aggregation,
+                 documents=documents)  # fmt: skip
+
+
+def test_a_margin_is_for_one_metric_or_its_family():
+    texts = ["acc=0.5", "word_perplexity=3%", "f1 [a=b]=1"]
+    given = {"acc": 0.5, "word_perplexity": 3.0, "f1 [a=b]": 1.0}
+    assert margins.parse_margins(texts) == given
+
+
+@pytest.mark.parametrize("text", ["acc", "acc=", "acc=-1", "=1", "acc=nan", "acc=1pt", "acc=inf"])
+def test_a_text_that_is_no_margin_is_refused(text):
+    with pytest.raises(RecipeError, match=r"write METRIC=NUMBER"):
+        margins.parse_margins([text])
+
+
+def test_a_wider_margin_lets_a_worse_cell_pass(tmp_path, standard):
+    store = changed(tmp_path, shift={"softpick/hqq-4bit": 0.05})
+    assert check.check(store, standard).outcome != "pass"
+    assert check.check(store, standard, margins={"acc": 9.0, "perplexity": 20.0}).outcome == "pass"
+
+
+def test_a_margin_of_no_metric_is_refused_and_the_known_ones_are_named(good, standard):
+    with pytest.raises(RecipeError, match=r"--margin nosuch=1: .*no nosuch; possible: acc, perpl"):
+        check.check(good, standard, margins={"nosuch": 1.0})
+
+
+LINES = 50
+
+
+@pytest.mark.parametrize("documents", [60, 200, 2400])
+def test_a_harmless_change_of_answers_passes_at_the_default_margin(documents):
+    draw = np.random.default_rng(documents)
+    old = column((draw.random(documents) < 0.8) * 1.0)
+    margin = margins.margin_of(score("acc", "mean", documents), old, {}, lines=LINES)
+    assert not margin.given
+    passed = 0
+    for _ in range(300):
+        share = np.where(old.values == 1, old.values.mean(), 1 - old.values.mean())
+        flips = draw.random(documents) < margins.FLIPS / 2 / share  # as many lost as gained
+        new = column(np.where(flips, 1 - old.values, old.values))
+        panel = Panel.of({"new": new, "old": old})
+        found = effect(panel, {"new": 1, "old": -1}, "mean")
+        passed += worsening(found, higher_is_better=True).high <= margin.value / 100
+    assert passed >= 297  # of 50 lines, all pass 95 times of 100: 999 of 1,000 each
+
+
+@pytest.mark.parametrize("documents", [16, 200])
+def test_a_harmless_change_of_a_perplexity_passes_at_the_default_margin(documents):
+    draw = np.random.default_rng(documents)
+    old = column(-np.abs(draw.normal(1.0, 0.8, documents)))
+    known = score("perplexity", "perplexity", documents)
+    margin = margins.margin_of(known, old, {}, lines=LINES)
+    spread = margins.MOVES * old.values.std()
+    passed = 0
+    for _ in range(300):
+        new = column(old.values + draw.normal(0, spread, documents))
+        panel = Panel.of({"new": new, "old": old})
+        found = effect(panel, {"new": 1, "old": -1}, "perplexity")
+        passed += worsening(found, higher_is_better=False).high <= np.log1p(margin.value / 100)
+    assert passed >= 297
+
+
+def test_enough_documents_have_the_stated_margin():
+    many = column((np.arange(20_000) % 5 > 0) * 1.0)
+    margin = margins.margin_of(score("acc", "mean", 20_000), many, {}, lines=LINES)
+    assert margin.value == margins.LEAST["acc"]
+
+
+def test_a_broken_quantizer_does_not_widen_its_own_margin(tmp_path, good, standard):
+    worse = changed(tmp_path, shift={"softmax/hqq-4bit": 0.4})
+    before, after = (
+        {gate.name: gate.margin for gate in check.check(store, standard).gates if gate.change}
+        for store in (good, worse)
+    )
+    assert before == after
+
+
+def test_a_metric_without_a_family_needs_a_margin_of_its_own():
+    bleu = score("bleu", "bleu", 60)
+    with pytest.raises(RecipeError, match="t: bleu has no margin; give --margin bleu=NUMBER"):
+        margins.margin_of(bleu, column(np.arange(60.0)), {}, lines=1)
+    assert margins.margin_of(bleu, column(np.arange(60.0)), {"bleu": 2.0}, lines=1).given
