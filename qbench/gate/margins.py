@@ -51,7 +51,8 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
     """``["acc=0.5", "word_perplexity=1"]`` → what the user states.
 
     ``acc`` and ``perplexity`` stand for all accuracies and all perplexities that are not named, a
-    metric's name for it with any of lm-eval's filters. Raises RecipeError for a text that is no margin.
+    metric's name for it with any of lm-eval's filters. Raises RecipeError for a text that is no
+    margin.
     """
     margins = {}
     for text in texts:
