@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Line
@@ -25,7 +26,9 @@ def effect_text(effect: Effect | None, *, percent: bool) -> str:
     """``+1.04‡`` points, or ``× 1.032‡``: a ratio, for a difference-in-differences of ratios."""
     if effect is None:
         return NO_VALUE
-    return _written(effect, effect.estimate, percent=percent) + effect.mark
+    if effect.kind == "log ratio":
+        return f"{TIMES} {ratio(effect.estimate, decimals=_decimals(effect))}{effect.mark}"
+    return number(effect.estimate, percent=percent, signed=True) + effect.mark
 
 
 def interval_text(effect: Effect | None, *, percent: bool) -> str:
@@ -34,7 +37,8 @@ def interval_text(effect: Effect | None, *, percent: bool) -> str:
         return NO_VALUE
     ends = effect.interval.low, effect.interval.high
     if effect.kind == "log ratio":
-        return f"{TIMES} [{', '.join(map(ratio, ends))}]"
+        low, high = (ratio(end, decimals=_decimals(effect)) for end in ends)
+        return f"{TIMES} [{low}, {high}]"
     return f"[{', '.join(number(end, percent=percent, signed=True) for end in ends)}]"
 
 
@@ -43,11 +47,11 @@ def detectable_text(effect: Effect | None, *, percent: bool) -> str:
     if effect is None:
         return NO_VALUE
     if effect.kind == "log ratio":
-        return f"{TIMES} {ratio(effect.detectable)}"
+        return f"{TIMES} {ratio(effect.detectable, decimals=_decimals(effect))}"
     return number(effect.detectable, percent=percent)
 
 
-def _written(effect: Effect, value: float, *, percent: bool) -> str:
-    if effect.kind == "log ratio":
-        return f"{TIMES} {ratio(value)}"
-    return number(value, percent=percent, signed=True)
+def _decimals(effect: Effect) -> int:
+    """Three, or as many as show two digits of the standard error, up to six."""
+    stderr = effect.interval.stderr
+    return 3 if stderr == 0 else min(6, max(3, 1 - math.floor(math.log10(stderr))))

@@ -67,7 +67,7 @@ def summary(comparison: Comparison) -> list[str]:
             sentences.append(
                 f"Quantization costs {other} less than {base} in {found.better} of {found.asked} "
                 f"comparisons ({found.surely_better} significantly), more in {found.worse} "
-                f"({found.surely_worse} significantly) and exactly as much in {found.tied}, by the "
+                f"({found.surely_worse} significantly){_tied(found, 'just as much')}, by the "
                 "difference of their damages."
             )
     for checkpoint in comparison.checkpoints:
@@ -93,5 +93,9 @@ def _which(other: str, base: str, found: Count, better: str, worse: str) -> str:
     return (
         f"{other} {better} than {base} in {found.better} of {found.asked} scores "
         f"({found.surely_better} significantly), {worse} in {found.worse} "
-        f"({found.surely_worse} significantly) and equal in {found.tied}."
+        f"({found.surely_worse} significantly){_tied(found, 'equal')}."
     )
+
+
+def _tied(found: Count, words: str) -> str:
+    return f" and {words} in {found.tied}" if found.tied else ""

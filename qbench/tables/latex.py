@@ -1,82 +1,148 @@
-"""Delta tables in LaTeX: a document that compiles as it stands."""
+"""Delta tables in LaTeX: a document that compiles as it stands and whose tables fit the page."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from qbench.tables.layout import WORDS, Layout
+from qbench.tables.layout import INTERVAL, WORDS, Layout
+from qbench.tables.width import GAP, PORTRAIT, split, table_width, text_width
+from qbench.text.escape import for_latex
 
 PREAMBLE = r"""\documentclass{article}
-\usepackage[T1]{fontenc}
-\usepackage[utf8]{inputenc}
+\usepackage{array}
 \usepackage{booktabs}
 \usepackage{longtable}
 \usepackage[a4paper,%smargin=1.5cm]{geometry}
-\setlength{\tabcolsep}{4pt}
+\setlength{\tabcolsep}{%spt}
+\setlength{\LTleft}{0pt}
+\setlength{\parindent}{0pt}
 \begin{document}
+\raggedright
 \scriptsize
 """
-SYMBOLS = {
-    "\\": r"\textbackslash{}",
-    "↑": r"$\uparrow$",
-    "↓": r"$\downarrow$",
-    "Δ": r"$\Delta$",
-    "−": r"$-$",
-    "±": r"$\pm$",
-    "≈": r"$\approx$",
-    "†": r"$^{\dagger}$",
-    "‡": r"$^{\ddagger}$",
-    "—": "---",
-    "–": "--",
-    "·": r"$\cdot$",
-    "’": "'",
-    **{sign: "\\" + sign for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-}
-WIDE = 10  # columns from which the page is turned
+HEAD_CHARACTERS = 14  # after which a head goes on in its next line
+WORDS_POINTS = 110.0  # wider columns of words are broken into lines
+SLACK = 0.4  # points a column, for kerning and rounding
+UNBROKEN = 10  # characters after which a longer word may be broken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """A table, or a part of its columns: widths in points as they will be set."""
+
+    layout: Layout
+    heads: tuple[tuple[str, ...], ...]  # lines of each
+    widths: tuple[float, ...]
+
+    @property
+    def width(self) -> float:
+        return table_width(self.widths)
 
 
 def latex(tables: Sequence[Layout]) -> str:
-    """All tables as one document. Needs booktabs, longtable and geometry, all in TeX's base."""
-    wide = any(len(table.head) >= WIDE for table in tables)
-    body = "\n\\clearpage\n".join(_one(table) for table in tables)
-    return PREAMBLE % ("landscape," if wide else "") + body + "\n\\end{document}\n"
+    """All tables as one document. Needs array, booktabs, longtable and geometry, all in TeX's
+    base. The page is turned where a table needs it; a table that is too wide even then is
+    printed in parts."""
+    parts = [part for layout in tables for part in _parts(_columns(layout))]
+    wide = any(part.width > PORTRAIT for part in parts)
+    body = "\n\\clearpage\n".join(_one(part) for part in parts)
+    preamble = PREAMBLE % ("landscape," if wide else "", f"{GAP / 2:g}")
+    return preamble + body + "\n\\end{document}\n"
 
 
-def escape(text: str) -> str:
-    """Text as LaTeX sets it. A character that pdfLaTeX does not know becomes a question mark."""
-    set_text = "".join(SYMBOLS.get(character, character) for character in text)
-    return re.sub(r"[^\x00-\x7f]", "?", set_text)
+def _columns(layout: Layout) -> _Columns:
+    heads = tuple(
+        tuple(textwrap.wrap(text, HEAD_CHARACTERS, break_on_hyphens=True)) or ("",)
+        for text in layout.head
+    )
+    widths = []
+    for column, head in enumerate(heads):
+        cells = [*head, *(row[column] for row in layout.rows)]
+        width = max(map(text_width, cells))
+        widths.append(min(width, WORDS_POINTS) if column < WORDS else width)
+    return _Columns(layout=layout, heads=heads, widths=tuple(widths))
 
 
-def _one(table: Layout) -> str:
-    columns = "l" * WORDS + "r" * (len(table.head) - WORDS)
-    head = " & ".join(escape(text) for text in table.head) + r" \\"
+def _parts(columns: _Columns) -> Iterator[_Columns]:
+    """The same, or several with the columns of words repeated; an interval stays with its
+    estimate."""
+    groups: list[list[int]] = []
+    for column in range(WORDS, len(columns.widths)):
+        if groups and columns.layout.head[column].startswith(INTERVAL):
+            groups[-1].append(column)
+        else:
+            groups.append([column])
+    found = split(
+        columns.widths[:WORDS], [[columns.widths[column] for column in group] for group in groups]
+    )
+    for number, part in enumerate(found, 1):
+        kept = [*range(WORDS), *(column for index in part for column in groups[index])]
+        layout = columns.layout
+        if len(found) > 1:
+            layout = replace(
+                layout,
+                title=f"{layout.title} (part {number} of {len(found)})",
+                head=tuple(layout.head[column] for column in kept),
+                rows=tuple(tuple(row[column] for column in kept) for row in layout.rows),
+            )
+        yield _Columns(
+            layout=layout,
+            heads=tuple(columns.heads[column] for column in kept),
+            widths=tuple(columns.widths[column] for column in kept),
+        )
+
+
+def _one(columns: _Columns) -> str:
+    layout = columns.layout
+    kinds = [_kind(width, column < WORDS) for column, width in enumerate(columns.widths)]
+    head = " & ".join(
+        _head(lines, "r" if column >= WORDS else "l") for column, lines in enumerate(columns.heads)
+    )
     rows = []
-    for place, (cells, begins) in enumerate(zip(table.rows, table.begins_task, strict=True)):
-        if begins and place:
+    for cells, begins in zip(layout.rows, layout.begins_task, strict=True):
+        if begins and rows:
             rows.append(r"\addlinespace")
-        rows.append(" & ".join(escape(text) for text in cells) + r" \\")
-    notes = [escape(note) for note in table.notes]
-    keys = "".join(f"%   {key}\n" for key in table.keys)
+        words = [_breakable(text) for text in cells[:WORDS]]
+        rows.append(" & ".join([*words, *map(for_latex, cells[WORDS:])]) + r" \\")
+    keys = "".join(f"%   {for_latex(key)}\n" for key in layout.keys)
     return "\n".join(
         [
-            f"% {table.method}: cells and the keys of their records\n{keys}"
-            rf"\begin{{longtable}}{{{columns}}}",
-            rf"\multicolumn{{{len(table.head)}}}{{l}}{{\normalsize {escape(table.title)}}}\\",
+            f"% {for_latex(layout.method)}: cells and the keys of their records\n{keys}"
+            rf"{{\normalsize {_breakable(layout.title)}\par}}",
+            rf"\begin{{longtable}}{{@{{}}{''.join(kinds)}@{{}}}}",
             r"\toprule",
-            head,
+            rf"{head} \\",
             r"\midrule",
             r"\endhead",
             r"\bottomrule",
             r"\endlastfoot",
             *rows,
             r"\end{longtable}",
-            *(rf"\noindent {note}\par" for note in notes),
+            *(rf"{_breakable(note)}\par" for note in layout.notes),
         ]
     )
+
+
+def _kind(width: float, words: bool) -> str:
+    """A column of a fixed width: all pages of a table are alike in the first run of LaTeX."""
+    points = f"{{{width + SLACK:.1f}pt}}"
+    return rf">{{\raggedright\arraybackslash}}p{points}" if words else f"W{{r}}{points}"
+
+
+def _head(lines: Sequence[str], side: str) -> str:
+    text = r"\\".join(for_latex(line) for line in lines)
+    return text if len(lines) == 1 else rf"\shortstack[{side}]{{{text}}}"
+
+
+def _breakable(text: str) -> str:
+    """Text in which a word that is too long for a line or column may be broken."""
+    return " ".join(map(_word, text.split()))
+
+
+def _word(text: str) -> str:
+    if text_width(text) <= WORDS_POINTS:
+        return for_latex(text)
+    return r"\allowbreak{}".join(map(for_latex, re.findall(rf".{{1,{UNBROKEN}}}", text)))

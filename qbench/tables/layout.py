@@ -17,6 +17,7 @@ NOISE_LEGEND = (
     f"{BELOW_NOISE}: no larger than what another batch order and size moved the unquantized "
     "scores by (noise.json)."
 )
+INTERVAL = "95 % interval"  # how heads of columns with intervals begin
 WORDS = 3  # the first columns hold words, the others numbers
 LEGEND = (
     "Δ differs from 0 at 5 %: ‡ after Holm's correction over all Δ of the grid, † after "
@@ -62,7 +63,7 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
     for other in others:
         head.append("Δ" if single else f"Δ {other}")
         if tested:
-            head.append("95 % interval" if single else f"95 % interval {other}")
+            head.append(INTERVAL if single else f"{INTERVAL} {other}")
     if paper:
         head += [f"{checkpoint}, printed" for checkpoint in table.checkpoints]
         head += [f"Δ{'' if single else ' ' + other}, printed" for other in others]
@@ -104,9 +105,9 @@ def _damage(comparison: Comparison, table: Table) -> Layout:
     base, others = table.checkpoints[0], table.checkpoints[1:]
     head = ["Task", "Metric", "Quantization"]
     for checkpoint in table.checkpoints:
-        head += [f"{checkpoint}’s damage", "95 % interval"]
+        head += [f"{checkpoint}’s damage", INTERVAL]
     for other in others:
-        head += [f"{other}’s {MINUS} {base}’s", "95 % interval"]
+        head += [f"{other}’s {MINUS} {base}’s", INTERVAL]
     head.append("Documents")
     rows, begins, last = [], [], None
     for line in (row.line for row in table.rows if row.line.quantized):

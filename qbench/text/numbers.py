@@ -20,12 +20,12 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
     return text.replace("-", MINUS)
 
 
-def ratio(logarithm: float) -> str:
+def ratio(logarithm: float, *, decimals: int = 3) -> str:
     """The ratio with this natural logarithm: 1.032, with three digits where it is far from 1."""
     if logarithm > 700:  # near the largest double
         return "∞"
     value = math.exp(logarithm)
-    return f"{value:.3f}" if 0.1 <= value < 100 else f"{value:.3g}".replace("-", MINUS)
+    return f"{value:.{decimals}f}" if 0.1 <= value < 100 else f"{value:.3g}".replace("-", MINUS)
 
 
 def metric_title(metric: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -202,30 +200,6 @@ def test_published_numbers_stand_beside_ours_with_the_distance_in_standard_error
 def test_an_unknown_published_set_names_the_known_ones(tested):
     with pytest.raises(RecipeError, match=r"--published llama: unknown; possible: softpick-340m"):
         render(tested, published="llama")
-
-
-@pytest.mark.parametrize("published", [None, "softpick-340m"])
-def test_latex_compiles_as_it_stands(tested, tmp_path, published):
-    if shutil.which("pdflatex") is None:
-        pytest.skip("no pdflatex here")
-    text = render(tested, format="tex", published=published)
-    (tmp_path / "tables.tex").write_text(text)
-    run = subprocess.run(
-        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "tables.tex"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-2000:]
-    assert "Missing character" not in run.stdout
-    assert (tmp_path / "tables.pdf").stat().st_size > 10_000
-
-
-def test_latex_has_rules_arrows_marks_and_keys(tested):
-    text = render(tested, format="tex")
-    for part in (r"\toprule", r"\midrule", r"\bottomrule", r"$\uparrow$", r"$^{\ddagger}$"):
-        assert part in text
-    assert r"lambada\_openai" in text
-    assert f"%   softmax/bf16 {key('softmax', 'bf16')[:16]}" in text
-    assert text.isascii()
 
 
 class Cells(HTMLParser):

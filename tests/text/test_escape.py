@@ -1,0 +1,153 @@
+"""Foreign names in tables: in every format they are text, and numbers stay numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from synthetic import make_store
+
+from qbench.comparison.changes import compare_results
+from qbench.comparison.compare import compare
+from qbench.store import Store
+from qbench.tables import render
+from qbench.tables.changes import changes_table
+from qbench.text.escape import for_csv, for_latex, for_markdown
+from qbench.text.markdown import table
+
+HOSTILE = {
+    "newline": "a\n\\input{/etc/passwd}",
+    "carriage return": "a\r\\immediate\\write18{id}",
+    "form feed and next line": "a\f\\write18\x85\u2028x",
+    "backslash": "\\end{longtable}\\newpage",
+    "comment": "a%b{",
+    "tag": "<script>alert(1)</script>",
+    "attribute": '"><img src=x onerror=alert(1)>',
+    "entity": "&lt;b&gt;",
+    "columns": "a|b||c\\|d",
+    "link": "[x](javascript:alert(1))",
+    "code": "`a|b`",
+    "formula": '=HYPERLINK("http://x","y")',
+    "plus": "+1+cmd|' /C calc'!A0",
+    "at": "@SUM(1)",
+    "minus": "-2+3",
+    "full width": "＝1+1",
+    "tab": "\t=1",
+    "escape sequence": "\x1b[31mred",
+    "right to left": "abc\u202eexe",
+    "surrogate": "a\ud800b",
+}
+ALL = pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+
+
+@ALL
+def test_latex_has_no_command_comment_or_line_of_its_own(text):
+    safe = for_latex(text)
+    assert safe.isascii()
+    assert safe.isprintable()  # one line
+    commands = set(re.findall(r"\\([A-Za-z]+|.)", safe))
+    assert commands <= {"textbackslash", "textless", "textgreater", "textbar", "textasciitilde",
+                        "textasciicircum", *"&%$#_{}"}  # fmt: skip
+    assert not re.search(r"(?<!\\)[%$#&_]", safe)
+
+
+@ALL
+def test_markdown_has_one_cell_no_tag_and_no_link(text):
+    whole = table(["name", "n"], [[text, "1"], ["other", "2"]], align="lr")
+    rows = whole.split("\n")
+    assert len(rows) == 4
+    assert all(row.isprintable() for row in rows)
+    for row in rows:
+        bare = re.sub(r"\\.", "", row)  # GitHub reads escaped characters first
+        assert bare.count("|") == 3
+        assert not re.search(r"[<`]|&(?!amp;|lt;)|\]\(", bare)
+    assert for_markdown("−1.98, [+0.5, +1.0] ‡≈ × a_b") == "−1.98, [+0.5, +1.0] ‡≈ × a_b"
+
+
+@ALL
+def test_csv_has_no_formula_and_one_line(text):
+    safe = for_csv(text)
+    assert safe.isprintable()
+    assert not re.match(r"\s*[=+\-@＝＋－＠]", safe)
+
+
+@pytest.mark.parametrize("number", [-1, -1.5e-7, 0.0, float("inf"), None, True])
+def test_numbers_stay_numbers_in_csv(number):
+    assert for_csv(number) is number
+
+
+class Texts(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.text = set(), ""
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        assert not any(name.startswith("on") for name, _ in attributes)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module", params=["a\n\\input{x}|<b>&_{}%", '=1+1"\\end{longtable}$^'])
+def hostile(request, tmp_path_factory):
+    """A grid of a foreign record: every name in it says something to some format."""
+    folder = tmp_path_factory.mktemp("hostile")
+    name = request.param
+    store = make_store(
+        folder, sizes={"arc_easy": 20, "wikitext": 5}, quantizers=("bf16", "hqq-2bit")
+    )
+    grid = store.grid()
+    cells = {}
+    for cell in grid.cells:
+        record = store.get(cell)
+        update = {"checkpoint": cell.checkpoint, "title": name}
+        labels = [score.model_copy(update={"label": name}) for score in record.scores]
+        table = store.outcomes(record)
+        error = {"status": "failed", "error": name} if cell.cell == "softpick/hqq-2bit" else {}
+        store.put(
+            record.model_copy(update={**update, "scores": tuple(labels), **error}), table, None
+        )
+        cells[cell.cell] = cell.model_copy(update={"title": name})
+    store.put_grid(grid.model_copy(update={"cells": tuple(cells.values()), "name": name}))
+    return compare(store), name
+
+
+def test_a_hostile_record_has_no_effect_on_any_format(hostile, tmp_path):
+    comparison, name = hostile
+    page = Texts()
+    page.feed(render(comparison, format="html"))
+    assert page.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "div", "table",
+                         "caption", "thead", "tr", "th", "tbody", "td", "ul", "li"}  # fmt: skip
+    assert name.split("\n")[0] in page.text
+    text = render(comparison, format="md")
+    rows = [row for row in text.splitlines() if row.startswith("|")]
+    assert "<b>" not in text
+    assert len(rows) > 10
+    cells = list(csv.reader(io.StringIO(render(comparison, format="csv"))))
+    assert len({len(row) for row in cells}) == 1
+    assert not any(cell.startswith("=") for row in cells for cell in row)
+    tex = render(comparison, format="tex")
+    assert r"\input" not in tex
+    assert tex.count(r"\end{longtable}") == tex.count(r"\begin{longtable}")
+    if shutil.which("pdflatex") is None:
+        pytest.skip("the rest needs pdflatex")
+    (tmp_path / "t.tex").write_text(tex)
+    run = subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"],
+                         cwd=tmp_path, capture_output=True, text=True, check=False)  # fmt: skip
+    assert run.returncode == 0, run.stdout[-1500:]
+
+
+def test_a_comparison_of_folders_with_hostile_names_stays_a_table(tmp_path):
+    stores = []
+    for side in "ab":
+        folder = tmp_path / f"{side}|<b>"
+        stores.append(make_store(folder, sizes={"arc_easy": 20}, quantizers=("bf16",)))
+    text = changes_table(compare_results(*(Store(store.directory) for store in stores)))
+    assert "<b>" not in text
+    assert {row.count("|") for row in text.splitlines() if row.startswith("|")} == {10}
