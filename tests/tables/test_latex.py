@@ -19,7 +19,7 @@ from qbench.text.escape import for_latex
 SIZES = {"arc_easy": 400, "lambada_openai": 300, "wikitext": 30}
 QUANTIZERS = ("bf16", "hqq-2bit", "hqq-8bit")
 MANY = ("softmax", "softpick", "rectified-only", "scalable-softpick", "sigmoid")
-LONG = ("vanilla-340M-4096-model-with-a-very-long-name-" * 3, "softpick" * 12)
+LONG = ("vanilla-340M-4096-model-with-a-very-long-name-and-more-of-it-yet", "W" * 64)
 
 
 @pytest.fixture(scope="module")

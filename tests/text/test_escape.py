@@ -94,7 +94,7 @@ class Texts(HTMLParser):
         self.text += data
 
 
-@pytest.fixture(scope="module", params=["a\n\\input{x}|<b>&_{}%", '=1+1"\\end{longtable}$^'])
+@pytest.fixture(scope="module", params=["\\input{x}|<b>&_{}%", '=1+1"\\end{longtable}$^'])
 def hostile(request, tmp_path_factory):
     """A grid of a foreign record: every name in it says something to some format."""
     folder = tmp_path_factory.mktemp("hostile")
@@ -109,7 +109,7 @@ def hostile(request, tmp_path_factory):
         update = {"checkpoint": cell.checkpoint, "title": name}
         labels = [score.model_copy(update={"label": name}) for score in record.scores]
         table = store.outcomes(record)
-        error = {"status": "failed", "error": name} if cell.cell == "softpick/hqq-2bit" else {}
+        error = {"status": "failed", "error": f"{name}\n\\input{{y}}"} if cell.cell == "softpick/hqq-2bit" else {}
         store.put(
             record.model_copy(update={**update, "scores": tuple(labels), **error}), table, None
         )
