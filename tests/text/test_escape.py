@@ -106,13 +106,10 @@ def hostile(request, tmp_path_factory):
     cells = {}
     for cell in grid.cells:
         record = store.get(cell)
-        update = {"checkpoint": cell.checkpoint, "title": name}
-        labels = [score.model_copy(update={"label": name}) for score in record.scores]
-        table = store.outcomes(record)
-        error = {"status": "failed", "error": f"{name}\n\\input{{y}}"} if cell.cell == "softpick/hqq-2bit" else {}
-        store.put(
-            record.model_copy(update={**update, "scores": tuple(labels), **error}), table, None
-        )
+        update = {"title": name, "scores": tuple(labels)}
+        if cell.cell == "softpick/hqq-2bit":
+            update |= {"status": "failed", "error": f"{name}\n\\input{{y}}"}
+        store.put(record.model_copy(update=update), store.outcomes(record), None)
         cells[cell.cell] = cell.model_copy(update={"title": name})
     store.put_grid(grid.model_copy(update={"cells": tuple(cells.values()), "name": name}))
     return compare(store), name
