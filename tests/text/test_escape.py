@@ -106,6 +106,7 @@ def hostile(request, tmp_path_factory):
     cells = {}
     for cell in grid.cells:
         record = store.get(cell)
+        labels = [score.model_copy(update={"label": name}) for score in record.scores]
         update = {"title": name, "scores": tuple(labels)}
         if cell.cell == "softpick/hqq-2bit":
             update |= {"status": "failed", "error": f"{name}\n\\input{{y}}"}
