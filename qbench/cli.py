@@ -64,16 +64,21 @@ def _listing(what: Listing) -> list[str]:
         pairs = ((f"{one.name:10} {one.description}", f"{'':10}   {one.traits}") for one in known)
         return [line for pair in pairs for line in pair]
     from qbench.quantizers import QUANTIZERS
-    from qbench.quantizers.names import options
 
-    lines = []
-    for name in QUANTIZERS:
-        quantizer = QUANTIZERS.get(name)
-        lines.append(f"{name:10} {quantizer.description}")
-        stated = ", ".join(f"{k}={v.default}" for k, v in options(quantizer.kind).items())
-        if stated:
-            lines.append(f"{'':10}   options: {stated}")
+    lines, explained = [], None
+    for preset in map(QUANTIZERS.get, QUANTIZERS):
+        lines.append(f"{preset.name:10} {preset.description}")
+        if preset.kind is explained:
+            lines.append(f"{'':10}   options as above")
+            continue
+        explained = preset.kind
+        for option, default in preset.options.items():
+            lines.append(f"{'':10}   {option}={_plain(default)}: {preset.explain(option)}")
     return lines
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _version(wanted: bool) -> None:

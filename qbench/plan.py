@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from qbench.code import code_digest
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.evaluation.tasks import LoadedTask, expand, load_task
-from qbench.quantizers import Settings, requirements
+from qbench.quantizers import Quantizer
 from qbench.recipe import HUB_FILE, CalibrationSource, Column, Recipe, Task
 from qbench.record import Grid, GridCell
 from qbench.running.environment import versions
@@ -30,7 +30,7 @@ class Cell:
     checkpoint_name: str
     checkpoint: Checkpoint
     label: str  # of the quantizer in its recipe
-    quantizer: Settings
+    quantizer: Quantizer
     attention: str  # "reference" or "triton"
     scoring: ScoringSettings
     key: str
@@ -135,15 +135,15 @@ def _cell(
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
-    settings = column.quantizer
+    quantizer = column.quantizer
     wanted = recipe.evaluation.attention
     attention = choose(checkpoint.normalizer, wanted, device)
-    scoring = _scoring(recipe, checkpoint, settings, device)
-    libraries = requirements(settings) + (("triton",) if attention == "triton" else ())
+    scoring = _scoring(recipe, checkpoint, quantizer, device)
+    libraries = quantizer.requirements() + (("triton",) if attention == "triton" else ())
     parts: dict[str, Any] = {
         "weights": checkpoint.digest,
         "normalizer": checkpoint.normalizer,
-        "quantizer": {"name": settings.name, **asdict(settings)},
+        "quantizer": quantizer.settings,
         **shared,
         "scoring": scoring.key_parts(),
         "attention": attention,
@@ -151,7 +151,7 @@ def _cell(
         "versions": {**versions(libraries), "qbench": __version__},
         "code": code_digest(),
     }
-    if settings.needs_calibration:
+    if quantizer.needs_calibration:
         assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
         parts["calibration"] = {
             **calibration.model_dump(exclude={"path"}),
@@ -164,7 +164,7 @@ def _cell(
         checkpoint_name=name,
         checkpoint=checkpoint,
         label=column.label,
-        quantizer=settings,
+        quantizer=quantizer,
         attention=attention,
         scoring=scoring,
         key=content_key(parts),
@@ -178,13 +178,15 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _scoring(recipe: Recipe, checkpoint: Checkpoint, settings: Any, device: str) -> ScoringSettings:
+def _scoring(
+    recipe: Recipe, checkpoint: Checkpoint, quantizer: Quantizer, device: str
+) -> ScoringSettings:
     return resolve(
         recipe.evaluation,
         device=device,
         config=checkpoint.config,
         max_length=checkpoint.max_length,
-        mixes_batches=settings.mixes_batches,
+        mixes_batches=quantizer.mixes_batches,
     )
 
 

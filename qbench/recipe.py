@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    InstanceOf,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -22,8 +23,7 @@ from qbench.errors import DataError, QbenchError, RecipeError
 from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
-from qbench.quantizers import QUANTIZERS, Settings, parse
-from qbench.quantizers.settings import Unquantized
+from qbench.quantizers import QUANTIZERS, Quantizer, parse
 from qbench.recipe_source import is_folder, override_checkpoints, override_dtype, put, read
 from qbench.record import NAME, Name
 
@@ -94,7 +94,7 @@ class Column:
     """One column of the grid: a quantizer under a label that is unique in its recipe."""
 
     label: str
-    quantizer: Settings
+    quantizer: InstanceOf[Quantizer]
 
 
 class Recipe(Strict):
@@ -217,7 +217,7 @@ def _column(place: int, entry: Any, compute_dtype: str) -> Column:
         raise ValueError(f"[{place}]: a quantizer is a name, or {{name: …, option: value}}")
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
         raise ValueError(f"[{place}]: label {label!r}: letters, digits and . _ + - only")
-    if name in QUANTIZERS and QUANTIZERS.get(name).kind is not Unquantized:
+    if name in QUANTIZERS and "compute_dtype" in QUANTIZERS.get(name).options:
         options.setdefault("compute_dtype", compute_dtype)
     try:
         return Column(label=label or name, quantizer=parse(name, options))

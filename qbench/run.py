@@ -14,7 +14,6 @@ import pandas as pd
 
 from qbench.errors import AuditError, QbenchError
 from qbench.plan import Cell, Plan
-from qbench.quantizers import requirements
 from qbench.record import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
 from qbench.running.environment import environment, measured
 from qbench.running.progress import Sink
@@ -98,7 +97,7 @@ def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Rec
         scoring=gathered.scoring,
         damage=gathered.damage,
         stages=tuple(gathered.stages),
-        environment=environment(plan.device, requirements(settings)),
+        environment=environment(plan.device, settings.requirements()),
         started=gathered.started,
         finished=datetime.now(UTC),
     )
@@ -162,7 +161,6 @@ def _quantize(
             )
         quantized = quantize(
             model,
-            tokenizer,
             settings,
             calibration=calibration,
             digest=cell.checkpoint.digest,

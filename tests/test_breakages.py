@@ -83,10 +83,10 @@ def test_scales_off_by_5_per_cent_fail(recipe, tmp_path, monkeypatch, standard):
 
 
 def test_a_skipped_layer_fails(recipe, tmp_path, monkeypatch, standard):
-    from qbench.quantizers import rtn
+    from qbench.quantizers import linears
 
-    whole = rtn.linears
-    monkeypatch.setattr(rtn, "linears", lambda model: dict(list(whole(model).items())[1:]))
+    whole = linears.linears_of
+    monkeypatch.setattr(linears, "linears_of", lambda *of: dict(list(whole(*of).items())[1:]))
     result, gates = verdict(recipe, tmp_path, monkeypatch, standard)
     assert result.exit_code == 1
     assert [gate.outcome for gate in gates] == ["fail"]

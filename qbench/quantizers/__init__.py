@@ -4,7 +4,18 @@ What is named here imports no torch: ``qbench plan`` and ``qbench list`` start a
 is in ``quantization.quantize``, ``calibration.read_calibration`` and ``audit.audit``.
 """
 
-from qbench.quantizers.names import QUANTIZERS, parse, requirements
-from qbench.quantizers.settings import Settings
+from qbench.quantizers import unquantized, bnb, gptq, hqq, rtn  # noqa: F401, I001 (they register)
+from qbench.quantizers.names import QUANTIZERS, parse, register
+from qbench.quantizers.quantizer import Evidence, Made, Quantizer, Stored
+from qbench.quantizers.weight_quantizer import WeightQuantizer
 
-__all__ = ["QUANTIZERS", "Settings", "parse", "requirements"]
+__all__ = [
+    "QUANTIZERS",
+    "Evidence",
+    "Made",
+    "Quantizer",
+    "Stored",
+    "WeightQuantizer",
+    "parse",
+    "register",
+]

@@ -1,7 +1,7 @@
 """Quantized weights on disk, by content key, so that nothing is quantized twice.
 
     ROOT/<digest of the original, 16 digits>/<quantizer>-<key, 16 digits>/
-        weights.safetensors     tensors named <module>/<tensor>
+        weights.safetensors     tensors, named as the quantizer says
         manifest.json           key, its parts, and every file's size and SHA-256
 
 A folder appears in one step, whole. A damaged one is noticed by digest and made again.
@@ -15,21 +15,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load, save
+from torch import Tensor
 
+from qbench.code import code_digest
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.linears import Tensors
-from qbench.quantizers.names import requirements
-from qbench.quantizers.settings import Settings
+from qbench.quantizers.quantizer import Quantizer
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 DIGITS = 16
 
@@ -65,8 +65,8 @@ class Artifact:
         finally:
             lock.release()
 
-    def read(self, device: torch.device) -> tuple[dict[str, Tensors], str] | None:
-        """Tensors by module, and the note they were written with; None where there is nothing.
+    def read(self, device: torch.device) -> tuple[dict[str, Tensor], str] | None:
+        """Tensors by name, and the note they were written with; None where there is nothing.
 
         Raises Damaged where a file is missing, unreadable or not of the digest in the manifest.
         """
@@ -83,23 +83,14 @@ class Artifact:
                 raise Damaged(f"{WEIGHTS}: digest differs")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
-        result: dict[str, Tensors] = {}
-        for name, tensor in load(payload).items():
-            module, part = name.split("/")
-            result.setdefault(module, {})[part] = tensor.to(device)
-        return result, note
+        return {name: tensor.to(device) for name, tensor in load(payload).items()}, note
 
-    def write(self, tensors: dict[str, Tensors], note: str) -> None:
+    def write(self, tensors: dict[str, Tensor], note: str) -> None:
         """Replace what is there, if anything, in one step."""
         making = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir(parents=True)
-        flat = {
-            f"{module}/{part}": tensor.detach().cpu().contiguous()
-            for module, parts in tensors.items()
-            for part, tensor in parts.items()
-        }
-        payload = save(flat)
+        payload = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
         (making / WEIGHTS).write_bytes(payload)
         manifest = {
             "format": FORMAT,
@@ -125,26 +116,34 @@ def artifact(
     root: Path,
     *,
     digest: str,
-    settings: Settings,
+    quantizer: Quantizer,
     calibration: Calibration | None,
     attention: str,
     device: torch.device,
 ) -> Artifact:
-    """The artifact of the original weights ``digest`` under ``settings``.
+    """The artifact of the original weights ``digest`` under ``quantizer``.
 
     ``attention`` is the name of what ran while calibrating; it plays no part without calibration.
     """
-    libraries = ("torch", "transformers", *requirements(settings))
+    libraries = ("torch", "transformers", "triton", *quantizer.requirements())
     parts = {
         "original": digest,
-        "settings": asdict(settings),
+        "quantizer": quantizer.settings,
         "calibration": calibration and {"digest": calibration.digest, "attention": attention},
-        "versions": {name: version(name) for name in libraries},
-        "device": device.type,
+        "versions": {name: _version(name) for name in libraries},
+        "code": code_digest(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "format": FORMAT,
     }
-    name = f"{settings.name}-{_key(parts)[:DIGITS]}"
+    name = f"{quantizer.name}-{_key(parts)[:DIGITS]}"
     return Artifact(folder=Path(root) / digest[:DIGITS] / name, parts=parts)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def _key(parts: dict[str, Any]) -> str:

@@ -1,90 +1,126 @@
 """Proof that a model was quantized as its cell says, or what speaks against it.
 
 Every number is taken from what scoring will run: a layer's weight is read off its own forward, by
-giving it the identity. What the library says that it stored must agree with it.
+giving it the identity. What the quantizer says that it stored must agree with it. Whether a layer
+is quantized is told by that evidence, not by its class.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.linears import linears
+from qbench.quantizers.matrices import Matrix, left_out, matrices
 from qbench.quantizers.measure import Measured, measure
-from qbench.quantizers.settings import Settings, Unquantized
+from qbench.quantizers.quantizer import Quantizer
 from qbench.record import Audit
+
+SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
 
 
 @torch.no_grad()
-def audit(original: nn.Module, quantized: nn.Module, settings: Settings, probe: Tensor) -> Audit:
+def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor) -> Audit:
     """Compare ``quantized`` with the ``original`` it was made from, on one device.
 
     ``probe``: token ids [batch, time], a text on which the logits must have moved. Never raises
-    for a bad quantization: ``passed`` is False then, and ``problems`` says why, a line each. All
-    numbers of the result are finite.
+    for a bad quantization: ``passed`` is False then, and ``problems`` says why, a line each.
     """
-    moved, problems = _logits(original, quantized, probe)
-    if isinstance(settings, Unquantized):
-        return _audit_unquantized(original, quantized, settings, moved, problems)
+    problems = [f"the unquantized model: {line}" for line in not_finite(original)]
+    problems = problems or not_finite(quantized)
+    moved, wrong = _logits(original, quantized, probe)
+    problems += wrong
+    wanted = matrices(original)
+    if quantizer.precision.weights is None:
+        return _audit_unquantized(wanted, quantized, quantizer, moved, problems)
     if moved == 0:
         problems.append("the logits are those of the unquantized model")
-    before, after = linears(original), dict(quantized.named_modules())
-    left_out = [n for n, layer in before.items() if type(after.get(n)) in (type(layer), type(None))]
-    if left_out:
-        problems.append(f"not quantized: {_some(left_out)}")
+    stored = quantizer.evidence(quantized).weights
+    remaining = [matrix for name, matrix in wanted.items() if name not in stored]
+    problems += _uncovered(remaining, wanted.values(), quantizer)
     measured: list[Measured] = []
-    for name, layer in before.items():
-        if name in left_out:
+    for name in wanted:
+        if name not in stored:
             continue
         try:
-            measured.append(measure(name, layer, after[name], settings))
+            module = quantized.get_submodule(name)
+            measured.append(measure(wanted[name], module, stored[name], quantizer))
             problems += measured[-1].problems
         except Exception as error:  # whatever a broken layer raises is what is wrong with it
             problems.append(f"{name}: cannot be measured: {_line(error)}")
-    weights = sum(layer.weight.numel() for layer in before.values())
+    weights = _size(wanted.values())
     covered = sum(one.module.parameters for one in measured)
-    stored = sum(one.module.bits_per_weight * one.module.parameters for one in measured)
+    bits = sum(one.module.bits_per_weight * one.module.parameters for one in measured)
     return Audit(
         passed=not problems,
-        bits=settings.bits,
+        bits=quantizer.precision.weights.bits,
         coverage=covered / weights if weights else 0.0,
-        bits_per_weight=stored / covered if covered else 0.0,
+        bits_per_weight=bits / covered if covered else 0.0,
         weight_error=_ratio(
             sum(one.error_squared for one in measured), sum(one.norm_squared for one in measured)
         ),
         levels=max((one.module.levels for one in measured), default=0),
         logits_moved=moved,
-        left_out=tuple(left_out),
+        left_out=tuple(matrix.name for matrix in remaining),
         problems=tuple(problems),
         modules=tuple(one.module for one in measured),
+        digest=_digest({one.module.name: one.module.digest for one in measured}),
     )
 
 
+def not_finite(model: nn.Module) -> list[str]:
+    """Weights of ``model`` with NaN or infinite values, a line each."""
+    return [
+        f"{name}: {count:,} of {weight.numel():,} values are not finite"
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and (count := int((~torch.isfinite(weight)).sum()))
+    ]
+
+
+def _uncovered(
+    remaining: list[Matrix], wanted: Iterable[Matrix], quantizer: Quantizer
+) -> list[str]:
+    """What is not quantized though the settings ask for it: any linear layer, and other matrices
+    that are more than ``SPARE`` of all weights together."""
+    allowed = left_out((matrix.name for matrix in remaining), quantizer.leave_out)
+    missing = [matrix for matrix in remaining if matrix.name not in allowed]
+    layers = [matrix for matrix in missing if matrix.linear]
+    problems = [f"not quantized: {_some(layers)}"] if layers else []
+    weights, others = _size(wanted), [matrix for matrix in missing if not matrix.linear]
+    if _size(others) > SPARE * weights:
+        problems.append(
+            f"not quantized: {_some(others)}, {_size(others) / weights:.1%} of all weights; "
+            f"{quantizer.method} takes linear layers only: say leave_out: "
+            f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
+        )
+    return problems
+
+
 def _audit_unquantized(
-    original: nn.Module,
+    wanted: Mapping[str, Matrix],
     quantized: nn.Module,
-    settings: Unquantized,
+    quantizer: Quantizer,
     moved: float,
     problems: list[str],
 ) -> Audit:
-    """The weights are the original's, but for the cast to ``settings.dtype``."""
-    dtype = getattr(torch, settings.dtype)
-    after = dict(quantized.named_parameters())
+    """The weights are the original's, but for the cast to the dtype that is computed in."""
+    dtype = getattr(torch, quantizer.compute_dtype)
+    after = matrices(quantized)
     error_squared = norm_squared = 0.0
-    for name, layer in linears(original).items():
-        found = after.get(f"{name}.weight")
-        if found is None or found.dtype != dtype or found.shape != layer.weight.shape:
-            problems.append(f"{name}: not a plain linear layer in {settings.dtype}")
+    for name, matrix in wanted.items():
+        found = after[name].weight if name in after else None
+        plain = found is not None and type(found.data) is Tensor
+        if not plain or found.dtype != dtype or found.shape != matrix.weight.shape:
+            problems.append(f"{name}: not a plain weight in {quantizer.compute_dtype}")
             continue
-        wanted = layer.weight.float()
-        difference = found.float() - wanted
-        if not torch.equal(found, layer.weight.to(dtype)):
+        cast = matrix.weight.to(dtype)
+        if not ((found == cast) | (found.isnan() & cast.isnan())).all():
             problems.append(f"{name}: not the original weights")
-        if torch.isfinite(difference).all():
-            error_squared += float(difference.square().sum())
-        norm_squared += float(wanted.square().sum())
+        error_squared += float((found.float() - matrix.weight.float()).square().sum())
+        norm_squared += float(matrix.weight.float().square().sum())
     return Audit(
         passed=not problems,
         bits=None,
@@ -114,14 +150,32 @@ def _logits(original: nn.Module, quantized: nn.Module, probe: Tensor) -> tuple[f
     return float(moved.where(torch.isfinite(moved), 0).max()), problems
 
 
+def _digest(modules: Mapping[str, str]) -> str:
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(modules.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
 def _ratio(error_squared: float, norm_squared: float) -> float:
+    """Infinite where a sum is not finite."""
+    if not math.isfinite(error_squared) or not math.isfinite(norm_squared):
+        return math.inf
     return math.sqrt(error_squared / norm_squared) if norm_squared else 0.0
+
+
+def _size(matrices: Iterable[Matrix]) -> int:
+    return sum(matrix.weight.numel() for matrix in matrices)
+
+
+def _word(name: str) -> str:
+    """What ``leave_out`` would call a matrix: ``experts`` for fused ones, else its last part."""
+    parts = name.split(".")
+    return "experts" if "experts" in parts else parts[-1]
 
 
 def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+def _some(matrices: list[Matrix]) -> str:
+    shown = ", ".join(f"{m.name} {list(m.weight.shape)}" for m in matrices[:3])
+    return shown if len(matrices) <= 3 else f"{shown} and {len(matrices) - 3} more"

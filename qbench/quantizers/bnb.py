@@ -1,131 +1,134 @@
-"""bitsandbytes: 4-bit blocks (nf4, fp4) and LLM.int8.
-
-On processors with AVX512-BF16 bitsandbytes repacks 4-bit weights at the first forward, and what
-undoes it is wrong: a later dequantization or save is garbage, and widths that are no multiple of
-32 crash. Each layer asks at construction whether to do so; here it never does.
-"""
+"""bitsandbytes: 4-bit blocks (nf4, fp4) and LLM.int8."""
 
 from __future__ import annotations
 
-import logging
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import bitsandbytes
-import torch
-from bitsandbytes import functional
-from torch import Tensor, nn
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from qbench.quantizers.linears import Plain, Progress, Stored, Tensors, linears
-from qbench.quantizers.settings import Bnb4, Bnb8
+from qbench.quantizers.names import register
+from qbench.quantizers.quantizer import SETTINGS, Stored
+from qbench.quantizers.weight_quantizer import WeightQuantizer
+from qbench.record import Part, Precision
 
-# LLM.int8 computes in float16 whatever the model's dtype, and says so at every call.
-logging.getLogger("bitsandbytes.autograd._functions").addFilter(
-    lambda record: "inputs will be cast" not in record.getMessage()
-)
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from qbench.quantizers.linears import Plain, Tensors
 
 BLOCK = 64  # the library's, for 4 bits: consecutive weights of the flattened matrix
 
 
-def quantize(
-    model: nn.Module, settings: Bnb4 | Bnb8, calibration: None, progress: Progress
-) -> tuple[dict[str, Tensors], str]:
-    """What is to be stored for each linear layer, and what did it; computed where the model is."""
-    layers, result = linears(model), {}
-    for done, (name, layer) in enumerate(layers.items()):
-        progress(name, done / len(layers))
-        weight = layer.weight.detach().contiguous()
-        result[name] = (_blocks if isinstance(settings, Bnb4) else _rows)(weight, settings)
-    return result, "bitsandbytes"
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Bnb4(WeightQuantizer):
+    """Blocks of 64 weights, 16 levels of a fixed table times the largest of the block."""
+
+    method: ClassVar[str] = "bnb"
+    title: ClassVar[str] = "BNB"
+
+    bits: Literal[4]
+    quant_type: Annotated[
+        Literal["nf4", "fp4"],
+        Field(description="table of levels: normal-float or floating point"),
+    ] = "nf4"
+    double_quant: Annotated[
+        bool, Field(description="also quantize the blocks' scales, to 8 bits")
+    ] = False
+
+    @property
+    def scheme(self) -> str:
+        return f"{self.quant_type} in blocks of {BLOCK}"
+
+    @property
+    def note(self) -> str:
+        return "bitsandbytes"
+
+    def requirements(self) -> tuple[str, ...]:
+        return ("bitsandbytes",)
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / BLOCK
+
+    def store(self, name: str, layer: nn.Linear) -> Tensors:
+        from qbench.quantizers import bnb_layers
+
+        return bnb_layers.blocks(layer.weight.detach().contiguous(), self)
+
+    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
+        from qbench.quantizers import bnb_layers
+
+        return bnb_layers.linear4(shape, tensors, self)
+
+    def read(self, module: nn.Module) -> Stored | None:
+        from qbench.quantizers import bnb_layers
+
+        return bnb_layers.read4(module)
 
 
-def rebuild(shape: Plain, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
-    module = (_linear4 if isinstance(settings, Bnb4) else _linear8)(shape, tensors, settings)
-    if shape.bias is not None:
-        module.bias = nn.Parameter(shape.bias, requires_grad=False)
-    return module.eval()
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Bnb8(WeightQuantizer):
+    """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
 
+    Outlier columns are chosen over the whole batch, so a score depends on its batch-mates.
+    """
 
-def read(module: nn.Module, settings: Bnb4 | Bnb8) -> Stored | None:
-    if isinstance(module, bitsandbytes.nn.Linear4bit):
-        state = module.weight.quant_state
-        nested = (state.state2.absmax, state.offset.reshape(1)) if state.nested else ()
-        return Stored(
-            weight=functional.dequantize_4bit(module.weight.data, state),
-            tensors=(module.weight.data, state.absmax, *nested),
-            groups=_blocks_of,
+    method: ClassVar[str] = "bnb"
+    title: ClassVar[str] = "BNB"
+    mixes_batches: ClassVar[bool] = True
+
+    bits: Literal[8]
+    threshold: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="activations above this are outliers, computed unquantized; 0: no outliers",
+        ),
+    ] = 6.0
+
+    @property
+    def scheme(self) -> str:
+        return "int8 per row"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(
+            weights=Part(bits=8, scheme=self.scheme),
+            activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
         )
-    if isinstance(module, bitsandbytes.nn.Linear8bitLt):
-        codes, absmax = _int8(module)
-        return Stored(
-            weight=codes.float() * (absmax.float() / 127)[:, None],
-            tensors=(codes, absmax),
-            groups=lambda weight: weight,
-        )
-    return None
+
+    @property
+    def note(self) -> str:
+        return "bitsandbytes"
+
+    def requirements(self) -> tuple[str, ...]:
+        return ("bitsandbytes",)
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / columns
+
+    def agreement(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Products are float16 whatever the dtype, and activations are rounded to 127 steps."""
+        import torch
+
+        return (5e-3 if dtype == torch.bfloat16 else 2e-3), 5e-2
+
+    def store(self, name: str, layer: nn.Linear) -> Tensors:
+        from qbench.quantizers import bnb_layers
+
+        return bnb_layers.rows(layer.weight.detach().contiguous())
+
+    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
+        from qbench.quantizers import bnb_layers
+
+        return bnb_layers.linear8(shape, tensors, self)
+
+    def read(self, module: nn.Module) -> Stored | None:
+        from qbench.quantizers import bnb_layers
+
+        return bnb_layers.read8(module)
 
 
-def _blocks(weight: Tensor, settings: Bnb4) -> Tensors:
-    data, state = functional.quantize_4bit(
-        weight,
-        blocksize=BLOCK,
-        compress_statistics=settings.double_quant,
-        quant_type=settings.quant_type,
-    )
-    return {"weight": data, **state.as_dict(packed=True)}
-
-
-def _linear4(shape: Plain, tensors: Tensors, settings: Bnb4) -> nn.Module:
-    with torch.device("meta"):
-        module = bitsandbytes.nn.Linear4bit(
-            shape.in_features,
-            shape.out_features,
-            bias=False,
-            compute_dtype=getattr(torch, settings.compute_dtype),
-            compress_statistics=settings.double_quant,
-            quant_type=settings.quant_type,
-        )
-    module.support_avx512bf16_for_cpu = False
-    module.weight = bitsandbytes.nn.Params4bit.from_prequantized(
-        tensors["weight"],
-        {name: tensor for name, tensor in tensors.items() if name != "weight"},
-        device=shape.device,
-        module=module,
-    )
-    return module
-
-
-def _rows(weight: Tensor, settings: Bnb8) -> Tensors:
-    codes, absmax, _ = functional.int8_vectorwise_quant(weight.half())
-    return {"codes": codes, "absmax": absmax}
-
-
-def _linear8(shape: Plain, tensors: Tensors, settings: Bnb8) -> nn.Module:
-    with torch.device("meta"):
-        module = bitsandbytes.nn.Linear8bitLt(
-            shape.in_features,
-            shape.out_features,
-            bias=False,
-            has_fp16_weights=False,
-            threshold=settings.threshold,
-        )
-    module.weight = bitsandbytes.nn.Int8Params(
-        tensors["codes"],
-        requires_grad=False,
-        has_fp16_weights=False,
-        CB=tensors["codes"],
-        SCB=tensors["absmax"],
-    )
-    return module
-
-
-def _int8(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Codes [out, in] and absolute maxima [out]; both move at the first forward."""
-    held = module.weight if module.weight.SCB is not None else module.state
-    return held.CB, held.SCB
-
-
-def _blocks_of(weight: Tensor) -> Tensor:
-    flat = weight.reshape(-1)
-    padding = -flat.numel() % BLOCK
-    if padding:  # with values that are there already, so that no level is added
-        flat = torch.cat([flat, flat[-1:].expand(padding)])
-    return flat.view(-1, BLOCK)
+register("bnb-4bit", Bnb4, "bitsandbytes nf4 or fp4, blocks of 64", bits=4)
+register("bnb-8bit", Bnb8, "bitsandbytes LLM.int8, activations quantized too", bits=8)

@@ -7,6 +7,8 @@ Cholesky factor of H⁻¹, is taken from the columns still to come.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -14,18 +16,12 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import packed
 from qbench.quantizers.blocks import blocks, first_inputs, forward, hessian, input_groups
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.linears import (
-    Plain,
-    Progress,
-    Stored,
-    Tensors,
-    group_length,
-    linears,
-    plain,
-    require_whole_groups,
-)
+from qbench.quantizers.linears import Plain, Tensors, linears_of, plain, require_whole_groups
+from qbench.quantizers.quantizer import Progress, Stored
 from qbench.quantizers.replay import replaying
-from qbench.quantizers.settings import Gptq
+
+if TYPE_CHECKING:
+    from qbench.quantizers.gptq import Gptq
 
 BLOCK = 128  # columns updated at once; the others lag behind until it is done
 
@@ -37,8 +33,9 @@ def quantize(
 
     Raises QuantizationError for odd shapes, or a Hessian that ``damp`` does not make regular.
     """
-    for name, layer in linears(model).items():
-        require_whole_groups(settings, name, layer.in_features, "inputs")
+    for name, layer in linears_of(model, settings).items():
+        size = settings.group_length(layer.in_features)
+        require_whole_groups(settings.name, name, layer.in_features, "inputs", size)
     _, decoder = blocks(model)
     first = Calibration(ids=calibration.ids[:1], seed=calibration.seed)
     final: set[nn.Module] = set()
@@ -83,14 +80,14 @@ def _block_by_block(
 
 
 def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
-    group_size = group_length(settings, shape.in_features)
+    group_size = settings.group_length(shape.in_features)
     return packed.rebuild(shape, tensors, bits=settings.bits, group_size=group_size)
 
 
 def read(module: nn.Module, settings: Gptq) -> Stored | None:
     if not isinstance(module, packed.PackedLinear):
         return None
-    return packed.read(module, group_length(settings, module.in_features))
+    return packed.read(module, settings.group_length(module.in_features))
 
 
 def _factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, Tensor | None]:
@@ -131,7 +128,7 @@ def _solve(
     if order is not None:
         rest = rest[order]
     columns = rest.shape[0]
-    size = group_length(settings, columns)
+    size = settings.group_length(columns)
     codes = torch.empty_like(rest)
     scales, zeros = [], []
     step = size if size >= BLOCK else BLOCK // size * size  # no group crosses a block's border

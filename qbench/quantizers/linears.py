@@ -1,17 +1,16 @@
-"""The linear layers of a model that a quantizer is to replace, and how a quantized one is read."""
+"""The linear layers of a model that a quantizer is to replace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.settings import WHOLE_ROW, Settings
+from qbench.quantizers.matrices import left_out
+from qbench.quantizers.quantizer import Quantizer
 
-Progress = Callable[[str, float], None]
 Tensors = dict[str, Tensor]
 
 
@@ -26,20 +25,6 @@ class Plain:
     device: torch.device
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """What a quantized module holds.
-
-    ``weight``: [out, in], dequantized the way the library says. ``tensors``: all that is stored
-    for it, bias and constant tables left out. ``groups`` rearranges a weight [out, in] into
-    [number of groups, weights in a group].
-    """
-
-    weight: Tensor
-    tensors: tuple[Tensor, ...]
-    groups: Callable[[Tensor], Tensor]
-
-
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every ``nn.Linear`` of ``model`` but the LM head, by name, in the model's order."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -48,6 +33,25 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
+
+
+def linears_of(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
+    """Those of them that ``quantizer`` is to replace: all that its ``leave_out`` does not name."""
+    layers = linears(model)
+    spared = left_out(layers, quantizer.leave_out)
+    return {name: layer for name, layer in layers.items() if name not in spared}
+
+
+def linearize(model: nn.Module) -> None:
+    """Put a linear layer in the place of every Conv1D (GPT-2's, which is one with its weight
+    turned), in place; the LM head aside."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Conv1D":
+            layer = nn.Linear(1, 1, bias=False, device="meta")
+            layer.out_features, layer.in_features = module.nf, module.nx
+            layer.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
+            layer.bias = module.bias
+            model.set_submodule(name, layer)
 
 
 def plain(module: nn.Linear) -> Plain:
@@ -60,25 +64,13 @@ def plain(module: nn.Linear) -> Plain:
     )
 
 
-def group_length(settings: Settings, in_features: int) -> int:
-    """Weights in a group along a row of ``in_features``."""
-    size = settings.group_size
-    return in_features if size == WHOLE_ROW else size
-
-
-def require_whole_groups(settings: Settings, name: str, features: int, what: str) -> None:
-    """Raise QuantizationError where ``features`` are no whole number of groups."""
-    size = group_length(settings, features)
+def require_whole_groups(quantizer: str, layer: str, features: int, what: str, size: int) -> None:
+    """Raise QuantizationError where ``features`` are no whole number of groups of ``size``."""
     if features % size:
         fitting = [n for n in (8, 16, 32, 64, 128, 256) if features % n == 0]
         offer = (
             f"choose {' or '.join(map(str, fitting))}" if fitting else "no usual size divides it"
         )
         raise QuantizationError(
-            f"{settings.name}: {name} has {features} {what}, no multiple of group_size {size}; "
-            f"{offer}"
+            f"{quantizer}: {layer} has {features} {what}, no multiple of group_size {size}; {offer}"
         )
-
-
-def along_rows(size: int) -> Callable[[Tensor], Tensor]:
-    return lambda weight: weight.reshape(-1, size)

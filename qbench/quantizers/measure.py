@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.linears import Stored, along_rows, group_length
-from qbench.quantizers.quantization import method_of
-from qbench.quantizers.settings import WHOLE_ROW, Bnb4, Bnb8, Hqq, Settings
+from qbench.quantizers.matrices import Matrix
+from qbench.quantizers.quantizer import Quantizer, Stored
 from qbench.record import ModuleAudit
 
 ROWS = 512  # of the identity at once
-AGREEMENT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # relative, Frobenius
-INT8_AGREEMENT = 5e-2  # LLM.int8 rounds activations to 127 steps as well
-WORST_ERROR = {2: 1.0, 3: 0.7, 4: 0.4, 8: 0.05}  # relative; 1 is as bad as a weight of zeros
-CALIBRATED = 2.0  # times that: GPTQ trades weight error for output error (1.2 seen at 2 bits)
 MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 
@@ -33,37 +30,39 @@ class Measured:
 
 
 @torch.no_grad()
-def measure(name: str, layer: nn.Linear, module: nn.Module, settings: Settings) -> Measured:
-    """``module`` against the unquantized ``layer`` that it stands for."""
-    weight = forward_weight(module, layer.in_features, layer.weight.dtype)
-    wanted = layer.weight.float()
+def measure(matrix: Matrix, module: nn.Module, stored: Stored, quantizer: Quantizer) -> Measured:
+    """``module``, and what it says that it stores, against the unquantized ``matrix``."""
+    rows, columns = matrix.weight.shape
+    weight = forward_weight(module, columns, matrix.weight.dtype)
+    wanted = matrix.weight.float()
     difference = weight.float() - wanted
     error_squared, norm_squared = (float(t.square().sum()) for t in (difference, wanted))
     finite = math.isfinite(error_squared)
+    error = math.sqrt(error_squared / norm_squared) if finite and norm_squared else 0.0
     dead = (weight == 0).all(dim=0) & (wanted != 0).any(dim=0)
-    stored = method_of(settings).read(module, settings) or _unknown(module, weight, settings)
-    bits = 8 * sum(t.numel() * t.element_size() for t in stored.tensors)
+    bits = 8 * sum(t.numel() * t.element_size() for t in stored.tensors.values())
     result = ModuleAudit(
-        name=name,
+        name=matrix.name,
         kind=type(module).__name__,
         parameters=wanted.numel(),
         bits_per_weight=bits / wanted.numel(),
-        weight_error=math.sqrt(error_squared / norm_squared) if finite and norm_squared else 0.0,
+        weight_error=error if finite else math.inf,
         gain=float((weight.float() * wanted).sum()) / norm_squared
         if finite and norm_squared
         else None,
         levels=levels(stored.groups(weight)),
         dead_inputs=int(dead.sum()),
+        digest=digest(stored.tensors),
     )
-    problems = _wrong_storage(result, layer, settings)
+    problems = _wrong_storage(result, rows, columns, quantizer)
     if not finite:
-        problems.append(f"{name}: weights that are not finite")
+        problems.append(f"{matrix.name}: weights that are not finite")
     else:
-        problems += _wrong_weight(result, wanted, difference, dead, settings)
-        problems += _disagreement(name, layer, module, weight, stored, settings)
+        problems += _wrong_weight(result, wanted, difference, dead, quantizer)
+        problems += _disagreement(matrix, module, weight, stored, quantizer)
     return Measured(
         module=result,
-        error_squared=error_squared if finite else 0.0,
+        error_squared=error_squared if finite else math.inf,
         norm_squared=norm_squared,
         problems=tuple(problems),
     )
@@ -77,6 +76,16 @@ def levels(groups: Tensor) -> int:
         changes = (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
         most = max(most, int(changes.max()) + 1 if changes.numel() else 1)
     return most
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        total.update(plain.numpy().tobytes())
+    return total.hexdigest()
 
 
 @torch.no_grad()
@@ -100,54 +109,39 @@ def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> T
     return torch.cat(rows).T
 
 
-def _wrong_storage(result: ModuleAudit, layer: nn.Linear, settings: Settings) -> list[str]:
-    problems, bits = [], settings.bits
+def _wrong_storage(result: ModuleAudit, rows: int, columns: int, quantizer: Quantizer) -> list[str]:
+    assert quantizer.precision.weights is not None
+    problems, bits = [], quantizer.precision.weights.bits
     if result.levels > 2**bits:
         problems.append(
-            f"{result.name}: {result.levels} levels in a group, {bits} bits have {2**bits}"
+            f"{result.name}: {result.levels} levels in a group, {bits:g} bits have {2**bits:g}"
         )
-    most = _most_bits(layer, settings)
-    if not bits * 0.99 <= result.bits_per_weight <= most:
+    least, most = quantizer.bits_bounds(rows, columns)
+    if not least <= result.bits_per_weight <= most:
         problems.append(
             f"{result.name}: stores {result.bits_per_weight:.2f} bits a weight, "
-            f"{settings.name} should take {bits} to {most:.2f}"
+            f"{quantizer.name} should take {bits:g} to {most:.2f}"
         )
     return problems
 
 
-def _most_bits(layer: nn.Linear, settings: Settings) -> float:
-    """Bits a weight may take: its code, its share of a group's scale and zero and of an index of
-    the columns, one in a hundred, and padding that small layers feel."""
-    code, group = float(settings.bits), layer.in_features
-    if isinstance(settings, Bnb8):
-        shared = 32
-    elif isinstance(settings, Bnb4):
-        shared, group = 32, 64
-    elif isinstance(settings, Hqq):
-        shared, group = 16 * getattr(torch, settings.compute_dtype).itemsize, settings.group_size
-        code = 3.2 if settings.bits == 3 else code  # ten codes in 32 bits
-    else:
-        shared, group = 16 + 8, group_length(settings, layer.in_features)
-    return 1.01 * (code + shared / group + 32 / layer.out_features) + 512 / layer.weight.numel()
-
-
 def _wrong_weight(
-    result: ModuleAudit, wanted: Tensor, difference: Tensor, dead: Tensor, settings: Settings
+    result: ModuleAudit, wanted: Tensor, difference: Tensor, dead: Tensor, quantizer: Quantizer
 ) -> list[str]:
     if result.weight_error == 0 and wanted.any():
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
     error = result.weight_error
-    if settings.needs_calibration and dead.any():
+    if quantizer.needs_calibration and dead.any():
         # Inputs that are zero on all calibration text get zeros, whatever their weights were.
         if dead.float().mean() > MOST_DEAD:
             problems.append(f"{result.name}: {int(dead.sum())} of {len(dead)} columns are zeros")
         wanted, difference = wanted[:, ~dead], difference[:, ~dead]
         error = float(difference.norm() / wanted.norm()) if wanted.any() else 0.0
-    worst = WORST_ERROR[settings.bits] * (CALIBRATED if settings.needs_calibration else 1)
+    worst = quantizer.error_bound()
     if error > worst:
         problems.append(
-            f"{result.name}: weight error {error:.2f}; {settings.name} should stay under {worst:g}"
+            f"{result.name}: weight error {error:.2f}; {quantizer.name} should stay under {worst:g}"
         )
     spread = float(difference.square().mean().sqrt())
     lean = abs(float(difference.mean())) / spread if spread else 0.0
@@ -160,40 +154,25 @@ def _wrong_weight(
 
 
 def _disagreement(
-    name: str,
-    layer: nn.Linear,
-    module: nn.Module,
-    weight: Tensor,
-    stored: Stored,
-    settings: Settings,
+    matrix: Matrix, module: nn.Module, weight: Tensor, stored: Stored, quantizer: Quantizer
 ) -> list[str]:
     """The forward's weight against the stored one, and against another forward."""
-    tolerance = INT8_AGREEMENT if isinstance(settings, Bnb8) else AGREEMENT[layer.weight.dtype]
+    on_identity, on_random = quantizer.agreement(matrix.weight.dtype)
     problems = []
-    off = _relative(stored.weight.to(weight.device), weight)
-    if not off <= tolerance:
-        problems.append(f"{name}: the forward's weights are {off:.2g} off the stored ones")
+    off = _relative(weight, stored.dequantize().to(weight.device))
+    if not off <= on_identity:
+        problems.append(f"{matrix.name}: the forward's weights are {off:.2g} off the stored ones")
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(16, layer.in_features, generator=draw).to(weight.device, layer.weight.dtype)
+    x = torch.randn(16, weight.shape[1], generator=draw).to(weight.device, matrix.weight.dtype)
     expected = x.float() @ weight.float().T
     if module.bias is not None:
         expected = expected + module.bias.float()
     off = _relative(module(x), expected)
-    if not off <= tolerance:
-        problems.append(f"{name}: on random inputs the forward is {off:.2g} off its own weights")
+    if not off <= on_random:
+        problems.append(
+            f"{matrix.name}: on random inputs the forward is {off:.2g} off its own weights"
+        )
     return problems
-
-
-def _unknown(module: nn.Module, weight: Tensor, settings: Settings) -> Stored:
-    """A module of no method's own: all its tensors count, groups lie along rows."""
-    size = getattr(settings, "group_size", WHOLE_ROW)
-    whole = size == WHOLE_ROW or weight.shape[1] % size
-    tensors = [*module.parameters(), *module.buffers()]
-    return Stored(
-        weight=weight,
-        tensors=tuple(t for t in tensors if t is not module.bias),
-        groups=along_rows(weight.shape[1] if whole else size),
-    )
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:

@@ -4,68 +4,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from qbench.errors import RecipeError
-from qbench.quantizers.settings import (
-    Bnb4,
-    Bnb8,
-    Gptq,
-    Hqq,
-    Rtn,
-    Settings,
-    Unquantized,
-    options,
-)
+from qbench.quantizers.quantizer import Quantizer
 from qbench.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quantizer:
-    """One name of the registry: what makes its settings, and a line about it."""
+class Preset:
+    """One name: the class of its settings, what the name itself states, and a line about it."""
 
     name: str
-    kind: type
-    fixed: tuple[tuple[str, Any], ...]  # the settings that the name itself states
+    kind: type[Quantizer]
+    fixed: dict[str, Any]
     description: str
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings that a recipe may state beside the name, with their defaults."""
+        return {f.name: f.default for f in fields(self.kind) if f.name not in self.fixed}
 
-QUANTIZERS: Registry[Quantizer] = Registry("quantizer")
-
-
-def _add(name: str, kind: type, description: str, **fixed: Any) -> None:
-    entry = Quantizer(name=name, kind=kind, fixed=tuple(fixed.items()), description=description)
-    QUANTIZERS.add(name, entry)
-
-
-_add("bf16", Unquantized, "unquantized, bfloat16", dtype="bfloat16")
-_add("fp32", Unquantized, "unquantized, float32 (for CPUs)", dtype="float32")
-_add("bnb-4bit", Bnb4, "bitsandbytes nf4 or fp4, blocks of 64", bits=4)
-_add("bnb-8bit", Bnb8, "bitsandbytes LLM.int8, activations quantized too", bits=8)
-for _n in (2, 3, 4, 8):
-    _add(f"gptq-{_n}bit", Gptq, f"GPTQ, {_n} bits, calibrated", bits=_n)
-for _n in (2, 3, 4, 8):
-    _add(f"hqq-{_n}bit", Hqq, f"half-quadratic quantization, {_n} bits, no calibration", bits=_n)
-for _n in (2, 3, 4, 8):
-    _add(f"rtn-{_n}bit", Rtn, f"round to nearest in groups, {_n} bits: the yardstick", bits=_n)
+    def explain(self, option: str) -> str:
+        """What ``option`` means and what it may be."""
+        schema = _schema(self.kind)[option]
+        return f"{schema.get('description', option)} ({_possibilities(schema)})"
 
 
-def parse(name: str, stated: Mapping[str, Any] | None = None) -> Settings:
-    """The settings that ``name`` and ``stated`` options give, defaults filled in.
+QUANTIZERS: Registry[Preset] = Registry("quantizer")
+
+
+def register(name: str, kind: type[Quantizer], description: str, **fixed: Any) -> None:
+    """Give ``kind`` a name that recipes can say; ``fixed`` are the settings that it stands for."""
+    QUANTIZERS.add(name, Preset(name=name, kind=kind, fixed=fixed, description=description))
+
+
+def parse(name: str, stated: Mapping[str, Any] | None = None) -> Quantizer:
+    """The quantizer that ``name`` and ``stated`` options give, defaults filled in.
 
     Raises RecipeError for an unknown name or option, a wrong type or an impossible value, saying
     what is possible.
     """
     if name not in QUANTIZERS:
         _refuse_bits(str(name))
-    quantizer = QUANTIZERS.get(name)
-    stated, known = dict(stated or {}), options(quantizer.kind)
+    preset = QUANTIZERS.get(name)
+    stated, known = dict(stated or {}), preset.options
     for key in stated:
         if key not in known:
             offer = f"it has {', '.join(known)}" if known else "it has no options"
             raise RecipeError(f"{name}: unknown option {key!r}; {offer}")
-    return quantizer.kind(**dict(quantizer.fixed), **stated)
+    try:
+        return preset.kind(**preset.fixed, **stated)
+    except ValidationError as error:
+        raise RecipeError(f"{name}: {_first(error, preset.kind)}") from None
 
 
 def _refuse_bits(name: str) -> None:
@@ -79,14 +73,44 @@ def _refuse_bits(name: str) -> None:
         raise RecipeError(f"{method} has no {bits}-bit; it has {', '.join(widths)}")
 
 
-def requirements(settings: Settings) -> tuple[str, ...]:
-    """Distributions whose versions can change what this quantizer gives, torch and transformers
-    left out (they are part of every cell)."""
-    if isinstance(settings, Bnb4 | Bnb8):
-        return ("bitsandbytes",)
-    if isinstance(settings, Hqq):
-        return ("hqq",)
-    if isinstance(settings, Gptq):
-        backends = {"gptqmodel": ("gptqmodel", "optimum"), "torch": (), "auto-gptq": ("auto-gptq",)}
-        return backends[settings.backend]
-    return ()
+def _first(error: ValidationError, kind: type) -> str:
+    """The first problem in one line: the option, what it may be, and what it is."""
+    problem = error.errors()[0]
+    if not problem["loc"]:  # of several options together
+        return problem["msg"].removeprefix("Value error, ")
+    option, *inside = problem["loc"]
+    schema, value = _schema(kind)[str(option)], problem["input"]
+    if inside and isinstance(inside[0], int):  # of an item of a list
+        refusal = problem["msg"].removeprefix("Value error, ")
+        wanted = refusal if problem["type"] == "value_error" else _possibilities(schema["items"])
+        return f"{option}[{inside[0]}] must be {wanted}, not {value!r}"
+    return f"{option} must be {_possibilities(schema)}, not {value!r}"
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    return TypeAdapter(kind).json_schema()["properties"]
+
+
+def _possibilities(schema: dict[str, Any]) -> str:
+    """What a JSON schema allows, in words: ``a whole number of at least 8 or -1``."""
+    if "anyOf" in schema:
+        return " or ".join(_possibilities(each) for each in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    nouns = {
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "text",
+        "array": "a list",
+    }
+    noun = nouns[schema["type"]]
+    if "minimum" in schema:
+        noun += f" of at least {schema['minimum']:g}"
+    if "maximum" in schema:
+        noun += f" and at most {schema['maximum']:g}"
+    if "exclusiveMinimum" in schema:
+        noun += " between {exclusiveMinimum:g} and {exclusiveMaximum:g}".format(**schema)
+    return noun

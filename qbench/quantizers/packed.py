@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.linears import Plain, Stored, Tensors
+from qbench.quantizers.linears import Plain, Tensors
+from qbench.quantizers.quantizer import Stored
 
 # A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
@@ -138,7 +139,7 @@ def rebuild(shape: Plain, tensors: Tensors, *, bits: int, group_size: int) -> Pa
 
 def read(module: PackedLinear, group_size: int) -> Stored:
     """What ``module`` stores, its groups of the ``group_size`` that it should have."""
-    kept = (module.codes, module.scale, module.zero)
+    kept = {"codes": module.codes, "scale": module.scale, "zero": module.zero}
     inverse = None if module.order is None else torch.argsort(module.order.long())
 
     def groups(weight: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def read(module: PackedLinear, group_size: int) -> Stored:
         return ordered.reshape(-1, group_size)
 
     return Stored(
-        weight=module.dequantize(),
-        tensors=kept if module.order is None else (*kept, module.order),
+        tensors=kept if module.order is None else {**kept, "order": module.order},
+        dequantize=module.dequantize,
         groups=groups,
     )

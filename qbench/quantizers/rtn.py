@@ -2,47 +2,75 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from qbench.quantizers import packed
-from qbench.quantizers.linears import (
-    Plain,
-    Progress,
-    Stored,
-    Tensors,
-    group_length,
-    linears,
-    require_whole_groups,
-)
-from qbench.quantizers.settings import Rtn
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.quantizers.names import register
+from qbench.quantizers.quantizer import SETTINGS, Stored
+from qbench.quantizers.weight_quantizer import GroupSize, WeightQuantizer, groups_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qbench.quantizers.linears import Plain, Tensors
 
 
-def quantize(
-    model: nn.Module, settings: Rtn, calibration: None, progress: Progress
-) -> tuple[dict[str, Tensors], str]:
-    """What is to be stored for each linear layer, and what did it.
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Rtn(WeightQuantizer):
+    """Evenly spaced levels, a scale and a zero point for each group."""
 
-    Raises QuantizationError for shapes that are no whole number of groups.
-    """
-    layers, result = linears(model), {}
-    for name, layer in layers.items():
-        require_whole_groups(settings, name, layer.in_features, "inputs")
-    for done, (name, layer) in enumerate(layers.items()):
-        progress(name, done / len(layers))
+    method: ClassVar[str] = "rtn"
+    title: ClassVar[str] = "Round to nearest"
+
+    bits: Literal[2, 3, 4, 8]
+    group_size: GroupSize = 128
+    symmetric: Annotated[
+        bool, Field(description="zero point fixed in the middle; else one for each group")
+    ] = False
+
+    @property
+    def scheme(self) -> str:
+        return f"int{self.bits} {groups_of(self.group_size)}"
+
+    @property
+    def note(self) -> str:
+        return "round to nearest"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero in a byte
+
+    def check_shapes(self, model: nn.Module) -> None:
+        from qbench.quantizers.linears import linears_of, require_whole_groups
+
+        for name, layer in linears_of(model, self).items():
+            size = self.group_length(layer.in_features)
+            require_whole_groups(self.name, name, layer.in_features, "inputs", size)
+
+    def store(self, name: str, layer: nn.Linear) -> Tensors:
+        from qbench.quantizers import packed
+
         weight = layer.weight.detach().float()
-        groups = weight.view(layer.out_features, -1, group_length(settings, layer.in_features))
-        scale, zero = packed.grid(groups, settings.bits, symmetric=settings.symmetric)
-        codes = packed.nearest(groups, scale, zero, settings.bits).view_as(weight)
-        result[name] = packed.tensors_of(codes, scale[..., 0], zero[..., 0], settings.bits)
-    return result, "round to nearest"
+        groups = weight.view(layer.out_features, -1, self.group_length(layer.in_features))
+        scale, zero = packed.grid(groups, self.bits, symmetric=self.symmetric)
+        codes = packed.nearest(groups, scale, zero, self.bits).view_as(weight)
+        return packed.tensors_of(codes, scale[..., 0], zero[..., 0], self.bits)
+
+    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
+        from qbench.quantizers import packed
+
+        size = self.group_length(shape.in_features)
+        return packed.rebuild(shape, tensors, bits=self.bits, group_size=size)
+
+    def read(self, module: nn.Module) -> Stored | None:
+        from qbench.quantizers import packed
+
+        if not isinstance(module, packed.PackedLinear):
+            return None
+        return packed.read(module, self.group_length(module.in_features))
 
 
-def rebuild(shape: Plain, tensors: Tensors, settings: Rtn) -> nn.Module:
-    group_size = group_length(settings, shape.in_features)
-    return packed.rebuild(shape, tensors, bits=settings.bits, group_size=group_size)
-
-
-def read(module: nn.Module, settings: Rtn) -> Stored | None:
-    if not isinstance(module, packed.PackedLinear):
-        return None
-    return packed.read(module, group_length(settings, module.in_features))
+for _bits in (2, 3, 4, 8):
+    _line = f"round to nearest in groups, {_bits} bits: the yardstick"
+    register(f"rtn-{_bits}bit", Rtn, _line, bits=_bits)

@@ -26,9 +26,10 @@ class Audit(Written):
     bits: float | None  # nominal; None for unquantized cells
     coverage: float  # quantized weights / weights of all matrices but embeddings and LM head
     bits_per_weight: float  # mean over quantized modules, weighted by parameters
-    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules
+    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules; infinite where not finite
     levels: int  # most distinct values in one group, over all modules
     logits_moved: float  # largest |difference| from the unquantized model on a probe text
     left_out: tuple[str, ...] = ()  # weight matrices that were not quantized
     problems: tuple[str, ...] = ()  # one line each
     modules: tuple[ModuleAudit, ...] = ()
+    digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized

@@ -50,7 +50,6 @@ CASES = [
 def on_gpu(chosen, artifacts, normalizer="softpick"):
     return quantize(
         llama(normalizer, dtype=getattr(torch, chosen.compute_dtype), device="cuda"),
-        None,
         chosen,
         calibration=calibration() if chosen.needs_calibration else None,
         digest=DIGEST,
@@ -132,9 +131,7 @@ def test_a_trained_softpick_model_passes_its_audit(name, stated, tmp_path):
         return load_model(checkpoint, dtype=torch.bfloat16, device="cuda", attention="reference")
 
     text = read_calibration(texts[0], load_tokenizer(checkpoint), 8, 512, 0)
-    made = quantize(
-        load(), None, chosen, calibration=text, digest=checkpoint.digest, artifacts=tmp_path
-    )
+    made = quantize(load(), chosen, calibration=text, digest=checkpoint.digest, artifacts=tmp_path)
     report = audit(load(), made.model, chosen, text.ids[:1, :256])
     assert report.problems == ()
     assert report.passed

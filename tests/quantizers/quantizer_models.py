@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.interface import attend
-from qbench.quantizers import parse
+from qbench.quantizers import Quantizer, parse
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.quantization import Quantized, quantize
-from qbench.quantizers.settings import Settings
 
 VOCABULARY = 97
 DIGEST = "0123456789abcdef" * 4
@@ -71,7 +70,7 @@ def calibration(seed: int = 1) -> Calibration:
 PROBE = ids(2, 2, 23)
 
 
-def settings(name: str, **stated: object) -> Settings:
+def settings(name: str, **stated: object) -> Quantizer:
     """Of a tiny model: groups of 32, float32."""
     chosen: dict[str, object] = {"compute_dtype": "float32", "group_size": 32}
     if name.startswith("bnb"):
@@ -80,7 +79,7 @@ def settings(name: str, **stated: object) -> Settings:
 
 
 def make(
-    chosen: Settings,
+    chosen: Quantizer,
     artifacts: Path,
     normalizer: str = "softmax",
     *,
@@ -89,7 +88,6 @@ def make(
     """The tiny model, or ``model``, quantized."""
     return quantize(
         model or llama(normalizer, dtype=getattr(torch, chosen.compute_dtype)),
-        None,
         chosen,
         calibration=calibration() if chosen.needs_calibration else None,
         digest=DIGEST,

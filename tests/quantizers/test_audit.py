@@ -1,6 +1,7 @@
 """The audit passes what is right and names what is not."""
 
 import copy
+import dataclasses
 
 import bitsandbytes
 import pytest
@@ -9,7 +10,7 @@ from bitsandbytes import functional
 from quantizer_models import PROBE, llama, make, settings
 from torch import nn
 
-from qbench.quantizers import parse
+from qbench.quantizers import packed, parse
 from qbench.quantizers.audit import audit
 from qbench.quantizers.linears import linears
 from qbench.quantizers.measure import forward_weight, levels
@@ -43,25 +44,38 @@ def test_a_quantizer_that_does_nothing_is_caught():
     assert len(report.left_out) == 14
 
 
-class Keeping(nn.Module):
-    """Looks quantized, multiplies by the original."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.bias = None
-        self.inner = layer
+class Keeping(PackedLinear):
+    """Holds codes, multiplies by the original."""
 
     def forward(self, x):
-        return self.inner(x)
+        return nn.functional.linear(x, linears(llama())[LAYER].weight)
 
 
 def test_a_layer_that_only_looks_quantized_is_caught(rtn4):
-    model = replace(copy.deepcopy(rtn4), LAYER, Keeping(linears(llama())[LAYER]))
+    model = copy.deepcopy(rtn4)
+    model.get_submodule(LAYER).__class__ = Keeping
     report = check(model, settings("rtn-4bit"))
-    assert not report.passed
-    assert any("nothing was quantized" in problem for problem in report.problems)
-    assert any("stores 32.00 bits" in problem for problem in report.problems)
-    assert report.coverage == 1
+    assert f"{LAYER}: the weights are the original's: nothing was quantized" in report.problems
+    assert any("off the stored ones" in problem for problem in report.problems)
+
+
+class Wide(PackedLinear):
+    """Keeps the weights beside the codes."""
+
+
+def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
+    model, whole = copy.deepcopy(rtn4), packed.read
+    model.get_submodule(LAYER).__class__ = Wide
+
+    def read(module, size):
+        found = whole(module, size)
+        extra = {"weight": module.dequantize()} if isinstance(module, Wide) else {}
+        return dataclasses.replace(found, tensors={**found.tensors, **extra})
+
+    monkeypatch.setattr(packed, "read", read)
+    report = check(model, settings("rtn-4bit"))
+    assert len(report.problems) == 1
+    assert f"{LAYER}: stores 36.75 bits a weight" in report.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,7 @@ def test_one_layer_left_out_is_caught_and_named(rtn4):
     report = check(model, settings("rtn-4bit"))
     assert not report.passed
     assert report.left_out == (LAYER,)
-    assert f"not quantized: {LAYER}" in report.problems
+    assert f"not quantized: {LAYER} [160, 64]" in report.problems
     assert 0.8 < report.coverage < 1
 
 
@@ -109,7 +123,6 @@ def bnb4(tmp_path):
 
     return quantize(
         blocks_of_64(),
-        None,
         settings("bnb-4bit"),
         calibration=None,
         digest="0" * 64,
@@ -205,7 +218,7 @@ def test_an_unquantized_model_passes_with_coverage_zero(name, dtype):
 
 def test_an_unquantized_cell_of_quantized_weights_is_caught(rtn4):
     report = check(rtn4, parse("fp32", {}))
-    assert any("not a plain linear layer in float32" in problem for problem in report.problems)
+    assert any("not a plain weight in float32" in problem for problem in report.problems)
 
 
 def test_an_unquantized_cell_of_other_weights_is_caught():

@@ -5,6 +5,7 @@ import torch
 from quantizer_models import (
     DIGEST,
     PROBE,
+    VOCABULARY,
     calibration,
     damage,
     llama,
@@ -17,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from qbench.errors import QuantizationError, UnavailableError
 from qbench.quantizers import parse
 from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import linears
+from qbench.quantizers.linears import linearize, linears
+from qbench.quantizers.matrices import matrices
 from qbench.quantizers.quantization import quantize
 
 OWN = {"backend": "torch"}
@@ -104,7 +106,6 @@ def test_biases_stay(name, stated, tmp_path):
     original = llama(bias=True)
     quantized = quantize(
         llama(bias=True),
-        None,
         chosen,
         calibration=calibration(),
         digest=DIGEST,
@@ -119,9 +120,7 @@ def test_biases_stay(name, stated, tmp_path):
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_an_unquantized_cell_is_the_model_itself(name, dtype, tmp_path):
     model = llama(dtype=dtype)
-    made = quantize(
-        model, None, parse(name, {}), calibration=None, digest=DIGEST, artifacts=tmp_path
-    )
+    made = quantize(model, parse(name, {}), calibration=None, digest=DIGEST, artifacts=tmp_path)
     assert made.model is model
     assert "unquantized" in made.detail
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +141,6 @@ def test_a_calibrated_quantizer_without_calibration_is_refused(tmp_path):
     with pytest.raises(QuantizationError, match="gptq-4bit: needs calibration text"):
         quantize(
             llama(),
-            None,
             settings("gptq-4bit"),
             calibration=None,
             digest=DIGEST,
@@ -171,11 +169,10 @@ def test_what_a_library_raises_becomes_one_line_with_the_quantizer(tmp_path, mon
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
+    model = GPT2LMHeadModel(GPT2Config(n_layer=0, n_head=2, n_embd=8, vocab_size=11))
     with pytest.raises(QuantizationError, match="rtn-4bit: GPT2LMHeadModel has no linear layers"):
         quantize(
             model,
-            None,
             settings("rtn-4bit"),
             calibration=None,
             digest=DIGEST,
@@ -183,11 +180,35 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
         )
 
 
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCABULARY, n_positions=64)
+    return GPT2LMHeadModel(config).eval().requires_grad_(False)
+
+
+def test_conv1d_layers_become_linear_ones_of_the_same_function():
+    model, original = gpt2(), gpt2()
+    linearize(model)
+    assert not [m for m in model.modules() if type(m).__name__ == "Conv1D"]
+    assert len(linears(model)) == 8
+    torch.testing.assert_close(logits(model), logits(original), rtol=1e-5, atol=1e-6)
+    assert {n: m.weight.shape for n, m in matrices(model).items()} == {
+        n: m.weight.shape for n, m in matrices(original).items()
+    }
+
+
+@pytest.mark.parametrize(("name", "stated"), [("rtn-4bit", {}), ("gptq-4bit", OWN)])
+def test_gpt2_is_quantized_whole(name, stated, tmp_path):
+    chosen = settings(name, **stated)
+    report = audit(gpt2(), make(chosen, tmp_path, model=gpt2()).model, chosen, PROBE)
+    assert report.problems == ()
+    assert (report.coverage, len(report.modules)) == (1.0, 8)
+
+
 def test_progress_goes_from_nothing_to_all(tmp_path):
     told = []
     quantize(
         llama(),
-        None,
         settings("gptq-3bit", **OWN),
         calibration=calibration(),
         digest=DIGEST,

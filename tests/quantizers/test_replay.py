@@ -26,13 +26,13 @@ from transformers.models.llama import modeling_llama
 
 from qbench.checkpoints import find, load_model
 from qbench.errors import QuantizationError
-from qbench.quantizers import gptq, gptq_torch, replay
+from qbench.quantizers import gptq_library, gptq_torch, replay
 from qbench.quantizers.blocks import first_inputs
 from qbench.quantizers.calibration import Calibration
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 SAMPLES, BLOCKS = 8, 2
-BACKENDS = {"gptqmodel": gptq, "torch": gptq_torch}
+BACKENDS = {"gptqmodel": gptq_library, "torch": gptq_torch}
 
 SHAPE = {
     "vocab_size": VOCABULARY,

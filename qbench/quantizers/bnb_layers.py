@@ -1,0 +1,146 @@
+"""The layers of bitsandbytes: what they store, and modules over it.
+
+On processors with AVX512-BF16 the library does two things wrong, for 4 bits. It repacks weights at
+the first forward, and what undoes it is garbage; each layer asks at construction whether to do so,
+and here it never does. And its dequantization takes every row to begin a block of ``BLOCK``
+weights, so it is right only where rows are whole blocks; ``Linear4`` decodes other rows itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import bitsandbytes
+import torch
+from bitsandbytes import functional
+from torch import Tensor, nn
+
+from qbench.quantizers.bnb import BLOCK
+from qbench.quantizers.linears import Plain, Tensors
+from qbench.quantizers.quantizer import Stored
+
+if TYPE_CHECKING:
+    from qbench.quantizers.bnb import Bnb4, Bnb8
+
+# LLM.int8 computes in float16 whatever the model's dtype, and says so at every call.
+logging.getLogger("bitsandbytes.autograd._functions").addFilter(
+    lambda record: "inputs will be cast" not in record.getMessage()
+)
+
+
+class Linear4(bitsandbytes.nn.Linear4bit):
+    """The library's layer, right for every width on a CPU too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or self.in_features % BLOCK == 0:
+            return super().forward(x)
+        weight = decode(self).to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return nn.functional.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
+
+
+def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
+    """The weight, float32 [out, in], from codes and scales alone: level[code] times the block's
+    scale. A byte holds two codes, the first in its upper half."""
+    state = module.weight.quant_state
+    packed = module.weight.data.reshape(-1)
+    codes = torch.stack([packed >> 4, packed & 15], dim=1).reshape(-1)
+    scales = state.absmax
+    if state.nested:  # the scales are codes of a table of 256 themselves, in blocks of their own
+        second = state.state2
+        sizes = second.absmax.repeat_interleave(second.blocksize)[: scales.numel()]
+        scales = second.code[scales.long()] * sizes + state.offset
+    weights = state.shape.numel()
+    values = state.code[codes[:weights].long()]
+    return (values * scales.repeat_interleave(state.blocksize)[:weights]).reshape(state.shape)
+
+
+def blocks(weight: Tensor, settings: Bnb4) -> Tensors:
+    data, state = functional.quantize_4bit(
+        weight,
+        blocksize=BLOCK,
+        compress_statistics=settings.double_quant,
+        quant_type=settings.quant_type,
+    )
+    return {"weight": data, **state.as_dict(packed=True)}
+
+
+def linear4(shape: Plain, tensors: Tensors, settings: Bnb4) -> nn.Module:
+    with torch.device("meta"):
+        module = Linear4(
+            shape.in_features,
+            shape.out_features,
+            bias=False,
+            compute_dtype=getattr(torch, settings.compute_dtype),
+            compress_statistics=settings.double_quant,
+            quant_type=settings.quant_type,
+        )
+    module.support_avx512bf16_for_cpu = False
+    module.weight = bitsandbytes.nn.Params4bit.from_prequantized(
+        tensors["weight"],
+        {name: tensor for name, tensor in tensors.items() if name != "weight"},
+        device=shape.device,
+        module=module,
+    )
+    return _with_bias(module, shape)
+
+
+def read4(module: nn.Module) -> Stored | None:
+    if not isinstance(module, bitsandbytes.nn.Linear4bit):
+        return None
+    state = module.weight.quant_state
+    tensors = {"weight": module.weight.data, "absmax": state.absmax}
+    if state.nested:
+        tensors |= {"absmax2": state.state2.absmax, "offset": state.offset.reshape(1)}
+    return Stored(tensors=tensors, dequantize=lambda: decode(module), groups=_blocks_of)
+
+
+def rows(weight: Tensor) -> Tensors:
+    codes, absmax, _ = functional.int8_vectorwise_quant(weight.half())
+    return {"codes": codes, "absmax": absmax}
+
+
+def linear8(shape: Plain, tensors: Tensors, settings: Bnb8) -> nn.Module:
+    with torch.device("meta"):
+        module = bitsandbytes.nn.Linear8bitLt(
+            shape.in_features,
+            shape.out_features,
+            bias=False,
+            has_fp16_weights=False,
+            threshold=settings.threshold,
+        )
+    module.weight = bitsandbytes.nn.Int8Params(
+        tensors["codes"],
+        requires_grad=False,
+        has_fp16_weights=False,
+        CB=tensors["codes"],
+        SCB=tensors["absmax"],
+    )
+    return _with_bias(module, shape)
+
+
+def read8(module: nn.Module) -> Stored | None:
+    if not isinstance(module, bitsandbytes.nn.Linear8bitLt):
+        return None
+    held = module.weight if module.weight.SCB is not None else module.state  # moved by a forward
+    codes, absmax = held.CB, held.SCB
+    return Stored(
+        tensors={"codes": codes, "absmax": absmax},
+        dequantize=lambda: codes.float() * (absmax.float() / 127)[:, None],
+        groups=lambda weight: weight,
+    )
+
+
+def _with_bias(module: nn.Module, shape: Plain) -> nn.Module:
+    if shape.bias is not None:
+        module.bias = nn.Parameter(shape.bias, requires_grad=False)
+    return module.eval()
+
+
+def _blocks_of(weight: Tensor) -> Tensor:
+    flat = weight.reshape(-1)
+    padding = -flat.numel() % BLOCK
+    if padding:  # with values that are there already, so that no level is added
+        flat = torch.cat([flat, flat[-1:].expand(padding)])
+    return flat.view(-1, BLOCK)

@@ -1,0 +1,289 @@
+"""GPTQ through transformers' GPTQConfig, optimum and gptqmodel.
+
+The library works on the model in place. What is kept of it are the packed tensors; modules are
+made from those, with its PyTorch kernel: the only one with all of 2, 3, 4 and 8 bits, and the same
+on CPU and CUDA. Its other kernels drift or crash on CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from qbench.errors import QuantizationError, UnavailableError
+from qbench.quantizers.blocks import blocks, first_inputs, input_groups
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.hessians import Hessians, collecting
+from qbench.quantizers.linears import Plain, Tensors, linears_of, require_whole_groups
+from qbench.quantizers.quantizer import Progress, Stored
+from qbench.quantizers.replay import replaying
+from qbench.quantizers.weight_quantizer import WHOLE_ROW
+
+if TYPE_CHECKING:
+    from qbench.quantizers.gptq import Gptq
+
+# Read by the library when it is imported or used; what the user set stays.
+ENVIRONMENT = {
+    "GPTQMODEL_DISABLE_GIL_WARNING": "1",
+    "GPTQMODEL_DISABLE_PACK_EXT": "1",  # a C++ extension: 23 s to compile, to save less than one
+    "GPTQMODEL_CPU_WORKERS": "2",  # it stalls with one
+    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
+}
+GROUP_SIZES = (WHOLE_ROW, 16, 32, 64, 128, 256, 512, 1024)  # of its PyTorch kernel
+MULTIPLE = 32  # inputs and outputs of a layer, for its packing
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def quantize(
+    model: nn.Module, settings: Gptq, calibration: Calibration, progress: Progress
+) -> tuple[dict[str, Tensors], str]:
+    """What is to be stored for each linear layer, and what the library did beyond its orders.
+
+    The model keeps its layers, not their weights. Raises QuantizationError for shapes that the
+    library refuses, and where it would fall back to something that was not asked for.
+    """
+    layers = linears_of(model, settings)
+    _require_shapes(model, settings)
+    root, decoder = blocks(model)
+    batches = first_inputs(model, Calibration(ids=calibration.ids[:1], seed=calibration.seed), 1)
+    groups = input_groups(decoder[0], *batches[0])
+    optimum = _library("optimum.gptq.quantizer")
+    transformers = importlib.import_module("transformers")
+    ones = [1] * calibration.length
+    config = transformers.GPTQConfig(
+        bits=settings.bits,
+        dataset=[
+            {"input_ids": [row], "attention_mask": [ones]} for row in calibration.ids.tolist()
+        ],
+        group_size=settings.group_size,
+        damp_percent=settings.damp,
+        desc_act=settings.desc_act,
+        act_group_aware=settings.group_aware,
+        sym=settings.symmetric,
+        true_sequential=settings.true_sequential,
+        backend="gptq_torch",
+        model_seqlen=calibration.length,
+        block_name_to_quantize=root,
+        batch_size=settings.batch_size,
+        pad_token_id=0,  # asked for by batches, never used: samples are of one length
+        modules_in_block_to_quantize=groups,
+    )
+    quantizer = optimum.GPTQQuantizer.from_dict(config.to_dict_optimum())
+    quantizer.quantizeConfig.fallback = None  # else NaN turns into plain rounding, unasked
+    damps: list[float] = []
+    final: set[nn.Module] = set()
+    attention = model.config._attn_implementation
+    with (
+        replaying(decoder, *batches[0], final) as replays,
+        collecting(replays, final) as hessians,
+        _watched(optimum, model, damps, hessians),
+        _reporting(root, decoder, progress),
+        silenced(),
+    ):
+        try:
+            quantizer.quantize_model(model, None)
+        except (ValueError, RuntimeError, NotImplementedError, IndexError) as error:
+            raise QuantizationError(f"{settings.name}: gptqmodel: {_first_line(error)}") from error
+    if quantizer.quantizeConfig.mock_quantization:
+        raise QuantizationError(f"{settings.name}: gptqmodel fell back to plain rounding")
+    result = {name: _tensors(model.get_submodule(name), settings, name) for name in layers}
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    del model.config.quantization_config, model.is_quantized, model.quantization_method
+    assert model.config._attn_implementation == attention
+    raised = [damp for damp in damps if damp > settings.damp + 1e-9]
+    note = f"; damp raised to {max(raised):g} in {len(raised)} layers" if raised else ""
+    return result, f"gptqmodel, PyTorch kernel{note}"
+
+
+def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> nn.Module:
+    kernel = _library("gptqmodel.nn_modules.qlinear.torch")
+    module = kernel.TorchLinear(
+        bits=settings.bits,
+        group_size=settings.group_size,
+        sym=settings.symmetric,
+        desc_act=settings.desc_act,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        bias=False,
+        register_buffers=False,
+    )
+    for part in PARTS:
+        module.register_buffer(part, tensors[part])
+    module.bias = shape.bias
+    module.qzero_format(2)  # as it lies in memory: zeros are the zeros, not one less
+    module.optimized = True  # torch.compile of the dequantization: slow to start, no other result
+    module.post_init()
+    return module.eval()
+
+
+def read(module: nn.Module, settings: Gptq) -> Stored | None:
+    if type(module).__name__ != "TorchLinear":
+        return None
+    order = torch.argsort(module.g_idx.long(), stable=True)
+    size = settings.group_length(module.in_features)
+    return Stored(
+        tensors={part: getattr(module, part) for part in PARTS},
+        dequantize=lambda: module.dequantize_weight().T,
+        groups=lambda weight: weight[:, order.to(weight.device)].reshape(-1, size),
+    )
+
+
+def require_auto_gptq() -> None:
+    """Raise UnavailableError, with the reason, for the backend ``auto-gptq``."""
+    try:
+        with silenced():
+            version = getattr(importlib.import_module("auto_gptq"), "__version__", "")
+        reason = f"auto_gptq {version} is here, but GPTQConfig and optimum no longer drive it"
+    except Exception as error:  # its import fails in many ways, none of them documented
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+    raise UnavailableError(
+        f"gptq: backend auto-gptq: {reason}; it is superseded by gptqmodel, which writes the same "
+        "format: set backend: gptqmodel"
+    )
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Keep the library's banners, bars and warnings from the terminal; leave the root logger and
+    the environment as they were.
+
+    Its import sets the root logger's level, and moves Hugging Face's cache to /tmp for everything
+    that is imported or started later. optimum reads every attribute of every module, deprecated
+    ones too. Errors still raise.
+    """
+    root = logging.getLogger()
+    level, handlers, environment = root.level, list(root.handlers), dict(os.environ)
+    try:
+        with (
+            redirect_stdout(StringIO()),
+            redirect_stderr(StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        logging.getLogger("logbar").setLevel(logging.CRITICAL)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+def _library(name: str) -> Any:
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    try:
+        with silenced():
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(
+            f"gptq: backend gptqmodel: {error}; install gptqmodel and optimum, or set "
+            "backend: torch"
+        ) from error
+
+
+def _require_shapes(model: nn.Module, settings: Gptq) -> None:
+    if settings.group_size not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise QuantizationError(
+            f"{settings.name}: gptqmodel has no group_size {settings.group_size}; it has {sizes}; "
+            "or set backend: torch"
+        )
+    for name, layer in linears_of(model, settings).items():
+        size = settings.group_length(layer.in_features)
+        require_whole_groups(settings.name, name, layer.in_features, "inputs", size)
+        for features, what in ((layer.in_features, "inputs"), (layer.out_features, "outputs")):
+            if features % MULTIPLE:
+                raise QuantizationError(
+                    f"{settings.name}: {name} has {features} {what}; gptqmodel needs multiples of "
+                    f"{MULTIPLE}: set backend: torch"
+                )
+
+
+@contextmanager
+def _watched(
+    optimum: Any, model: nn.Module, damps: list[float], hessians: Hessians
+) -> Iterator[None]:
+    """Note the damping that the library really used, collect no Hessian twice, keep its progress
+    bars away, and keep it on the model's device (it takes a GPU wherever there is one)."""
+
+    class Noting(optimum.GPTQ):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            hessians.begin(self)
+
+        def add_batch(self, *batch: Any) -> None:
+            if not hessians.follows(self):
+                super().add_batch(*batch)
+
+        def fasterquant(self, **options: Any) -> Any:
+            hessians.share(self)
+            result = super().fasterquant(**options)
+            damps.append(float(result[-1]))
+            return result
+
+        def hessian_inverse(self, H: torch.Tensor) -> Any:
+            factor, damp = super().hessian_inverse(H)
+            if factor is None:
+                raise QuantizationError("gptqmodel found no regular Hessian; raise damp")
+            return factor, damp
+
+        def free(self) -> None:
+            hessians.end(self)
+            super().free()
+
+    on_gpu = next(model.parameters()).device.type != "cpu"
+    replacements = {
+        "GPTQ": Noting,
+        "tqdm": lambda iterable, **_: iterable,
+        "has_device_more_than_cpu": lambda: on_gpu,
+    }
+    saved = {name: getattr(optimum, name) for name in replacements}
+    vars(optimum).update(replacements)
+    try:
+        yield
+    finally:
+        vars(optimum).update(saved)
+
+
+@contextmanager
+def _reporting(root: str, decoder: nn.ModuleList, progress: Progress) -> Iterator[None]:
+    reached = -1
+
+    def report(index: int) -> Any:
+        def hook(*_: Any) -> None:
+            nonlocal reached
+            if index > reached:
+                reached = index
+                progress(f"{root}.{index}", index / len(decoder))
+
+        return hook
+
+    handles = [b.register_forward_pre_hook(report(i)) for i, b in enumerate(decoder)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(module: nn.Module, settings: Gptq, name: str) -> Tensors:
+    if isinstance(module, nn.Linear):
+        raise QuantizationError(f"{settings.name}: gptqmodel left {name} as it was")
+    assert settings.group_length(module.in_features) == module.group_size
+    return {part: getattr(module, part).detach().clone() for part in PARTS}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

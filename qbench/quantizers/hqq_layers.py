@@ -1,0 +1,91 @@
+"""The layers of the hqq library: what they store, and modules over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+from torch import Tensor, nn
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.linears import Plain, Tensors
+from qbench.quantizers.quantizer import Stored
+
+if TYPE_CHECKING:
+    from qbench.quantizers.hqq import Hqq
+
+
+def store(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
+    quantized = HQQLinear(
+        _bare(layer),
+        _config(settings),
+        compute_dtype=layer.weight.dtype,
+        device=str(layer.weight.device),
+    )
+    scale, zero = quantized.meta["scale"], quantized.meta["zero"]
+    if not all(torch.isfinite(part).all() for part in (scale, zero)):
+        raise QuantizationError(f"{settings.name}: {name}: hqq gave scales that are not finite")
+    return {"codes": quantized.W_q.data, "scale": scale, "zero": zero}
+
+
+def rebuild(shape: Plain, tensors: Tensors, settings: Hqq) -> nn.Module:
+    config = _config(settings)
+    module = HQQLinear(
+        None, config, compute_dtype=shape.dtype, device=str(shape.device), initialize=False
+    )
+    packing = Quantizer.bit_to_packing[settings.bits]
+    module.W_q = nn.Parameter(tensors["codes"], requires_grad=False)
+    module.meta = {
+        "nbits": settings.bits,
+        "group_size": settings.group_size,
+        "shape": torch.Size((shape.out_features, shape.in_features)),
+        "scale": tensors["scale"],
+        "zero": tensors["zero"],
+        "axis": settings.axis,
+        "packing": packing,
+        "unpack_view_dtype": Quantizer.unpack_view_dtype[packing],
+        "view_as_float": False,
+        "quant_scale": False,
+        "quant_zero": False,
+        "compute_dtype": shape.dtype,
+    }
+    module.in_features, module.out_features = shape.in_features, shape.out_features
+    module.bias = shape.bias
+    module.ready = True
+    return module.eval()
+
+
+def read(module: nn.Module, settings: Hqq) -> Stored | None:
+    if not isinstance(module, HQQLinear):
+        return None
+
+    def groups(weight: Tensor) -> Tensor:
+        size = settings.group_size
+        return weight.reshape(-1, size) if settings.axis == 1 else weight.reshape(size, -1).T
+
+    return Stored(
+        tensors={
+            "codes": module.W_q.data,
+            "scale": module.meta["scale"],
+            "zero": module.meta["zero"],
+        },
+        dequantize=module.dequantize,
+        groups=groups,
+    )
+
+
+def _config(settings: Hqq) -> dict:
+    config = BaseQuantizeConfig(
+        nbits=settings.bits, group_size=settings.group_size, axis=settings.axis
+    )
+    config["weight_quant_params"]["optimize"] = settings.optimize
+    return config
+
+
+def _bare(layer: nn.Linear) -> nn.Linear:
+    """The layer without its bias, sharing its weight: the library empties what it is given."""
+    with torch.device("meta"):
+        bare = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    bare.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
+    return bare

@@ -1,0 +1,81 @@
+"""The weight matrices of a model: what a quantizer of weights must cover.
+
+A weight matrix is a parameter of floating point with at least two dimensions longer than one, bias
+left out, whose product with activations the model computes: linear layers, Conv1D layers of GPT-2,
+experts kept as one parameter of three dimensions, routers, convolutions. Those of embeddings, of
+normalizing layers and of the LM head are none. Parameters of that shape that are no factors of a
+product (a state space's A) count as well, for a name cannot tell them: they are small.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from qbench.errors import QuantizationError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """``weight`` as a linear layer would hold it, [out, in], or [experts, …] and the like.
+
+    ``linear``: a linear layer multiplies by it.
+    """
+
+    name: str  # the parameter's, without ".weight"
+    weight: Tensor
+    linear: bool
+
+
+def matrices(model: nn.Module) -> dict[str, Matrix]:
+    """Every weight matrix of ``model``, by name, in the model's order; shared ones once."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    result: dict[str, Matrix] = {}
+    seen: set[int] = set() if head is None else {id(p) for p in head.parameters()}
+    for path, module in model.named_modules():
+        embedding = isinstance(module, nn.Embedding) or "Norm" in type(module).__name__
+        for part, weight in module.named_parameters(recurse=False):
+            linear = part == "weight" and isinstance(module, nn.Linear)
+            if id(weight) in seen or embedding or not (linear or _is_matrix(part, weight)):
+                continue
+            seen.add(id(weight))
+            name = path if part == "weight" else f"{path}.{part}"
+            turned = type(module).__name__ == "Conv1D"  # holds [in, out]
+            result[name] = Matrix(
+                name=name,
+                weight=weight.T if turned else weight,
+                linear=turned or linear,
+            )
+    return result
+
+
+def left_out(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
+    """Those of ``names`` that ``patterns`` say: a name, consecutive parts of one between dots
+    (``experts``, ``mlp.gate``), or a shell pattern of all of one (``*.o_proj``)."""
+    return {n for n in names if any(_matches(n, pattern) for pattern in patterns)}
+
+
+def require_matches(model: nn.Module, patterns: tuple[str, ...], quantizer: str) -> None:
+    """Raise QuantizationError for a pattern that names no weight matrix of ``model``."""
+    found = matrices(model)
+    for pattern in patterns:
+        if not left_out(found, (pattern,)):
+            parts = dict.fromkeys(
+                part for n in found for part in n.split(".") if not part.isdigit()
+            )
+            raise QuantizationError(
+                f"{quantizer}: leave_out: {pattern!r} names no weight matrix; their names are made "
+                f"of {', '.join(parts)}"
+            )
+
+
+def _is_matrix(part: str, weight: Tensor) -> bool:
+    long = sum(size > 1 for size in weight.shape)
+    return weight.is_floating_point() and long >= 2 and "bias" not in part
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return f".{pattern}." in f".{name}." or fnmatch.fnmatchcase(name, pattern)

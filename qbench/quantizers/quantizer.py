@@ -1,0 +1,139 @@
+"""What a quantizer is: one object that everything else asks. Imports no torch.
+
+A method is a frozen pydantic dataclass of its settings, derived from ``Quantizer`` (or from
+``WeightQuantizer``, where it puts modules of its own in place of linear layers), in a file of its
+own, which registers its names. Whatever needs torch is imported inside methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import ConfigDict
+
+from qbench.record import Precision
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from qbench.quantizers.calibration import Calibration
+
+SETTINGS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+Progress = Callable[[str, float], None]  # what is at work, and the share that is done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What is to be stored, and a line on how it came about.
+
+    ``tensors``: ``<module>/<part>`` belongs to a module that the quantizer builds, any other name
+    is that of a parameter or buffer of the model, such as a norm's weight.
+    """
+
+    tensors: dict[str, Tensor]
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One weight matrix as it is stored.
+
+    ``tensors``: all that is kept for it, by name; biases and constant tables left out.
+    ``dequantize`` gives the matrix [out, in] that they stand for. ``groups`` rearranges a matrix
+    [out, in] into [groups, weights in a group]; weights in a group share their levels.
+    """
+
+    tensors: Mapping[str, Tensor]
+    dequantize: Callable[[], Tensor]
+    groups: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the audit judges. ``weights``: by the name of the module that multiplies by them."""
+
+    weights: Mapping[str, Stored] = field(default_factory=dict)
+
+
+class Quantizer(ABC):
+    """The settings of one quantizer and what can be asked of it.
+
+    ``method`` groups names (``gptq``); ``title`` is what tables write. ``mixes_batches``: a score
+    depends on what it is batched with. ``threads``: of the processor while quantizing on it.
+    """
+
+    method: ClassVar[str]
+    title: ClassVar[str]
+    needs_calibration: ClassVar[bool] = False
+    mixes_batches: ClassVar[bool] = False
+    compute_dtype: str  # of the model that it is given: bfloat16, float16 or float32
+    threads: int
+    leave_out: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As the registry has it."""
+
+    @property
+    @abstractmethod
+    def precision(self) -> Precision: ...
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of it as plain JSON, for keys and records; with a digest of the file that it is
+        written in, where that is none of qbench's own, whose digest every key holds."""
+        stated = dataclasses.asdict(self)  # type: ignore[call-overload]
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in stated.items()}
+        if not type(self).__module__.startswith("qbench."):
+            source = Path(inspect.getfile(type(self))).read_bytes()
+            plain["source"] = hashlib.sha256(source).hexdigest()
+        return {"name": self.name, "method": self.method, **plain}
+
+    def requirements(self) -> tuple[str, ...]:
+        """Distributions whose versions can change what it gives, torch and transformers left out
+        (they are part of every cell)."""
+        return ()
+
+    def require(self) -> None:  # noqa: B027 (nothing to require is the usual case)
+        """Raise UnavailableError where what it needs is not there."""
+
+    @abstractmethod
+    def make(
+        self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress
+    ) -> Made:
+        """Quantize ``model``: its weights are consumed, its modules stay in their places.
+
+        Raises QuantizationError where the method refuses the model.
+        """
+
+    @abstractmethod
+    def apply(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
+        """The quantized model: ``model``, unquantized, with ``tensors`` of ``make`` put in."""
+
+    @abstractmethod
+    def evidence(self, model: nn.Module) -> Evidence:
+        """What of ``model`` is quantized by this method; the audit measures it."""
+
+    def error_bound(self) -> float:
+        """The largest relative error ‖W' − W‖ / ‖W‖ of one matrix that can be right."""
+        raise NotImplementedError
+
+    def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
+        """Fewest and most bits that a weight of a matrix [rows, columns] may take, all that is
+        stored for it counted."""
+        raise NotImplementedError
+
+    def agreement(self, dtype: torch.dtype) -> tuple[float, float]:
+        """How far, relative, a forward may lie from the product with the stored weights: on rows
+        of the identity, and on random inputs."""
+        raise NotImplementedError
