@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from synthetic import make_store
+from synthetic import make_store, scores
 
 from qbench.comparison.changes import compare_results
 from qbench.comparison.explain import explain, find_record, text
@@ -91,3 +91,35 @@ def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, place
     )
     with pytest.raises(ResultsError, match=said):
         find_record(place)
+
+
+def test_documents_that_only_one_side_saw_are_counted_on_both_sides(tmp_path):
+    stores = []
+    for side, first in (("a", 0), ("b", 5)):
+        store = make_store(tmp_path / side, sizes={"arc_easy": 15}, quantizers=("bf16",))
+        for cell in store.grid().cells:
+            record = store.get(cell)
+            seen = store.outcomes(record)
+            seen = seen[seen["document"].between(first, first + 9)].reset_index(drop=True)
+            store.put(record.model_copy(update={"scores": scores(seen)}), seen, None)
+        stores.append(store)
+    changes = compare_results(*stores)
+    assert {(line.documents, line.left_out) for line in changes.lines} == {(5, 10)}
+    assert "5 (10 unpaired)" in changes_table(changes)
+
+
+def test_a_perplexitys_change_is_a_number_with_an_interval_of_the_ratio(tmp_path):
+    old = grid(tmp_path / "a")
+    new = grid(tmp_path / "b", shift={"softmax/hqq-4bit": 0.5})
+    (row,) = (
+        line
+        for line in changes_table(compare_results(old, new)).splitlines()
+        if "softmax/hqq-4bit" in line and "Word Perplexity" in line
+    )
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    change, interval = cells[5], cells[6]
+    assert float(change.strip("+‡")) == pytest.approx(float(cells[4]) - float(cells[3]), abs=0.011)
+    low, high = (float(end) for end in interval.removeprefix("× [").removesuffix("]").split(", "))
+    ratio = float(cells[4]) / float(cells[3])
+    assert low - 0.001 < ratio < high + 0.001
+    assert ratio > 1.1
