@@ -54,7 +54,7 @@ def list_command(what: Annotated[Listing, typer.Argument(help="What to list.")])
 
 def _listing(what: Listing) -> list[str]:
     if what is Listing.tasks:
-        from qbench.evaluation.tasks import task_names
+        from qbench.evaluation.definitions import task_names
 
         return task_names()
     if what is Listing.normalizers:

@@ -7,11 +7,15 @@ where it stopped, so what comes back here is always whole. Imports no torch.
 from __future__ import annotations
 
 import errno
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qbench.errors import CheckpointError, DataError
 
+SECONDS = 30.0  # to wait for an answer that names a commit
+COMMIT = re.compile(r"[0-9a-f]{40}$")
 SIGN_IN = "sign in with `hf auth login` or set HF_TOKEN"
 # What the hub's libraries raise, by class name, most telling first. Names, because the classes
 # come from several libraries, which change between versions (httpx, httpx2).
@@ -61,6 +65,40 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
         return Path(hf_hub_download(dataset, name, repo_type="dataset", revision=revision))
     except Exception as error:
         raise DataError(f"the hub did not give {name} of {dataset}: {reason(error)}") from error
+
+
+def dataset_commit(dataset: str, revision: str | None = None, name: str | None = None) -> str:
+    """The commit that ``revision`` of a data-set repository is at. Where the hub is out of reach,
+    that of the copy that ``datasets`` would load, of its configuration ``name``.
+
+    Raises DataError where neither is there.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS).sha
+    except Exception as error:
+        if (cached := _cached_dataset(dataset, name)) and _out_of_reach(error):
+            return cached
+        raise DataError(f"the hub did not give the data set {dataset}: {reason(error)}") from error
+    assert found is not None, "the hub names the commit of what it has"
+    return found
+
+
+def _cached_dataset(dataset: str, name: str | None) -> str | None:
+    """The commit of the newest prepared copy: datasets keeps them by configuration, version and
+    commit."""
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets")
+    folder = cache / dataset.replace("/", "___")
+    copies = [path for path in folder.glob(f"{name or 'default'}*/*/*") if COMMIT.match(path.name)]
+    newest = max(copies, key=lambda path: path.stat().st_mtime, default=None)
+    return newest.name if newest else None
+
+
+def _out_of_reach(error: BaseException) -> bool:
+    kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
+    return bool(kinds & {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"})
 
 
 def failed(error: BaseException) -> bool:

@@ -1,25 +1,32 @@
-"""Recipe → Plan: every cell with its content key. Loads tasks and headers, never weights."""
+"""Recipe → Plan: every cell with its content key. Imports no torch, loads no model and no task.
+
+A plan is made once and can be pickled: whoever runs a cell, in this process or on another host,
+gets it as it is.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qbench import __version__, hub
+from qbench import __version__
 from qbench.attention.implementation import choose
 from qbench.checkpoints import Checkpoint, find
 from qbench.code import code_digest
-from qbench.errors import DataError, RecipeError
+from qbench.errors import RecipeError
+from qbench.evaluation.definitions import expand
+from qbench.evaluation.planned import PlannedTask, plan_task
 from qbench.evaluation.settings import ScoringSettings, resolve
-from qbench.evaluation.tasks import LoadedTask, expand, load_task
 from qbench.quantizers import Quantizer
-from qbench.recipe import HUB_FILE, CalibrationSource, Column, Recipe, Task
+from qbench.quantizers.texts import CalibrationText, file_digest, find_text
+from qbench.recipe import Column, Recipe, Task
 from qbench.record import Grid, GridCell
-from qbench.running.environment import versions
+from qbench.running.environment import hardware, versions
 from qbench.running.preflight import require_bos, require_room, require_texts
 
 
@@ -59,8 +66,9 @@ class Plan:
 
     recipe: Recipe
     device: str
-    tasks: tuple[LoadedTask, ...]
-    calibration: CalibrationSource | None  # its path resolved to a local file
+    hardware: str | None  # the GPU's name; None on the CPU, where it is in no key
+    tasks: tuple[PlannedTask, ...]
+    calibration: CalibrationText | None
     cells: tuple[Cell, ...]
 
     @property
@@ -73,19 +81,35 @@ class Plan:
             cells=tuple(cell.place for cell in self.cells),
         )
 
+    def cell(self, name: str) -> Cell:
+        """The cell ``<checkpoint>/<quantizer label>``; KeyError where there is none."""
+        return {cell.name: cell for cell in self.cells}[name]
+
     def select(self, pattern: str | None) -> tuple[Cell, ...]:
         """Cells whose name matches the glob ``pattern``; RecipeError where none does."""
-        chosen = [c for c in self.cells if pattern is None or fnmatch.fnmatch(c.name, pattern)]
-        if not chosen:
-            known = ", ".join(cell.name for cell in self.cells)
-            raise RecipeError(f"--only {pattern!r} matches no cell; the cells are {known}")
-        return tuple(chosen)
+        chosen = set(select((cell.name for cell in self.cells), pattern))
+        return tuple(cell for cell in self.cells if cell.name in chosen)
+
+
+def cell_names(recipe: Recipe) -> list[str]:
+    """What the cells of ``recipe`` will be called, before anything is planned."""
+    return [f"{name}/{column.label}" for name in recipe.checkpoints for column in recipe.quantizers]
+
+
+def select(names: Iterable[str], pattern: str | None) -> list[str]:
+    """The ``names`` that match the glob ``pattern``; RecipeError where none does."""
+    known = list(names)
+    chosen = [name for name in known if pattern is None or fnmatch.fnmatch(name, pattern)]
+    if not chosen:
+        raise RecipeError(f"--only {pattern!r} matches no cell; the cells are {', '.join(known)}")
+    return chosen
 
 
 def plan(recipe: Recipe, *, device: str) -> Plan:
-    """Find the checkpoints, load the tasks, and give every cell its key."""
-    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
-    data = recipe.resolve(recipe.data) if recipe.data else None
+    """Find the checkpoints, the tasks and their data, and give every cell its key.
+
+    ``device`` is "cpu" or "cuda". Raises a QbenchError for what cannot work.
+    """
     checkpoints = {
         name: find(
             source.path,
@@ -95,29 +119,30 @@ def plan(recipe: Recipe, *, device: str) -> Plan:
         )
         for name, source in recipe.checkpoints.items()
     }
-    tasks = tuple(
-        load_task(task, data=data, definitions=definitions)
-        for task in _leaf_tasks(recipe.tasks, definitions)
-    )
-    calibration = _local_calibration(recipe)
-    if calibration is not None:
-        require_texts(Path(calibration.path))
+    tasks = _tasks(recipe)
+    calibration = _calibration(recipe)
     shared = {
         "tasks": {task.name: task.digest for task in tasks},
-        "few-shot": {task.name: task.task.config.num_fewshot or 0 for task in tasks},
+        "few-shot": {task.name: task.num_fewshot for task in tasks},
     }
+    gpu = hardware(device) if device == "cuda" else None
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
         base = None
         for column in sorted(recipe.quantizers, key=_quantized):
-            cell = _cell(name, checkpoint, column, recipe, device, calibration, shared, base)
+            cell = _cell(name, checkpoint, column, recipe, device, gpu, calibration, shared, base)
             cells.append(cell)
             require_room(name, tasks, cell.scoring.max_length)
             if base is None and not _quantized(column) and recipe.evaluation.damage:
                 base = cell.place
     return Plan(
-        recipe=recipe, device=device, tasks=tasks, calibration=calibration, cells=tuple(cells)
+        recipe=recipe,
+        device=device,
+        hardware=gpu,
+        tasks=tasks,
+        calibration=calibration,
+        cells=tuple(cells),
     )
 
 
@@ -131,15 +156,22 @@ def _cell(
     column: Column,
     recipe: Recipe,
     device: str,
-    calibration: CalibrationSource | None,
+    gpu: str | None,
+    calibration: CalibrationText | None,
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
     quantizer = column.quantizer
     wanted = recipe.evaluation.attention
     attention = choose(checkpoint.normalizer, wanted, device)
-    scoring = _scoring(recipe, checkpoint, quantizer, device)
-    libraries = quantizer.requirements() + (("triton",) if attention == "triton" else ())
+    scoring = resolve(
+        recipe.evaluation,
+        device=device,
+        config=checkpoint.config,
+        max_length=checkpoint.max_length,
+        mixes_batches=quantizer.mixes_batches,
+    )
+    compiled = ("triton",) if attention == "triton" or device == "cuda" else ()
     parts: dict[str, Any] = {
         "weights": checkpoint.digest,
         "normalizer": checkpoint.normalizer,
@@ -148,14 +180,18 @@ def _cell(
         "scoring": scoring.key_parts(),
         "attention": attention,
         "device": device,
-        "versions": {**versions(libraries), "qbench": __version__},
+        "versions": {**versions((*quantizer.requirements(), *compiled)), "qbench": __version__},
         "code": code_digest(),
     }
+    if gpu is not None:
+        parts["gpu"] = gpu
     if quantizer.needs_calibration:
         assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
         parts["calibration"] = {
-            **calibration.model_dump(exclude={"path"}),
-            "text": _file_digest(Path(calibration.path)),
+            "samples": calibration.samples,
+            "length": calibration.length,
+            "seed": calibration.seed,
+            "text": calibration.digest,
         }
     if base is not None:
         parts["damage against"] = base.key
@@ -178,15 +214,18 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _scoring(
-    recipe: Recipe, checkpoint: Checkpoint, quantizer: Quantizer, device: str
-) -> ScoringSettings:
-    return resolve(
-        recipe.evaluation,
-        device=device,
-        config=checkpoint.config,
-        max_length=checkpoint.max_length,
-        mixes_batches=quantizer.mixes_batches,
+def _tasks(recipe: Recipe) -> tuple[PlannedTask, ...]:
+    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
+    data = recipe.resolve(recipe.data) if recipe.data else None
+    return tuple(
+        plan_task(
+            task.name,
+            data=data,
+            definitions=definitions,
+            files=task.files,
+            num_fewshot=task.num_fewshot,
+        )
+        for task in _leaf_tasks(recipe.tasks, definitions)
     )
 
 
@@ -203,48 +242,17 @@ def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None) -> list[Task]
     return leaves
 
 
-def _local_calibration(recipe: Recipe) -> CalibrationSource | None:
+def _calibration(recipe: Recipe) -> CalibrationText | None:
     source = recipe.calibration
     if source is None or not any(c.quantizer.needs_calibration for c in recipe.quantizers):
         return None
-    if source.path.startswith(HUB_FILE):
-        found = _download(source.path) if recipe.data is None else _beside_data(recipe)
-        return source.model_copy(update={"path": str(found)})
-    return source.model_copy(update={"path": str(recipe.resolve(Path(source.path)))})
-
-
-def _beside_data(recipe: Recipe) -> Path:
-    """The calibration file of a data folder: with local data, the hub is not asked."""
-    assert recipe.data is not None
-    data = recipe.resolve(recipe.data)
-    for folder in (data / "calibration", data.parent / "calibration"):
-        files = sorted(folder.glob("*.jsonl"))
-        if len(files) == 1:
-            return files[0]
-        if files:
-            names = ", ".join(file.name for file in files)
-            raise DataError(f"{folder}: which is the calibration text? say --calibration ({names})")
-    raise DataError(
-        f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with a "
-        "data folder the hub is not asked; say --calibration FILE"
+    data = recipe.resolve(recipe.data) if recipe.data else None
+    path = find_text(source.path, base=recipe.folder, data=data)
+    require_texts(path)
+    return CalibrationText(
+        path=path,
+        digest=file_digest(path),
+        samples=source.samples,
+        length=source.length,
+        seed=source.seed,
     )
-
-
-def _download(address: str) -> Path:
-    """The local copy of ``hf://datasets/<owner>/<name>/<file>``."""
-    parts = address.removeprefix(HUB_FILE).split("/", 3)
-    if len(parts) != 4 or parts[0] != "datasets" or not all(parts):
-        raise RecipeError(f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE")
-    _, owner, name, file = parts
-    try:
-        return hub.dataset_file(f"{owner}/{name}", file)
-    except DataError as error:
-        raise DataError(
-            f"calibration.path: {address}: {error}; "
-            "or name a local JSON Lines file with --calibration FILE"
-        ) from error
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -24,11 +24,11 @@ from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
 from qbench.quantizers import QUANTIZERS, Quantizer, parse
+from qbench.quantizers.texts import HUB_FILE
 from qbench.recipe_source import is_folder, override_checkpoints, override_dtype, put, read
 from qbench.record import NAME, Name
 
 LABEL = re.compile(NAME)
-HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
 
 
 class Strict(BaseModel):

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from qbench.errors import AuditError, QbenchError
+from qbench.code import code_digest
+from qbench.errors import AuditError, QbenchError, UnavailableError
 from qbench.plan import Cell, Plan
 from qbench.record import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
-from qbench.running.environment import environment, measured
+from qbench.running.environment import environment, hardware, measured
 from qbench.running.progress import Sink
 from qbench.running.quiet import redirected
 from qbench.store import Store
@@ -43,6 +44,7 @@ class Outcome:
 
     started: datetime
     stages: list[Stage] = field(default_factory=list)
+    documents: dict[str, str] = field(default_factory=dict)
     audit: Audit | None = None
     scores: list[Score] = field(default_factory=list)
     outcomes: list[pd.DataFrame] = field(default_factory=list)
@@ -93,6 +95,7 @@ def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Rec
         status="failed" if error else "ok",
         error=error,
         scores=() if error else tuple(gathered.scores),
+        documents=gathered.documents,
         audit=gathered.audit,
         scoring=gathered.scoring,
         damage=gathered.damage,
@@ -104,10 +107,26 @@ def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Rec
 
 
 def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink) -> None:
+    _prepare(cell, plan, gathered, sink)
     model, tokenizer = _load(cell, plan, gathered, sink)
     model = _quantize(cell, plan, model, tokenizer, gathered, sink)
     _audit(cell, plan, model, gathered, sink)
     _evaluate(cell, plan, store, model, tokenizer, gathered, sink)
+
+
+def _prepare(cell: Cell, plan: Plan, gathered: Outcome, sink: Sink) -> None:
+    """What can fail without a model, first: is this the device, and are these the tasks, that the
+    cell's key speaks of?"""
+    from qbench.evaluation.tasks import load_task
+
+    sink.step(cell.name, "prepare")
+    if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
+        raise UnavailableError(
+            f"planned for {plan.hardware}, and this worker has {here}; run on GPUs of one kind"
+        )
+    if code_digest() != cell.key_parts["code"]:
+        raise UnavailableError("qbench's own code changed after this run began; run again")
+    gathered.documents = {task.name: load_task(task).digest for task in plan.tasks}
 
 
 def _load(
@@ -157,7 +176,12 @@ def _quantize(
             source = plan.calibration
             assert source is not None
             calibration = read_calibration(
-                Path(source.path), tokenizer, source.samples, source.length, source.seed
+                source.path,
+                tokenizer,
+                source.samples,
+                source.length,
+                source.seed,
+                digest=source.digest,
             )
         quantized = quantize(
             model,
@@ -198,6 +222,7 @@ def _evaluate(
 ) -> None:
     from qbench.evaluation.evaluate import evaluate
     from qbench.evaluation.scoring import language_model
+    from qbench.evaluation.tasks import load_task
     from qbench.evaluation.watch import watcher
 
     scoring = cell.scoring
@@ -212,7 +237,7 @@ def _evaluate(
         )
         for task in plan.tasks:
             sink.step(cell.name, f"evaluate {task.name}", unit="requests")
-            result = evaluate(scorer, task, scoring)
+            result = evaluate(scorer, load_task(task), scoring)
             gathered.scores += result.scores
             gathered.outcomes.append(result.outcomes)
             gathered.responses.append(result.responses)

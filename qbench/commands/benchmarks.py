@@ -65,6 +65,7 @@ def evaluation(
     """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring."""
     from qbench.bench.evaluation import MODES, compare, table
     from qbench.evaluation.settings import resolve
+    from qbench.evaluation.tasks import load_task
     from qbench.run import load
 
     overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
@@ -79,7 +80,7 @@ def evaluation(
         found = compare(
             model,
             tokenizer,
-            planned.tasks,
+            [load_task(task) for task in planned.tasks],
             {
                 mode: resolve(
                     asked.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),

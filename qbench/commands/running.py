@@ -26,12 +26,14 @@ from qbench.commands.results import show_tables
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.overrides import Overrides
-from qbench.running.executors import Job, gpu_slots, run_cells
+from qbench.running.devices import gpu_slots
+from qbench.running.executors import CELLS_A_GPU, Job, run_cells
 from qbench.running.quiet import terminal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from qbench.evaluation.planned import PlannedTask
     from qbench.plan import Cell, Plan
     from qbench.running.progress import Display
 
@@ -81,7 +83,7 @@ def run(
     job = make_job(recipe, overrides, out=out, device=device)
     planned = quiet_plan(job)
     cells = planned.select(only)
-    slots = gpu_slots(gpus, workers, job.device)[: len(cells)]
+    slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[: len(cells)]
     try:
         with terminal() as screen, Display(screen, len(cells)) as display:
             _announce(planned, cells, display)
@@ -126,8 +128,7 @@ def plan(
     job = make_job(recipe, overrides, out=out, device=device)
     planned, store = quiet_plan(job), Store(job.out)
     for task in planned.tasks:
-        scored = min(task.documents, planned.recipe.evaluation.limit or task.documents)
-        typer.echo(f"task  {task.label}: {scored} of {task.documents} documents")
+        typer.echo(f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}")
     if planned.calibration is not None:
         text = planned.calibration
         typer.echo(f"calibration  {text.samples} × {text.length} tokens of {text.path}")
@@ -155,6 +156,7 @@ def noise(
     """
     from qbench.comparison.floors import FILE, to_bytes
     from qbench.evaluation.noise import measure_noise, scorer_of, table
+    from qbench.evaluation.tasks import load_task
     from qbench.run import load
     from qbench.running.quiet import redirected
     from qbench.store import write_atomically
@@ -172,7 +174,7 @@ def noise(
             model, tokenizer = load(cell, planned)
             found[cell.name] = measure_noise(
                 scorer_of(model, tokenizer, cell.scoring),
-                planned.tasks,
+                [load_task(task) for task in planned.tasks],
                 say=lambda line, to=screen, name=cell.name: print(f"{name}: {line}", file=to),
             )
         typer.echo(f"### {cell.name}\n\n{table(found[cell.name])}\n")
@@ -188,7 +190,7 @@ def noise(
 def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: str) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
     from qbench.recipe import Recipe
-    from qbench.running.environment import choose_device
+    from qbench.running.devices import choose_device
 
     name = Recipe.load(recipe, overrides).name
     return Job(
@@ -199,12 +201,18 @@ def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: st
     )
 
 
-def quiet_plan(job: Job) -> Plan:
-    """The plan, with what libraries print on the way in ``plan.log``."""
-    from qbench.running.quiet import redirected
+def _documents(task: PlannedTask, limit: int | None) -> str:
+    if task.hub_data is not None:
+        data = task.hub_data
+        first = f"the first {limit}" if limit else "all"
+        return f"{first} documents of {data.repository} at {data.commit[:12]}"
+    if task.documents is None:
+        return f"the first {limit} documents" if limit else "all documents"
+    return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
 
-    with redirected(job.out / "plan.log"):
-        return job.plan()
+
+def quiet_plan(job: Job) -> Plan:
+    return job.plan()
 
 
 def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:

@@ -66,11 +66,14 @@ class Measuring:
             responses=self.store.responses(self.base),
             scores=self.base.scores,
         )
+        from qbench.evaluation.tasks import load_task
+
+        tasks = [load_task(task) for task in self.plan.tasks]
         return damage(
             base,
             Outcomes(outcomes=outcomes, responses=responses, scores=scores),
             measured=self.observer.measured,
-            correct={task.name: correct_requests(task, self.limit) for task in self.plan.tasks},
+            correct={task.name: correct_requests(task, self.limit) for task in tasks},
         )
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import random
-import zlib
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError
+from qbench.quantizers.texts import read_texts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,15 +43,18 @@ def read_calibration(
     samples: int,
     length: int,
     seed: int,
+    *,
+    digest: str | None = None,
 ) -> Calibration:
     """Windows of ``length`` tokens from a JSON Lines file with a ``text`` in each line.
 
     Documents are taken in an order drawn by ``seed``, without special tokens. A document of at
     least ``length`` tokens gives one window, at a place drawn by ``seed``; shorter ones are joined
-    to their successors, the end-of-text token between them, until they do. Raises DataError for a
-    malformed file, or one with too little text.
+    to their successors, the end-of-text token between them, until they do. ``digest`` is what
+    the SHA-256 of the file's bytes must be. Raises DataError for a malformed or changed file, or
+    one with too little text.
     """
-    texts = read_texts(Path(path))
+    texts = read_texts(Path(path), digest=digest)
     draw = random.Random(seed)
     draw.shuffle(texts)
     windows: list[list[int]] = []
@@ -76,29 +76,3 @@ def read_calibration(
             "for; lower calibration samples or length, or add text"
         )
     return Calibration(ids=torch.tensor(windows, dtype=torch.int64), seed=seed)
-
-
-def read_texts(path: Path, most: int | None = None) -> list[str]:
-    """The ``text`` of each line, of the first ``most`` lines. Raises DataError with place."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")
-    texts = []
-    packed = path.suffix == ".gz"
-    try:
-        with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            for number, line in enumerate(islice(file, most), start=1):
-                if line.strip():
-                    texts.append(_text(line, path, number))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
-    return texts
-
-
-def _text(line: bytes, path: Path, number: int) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, TypeError, KeyError):
-        text = None
-    if not isinstance(text, str):
-        raise DataError(f"{path}: line {number}: not a JSON object with a text field")
-    return text

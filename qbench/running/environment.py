@@ -14,22 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from qbench import __version__
-from qbench.errors import UnavailableError
 from qbench.record import Environment, Stage
+from qbench.running.devices import device_name
 
 GIB = 2**30
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
-
-
-def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda`` for ``auto``, ``cpu`` or ``cuda``; raises UnavailableError."""
-    import torch
-
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError("--device cuda: PyTorch sees no GPU here; say --device cpu")
-    return wanted
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
@@ -60,9 +49,7 @@ def environment(device: str, names: tuple[str, ...]) -> Environment:
 def hardware(device: str) -> str:
     """Name of the processor or GPU that computes."""
     if device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name()
+        return device_name()
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qbench.errors import RecipeError
 from qbench.overrides import Overrides
 from qbench.record import Record
 from qbench.running.progress import Sender, Sink
@@ -55,27 +54,6 @@ class Job:
         from qbench.recipe import Recipe
 
         return plan(Recipe.load(self.recipe, self.overrides), device=self.device)
-
-
-def gpu_slots(gpus: str | None, workers: int | None, device: str) -> list[int]:
-    """The GPU of each worker process; an empty list means one cell at a time in this process.
-
-    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there.
-    """
-    if device == "cpu":
-        if gpus is not None:
-            raise RecipeError(f"--gpus {gpus}: this run computes on the CPU; leave --gpus out")
-        return [0] * workers if workers and workers > 1 else []
-    import torch
-
-    present = torch.cuda.device_count()
-    if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
-        raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
-    wanted = present if gpus == "all" else int(gpus or 1)
-    per_gpu = workers or CELLS_A_GPU
-    if wanted == 1 and per_gpu == 1:
-        return []
-    return [gpu for _ in range(per_gpu) for gpu in range(wanted)]
 
 
 def run_cells(
@@ -206,11 +184,7 @@ def end_with_parent() -> None:
 
 @functools.cache
 def _worker_plan():
-    from qbench.running.quiet import redirected
-
-    job = _WORKER["job"]
-    with redirected(job.out / "plan.log"):
-        return job.plan()
+    return _WORKER["job"].plan()
 
 
 def _work(name: str, force: bool, wait: bool) -> Record | None:

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qbench.errors import RecipeError
+from qbench.quantizers.texts import read_texts
 
 if TYPE_CHECKING:
     from qbench.checkpoints import Checkpoint
-    from qbench.evaluation.tasks import LoadedTask
+    from qbench.evaluation.planned import PlannedTask
 
 CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
-MAX_GEN_TOKS = 256  # lm-eval's, where a task states none
 
 
 def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
-    """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none."""
+    """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none.
+
+    Only transformers knows what a tokenizer puts first, so that this asks it, and imports torch.
+    """
     if not add_bos:
         return
     from qbench.checkpoints import load_tokenizer
@@ -29,24 +32,18 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
         raise RecipeError(f"checkpoints.{name}: {error}") from None
 
 
-def require_room(name: str, tasks: Sequence[LoadedTask], max_length: int) -> None:
+def require_room(name: str, tasks: Sequence[PlannedTask], max_length: int) -> None:
     """Raises RecipeError for a task that generates as many tokens as ``max_length``, or more:
     no room would be left for its prompt."""
     for task in tasks:
-        config = task.task.config
-        if config.output_type != "generate_until":
-            continue
-        wanted = int((config.generation_kwargs or {}).get("max_gen_toks", MAX_GEN_TOKS))
-        if wanted >= max_length:
+        if task.output_type == "generate_until" and task.max_gen_toks >= max_length:
             raise RecipeError(
-                f"tasks: {task.name} generates up to {wanted} tokens, which leaves no room for "
-                f"its prompt in the {max_length} of checkpoints.{name}; raise "
+                f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
+                f"room for its prompt in the {max_length} of checkpoints.{name}; raise "
                 "evaluation.max_length or leave the task out"
             )
 
 
 def require_texts(path: Path) -> None:
     """Raises DataError where the beginning of a calibration file is malformed."""
-    from qbench.quantizers.calibration import read_texts
-
-    read_texts(path, CALIBRATION_LINES)
+    read_texts(path, most=CALIBRATION_LINES)

@@ -12,8 +12,8 @@ from scoring_models import settings
 from qbench.bench.evaluation import MODES, compare, table
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import RecipeError
+from qbench.evaluation.planned import plan_task
 from qbench.evaluation.tasks import load_task
-from qbench.recipe import Task
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -30,7 +30,7 @@ def tokenizer():
 
 def tasks(*names):
     return [
-        load_task(Task(name=name), data=DEMO / "data", definitions=DEMO / "tasks") for name in names
+        load_task(plan_task(name, data=DEMO / "data", definitions=DEMO / "tasks")) for name in names
     ]
 
 

@@ -12,10 +12,10 @@ from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.evaluation.damage import correct_requests
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.noise import Variation, measure_noise, scorer_of, table
+from qbench.evaluation.planned import plan_task
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.overhead import less_overhead
 from qbench.evaluation.tasks import load_task
-from qbench.recipe import Task
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 TASKS = ("demo_choice", "demo_lastword", "demo_pages")
@@ -33,7 +33,7 @@ def pair(request):
 @pytest.fixture(scope="module")
 def tasks():
     return {
-        name: load_task(Task(name=name), data=DEMO / "data", definitions=DEMO / "tasks")
+        name: load_task(plan_task(name, data=DEMO / "data", definitions=DEMO / "tasks"))
         for name in TASKS
     }
 

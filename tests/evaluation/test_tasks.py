@@ -1,14 +1,25 @@
 """lm-eval's tasks from local files: none is named in qbench's code."""
 
 import json
+import pickle
+import random
 import subprocess
 import sys
 
 import pytest
 
 from qbench.errors import DataError, RecipeError
-from qbench.evaluation.tasks import definition_file, expand, load_task, read_lines
-from qbench.recipe import Task
+from qbench.evaluation import tasks
+from qbench.evaluation.data import read_rows
+from qbench.evaluation.definitions import (
+    Function,
+    definition_file,
+    expand,
+    read_definition,
+    task_names,
+)
+from qbench.evaluation.planned import plan_task
+from qbench.evaluation.tasks import load_task
 
 COPA = [
     {"premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
@@ -36,7 +47,7 @@ def write(folder, task, split, rows):
 @pytest.mark.parametrize(("task", "rows"), [("copa", COPA), ("boolq", BOOLQ)])
 def test_a_task_that_nobody_prepared_works_from_its_files_alone(tmp_path, task, rows):
     write(tmp_path, task, "validation", rows)
-    loaded = load_task(Task(name=task), data=tmp_path, definitions=None)
+    loaded = load_task(plan_task(task, data=tmp_path, definitions=None))
     assert loaded.documents == 2
     assert loaded.label == task
     assert loaded.task.doc_to_text(loaded.task.eval_docs[0])
@@ -44,11 +55,10 @@ def test_a_task_that_nobody_prepared_works_from_its_files_alone(tmp_path, task, 
 
 def test_few_shot_examples_come_from_the_tasks_own_split_file(tmp_path):
     write(tmp_path, "boolq", "validation", BOOLQ)
-    settings = Task(name="boolq", num_fewshot=1)
     with pytest.raises(DataError, match=r"for its examples no train\.jsonl"):
-        load_task(settings, data=tmp_path, definitions=None)
+        plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None)
     write(tmp_path, "boolq", "train", BOOLQ * 3)
-    loaded = load_task(settings, data=tmp_path, definitions=None)
+    loaded = load_task(plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None))
     assert loaded.label == "boolq (1-shot)"
     assert loaded.task.config.num_fewshot == 1
 
@@ -56,35 +66,36 @@ def test_few_shot_examples_come_from_the_tasks_own_split_file(tmp_path):
 def test_a_missing_split_says_what_to_put_where_and_what_is_there(tmp_path):
     write(tmp_path, "sciq", "validation", [SCIQ])
     with pytest.raises(DataError) as error:
-        load_task(Task(name="sciq"), data=tmp_path, definitions=None)
+        plan_task("sciq", data=tmp_path, definitions=None)
     for word in ["sciq", "no test.jsonl", "validation.jsonl", "files: [validation]"]:
         assert word in str(error.value)
 
 
 def test_another_file_than_the_splits_own_must_be_named_and_is_shown(tmp_path):
     write(tmp_path, "sciq", "validation", [SCIQ])
-    settings = Task(name="sciq", files=("test", "validation"))
-    assert load_task(settings, data=tmp_path, definitions=None).label == "sciq [validation]"
+    files = ("test", "validation")
+    planned = plan_task("sciq", files=files, data=tmp_path, definitions=None)
+    assert load_task(planned).label == "sciq [validation]"
     write(tmp_path, "sciq", "test", [SCIQ])
-    assert load_task(settings, data=tmp_path, definitions=None).label == "sciq"
+    assert plan_task("sciq", files=files, data=tmp_path, definitions=None).label == "sciq"
 
 
 def test_the_digest_changes_with_a_document_and_with_nothing_else(tmp_path):
     write(tmp_path, "copa", "validation", COPA)
-    first = load_task(Task(name="copa"), data=tmp_path, definitions=None).digest
-    assert load_task(Task(name="copa"), data=tmp_path, definitions=None).digest == first
+    first = load_task(plan_task("copa", data=tmp_path, definitions=None)).digest
+    assert load_task(plan_task("copa", data=tmp_path, definitions=None)).digest == first
     write(tmp_path, "copa", "validation", [COPA[0], {**COPA[1], "label": 0}])
-    assert load_task(Task(name="copa"), data=tmp_path, definitions=None).digest != first
+    assert load_task(plan_task("copa", data=tmp_path, definitions=None)).digest != first
 
 
 def test_the_digest_is_the_same_in_another_process(tmp_path):
     write(tmp_path, "wikitext", "test", [{"page": " = A = \n"}])  # its definition has functions
-    here = load_task(Task(name="wikitext"), data=tmp_path, definitions=None).digest
+    here = load_task(plan_task("wikitext", data=tmp_path, definitions=None)).digest
     code = (
         "from pathlib import Path; from qbench.evaluation.tasks import load_task; "
-        "from qbench.recipe import Task; x = [object() for _ in range(999)]; "
-        f"print(load_task(Task(name='wikitext'), data=Path({str(tmp_path)!r}), "
-        "definitions=None).digest)"
+        "from qbench.evaluation.planned import plan_task; x = [object() for _ in range(999)]; "
+        f"print(load_task(plan_task('wikitext', data=Path({str(tmp_path)!r}), "
+        "definitions=None)).digest)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == here
@@ -93,7 +104,7 @@ def test_the_digest_is_the_same_in_another_process(tmp_path):
 def test_wrong_fields_are_reported_with_the_data_set_they_should_follow(tmp_path):
     write(tmp_path, "sciq", "test", [{"query": "What falls?"}])
     with pytest.raises(DataError, match="are the fields those of allenai/sciq"):
-        load_task(Task(name="sciq"), data=tmp_path, definitions=None)
+        plan_task("sciq", data=tmp_path, definitions=None)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +119,7 @@ def test_a_malformed_file_is_reported_with_its_line(tmp_path, text, words):
     path = tmp_path / "test.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=words):
-        read_lines(path)
+        read_rows(path)
 
 
 def test_own_task_definitions_are_found_first(tmp_path):
@@ -130,11 +141,175 @@ def test_the_digest_is_also_of_the_documents_that_examples_are_drawn_from(tmp_pa
     digests = []
     for examples in (BOOLQ * 3, BOOLQ[:1] * 6):
         write(tmp_path, "boolq", "train", examples)
-        settings = Task(name="boolq", num_fewshot=1)
-        digests.append(load_task(settings, data=tmp_path, definitions=None).digest)
-    assert digests[0] != digests[1]
+        planned = plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None)
+        digests.append((planned.digest, load_task(planned).digest))
+    assert digests[0][0] != digests[1][0]
+    assert digests[0][1] != digests[1][1]
 
 
 def test_an_unknown_task_is_a_recipe_error():
     with pytest.raises(RecipeError, match="no_such_task_at_all"):
         definition_file("no_such_task_at_all", None)
+
+
+def planned(folder, name, **settings):
+    return plan_task(name, data=folder, definitions=None, **settings)
+
+
+def test_planning_imports_nothing_that_scoring_needs(tmp_path):
+    write(tmp_path, "sciq", "test", [SCIQ])
+    code = (
+        "import sys; from pathlib import Path; from qbench.evaluation.planned import plan_task; "
+        f"plan_task('sciq', data=Path({str(tmp_path)!r}), definitions=None); "
+        "print({'torch', 'transformers', 'lm_eval', 'datasets', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_planned_task_can_be_sent_to_another_process(tmp_path):
+    write(tmp_path, "copa", "validation", COPA)
+    one = planned(tmp_path, "copa")
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert load_task(pickle.loads(pickle.dumps(one))) is load_task(one)
+
+
+@pytest.mark.parametrize("edit", ["data", "definition", "code"])
+def test_what_was_edited_after_planning_is_refused(tmp_path, edit):
+    definitions, data = tmp_path / "tasks", tmp_path / "data"
+    write(data, "mine", "test", [{"question": "a", "answer": "b"}])
+    definitions.mkdir()
+    (definitions / "mine.yaml").write_text(MINE)
+    (definitions / "code.py").write_text("def target(doc):\n    return doc['answer']\n")
+    one = plan_task("mine", data=data, definitions=definitions)
+    assert load_task(one).documents == 1
+    load_task.cache_clear()
+    if edit == "data":
+        write(data, "mine", "test", [{"question": "a", "answer": "c"}])
+    elif edit == "definition":
+        (definitions / "mine.yaml").write_text(MINE.replace("Q:", "Question:"))
+    else:
+        (definitions / "code.py").write_text("def target(doc):\n    return 'x'\n")
+    with pytest.raises(DataError, match=r"mine.* changed after this run began; run again"):
+        load_task(one)
+    assert plan_task("mine", data=data, definitions=definitions).digest != one.digest
+
+
+MINE = """
+task: mine
+dataset_path: json
+test_split: test
+output_type: loglikelihood
+doc_to_text: "Q: {{question}}"
+doc_to_target: !function code.target
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "split", "rows", "words"),
+    [
+        ("sciq", "test", [SCIQ, {k: v for k, v in SCIQ.items() if k != "support"}],
+         r"test\.jsonl:2: no field 'support', which doc_to_text of sciq needs"),
+        ("piqa", "validation", [{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}, {}],
+         r"validation\.jsonl:2: no field 'goal'"),
+        ("piqa", "validation", [{"goal": "g", "sol1": "a", "sol2": "b", "label": -1}],
+         r"validation\.jsonl:1: piqa: its label, label, is -1: missing or hidden"),
+        ("piqa", "validation", [{"goal": "g", "sol1": "a", "sol2": "b", "label": None}],
+         "label, is null"),
+        ("piqa", "validation", [{"goal": "g", "sol1": "a", "sol2": "b", "label": 1.5}],
+         "label, is 1.5"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_scored_are_refused_with_their_line(tmp_path, task, split, rows, words):
+    write(tmp_path, task, split, rows)
+    with pytest.raises(DataError, match=words):
+        planned(tmp_path, task)
+
+
+def test_a_field_that_a_template_can_do_without_may_be_missing(tmp_path):
+    text = "{% if hint is defined %}{{hint}}{% endif %}Q: {{question}}"
+    (tmp_path / "mine.yaml").write_text(
+        MINE.replace("Q: {{question}}", text).replace("!function code.target", '"{{answer}}"')
+    )
+    write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
+    assert plan_task("mine", data=tmp_path, definitions=tmp_path).documents == 1
+
+
+def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text('{"text": "a\u2028b"}\n\n{"text": "c"}\n', encoding="utf-8")
+    rows, _ = read_rows(path)
+    assert [(row.line, row.fields["text"]) for row in rows] == [(1, "a\u2028b"), (3, "c")]
+
+
+def test_each_document_knows_its_line(tmp_path):
+    path = write(tmp_path, "copa", "validation", COPA)
+    path.write_text("\n" + path.read_text())
+    loaded = load_task(planned(tmp_path, "copa"))
+    assert [loaded.place(n) for n in range(2)] == [f"{path}:2", f"{path}:3"]
+
+
+def test_coqa_names_what_its_code_lacks_not_the_datas_fields(tmp_path):
+    code = (tmp_path / "code.py").with_suffix(".py")
+    code.write_text("import no_such_package_at_all.part\n\ndef target(doc):\n    return ''\n")
+    (tmp_path / "mine.yaml").write_text(MINE)
+    write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
+    with pytest.raises(DataError, match=r"code\.py:1 imports no_such_package_at_all, which is not "
+                       "installed: pip install"):  # fmt: skip
+        plan_task("mine", data=tmp_path, definitions=tmp_path)
+    code.write_text("import qbench.no_such_part\n\ndef target(doc):\n    return ''\n")
+    with pytest.raises(DataError, match=r"imports qbench\.no_such_part, which the installed qb"):
+        plan_task("mine", data=tmp_path, definitions=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [("mmlu", 57), ("mmlu_stem_tasks", 19), ("ai2_arc", 2), ("glue", 9), ("blimp", 67)],
+)
+def test_groups_and_tags_are_opened(name, members):
+    assert len(set(expand(name, None))) == members
+
+
+def test_definitions_read_as_lm_eval_reads_them():
+    """Includes, local keys before included ones, and functions as they are written."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    def plain(value):
+        if isinstance(value, Function):
+            return str(value.folder / value.name)
+        if isinstance(value, dict | list):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            read = {key: plain(inner) for key, inner in pairs}
+            return read if isinstance(value, dict) else list(read.values())
+        return value
+
+    names = random.Random(0).sample(task_names(), 100)
+    for name in ["arc_easy", "wikitext", "coqa", *names]:
+        path = definition_file(name, None)
+        assert plain(read_definition(path).config) == load_yaml(path, resolve_func=False), name
+
+
+def test_an_include_that_comes_back_to_itself_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("task: a\ninclude: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("include: a.yaml\n")
+    with pytest.raises(RecipeError, match="includes itself"):
+        read_definition(tmp_path / "a.yaml")
+
+
+def test_documents_from_elsewhere_have_the_digest_of_the_same_documents(tmp_path):
+    """As from the hub: there the other splits are present, and the data come by another way."""
+    write(tmp_path / "one", "copa", "validation", COPA)
+    write(tmp_path / "two", "copa", "validation", COPA)
+    write(tmp_path / "two", "copa", "train", COPA[:1])
+    one, two = (load_task(planned(tmp_path / name, "copa")) for name in ("one", "two"))
+    from lm_eval.tasks._factory import TaskFactory
+    from lm_eval.tasks._index import TaskIndex
+
+    rows = {"train": COPA[:1], "validation": COPA}
+    hub = TaskFactory().build(
+        TaskIndex.entry_from_path(definition_file("copa", None)),
+        overrides={"custom_dataset": lambda **_: tasks._datasets(rows)},
+        registry={},
+    )
+    assert one.digest == two.digest == tasks._digest(hub)

@@ -1,0 +1,239 @@
+"""lm-eval's task definitions, read from their YAML files. Imports nothing of lm-eval.
+
+lm-eval's own index parses its 13,000 files with everything that they import, which takes twenty
+seconds; finding one definition by its name takes a tenth of one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qbench.errors import RecipeError
+
+NAMES = re.compile(
+    r"^[\"']?(task|group)[\"']?[ \t]*:[ \t]*[\"']?([^\s\"'#\[]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE
+)
+NEVER_INHERITED = "task_list"  # it lists tasks of the included file alone
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """``!function module.name``: code beside the definition, or a module that can be imported."""
+
+    name: str
+    folder: Path
+
+    @property
+    def file(self) -> Path | None:
+        """The file beside the definition that it is in; None where it is imported by name."""
+        module = self.name.rpartition(".")[0].replace(".", "/")
+        path = self.folder / f"{module}.py"
+        return path if path.is_file() else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Definition:
+    """One task's definition with its includes resolved; values may hold ``Function``."""
+
+    path: Path
+    config: dict[str, Any]
+
+    @property
+    def functions(self) -> list[Function]:
+        return list(_functions(self.config))
+
+    @property
+    def sources(self) -> list[Path]:
+        """The Python files that its functions are in or may call: all beside them."""
+        found: set[Path] = set()
+        for function in self.functions:
+            if function.file is not None:
+                found |= {function.file, *function.folder.glob("*.py")}
+        return sorted(found)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the definition and its sources; where they lie plays no part."""
+        canonical = json.dumps(self.config, sort_keys=True, default=_written)
+        total = hashlib.sha256(canonical.encode())
+        for path in self.sources:
+            total.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        return total.hexdigest()
+
+
+def read_definition(path: Path) -> Definition:
+    """Raises RecipeError for a file that is no definition."""
+    try:
+        config = _resolved(path.expanduser().resolve(), ())
+    except (yaml.YAMLError, OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{path}: not a task definition: {reason}") from None
+    return Definition(path=path, config=config)
+
+
+def definition_file(name: str, definitions: Path | None) -> Path:
+    """The YAML file that defines the leaf task ``name``: one of ``definitions``, a folder, before
+    lm-eval's. Raises RecipeError where none does."""
+    for folder in (definitions, lm_eval_tasks()):
+        if folder is not None and (path := _file_with("task", name, folder)) is not None:
+            return path
+    raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
+
+
+def expand(name: str, definitions: Path | None) -> list[str]:
+    """The leaf tasks that ``name`` stands for: itself, or the members of a group or tag."""
+    folders = [folder for folder in (definitions, lm_eval_tasks()) if folder is not None]
+    if any(_file_with("task", name, folder) for folder in folders):
+        return [name]
+    for folder in folders:
+        if (path := _file_with("group", name, folder)) is not None:
+            return _members(name, read_definition(path).config, definitions)
+    if tagged := _tagged(name, folders):
+        return tagged
+    raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
+
+
+def task_names(definitions: Path | None = None) -> list[str]:
+    """Names of all leaf tasks that lm-eval and ``definitions`` define, sorted."""
+    folders = [lm_eval_tasks(), *([definitions] if definitions else [])]
+    return sorted({n for folder in folders for kind, n in _index(folder) if kind == "task"})
+
+
+@functools.cache
+def lm_eval_tasks() -> Path:
+    """The folder of lm-eval's own definitions."""
+    found = importlib.util.find_spec("lm_eval")
+    assert found is not None, "lm-eval is installed with qbench"
+    assert found.origin is not None
+    return Path(found.origin).parent / "tasks"
+
+
+def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
+    if path in within:
+        raise ValueError(f"it includes itself through {path}")
+    # not utf-8 by chance: yaml decides by the mark at the beginning
+    config = yaml.load(path.read_bytes(), _loader(path.parent))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} is not a mapping")
+    included = config.pop("include", [])
+    merged: dict[str, Any] = {}
+    for one in included if isinstance(included, list) else [included]:
+        inherited = _resolved((path.parent / str(one)).resolve(), (*within, path))
+        merged |= {key: value for key, value in inherited.items() if key != NEVER_INHERITED}
+    return merged | config
+
+
+def _loader(folder: Path) -> type[yaml.SafeLoader]:
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        pass
+
+    Loader.add_constructor(
+        "!function", lambda loader, node: Function(loader.construct_scalar(node), folder)
+    )
+    return Loader
+
+
+def _functions(value: Any) -> Iterator[Function]:
+    if isinstance(value, Function):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _functions(inner)
+
+
+def _written(value: Any) -> str:
+    return f"!function {value.name}" if isinstance(value, Function) else str(value)
+
+
+def _file_with(kind: str, name: str, folder: Path) -> Path | None:
+    """The file that says ``task: name`` or ``group: name``; one called by the name is looked at
+    first, which spares reading them all."""
+    for path in _definition_files(folder):
+        if path.stem == name and (kind, name) in NAMES.findall(_text(path)):
+            return path
+    return _index(folder).get((kind, name))
+
+
+@functools.cache
+def _index(folder: Path) -> dict[tuple[str, str], Path]:
+    """The first file, in the order of their paths, for each kind and name."""
+    found: dict[tuple[str, str], Path] = {}
+    for path in _definition_files(folder):
+        for kind, name in NAMES.findall(_text(path)):
+            found.setdefault((kind, name), path)
+    return found
+
+
+def _members(name: str, config: dict[str, Any], definitions: Path | None) -> list[str]:
+    members: list[str] = []
+    children = config.get("task") or []
+    for child in [children] if isinstance(children, str) else children:
+        if isinstance(child, dict) and child.keys() - {"task", "group"}:
+            settings = ", ".join(sorted(child.keys() - {"task", "group"}))
+            raise RecipeError(
+                f"tasks: {name} changes {settings} of {child.get('task', child.get('group'))}; "
+                "name its tasks one by one, with what you want of each"
+            )
+        child_name = child if isinstance(child, str) else child.get("task", child.get("group"))
+        if not isinstance(child_name, str):
+            raise RecipeError(f"tasks: {name}: its group is defined inline; name its tasks")
+        members += expand(child_name, definitions)
+    return members
+
+
+def _tagged(tag: str, folders: list[Path]) -> list[str]:
+    """Names of the tasks that carry ``tag``, in a definition of theirs or one they include."""
+    word = re.compile(rf"(?<![\w-]){re.escape(tag)}(?![\w-])")
+    found: set[str] = set()
+    for folder in folders:
+        texts = {path: _text(path) for path in _definition_files(folder, templates=True)}
+        names = {path for path, text in texts.items() if "tag" in text and word.search(text)}
+        todo = set(names)
+        while todo:  # who includes one of these, and so on
+            stems = {path.name for path in todo}
+            todo = {
+                path
+                for path, text in texts.items()
+                if path not in names and "include" in text and any(stem in text for stem in stems)
+            }
+            names |= todo
+        for path in names:
+            config = read_definition(path).config if path.suffix == ".yaml" else {}
+            tags = config.get("tag") or []
+            if tag in ([tags] if isinstance(tags, str) else tags) and "group" not in config:
+                found.add(config["task"])
+    return sorted(found)
+
+
+def _near(name: str, definitions: Path | None) -> str:
+    near = difflib.get_close_matches(name, task_names(definitions), n=3)
+    return f"; near it: {', '.join(near)}" if near else "; `qbench list tasks` names them"
+
+
+@functools.cache
+def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
+    found = []
+    for place, _, names in os.walk(folder):
+        found += [
+            Path(place) / name
+            for name in names
+            if name.endswith(".yaml") or (templates and name.endswith(("yaml", "yml")))
+        ]
+    return sorted(found)
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")

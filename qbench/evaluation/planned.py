@@ -1,0 +1,201 @@
+"""What a task is, before anything is loaded: its definition, its data, a digest of both. No torch.
+
+A plan holds these; ``qbench.evaluation.tasks`` makes lm-eval's object of one, where it is scored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qbench import hub
+from qbench.errors import DataError
+from qbench.evaluation.data import DataFile, read_rows, require_fields
+from qbench.evaluation.definitions import Definition, definition_file, read_definition
+from qbench.evaluation.modules import require_modules
+
+MAX_GEN_TOKS = 256  # lm-eval's, where a task states none
+LOCAL_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")  # of datasets.load_dataset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubData:
+    """A data set of the hub at one commit."""
+
+    repository: str
+    name: str | None  # of its configuration
+    commit: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTask:
+    """A task with its definition and data found and digested; none of it is loaded.
+
+    ``digest`` is of all that can change what is asked of a model: the definition with the code
+    that it names, and the bytes of its local files or the commit of its data set.
+    """
+
+    name: str
+    label: str  # as tables show it: the name, and what stands for its evaluation split if another
+    definition: Path  # the YAML file
+    definition_digest: str
+    own: bool  # a definition of the user's, not lm-eval's
+    stated_fewshot: int | None  # as the recipe says; None: as the definition says
+    num_fewshot: int
+    files: tuple[DataFile, ...]  # the evaluation split's first; none where the hub gives them
+    hub_data: HubData | None
+    documents: int | None  # None where only loading tells
+    output_type: str
+    max_gen_toks: int  # tokens that a generated answer may have
+
+    @property
+    def digest(self) -> str:
+        data = [(file.split, file.digest) for file in self.files]
+        parts = {
+            "definition": self.definition_digest,
+            "files": data,
+            "hub": asdict(self.hub_data) if self.hub_data else None,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def plan_task(
+    name: str,
+    *,
+    data: Path | None,
+    definitions: Path | None,
+    files: Sequence[str] | None = None,
+    num_fewshot: int | None = None,
+) -> PlannedTask:
+    """Find the leaf task ``name`` and its data, and check what can be checked unloaded.
+
+    ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names, None means
+    the hub; ``definitions`` a folder of further lm-eval task definitions, searched first.
+    ``files`` are the stems that may stand for the evaluation split, the first that exists is
+    used. Raises RecipeError for an unknown task, DataError where its data cannot be had.
+    """
+    path = definition_file(name, definitions)
+    definition = read_definition(path)
+    require_modules(name, definition)
+    config = {**definition.config, "num_fewshot": definition.config.get("num_fewshot")}
+    label = name
+    if num_fewshot is not None:
+        if num_fewshot != (config["num_fewshot"] or 0):
+            label += f" ({num_fewshot}-shot)"
+        config["num_fewshot"] = num_fewshot
+    found, documents, stem = _local_files(name, definition, config, data, files)
+    if stem is not None:
+        label += f" [{stem}]"
+    generation = config.get("generation_kwargs") or {}
+    return PlannedTask(
+        name=name,
+        label=label,
+        definition=path,
+        definition_digest=definition.digest,
+        own=definitions is not None and path.is_relative_to(definitions),
+        stated_fewshot=num_fewshot,
+        num_fewshot=config["num_fewshot"] or 0,
+        files=found,
+        hub_data=None if found else _hub_data(name, config),
+        documents=documents,
+        output_type=config.get("output_type", "generate_until"),
+        max_gen_toks=int(generation.get("max_gen_toks", MAX_GEN_TOKS)),
+    )
+
+
+def evaluation_split(config: dict[str, Any]) -> str | None:
+    """The split that lm-eval scores: test, or validation where a task has no test split."""
+    return config.get("test_split") or config.get("validation_split")
+
+
+def fewshot_split(config: dict[str, Any]) -> str | None:
+    """The split that a task's few-shot examples come from, None where it uses none."""
+    if not config.get("num_fewshot"):
+        return None
+    own = config.get("fewshot_config") or {}
+    if own.get("samples") is not None:
+        return None
+    return (
+        own.get("split")
+        or config.get("fewshot_split")
+        or config.get("training_split")
+        or config.get("validation_split")
+        or config.get("test_split")
+    )
+
+
+def _local_files(
+    name: str,
+    definition: Definition,
+    config: dict[str, Any],
+    data: Path | None,
+    files: Sequence[str] | None,
+) -> tuple[tuple[DataFile, ...], int | None, str | None]:
+    """The files, the number of documents, and the stem that stands for the evaluation split where
+    it is another's; nothing of them without a data folder."""
+    if data is None:
+        return (), None, None
+    split = evaluation_split(config)
+    if split is None or "class" in config:
+        raise DataError(
+            f"{name}: it is defined in Python and loads its data itself; run it without a data "
+            "folder"
+        )
+    folder = data / name
+    present = sorted(path.stem for path in folder.glob("*.jsonl"))
+    wanted = tuple(files or (split,))
+    stem = next((stem for stem in wanted if stem in present), None)
+    if stem is None:
+        raise DataError(_missing(name, folder, wanted, present))
+    paths = {split: folder / f"{stem}.jsonl"}
+    examples = fewshot_split(config)
+    if examples and examples not in paths:
+        if examples not in present:
+            why = "for its examples "
+            raise DataError(_missing(name, folder, (examples,), present, why))
+        paths[examples] = folder / f"{examples}.jsonl"
+    found, documents = [], None
+    for of, path in paths.items():
+        rows, digest = read_rows(path)
+        require_fields(name, definition, path, rows)
+        found.append(DataFile(split=of, path=path, digest=digest))
+        if of == split and not config.get("process_docs"):
+            documents = len(rows)
+    return tuple(found), documents, stem if stem != split else None
+
+
+def _missing(
+    name: str, folder: Path, wanted: tuple[str, ...], present: list[str], why: str = ""
+) -> str:
+    has = f"it has {', '.join(f'{stem}.jsonl' for stem in present)}" if present else "nothing there"
+    remedy = "put the split there, one JSON object a line, with the field names of the hub's"
+    if present and not why:
+        remedy += f"; or let the recipe say tasks: [{{name: {name}, files: [{present[0]}]}}]"
+    files = " or ".join(f"{stem}.jsonl" for stem in wanted)
+    return f"{name}: {why}no {files} in {folder} ({has}); {remedy}"
+
+
+def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
+    """None for a task that loads its data itself, or from files that its definition names."""
+    repository = config.get("dataset_path")
+    stated = config.get("dataset_kwargs") or {}
+    if (
+        not isinstance(repository, str)
+        or "class" in config
+        or config.get("custom_dataset")
+        or repository in LOCAL_FORMATS
+        or Path(repository).exists()
+    ):
+        return None
+    try:
+        commit = hub.dataset_commit(repository, stated.get("revision"), config.get("dataset_name"))
+    except DataError as error:
+        raise DataError(
+            f"{name}: {error}; or put the data into DIR/{name}/{evaluation_split(config)}.jsonl "
+            "and say --data DIR"
+        ) from error
+    return HubData(repository=repository, name=config.get("dataset_name"), commit=commit)

@@ -1,0 +1,102 @@
+"""What this host computes on, asked of the CUDA driver itself. Imports no torch.
+
+Importing torch to ask whether there is a GPU takes seconds, and the parent of worker processes
+has no other use for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+from qbench.errors import RecipeError, UnavailableError
+
+DRIVER = "libcuda.so.1"
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+NAME_BYTES = 256
+
+
+def choose_device(wanted: str) -> str:
+    """``cpu`` or ``cuda`` for ``auto``, ``cpu`` or ``cuda``; raises UnavailableError."""
+    if wanted == "cpu":
+        return "cpu"
+    problem = cuda_problem()
+    if wanted == "auto":
+        return "cpu" if problem else "cuda"
+    if problem:
+        raise UnavailableError(f"--device cuda: {problem}; say --device cpu")
+    return wanted
+
+
+@functools.cache
+def cuda_problem() -> str | None:
+    """Why the installed PyTorch can use no GPU here, in words; None where it can."""
+    build = torch_cuda()
+    if build is None:
+        return "the installed PyTorch is built without CUDA"
+    try:
+        driver = _driver()
+    except OSError:
+        return f"no NVIDIA driver is here ({DRIVER})"
+    if (code := driver.cuInit(0)) not in (0, NO_DEVICE):
+        return f"the CUDA driver does not start (error {code})"
+    if code == NO_DEVICE or not device_count():
+        return "no GPU is visible here (does CUDA_VISIBLE_DEVICES hide it?)"
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    if major < int(build.partition(".")[0]):
+        return f"the driver knows CUDA {major}.{minor}, PyTorch is built for {build}; update it"
+    return None
+
+
+def device_count() -> int:
+    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES says."""
+    count = ctypes.c_int()
+    code = _driver().cuDeviceGetCount(ctypes.byref(count))
+    return count.value if code == 0 else 0
+
+
+def device_name(index: int = 0) -> str:
+    """A GPU's name, such as ``NVIDIA H200``."""
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
+    driver = _driver()
+    if (code := driver.cuInit(0)) or (code := driver.cuDeviceGet(ctypes.byref(device), index)):
+        raise UnavailableError(f"GPU {index}: the CUDA driver does not give it (error {code})")
+    driver.cuDeviceGetName(name, NAME_BYTES, device)
+    return name.value.decode()
+
+
+@functools.cache
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed PyTorch is built for; None for a build without."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = (Path(found.origin).parent / "version.py").read_text()
+    stated = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return stated[1] if stated else None
+
+
+def gpu_slots(gpus: str | None, workers: int | None, device: str, cells_a_gpu: int) -> list[int]:
+    """The GPU of each worker process; an empty list means one cell at a time in this process.
+
+    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there.
+    """
+    if device == "cpu":
+        if gpus is not None:
+            raise RecipeError(f"--gpus {gpus}: this run computes on the CPU; leave --gpus out")
+        return [0] * workers if workers and workers > 1 else []
+    present = device_count()
+    if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
+        raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
+    wanted = present if gpus == "all" else int(gpus or 1)
+    return [gpu for _ in range(workers or cells_a_gpu) for gpu in range(wanted)]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL(DRIVER)
