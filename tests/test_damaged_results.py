@@ -1,0 +1,286 @@
+"""A changed byte in a results folder is never another number, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from synthetic import make_store
+
+from qbench import cli
+from qbench import store as store_module
+from qbench.comparison.floors import FILE, read_floors, to_bytes
+from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.gate import baseline
+from qbench.record import RESPONSE_COLUMNS
+from qbench.sealed import seal
+from qbench.store import Store
+
+FLIPS = 60  # of each kind of file
+KINDS = {
+    "record": "records/softpick/gptq-4bit/*.json",
+    "outcomes": "records/softpick/gptq-4bit/*.outcomes.parquet",
+    "responses": "records/softpick/gptq-4bit/*.responses.parquet",
+    "grid": "grid.json",
+    "noise": FILE,
+}
+RESPONSES = pd.DataFrame(
+    [("arc_easy", n, 0, -1.5 - n, n % 2 == 0) for n in range(40)], columns=list(RESPONSE_COLUMNS)
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A results folder as ``run`` and ``noise`` leave it, with a baseline of it."""
+    folder = tmp_path_factory.mktemp("results")
+    sizes = {"arc_easy": 40, "wikitext": 12}
+    store = make_store(folder / "grid", quantizers=("bf16", "gptq-4bit"), sizes=sizes)
+    for record in store.records():
+        store.put(record, store.outcomes(record), RESPONSES)
+    floors = {
+        cell.cell: {"key": cell.key, "floors": {"arc_easy": {"acc": 0.001}}}
+        for cell in store.grid().cells
+        if not cell.quantized
+    }
+    (store.directory / FILE).write_bytes(to_bytes(floors))
+    baseline.make(store, folder / "baseline.parquet")
+    return folder
+
+
+@pytest.fixture
+def results(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def the_file(results: Path, kind: str) -> Path:
+    (path,) = (results / "grid").glob(KINDS[kind])
+    return path
+
+
+def content(folder: Path) -> list[object]:
+    """All that a results folder says, read as every command reads it."""
+    store = Store(folder)
+    grid = store.grid()
+    records = store.records()
+    tables = [
+        read(record).to_csv() for record in records for read in (store.outcomes, store.responses)
+    ]
+    return [grid, records, tables, read_floors(store, grid)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_changed_byte_is_noticed_or_changes_nothing(results, kind):
+    path, folder = the_file(results, kind), results / "grid"
+    good, expected = path.read_bytes(), content(folder)
+    chosen = random.Random(f"bytes of {kind}")
+    messages = []
+    for _ in range(FLIPS):
+        changed = bytearray(good)
+        place = chosen.randrange(len(good))
+        changed[place] ^= chosen.randrange(1, 256)
+        path.write_bytes(changed)
+        try:
+            assert content(folder) == expected, f"byte {place}: other content"
+        except ResultsError as error:
+            messages.append(str(error))
+    assert len(messages) > FLIPS / 2
+    for message in messages:
+        assert path.name in message
+        assert "\n" not in message
+
+
+COMMANDS = {
+    "tables": ["tables", "{grid}"],
+    "report": ["report", "{grid}"],
+    "check": ["check", "{grid}", "--baseline", "{baseline}"],
+    "compare": ["compare", "{grid}", "{good}"],
+    "explain": ["explain", "{grid}/softpick/gptq-4bit", "{good}/softmax/bf16"],
+    "baseline": ["baseline", "{grid}", "--out", "{out}"],
+}
+READ_BY = {
+    "record": list(COMMANDS),
+    "outcomes": ["tables", "report", "check", "compare", "baseline"],
+    "grid": list(COMMANDS),
+    "noise": ["tables", "report"],
+}
+
+
+def main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["qbench", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+@pytest.mark.parametrize(("kind", "command"), [(k, c) for k, cs in READ_BY.items() for c in cs])
+def test_a_command_that_reads_a_damaged_file_says_so_in_one_line(
+    results, whole, monkeypatch, capsys, kind, command
+):
+    path = the_file(results, kind)
+    damaged = bytearray(path.read_bytes())
+    place = damaged.index(b'"key"') if path.suffix == ".json" else len(damaged) // 2
+    damaged[place + 2] ^= 1
+    path.write_bytes(damaged)
+    places = {"grid": results / "grid", "good": whole / "grid", "out": results / "new.parquet",
+              "baseline": whole / "baseline.parquet"}  # fmt: skip
+    assert main(monkeypatch, [part.format(**places) for part in COMMANDS[command]]) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert path.name in line
+    assert "damaged" in line
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("kind", ["record", "outcomes", "responses"])
+def test_a_run_takes_a_damaged_cell_as_one_to_make_and_the_others_as_they_are(results, kind):
+    path, store = the_file(results, kind), Store(results / "grid")
+    path.write_bytes(path.read_bytes()[:-20])
+    said: list[str] = []
+    found = {cell.cell: store.whole(cell, said.append) for cell in store.grid().cells}
+    assert [cell for cell, record in found.items() if record is None] == ["softpick/gptq-4bit"]
+    (line,) = said
+    assert line.startswith("softpick/gptq-4bit: made again: ")
+    assert path.name in line
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    """Change a record or grid and give it the right checksum, as another program could."""
+    values = json.loads(path.read_bytes())
+    del values["checksum"]
+    path.write_bytes(seal({**values, **changes}))
+
+
+def test_a_record_of_a_newer_qbench_is_neither_read_nor_replaced(results):
+    path, store = the_file(results, "record"), Store(results / "grid")
+    good = store.records()[-1]
+    rewrite(path, schema_version=3)
+    before = path.read_bytes()
+    for act in (store.records, lambda: store.put(good, None, None),
+                lambda: [store.whole(cell) for cell in store.grid().cells]):  # fmt: skip
+        with pytest.raises(NewerSchemaError, match=r"schema 3, this one reads 2\): update qbench"):
+            act()
+    assert path.read_bytes() == before
+
+
+def test_a_record_of_an_older_qbench_is_made_again_and_kept(results):
+    path, store = the_file(results, "record"), Store(results / "grid")
+    good = store.records()[-1]
+    rewrite(path, schema_version=1)
+    with pytest.raises(SchemaError, match="run the recipe again; the old record stays untouched"):
+        store.records()
+    assert store.whole(store.grid().cells[-1]) is None
+    old = path.read_bytes()
+    store.put(good, RESPONSES[[]].assign(**dict.fromkeys(store_module.OUTCOME_COLUMNS, 1)), None)
+    assert path.with_suffix(".older.json").read_bytes() == old
+    assert store.get(store.grid().cells[-1]).cell == good.cell
+
+
+def test_a_grid_of_a_newer_qbench_is_not_replaced_and_a_damaged_one_is(results):
+    path, store = the_file(results, "grid"), Store(results / "grid")
+    grid = store.grid()
+    rewrite(path, schema_version=9)
+    with pytest.raises(NewerSchemaError):
+        store.put_grid(grid)
+    path.write_bytes(b"{")
+    with pytest.raises(DamagedError):
+        store.grid()
+    store.put_grid(grid)
+    assert store.grid() == grid
+
+
+def test_what_is_no_number_for_a_schema_is_damage(results):
+    rewrite(the_file(results, "grid"), schema_version="2")
+    with pytest.raises(DamagedError, match="no schema_version"):
+        Store(results / "grid").grid()
+
+
+OUTSIDE = [
+    ("checkpoint", "../../elsewhere"), ("checkpoint", "/etc"), ("checkpoint", "a\x00b"),
+    ("checkpoint", "a\n\\input{x}"), ("checkpoint", ""), ("quantizer", ".."), ("quantizer", "a/b"),
+    ("key", "../../../secret"), ("key", "ABC"), ("key", 3), ("title", "GPTQ\nx"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), OUTSIDE)
+def test_names_of_a_foreign_grid_lead_nowhere_else(results, field, value):
+    path = the_file(results, "grid")
+    cells = json.loads(path.read_bytes())["cells"]
+    cells[0][field] = value
+    rewrite(path, cells=cells)
+    with pytest.raises(DamagedError, match=rf"grid\.json: damaged: cells\.0\.{field}"):
+        Store(results / "grid").grid()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cells": []}, "cells: "), ({"checkpoints": []}, "checkpoints: "),
+        ({"quantizers": []}, "quantizers: "), ({"tasks": []}, "tasks: "),
+        ({"tasks": ["../x"]}, r"tasks\.0: "), ({"tasks": ["a\nb"]}, r"tasks\.0: "),
+        ({"checkpoints": ["other"]}, "softmax/bf16 is not of these checkpoints"),
+        ({"name": "a\nb"}, "name: "),
+    ],
+)  # fmt: skip
+def test_a_foreign_grid_that_is_of_nothing_is_refused(results, changes, words):
+    rewrite(the_file(results, "grid"), **changes)
+    with pytest.raises(DamagedError, match=rf"grid\.json: damaged: .*{words}"):
+        Store(results / "grid").grid()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"checkpoint": "../x"}, "checkpoint"), ({"attention": "a\nb"}, "attention"),
+     ({"key": "0" * 64}, "another cell or key"), ({"quantizer": "rtn-4bit"}, "another cell")],
+)  # fmt: skip
+def test_a_foreign_record_is_held_to_its_place_and_its_names(results, changes, words):
+    rewrite(the_file(results, "record"), **changes)
+    with pytest.raises(DamagedError, match=words):
+        Store(results / "grid").records()
+
+
+def _die_at(number: int, folder: Path) -> None:
+    """Put a record again with other outcomes, and end like a killed process at the n-th write."""
+    store = Store(folder)
+    record = store.records()[-1]
+    changed = store.outcomes(record)
+    write, count = store_module.write_atomically, 0
+
+    def counted(path: Path, payload: bytes) -> None:
+        nonlocal count
+        if count == number:
+            path.with_name(f".{path.name}.{os.getpid()}").write_bytes(payload[:10])
+            os._exit(9)
+        count += 1
+        write(path, payload)
+
+    store_module.write_atomically = counted
+    store.put(record, changed.assign(value=changed["value"] + 1.0), RESPONSES)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_run_killed_at_any_write_of_a_forced_cell_leaves_the_old_or_the_new_one(results, number):
+    store = Store(results / "grid")
+    cell = store.grid().cells[-1]
+    old = store.outcomes(store.get(cell))
+    process = multiprocessing.get_context("fork").Process(
+        target=_die_at, args=(number, store.directory)
+    )
+    process.start()
+    process.join()
+    ends = [9, 9, 9, 0]
+    assert process.exitcode == ends[number]
+    found = store.outcomes(store.whole(cell))
+    shift = 1.0 if number == 3 else 0.0
+    pd.testing.assert_frame_equal(found, old.assign(value=old["value"] + shift))
+    store.put(store.get(cell), old, RESPONSES)
+    folder = the_file(results, "record").parent
+    files = sorted(path.suffixes[-2] for path in folder.glob("*.parquet"))
+    assert files == [".outcomes", ".responses"], "tables of the killed write were left"
