@@ -68,3 +68,16 @@ class AuditError(QbenchError):
 
 class EvaluationError(QbenchError):
     """Scoring broke, or its difference from exact scoring left the stated tolerance."""
+
+
+SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: its ``repr`` in one line, cut short."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes
+        text = f"{type(value).__name__}: too large to show"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
@@ -17,48 +19,72 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import DataError, QbenchError, RecipeError
+from qbench.errors import QbenchError, RecipeError, shown
 from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
 from qbench.quantizers import QUANTIZERS, Quantizer, parse
 from qbench.quantizers.texts import HUB_FILE
-from qbench.recipe_source import is_folder, override_checkpoints, override_dtype, put, read
-from qbench.record import NAME, Name
+from qbench.recipe_source import Source, read
+from qbench.record import Line, Name, TaskName
+from qbench.record.written import LINE, NAME, TASK
 
 LABEL = re.compile(NAME)
+PATTERNS = {
+    f"^{NAME}$": "letters, digits and . _ + - only, at most 64",
+    LINE: "one line of text",
+    TASK: "the name of a task, without / and line breaks",
+}
+MOST_BATCH = 2**16  # requests
+MOST_DOCUMENTS = 10**9
+MOST_TOKENS = 2**24  # of one text
+
+Whole = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**32)]
+Text = Annotated[Line, Field(min_length=1)]
+
+
+def _is_text(value: object) -> object:
+    if isinstance(value, str) and not all(c.isprintable() for c in value):
+        raise ValueError(f"a path is printable text (it is {shown(value)})")
+    return value
+
+
+FilePath = Annotated[Path, BeforeValidator(_is_text)]
 
 
 class Strict(BaseModel):
     """Unknown keys are refused, values are not changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class CheckpointSource(Strict):
     """Where a checkpoint lies, and what it must be."""
 
-    path: str
-    revision: str | None = None
+    path: Text
+    revision: Text | None = None
     normalizer: str | None = None
 
     @field_validator("normalizer")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
         if value is not None and value not in NORMALIZERS:
-            raise ValueError(f"unknown normalizer {value!r}; known: {', '.join(NORMALIZERS)}")
+            raise ValueError(f"unknown normalizer {shown(value)}; known: {', '.join(NORMALIZERS)}")
         return value
 
 
 class CalibrationSource(Strict):
     """Text that calibrated quantizers see: ``samples`` documents of ``length`` tokens each."""
 
-    path: str  # JSON Lines with a "text" field, or hf://datasets/<owner>/<name>/<file>
-    samples: int = Field(128, ge=1)
-    length: int = Field(2048, ge=8)
-    seed: int = 0
+    path: Text  # JSON Lines with a "text" field, or hf://datasets/<owner>/<name>/<file>
+    samples: Whole = Field(128, ge=1, le=10**6)
+    length: Whole = Field(2048, ge=8, le=MOST_TOKENS)
+    seed: Seed = 0
 
 
 class Task(Strict):
@@ -68,25 +94,34 @@ class Task(Strict):
     folder, the first that exists is used; None: the split's own name alone.
     """
 
-    name: str
-    files: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    num_fewshot: int | None = Field(None, ge=0)
+    name: TaskName
+    files: Annotated[tuple[TaskName, ...], Field(min_length=1)] | None = None
+    num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
 
 
 class Evaluation(Strict):
     """Numerics of scoring; all of it is part of every cell's key."""
 
     softmax_dtype: Literal["float32", "model"] = "float32"
-    add_bos: bool = False
-    max_length: int | None = Field(None, ge=2)  # None: the checkpoint's own
-    batch_size: Annotated[int, Field(ge=1, strict=True)] | Literal["auto"] = "auto"
-    limit: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0, lt=2**32)
-    fewshot_seed: int = Field(FEWSHOT_SEED, ge=0, lt=2**32)  # draws few-shot examples
+    add_bos: Flag = False
+    max_length: Whole | None = Field(None, ge=2, le=MOST_TOKENS)  # None: the checkpoint's own
+    batch_size: int | Literal["auto"] = "auto"
+    limit: Whole | None = Field(None, ge=1, le=MOST_DOCUMENTS)
+    seed: Seed = 0
+    fewshot_seed: Seed = FEWSHOT_SEED  # draws few-shot examples
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
     tolerance: Tolerance = Tolerance()  # of fast scoring's difference from exact
     attention: Literal["auto", "reference", "triton"] = "auto"
-    damage: bool = True
+    damage: Flag = True
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _known_size(cls, value: Any) -> Any:
+        if value != "auto" and not (type(value) is int and 1 <= value <= MOST_BATCH):
+            raise ValueError(
+                f"auto, or a whole number from 1 to {MOST_BATCH} (it is {shown(value)})"
+            )
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +141,8 @@ class Recipe(Strict):
     quantizers: tuple[Column, ...]
     tasks: tuple[Task, ...] = Field(min_length=1)
     calibration: CalibrationSource | None = None
-    data: Path | None = None
-    definitions: Path | None = None  # folder of further lm-eval task definitions
+    data: FilePath | None = None
+    definitions: FilePath | None = None  # of further lm-eval tasks
     evaluation: Evaluation = Evaluation()
     folder: Path = Path()  # of the recipe file
 
@@ -117,28 +152,14 @@ class Recipe(Strict):
 
         Raises RecipeError, one line a problem.
         """
-        changed = overrides or Overrides()
-        raw = read(path)
-        sources = {
-            name: str(Path(source).expanduser().resolve()) if is_folder(source) else source
-            for name, source in changed.checkpoints.items()
-        }
-        override_checkpoints(path, raw, sources)
-        if changed.data is not None:
-            raw["data"] = str(changed.data.resolve())
-        if changed.calibration is not None:
-            put(path, raw, "calibration", "path", str(changed.calibration.resolve()))
-        if changed.limit is not None:
-            put(path, raw, "evaluation", "limit", changed.limit)
-        if changed.scoring is not None:
-            put(path, raw, "evaluation", "scoring", changed.scoring)
-        if changed.dtype is not None:
-            override_dtype(raw, changed.dtype)
+        source = read(path)
+        source.override(overrides or Overrides())
         try:
-            recipe = cls.model_validate({**raw, "folder": path.resolve().parent})
+            folder = Path(os.path.realpath(path)).parent
+            recipe = cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
-            raise RecipeError("\n".join(_lines(path, error))) from None
-        recipe._check_files(path)
+            raise RecipeError("\n".join(_lines(source, error))) from None
+        recipe._check_files(source)
         return recipe
 
     @field_validator("checkpoints", mode="before")
@@ -173,61 +194,75 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
-        for what, names in (
-            ("quantizers", [column.label for column in self.quantizers]),
-            ("tasks", [task.name for task in self.tasks]),
+        labels = [column.label for column in self.quantizers]
+        for what, names, remedy in (
+            ("quantizers", labels, "; give one a label"),
+            ("tasks", [task.name for task in self.tasks], ""),
         ):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                remedy = "; give one a label" if what == "quantizers" else ""
-                raise ValueError(f"{what}: {', '.join(twice)} stands there twice{remedy}")
+            for number, name in enumerate(names):
+                if name in names[:number]:
+                    raise _problem((what, number), f"{name} stands there twice{remedy}")
         calibrated = [c.label for c in self.quantizers if c.quantizer.needs_calibration]
         if calibrated and self.calibration is None:
-            raise ValueError(
-                f"calibration: {calibrated[0]} needs calibration text; "
-                "add calibration: {path: FILE.jsonl} or --calibration FILE"
+            raise _problem(
+                ("quantizers", labels.index(calibrated[0])),
+                f"{calibrated[0]} needs calibration text; "
+                "add calibration: {path: FILE.jsonl} or --calibration FILE",
             )
         return self
 
     def resolve(self, path: Path) -> Path:
         """``path`` as the recipe means it: relative to the recipe's folder."""
-        return (self.folder / path).resolve()
+        return Path(os.path.realpath(self.folder / path))
 
-    def _check_files(self, place: Path) -> None:
+    def _check_files(self, source: Source) -> None:
         for what in ("data", "definitions"):
             folder = getattr(self, what)
-            if folder is not None and not self.resolve(folder).is_dir():
-                raise RecipeError(f"{place}: {what}: no such folder: {self.resolve(folder)}")
-        source = self.calibration
-        if source is None or source.path.startswith(HUB_FILE):
+            if folder is not None and not os.path.isdir(self.resolve(folder)):
+                raise RecipeError(
+                    f"{source.at((what,))}: {what}: no such folder: {self.resolve(folder)}"
+                )
+        text = self.calibration
+        if text is None or text.path.startswith(HUB_FILE):
             return
-        if not self.resolve(Path(source.path)).is_file():
+        if not os.path.isfile(self.resolve(Path(text.path))):
             raise RecipeError(
-                f"{place}: calibration.path: no such file: {self.resolve(Path(source.path))}; "
+                f"{source.at(('calibration', 'path'))}: calibration.path: no such file: "
+                f"{self.resolve(Path(text.path))}; "
                 "name a JSON Lines file with a text field, here or with --calibration"
             )
 
 
 def _column(place: int, entry: Any, compute_dtype: str) -> Column:
     if not isinstance(entry, str | dict):
-        raise ValueError(f"[{place}]: a quantizer is a name, or {{name: …}}, not {entry!r}")
+        raise _problem((place,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     name, label = options.pop("name", None), options.pop("label", None)
     if not isinstance(name, str):
-        raise ValueError(f"[{place}]: a quantizer is a name, or {{name: …, option: value}}")
+        raise _problem((place,), "a quantizer is a name, or {name: …, option: value}")
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
-        raise ValueError(f"[{place}]: label {label!r}: letters, digits and . _ + - only")
+        raise _problem((place,), f"label {shown(label)}: letters, digits and . _ + - only")
     if name in QUANTIZERS and "compute_dtype" in QUANTIZERS.get(name).options:
         options.setdefault("compute_dtype", compute_dtype)
     try:
         return Column(label=label or name, quantizer=parse(name, options))
     except QbenchError as error:
-        raise ValueError(f"[{place}]: {error}") from None
+        raise _problem((place,), str(error)) from None
 
 
-def _lines(path: Path, error: ValidationError) -> list[str]:
+def _problem(place: tuple[int | str, ...], message: str) -> ValidationError:
+    """A problem at ``place`` within what is validated."""
+    kind = PydanticCustomError("recipe", "{message}", {"message": message})
+    details = InitErrorDetails(type=kind, loc=place, input=None)
+    return ValidationError.from_exception_data("Recipe", [details])
+
+
+def _lines(source: Source, error: ValidationError) -> list[str]:
     lines = []
+    within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for problem in error.errors():
+        if problem["type"] == "too_short" and problem["loc"] in within:
+            continue  # pydantic counts only items that are well; the others are told of
         place = "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
         ).lstrip(".")
@@ -236,12 +271,14 @@ def _lines(path: Path, error: ValidationError) -> list[str]:
             message = "unknown key; " + _known_keys(problem["loc"])
         elif problem["type"] == "dataclass_type":
             message = f"must be a mapping; {_known_keys((*problem['loc'], ''))} (it is "
-            message += f"{problem['input']!r})"
-        elif problem["type"] not in ("value_error", "missing"):
-            message += f" (it is {problem['input']!r})"
-        separator = "" if message.startswith("[") else ": "
-        lines.append(f"{path}: {place}{separator}{message}" if place else f"{path}: {message}")
-    return lines
+            message += f"{shown(problem['input'])})"
+        elif problem["type"] == "string_pattern_mismatch":
+            allowed = PATTERNS[problem["ctx"]["pattern"]]
+            message = f"must be {allowed} (it is {shown(problem['input'])})"
+        elif problem["type"] not in ("value_error", "missing", "recipe"):
+            message += f" (it is {shown(problem['input'])})"
+        lines.append(f"{source.at(problem['loc'])}: {place}: {message}")
+    return [" ".join(line.split("\n")) for line in lines]
 
 
 def _known_keys(place: tuple[int | str, ...]) -> str:
@@ -256,11 +293,3 @@ def _known_keys(place: tuple[int | str, ...]) -> str:
     if place[:2] == ("evaluation", "tolerance") and len(place) > 2:
         names = [field.name for field in fields(Tolerance)]
     return "known: " + ", ".join(name for name in names if name != "folder")
-
-
-def read_data_folder(folder: Path) -> list[str]:
-    """Names of the tasks that a data folder holds files for. Raises DataError if none."""
-    tasks = sorted({path.parent.name for path in folder.glob("*/*.jsonl")})
-    if not tasks:
-        raise DataError(f"{folder}: no <task>/<split>.jsonl here")
-    return tasks

@@ -1,95 +1,227 @@
-"""A recipe before it is checked: YAML, and what the command line puts in place of parts of it."""
+"""A recipe before it is checked: YAML with its line numbers, and what replaces parts of it.
+
+YAML 1.2 by ruamel.yaml. The tree of nodes is looked through before any value is made of it,
+so that aliases cannot grow into more than fits, and no tag makes anything but plain data.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, shown
+from qbench.files import reason
+from qbench.overrides import Overrides
+
+LARGEST = 256 * 1024  # bytes; the largest of ours has 2,000
+MOST_VALUES = 10_000  # in a recipe, aliases written out
+PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}  # noqa: E501  # fmt: skip
+MERGE, DATE, WORD = (f"tag:yaml.org,2002:{name}" for name in ("merge", "timestamp", "str"))
+
+Place = tuple[int | str, ...]  # as pydantic's ``loc``: ("checkpoints", "softmax", "path")
 
 
-def read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe")
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A recipe's ``values``, and the ``lines`` of its file that they stand in, from 1."""
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[Place, int]
+
+    def at(self, place: Place) -> str:
+        """``path:line`` of the innermost part of ``place`` that the file has."""
+        for end in range(len(place), 0, -1):
+            if place[:end] in self.lines:
+                line = self.lines[place[:end]]
+                return f"{self.path}:{line}" if line else str(self.path)
+        return str(self.path)
+
+    def override(self, changed: Overrides) -> None:
+        """Put what the command line says into the place of what the file says."""
+        try:
+            self._replace_checkpoints({k: _found(v) for k, v in changed.checkpoints.items()})
+            if changed.data is not None:
+                self.values["data"] = os.path.realpath(changed.data)
+                self.lines["data",] = 0
+            if changed.calibration is not None:
+                self._replace("calibration", "path", os.path.realpath(changed.calibration))
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"a path that an option names is none ({reason(error)})") from None
+        if changed.limit is not None:
+            self._replace("evaluation", "limit", changed.limit)
+        if changed.scoring is not None:
+            self._replace("evaluation", "scoring", str(changed.scoring))
+        if changed.dtype is not None:
+            self._replace_dtype(changed.dtype)
+
+    def _replace(self, part: str, key: str, value: Any) -> None:
+        """Put ``value`` in the place of ``part.key``; no line is named for it."""
+        stated = self.values.get(part) or {}
+        if not isinstance(stated, dict):
+            place = self.at((part,))
+            raise RecipeError(f"{place}: {part}: must be a mapping (it is {shown(stated)})")
+        self.values[part] = {**stated, key: value}
+        self.lines[part, key] = 0
+
+    def _replace_checkpoints(self, sources: Mapping[str, str]) -> None:
+        """Other paths for checkpoints of the recipe; what else it says of them stays, but the
+        revision. Raises RecipeError for one that it does not have, or has no path for."""
+        declared = self.values.get("checkpoints", {})
+        if not isinstance(declared, dict):
+            return  # the schema says so, with its place
+        for name, source in sources.items():
+            if name not in declared:
+                known = ", ".join(map(str, declared)) or "none"
+                raise RecipeError(
+                    f"--checkpoint {name}={source}: {self.path} has no {name}; it has {known}"
+                )
+            stated = declared[name] if isinstance(declared[name], dict) else {}
+            kept = {k: v for k, v in stated.items() if k not in ("path", "revision")}
+            declared[name] = {**kept, "path": source}
+            self.lines["checkpoints", name, "path"] = 0
+        for name, source in declared.items():
+            if source is None:
+                raise RecipeError(
+                    f"{self.at(('checkpoints', name))}: checkpoints.{name}: no default is known; "
+                    f"say --checkpoint {name}=FOLDER_OR_HUB_ID"
+                )
+
+    def _replace_dtype(self, dtype: str) -> None:
+        """Compute in ``dtype`` everywhere. Unquantized columns become those of that dtype, each
+        with its label."""
+        self.values["compute_dtype"] = dtype
+        unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
+        quantizers = self.values.get("quantizers")
+        if not isinstance(quantizers, list):
+            return  # the schema says so, with its place
+        changed: list[Any] = []
+        for entry in quantizers:
+            if isinstance(entry, dict):
+                entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
+                if entry.get("name") in ("bf16", "fp32"):
+                    entry["name"] = unquantized
+            elif entry in ("bf16", "fp32"):
+                entry = unquantized
+            changed.append(entry)
+        if changed.count(unquantized) > 1:
+            raise RecipeError(
+                f"--dtype {dtype}: {self.at(('quantizers',))}: quantizers: bf16 and fp32 would "
+                f"both be {unquantized}; take one out, or give each a label"
+            )
+        self.values["quantizers"] = changed
+
+
+def read(path: Path) -> Source:
+    """Raises RecipeError, with the line, for what is no recipe-like YAML."""
+    text = _text(path)
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text ({error})") from None
-    except yaml.YAMLError as error:
+        return _parse(path, text)
+    except RecursionError:
+        raise RecipeError(f"{path}: nested too deeply") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(f"{path}:{line}: {error.reason}") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        context = "" if (error.context or "while").startswith("while") else f"{error.context} "
+        said = " ".join(f"{context}{error.problem or 'not YAML'}".split())
+        raise RecipeError(f"{path}:{mark.line + 1 if mark else 1}: {said}") from None
+    except YAMLError as error:
         raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
+
+
+def _found(source: str) -> str:
+    """An absolute path for a folder, a hub id as it is."""
+    path = os.path.expanduser(source)
+    return os.path.realpath(path) if os.path.isdir(path) else source
+
+
+def _text(path: Path) -> str:
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise RecipeError(f"{path}: not a file; name a recipe, such as recipes/demo.yaml")
+        if found.st_size > LARGEST:
+            raise RecipeError(f"{path}: {found.st_size:,} bytes; a recipe has at most {LARGEST:,}")
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text ({error.reason})") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
+
+
+def _parse(path: Path, text: str) -> Source:
+    yaml = YAML(typ="safe", pure=True)
+    root = yaml.compose(text)
+    if not isinstance(root, MappingNode):
         raise RecipeError(
             f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
         )
-    return raw
+    nodes = _Nodes(path, yaml.constructor)
+    nodes.look(root, ())
+    return Source(path, yaml.constructor.construct_document(root), nodes.lines)
 
 
-def override_checkpoints(path: Path, raw: dict[str, Any], overrides: dict[str, str]) -> None:
-    declared = raw.setdefault("checkpoints", {})
-    if not isinstance(declared, dict):
-        return  # the schema says so, with its place
-    for name, source in overrides.items():
-        if name not in declared:
-            known = ", ".join(declared) or "none"
-            raise RecipeError(f"--checkpoint {name}={source}: {path} has no {name}; it has {known}")
-        stated = declared[name] if isinstance(declared[name], dict) else {}
-        kept = {k: v for k, v in stated.items() if k not in ("path", "revision")}
-        declared[name] = {**kept, "path": source}
-    empty = [name for name, source in declared.items() if source is None]
-    if empty:
-        raise RecipeError(
-            f"{path}: checkpoints.{empty[0]}: no default is known; "
-            f"say --checkpoint {empty[0]}=FOLDER_OR_HUB_ID"
-        )
+class _Nodes:
+    """The tree before it is values: what is in it, how much, and in which lines."""
 
+    def __init__(self, path: Path, constructor: Any) -> None:
+        self.lines: dict[Place, int] = {}
+        self._path = path
+        self._constructor = constructor
+        self._count = 0
 
-def override_dtype(raw: dict[str, Any], dtype: str) -> None:
-    raw["compute_dtype"] = dtype
-    unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
-    quantizers = raw.get("quantizers")
-    if not isinstance(quantizers, list):
-        return  # the schema says so, with its place
-    changed: list[Any] = []
-    for entry in quantizers:
-        name = entry.get("name") if isinstance(entry, dict) else entry
-        if name in ("bf16", "fp32"):
-            entry = unquantized
-        elif isinstance(entry, dict):
-            entry = {key: value for key, value in entry.items() if key != "compute_dtype"}
-        if entry not in changed:
-            changed.append(entry)
-    raw["quantizers"] = changed
+    def look(self, node: Node, place: Place) -> None:
+        """Raises RecipeError for a tag, key or value that no recipe has."""
+        self._count += 1
+        if self._count > MOST_VALUES:
+            raise self._wrong(node, f"more than {MOST_VALUES:,} values, aliases written out")
+        if node.tag == DATE:
+            raise self._wrong(node, f"{shown(node.value)} is a date; put text into quotes")
+        if node.tag not in PLAIN:
+            raise self._wrong(node, f"tag {shown(str(node.tag))}: only plain values are read")
+        if isinstance(node, ScalarNode):
+            self._look_at_value(node)
+        elif isinstance(node, SequenceNode):
+            for number, part in enumerate(node.value):
+                self.lines[*place, number] = _line(part)
+                self.look(part, (*place, number))
+        elif isinstance(node, MappingNode):
+            self._look_at_mapping(node, place)
 
-
-def put(path: Path, raw: dict[str, Any], part: str, key: str, value: Any) -> None:
-    stated = raw.get(part) or {}
-    if not isinstance(stated, dict):
-        raise RecipeError(f"{path}: {part}: must be a mapping (it is {stated!r})")
-    raw[part] = {**stated, key: value}
-
-
-def is_folder(source: str) -> bool:
-    return Path(source).expanduser().is_dir()
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML without silent overwriting: a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
+    def _look_at_mapping(self, node: MappingNode, place: Place) -> None:
+        for key, value in node.value:
+            if key.tag == MERGE:
+                for merged in value.value if isinstance(value, SequenceNode) else [value]:
+                    self.look(merged, place)
                 continue
-            key = self.construct_object(key_node, deep=deep)
-            if not isinstance(key, str | int | float | bool | None):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be a word", key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} stands there twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+            if not isinstance(key, ScalarNode) or key.tag != WORD:
+                raise self._wrong(key, "a key must be a word; put others into quotes")
+            self.lines[*place, key.value] = _line(key)
+            self.look(value, (*place, key.value))
+
+    def _look_at_value(self, node: ScalarNode) -> None:
+        try:
+            self._constructor.construct_object(node)
+        except ValueError:
+            kind = str(node.tag).rpartition(":")[2]
+            raise self._wrong(node, f"{shown(node.value)} is no {kind}") from None
+
+    def _wrong(self, node: Node, message: str) -> RecipeError:
+        return RecipeError(f"{self._path}:{_line(node)}: {message}")
+
+
+def _line(node: Node) -> int:
+    return node.start_mark.line + 1

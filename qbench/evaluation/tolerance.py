@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
+Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
@@ -20,6 +22,6 @@ class Tolerance:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    mean: Annotated[float, Field(gt=0)] = 0.05
-    largest: Annotated[float, Field(gt=0)] = 0.5
-    changed: Annotated[float, Field(ge=0, le=1)] = 0.1
+    mean: Bound = 0.05
+    largest: Bound = 0.5
+    changed: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1

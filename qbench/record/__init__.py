@@ -24,10 +24,9 @@ from qbench.record.record import (
     StoredTable,
 )
 from qbench.record.scoring import DifferenceFromExact, ScoringReport
-from qbench.record.written import NAME, Digest, Line, Name, TaskName, Written
+from qbench.record.written import Digest, Line, Name, TaskName, Written
 
 __all__ = [
-    "NAME",
     "OUTCOME_COLUMNS",
     "RESPONSE_COLUMNS",
     "SCHEMA_VERSION",
