@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,88 +13,97 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.linears import linears
 
 
 class Stop(Exception):
     """Ends a forward once its input has been seen."""
 
 
-def blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder's list of blocks and its name: the heaviest ModuleList of the model.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Walk:
+    """How the model's own forward goes through its blocks.
 
-    Raises QuantizationError where a linear layer (the LM head aside) lies outside it: a calibrated
-    quantizer would leave it out.
+    ``sample``: hidden states [1, length, hidden] that the first block receives for one sample.
+    ``arguments``: what a block receives beside them, by its place and the batch's size: its own
+    mask and rotary angles, which differ between blocks where layer types are mixed. ``groups``:
+    of each block, the linear layers to quantize in the order they run, those with one input
+    together; for Llama q, k, v; o; gate, up; down. Layers with one input have one Hessian.
     """
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    if not lists:
-        raise QuantizationError(f"{type(model).__name__} has no list of blocks to calibrate")
-    name = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
-    outside = [n for n in linears(model) if not n.startswith(f"{name}.")]
-    if outside:
-        raise QuantizationError(f"linear layers outside the blocks {name}: {', '.join(outside)}")
-    return name, lists[name]
+
+    root: str
+    blocks: nn.ModuleList
+    sample: Tensor
+    arguments: dict[tuple[int, int], dict[str, Any]]
+    groups: list[list[list[str]]]
+
+    def batches(self, block: int, states: list[Tensor]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """The arguments of ``block`` for each batch, whose hidden states are ``states``."""
+        return [(hidden, self.arguments[block, len(hidden)]) for hidden in states]
+
+    @contextmanager
+    def own_arguments(self) -> Iterator[None]:
+        """Let each block run with its own arguments, whatever it is called with."""
+        with ExitStack() as stack:
+            for place, block in enumerate(self.blocks):
+                stack.enter_context(patched(block, self._with_own(place, block.forward)))
+            yield
+
+    def _with_own(self, place: int, inner: Callable) -> Callable:
+        def run(hidden: Tensor, **_: Any) -> Any:
+            return inner(hidden, **self.arguments[place, len(hidden)])
+
+        return run
 
 
 @torch.no_grad()
-def first_inputs(
-    model: nn.Module, calibration: Calibration, batch_size: int
-) -> list[tuple[Tensor, dict[str, Any]]]:
-    """What the first block receives: hidden states [batch, length, hidden], and the rest.
+def walk(
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    calibration: Calibration,
+    batch_size: int,
+) -> Walk:
+    """Follow ``model`` over one batch of each size.
 
-    Samples are of one length without padding, so batches of one size share the rest.
+    ``layers``: the linear layers to quantize, by name. Raises QuantizationError where the blocks,
+    one after the other, are not what the model computes, or do not hold all of ``layers``.
     """
-    _, decoder = blocks(model)
-    seen: list[tuple[Tensor, dict[str, Any]]] = []
-    shared: dict[int, dict[str, Any]] = {}
+    root, blocks = _blocks(model, layers)
+    firsts = {len(ids): ids for ids in (*calibration.ids.split(batch_size), calibration.ids[:1])}
+    looks = {size: _follow(model, blocks, layers, root, ids) for size, ids in firsts.items()}
+    return Walk(
+        root=root,
+        blocks=blocks,
+        sample=_first(model, blocks[0], calibration.ids[:1])[0],
+        arguments={
+            (place, size): rest
+            for size, notes in looks.items()
+            for place, rest in enumerate(notes.arguments)
+        },
+        groups=looks[1].groups,
+    )
 
-    def keep(_: nn.Module, arguments: tuple, keywords: dict) -> None:
-        rest = dict(keywords)
-        hidden = arguments[0] if arguments else rest.pop("hidden_states")
-        seen.append((hidden, shared.setdefault(hidden.shape[0], rest)))
-        raise Stop
 
-    device = next(decoder[0].parameters()).device
-    with _hook(decoder[0].register_forward_pre_hook(keep, with_kwargs=True)):
-        for batch in calibration.ids.split(batch_size):
-            try:
-                model(input_ids=batch.to(device), use_cache=False)
-            except Stop:
-                continue
-    return seen
+@torch.no_grad()
+def first_states(
+    model: nn.Module, route: Walk, calibration: Calibration, batch_size: int
+) -> Iterator[Tensor]:
+    """What the first block receives: hidden states [batch, length, hidden], one a batch.
+
+    Raises QuantizationError where the rest of its arguments is not that of ``route``.
+    """
+    for ids in calibration.ids.split(batch_size):
+        hidden, rest = _first(model, route.blocks[0], ids)
+        if not _equal(rest, route.arguments[0, len(ids)]):
+            raise QuantizationError(
+                f"{type(model).__name__}: what its blocks receive beside hidden states depends on "
+                "the text; it cannot be calibrated block by block"
+            )
+        yield hidden
 
 
 @torch.no_grad()
 def forward(block: nn.Module, hidden: Tensor, rest: dict[str, Any]) -> Tensor:
-    output = block(hidden, **rest)
-    return output[0] if isinstance(output, tuple) else output
-
-
-@torch.no_grad()
-def input_groups(block: nn.Module, hidden: Tensor, rest: dict[str, Any]) -> list[list[str]]:
-    """Linear layers of a block in the order they run, those with one input together.
-
-    For Llama: q, k, v; o; gate, up; down. Layers with one input have one Hessian.
-    """
-    order: list[tuple[str, Tensor]] = []  # the tensors are kept, so that no id is used twice
-
-    def note(name: str) -> Any:
-        return lambda _, arguments: order.append((name, arguments[0]))
-
-    layers = linears(block)
-    handles = [m.register_forward_pre_hook(note(n)) for n, m in layers.items()]
-    try:
-        forward(block, hidden, rest)
-    finally:
-        for handle in handles:
-            handle.remove()
-    groups: dict[int, list[str]] = {}
-    for name, tensor in order:
-        groups.setdefault(id(tensor), []).append(name)
-    missing = set(layers) - {name for name, _ in order}
-    if missing:
-        raise QuantizationError(f"calibration never reaches {', '.join(sorted(missing))}")
-    return list(groups.values())
+    return _states(block(hidden, **rest))
 
 
 @torch.no_grad()
@@ -110,7 +121,7 @@ def hessian(
         total = x.T @ x if total is None else total.addmm_(x.T, x)
         raise Stop
 
-    with _hook(layer.register_forward_pre_hook(add)):
+    with _hooks(layer.register_forward_pre_hook(add)):
         for hidden, rest in batches:
             try:
                 forward(block, hidden, rest)
@@ -121,8 +132,156 @@ def hessian(
 
 
 @contextmanager
-def _hook(handle: Any) -> Iterator[None]:
+def patched(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """``forward`` in the place of the module's own."""
+    own = vars(module).get("forward")
+    module.forward = forward
     try:
         yield
     finally:
-        handle.remove()
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.ModuleList]:
+    """The decoder's list of blocks and its name: the heaviest ModuleList of the model."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    if not lists:
+        raise QuantizationError(f"{type(model).__name__} has no list of blocks to calibrate")
+    name = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
+    outside = [n for n in layers if not n.startswith(f"{name}.")]
+    if outside:
+        raise QuantizationError(f"linear layers outside the blocks {name}: {', '.join(outside)}")
+    return name, lists[name]
+
+
+class _Notes:
+    """Hooks that note how one forward goes through the blocks, and end it after the last."""
+
+    def __init__(self, blocks: nn.ModuleList, layers: dict[str, nn.Linear], root: str) -> None:
+        self.arguments: list[dict[str, Any]] = []
+        self._blocks, self._layers, self._root = blocks, layers, root
+        self._output: Tensor | None = None
+        # Tensors are kept, so that none is mistaken for another that lay in its place.
+        self._order: list[list[tuple[str, Tensor, int]]] = []
+
+    def handles(self) -> Iterator[Any]:
+        for block in self._blocks:
+            yield block.register_forward_pre_hook(self._enter, with_kwargs=True)
+            yield block.register_forward_hook(self._leave)
+        for name, layer in self._layers.items():
+            yield layer.register_forward_pre_hook(self._reach(name))
+
+    @property
+    def groups(self) -> list[list[list[str]]]:
+        result = []
+        for place, order in enumerate(self._order):
+            prefix = f"{self._root}.{place}."
+            named: dict[tuple[int, int], list[str]] = {}
+            for name, tensor, version in order:
+                named.setdefault((id(tensor), version), []).append(name.removeprefix(prefix))
+            result.append(list(named.values()))
+        return result
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        place = len(self.arguments)
+        if place >= len(self._blocks) or block is not self._blocks[place]:
+            raise QuantizationError(f"{self._root}: its blocks do not run once each, in order")
+        hidden, rest = _split(block, args, kwargs)
+        if self._output is not None and not _equal(hidden, self._output):
+            raise QuantizationError(
+                f"{self._root}.{place}: receives something else than the block before it gives; "
+                "such a model cannot be calibrated block by block"
+            )
+        self.arguments.append(rest)
+        self._order.append([])
+
+    def _leave(self, block: nn.Module, _: tuple, output: Any) -> None:
+        self._output = _states(output)
+        if block is self._blocks[-1]:
+            raise Stop
+
+    def _reach(self, name: str) -> Callable:
+        def note(_: nn.Module, arguments: tuple) -> None:
+            if self._order:
+                self._order[-1].append((name, arguments[0], arguments[0]._version))
+
+        return note
+
+
+def _follow(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    layers: dict[str, nn.Linear],
+    root: str,
+    ids: Tensor,
+) -> _Notes:
+    notes = _Notes(blocks, layers, root)
+    with _hooks(*notes.handles()):
+        _run(model, ids)
+    if len(notes.arguments) < len(blocks):
+        raise QuantizationError(f"{root}: its blocks do not run once each, in order")
+    reached = {
+        f"{root}.{place}.{name}"
+        for place, groups in enumerate(notes.groups)
+        for group in groups
+        for name in group
+    }
+    if missing := sorted(set(layers) - reached):
+        raise QuantizationError(
+            f"calibration never reaches {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        )
+    return notes
+
+
+def _first(model: nn.Module, block: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """What ``block`` receives: hidden states, and the rest."""
+    seen: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen.append(_split(block, args, kwargs))
+        raise Stop
+
+    with _hooks(block.register_forward_pre_hook(keep, with_kwargs=True)):
+        _run(model, ids)
+    return seen[0]
+
+
+def _run(model: nn.Module, ids: Tensor) -> None:
+    try:
+        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+    except Stop:
+        return
+
+
+def _split(block: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, dict[str, Any]]:
+    """Hidden states, and the other arguments by name."""
+    names = list(inspect.signature(type(block).forward).parameters)[1:]
+    rest = {**dict(zip(names, args, strict=False)), **kwargs}
+    return rest.pop(names[0]), rest
+
+
+def _states(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first is second or torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(_equal(a, b) for a, b in pairs)
+    return type(first) is type(second) and (first is second or bool(first == second))
+
+
+@contextmanager
+def _hooks(*handles: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -20,10 +21,11 @@ import torch
 from torch import nn
 
 from qbench.errors import QuantizationError, UnavailableError
-from qbench.quantizers.blocks import blocks, first_inputs, input_groups
+from qbench.quantizers.blocks import first_states, walk
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.hessians import Hessians, collecting
+from qbench.quantizers.hessians import collecting
 from qbench.quantizers.linears import Plain, Tensors, linears_of, require_whole_groups
+from qbench.quantizers.optimum_patches import own_groups, reporting, watched
 from qbench.quantizers.quantizer import Progress, Stored
 from qbench.quantizers.replay import replaying
 from qbench.quantizers.weight_quantizer import WHOLE_ROW
@@ -53,9 +55,9 @@ def quantize(
     """
     layers = linears_of(model, settings)
     _require_shapes(model, settings)
-    root, decoder = blocks(model)
-    batches = first_inputs(model, Calibration(ids=calibration.ids[:1], seed=calibration.seed), 1)
-    groups = input_groups(decoder[0], *batches[0])
+    route = walk(model, layers, calibration, settings.batch_size)
+    # Looked at and not kept: that the blocks' arguments are those of the route.
+    deque(first_states(model, route, calibration, settings.batch_size), maxlen=0)
     optimum = _library("optimum.gptq.quantizer")
     transformers = importlib.import_module("transformers")
     ones = [1] * calibration.length
@@ -72,10 +74,10 @@ def quantize(
         true_sequential=settings.true_sequential,
         backend="gptq_torch",
         model_seqlen=calibration.length,
-        block_name_to_quantize=root,
+        block_name_to_quantize=route.root,
         batch_size=settings.batch_size,
         pad_token_id=0,  # asked for by batches, never used: samples are of one length
-        modules_in_block_to_quantize=groups,
+        modules_in_block_to_quantize=route.groups[0],
     )
     quantizer = optimum.GPTQQuantizer.from_dict(config.to_dict_optimum())
     quantizer.quantizeConfig.fallback = None  # else NaN turns into plain rounding, unasked
@@ -83,10 +85,12 @@ def quantize(
     final: set[nn.Module] = set()
     attention = model.config._attn_implementation
     with (
-        replaying(decoder, *batches[0], final) as replays,
+        replaying(route, layers.values(), final) as replays,
+        route.own_arguments(),
         collecting(replays, final) as hessians,
-        _watched(optimum, model, damps, hessians),
-        _reporting(root, decoder, progress),
+        watched(optimum, model, damps, hessians),
+        own_groups(optimum, quantizer, route),
+        reporting(route, progress),
         silenced(),
     ):
         try:
@@ -209,73 +213,6 @@ def _require_shapes(model: nn.Module, settings: Gptq) -> None:
                     f"{settings.name}: {name} has {features} {what}; gptqmodel needs multiples of "
                     f"{MULTIPLE}: set backend: torch"
                 )
-
-
-@contextmanager
-def _watched(
-    optimum: Any, model: nn.Module, damps: list[float], hessians: Hessians
-) -> Iterator[None]:
-    """Note the damping that the library really used, collect no Hessian twice, keep its progress
-    bars away, and keep it on the model's device (it takes a GPU wherever there is one)."""
-
-    class Noting(optimum.GPTQ):
-        def __init__(self, module: nn.Module, **options: Any) -> None:
-            super().__init__(module, **options)
-            hessians.begin(self)
-
-        def add_batch(self, *batch: Any) -> None:
-            if not hessians.follows(self):
-                super().add_batch(*batch)
-
-        def fasterquant(self, **options: Any) -> Any:
-            hessians.share(self)
-            result = super().fasterquant(**options)
-            damps.append(float(result[-1]))
-            return result
-
-        def hessian_inverse(self, H: torch.Tensor) -> Any:
-            factor, damp = super().hessian_inverse(H)
-            if factor is None:
-                raise QuantizationError("gptqmodel found no regular Hessian; raise damp")
-            return factor, damp
-
-        def free(self) -> None:
-            hessians.end(self)
-            super().free()
-
-    on_gpu = next(model.parameters()).device.type != "cpu"
-    replacements = {
-        "GPTQ": Noting,
-        "tqdm": lambda iterable, **_: iterable,
-        "has_device_more_than_cpu": lambda: on_gpu,
-    }
-    saved = {name: getattr(optimum, name) for name in replacements}
-    vars(optimum).update(replacements)
-    try:
-        yield
-    finally:
-        vars(optimum).update(saved)
-
-
-@contextmanager
-def _reporting(root: str, decoder: nn.ModuleList, progress: Progress) -> Iterator[None]:
-    reached = -1
-
-    def report(index: int) -> Any:
-        def hook(*_: Any) -> None:
-            nonlocal reached
-            if index > reached:
-                reached = index
-                progress(f"{root}.{index}", index / len(decoder))
-
-        return hook
-
-    handles = [b.register_forward_pre_hook(report(i)) for i, b in enumerate(decoder)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _tensors(module: nn.Module, settings: Gptq, name: str) -> Tensors:

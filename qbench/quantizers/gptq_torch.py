@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import packed
-from qbench.quantizers.blocks import blocks, first_inputs, forward, hessian, input_groups
+from qbench.quantizers.blocks import Walk, first_states, forward, hessian, walk
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.linears import Plain, Tensors, linears_of, plain, require_whole_groups
 from qbench.quantizers.quantizer import Progress, Stored
@@ -33,39 +33,39 @@ def quantize(
 
     Raises QuantizationError for odd shapes, or a Hessian that ``damp`` does not make regular.
     """
-    for name, layer in linears_of(model, settings).items():
+    layers = linears_of(model, settings)
+    for name, layer in layers.items():
         size = settings.group_length(layer.in_features)
         require_whole_groups(settings.name, name, layer.in_features, "inputs", size)
-    _, decoder = blocks(model)
-    first = Calibration(ids=calibration.ids[:1], seed=calibration.seed)
+    route = walk(model, layers, calibration, settings.batch_size)
     final: set[nn.Module] = set()
-    with replaying(decoder, *first_inputs(model, first, 1)[0], final):
-        result = _block_by_block(model, settings, calibration, progress, final)
-    return result, "our own GPTQ"
+    with replaying(route, layers.values(), final):
+        states = list(first_states(model, route, calibration, settings.batch_size))
+        return _block_by_block(route, states, settings, progress, final), "our own GPTQ"
 
 
 def _block_by_block(
-    model: nn.Module,
+    route: Walk,
+    states: list[Tensor],
     settings: Gptq,
-    calibration: Calibration,
     progress: Progress,
     final: set[nn.Module],
 ) -> dict[str, Tensors]:
     """What is to be stored for each layer; the layers are overwritten, and added to ``final``."""
-    root, decoder = blocks(model)
-    batches = first_inputs(model, calibration, settings.batch_size)
     result: dict[str, Tensors] = {}
-    for index, block in enumerate(decoder):
-        groups = input_groups(block, *batches[0])
+    for index, block in enumerate(route.blocks):
+        path, groups = f"{route.root}.{index}", route.groups[index]
+        batches = route.batches(index, states)
+        states.clear()
         if not settings.true_sequential:  # all see the inputs of the unquantized block
             hessians = [hessian(block, block.get_submodule(group[0]), batches) for group in groups]
         for place, group in enumerate(groups):
-            progress(f"{root}.{index}", (index + place / len(groups)) / len(decoder))
+            progress(path, (index + place / len(groups)) / len(route.blocks))
             if settings.true_sequential:
                 moments = hessian(block, block.get_submodule(group[0]), batches)
             else:
                 moments = hessians[place]
-            factor, order = _factor(moments, settings, f"{root}.{index}.{group[0]}")
+            factor, order = _factor(moments, settings, f"{path}.{group[0]}")
             layers = [block.get_submodule(name) for name in group]
             # Rows are independent: layers with one Hessian are solved as one.
             together = torch.cat([layer.weight for layer in layers])
@@ -73,9 +73,9 @@ def _block_by_block(
             heights = [layer.out_features for layer in layers]
             for name, layer, tensors in zip(group, layers, _split(solved, heights), strict=True):
                 layer.weight.data = rebuild(plain(layer), tensors, settings).dequantize()
-                result[f"{root}.{index}.{name}"] = tensors
+                result[f"{path}.{name}"] = tensors
             final.update(layers)
-        batches = [(forward(block, hidden, rest), rest) for hidden, rest in batches]
+        states.extend(forward(block, hidden, rest) for hidden, rest in batches)
     return result
 
 

@@ -22,7 +22,7 @@ unchanged before it is used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.blocks import Stop
-from qbench.quantizers.linears import linears
+from qbench.quantizers.blocks import Stop, Walk, patched
 
 WIDEST = 2
 
@@ -163,25 +162,33 @@ class Replay:
 
 @contextmanager
 def replaying(
-    decoder: nn.ModuleList, hidden: Tensor, rest: dict[str, Any], final: set[nn.Module]
+    walk: Walk, layers: Collection[nn.Module], final: set[nn.Module]
 ) -> Iterator[list[Replay]]:
-    """Replay every block that ``hidden``, a sample's states, and the ``rest`` of its arguments show
-    to be regular; the others run as they are. Layers whose weights change no more are added to
-    ``final`` by the caller."""
+    """Replay every block of ``walk`` that a sample shows to be regular; the others run as they
+    are. ``layers`` are to be quantized; those whose weights change no more are added to ``final``
+    by the caller."""
+    chosen = set(layers)
     with ExitStack() as stack:
-        found = [(block, learn(block, hidden, rest, final)) for block in decoder]
+        found = [
+            (block, learn(block, walk.sample, walk.arguments[place, 1], chosen, final))
+            for place, block in enumerate(walk.blocks)
+        ]
         for block, replay in found:
             if replay is not None:
                 for layer in replay.order:
                     stack.callback(layer.register_forward_pre_hook(replay.meet).remove)
                 for module, forward in replay.patches(block):
-                    stack.enter_context(_patched(module, forward))
+                    stack.enter_context(patched(module, forward))
         yield [replay for _, replay in found if replay is not None]
 
 
 @torch.no_grad()
 def learn(
-    block: nn.Module, hidden: Tensor, rest: dict[str, Any], final: set[nn.Module]
+    block: nn.Module,
+    hidden: Tensor,
+    rest: dict[str, Any],
+    chosen: set[nn.Module],
+    final: set[nn.Module],
 ) -> Replay | None:
     """What ``block`` does, from one sample; None if that is not known to be replayable."""
     arguments = _leaves((hidden, rest))
@@ -205,7 +212,7 @@ def learn(
     def leave(child: nn.Module, _: tuple, output: Any) -> None:
         spans.setdefault(child, []).append((starts[child], len(inputs), output))
 
-    layers = list(linears(block).values())
+    layers = [module for module in block.modules() if module in chosen]
     with ExitStack() as stack:
         for modules, before, after in (
             (layers, reach, make),
@@ -237,18 +244,6 @@ def _child(
     handed_on = first is last and first._version == version
     tail = order[end - 1] if handed_on and all(other is None for other in others) else None
     return Child(end=end, tail=tail, items=items)
-
-
-@contextmanager
-def _patched(module: nn.Module, forward: Callable) -> Iterator[None]:
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def _leaves(value: Any) -> Leaves | None:

@@ -6,8 +6,8 @@ from quantizer_models import calibration, ids, llama, make, settings
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import gptq_torch, packed
-from qbench.quantizers.blocks import blocks, first_inputs, hessian, input_groups
-from qbench.quantizers.linears import Plain
+from qbench.quantizers.blocks import first_states, hessian, walk
+from qbench.quantizers.linears import Plain, linears
 
 
 def problem(outputs: int, inputs: int, seed: int = 0):
@@ -108,9 +108,7 @@ def test_a_singular_hessian_names_the_layer_and_the_remedy():
 
 def test_layers_that_share_an_input_share_a_hessian():
     model = llama("softpick")
-    batches = first_inputs(model, calibration(), 1)
-    _, decoder = blocks(model)
-    assert input_groups(decoder[0], *batches[0]) == [
+    assert walk(model, linears(model), calibration(), 1).groups[0] == [
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         ["self_attn.o_proj"],
         ["mlp.gate_proj", "mlp.up_proj"],
@@ -128,8 +126,9 @@ def test_the_hessian_is_that_of_every_calibration_token(batch_size):
         model(input_ids=calibration().ids, use_cache=False)
         handle.remove()
     x = seen[0].reshape(-1, seen[0].shape[-1]).double()
-    _, decoder = blocks(model)
-    found = hessian(decoder[0], layer, first_inputs(model, calibration(), batch_size))
+    route = walk(model, linears(model), calibration(), batch_size)
+    states = list(first_states(model, route, calibration(), batch_size))
+    found = hessian(route.blocks[0], layer, route.batches(0, states))
     torch.testing.assert_close(found.double(), 2 / len(x) * x.T @ x, rtol=1e-4, atol=1e-5)
 
 
@@ -137,11 +136,11 @@ def test_later_blocks_see_what_earlier_blocks_quantization_changed(tmp_path):
     one = make(settings("gptq-2bit", backend="torch"), tmp_path / "a").model
     independent = llama()
     weights = one.model.layers[1].self_attn.q_proj.dequantize()
-    batches = first_inputs(independent, calibration(), 1)
-    _, decoder = blocks(independent)
-    batches = [(decoder[0](hidden, **rest), rest) for hidden, rest in batches]
-    layer = decoder[1].self_attn.q_proj
-    moments = hessian(decoder[1], layer, batches)
+    route = walk(independent, linears(independent), calibration(), 1)
+    states = first_states(independent, route, calibration(), 1)
+    states = [route.blocks[0](hidden, **rest) for hidden, rest in route.batches(0, states)]
+    layer = route.blocks[1].self_attn.q_proj
+    moments = hessian(route.blocks[1], layer, route.batches(1, states))
     alone = solve(layer.weight, moments, settings("gptq-2bit", backend="torch"))
     assert not torch.equal(alone, weights)
 
@@ -150,7 +149,7 @@ def test_a_linear_layer_outside_the_blocks_is_refused():
     model = llama()
     model.model.extra = torch.nn.Linear(8, 8)
     with pytest.raises(QuantizationError, match=r"outside the blocks model.layers: model.extra"):
-        blocks(model)
+        walk(model, linears(model), calibration(), 1)
 
 
 def test_the_same_calibration_gives_the_same_weights(tmp_path):

@@ -27,8 +27,9 @@ from transformers.models.llama import modeling_llama
 from qbench.checkpoints import find, load_model
 from qbench.errors import QuantizationError
 from qbench.quantizers import gptq_library, gptq_torch, replay
-from qbench.quantizers.blocks import first_inputs
+from qbench.quantizers.blocks import walk
 from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.linears import linears
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 SAMPLES, BLOCKS = 8, 2
@@ -176,9 +177,12 @@ def test_blocks_of_other_structure_give_the_same_bits_as_without(
 def test_a_block_that_is_handed_a_cache_is_left_alone():
     """A forward would change it."""
     model = llama("softpick")
-    block, (hidden, rest) = model.model.layers[0], first_inputs(model, calibration(), 1)[0]
-    assert replay.learn(block, hidden, rest, set()) is not None
-    assert replay.learn(block, hidden, {**rest, "past_key_values": DynamicCache()}, set()) is None
+    layers = linears(model)
+    route = walk(model, layers, calibration(), 1)
+    block, rest, chosen = route.blocks[0], route.arguments[0, 1], set(layers.values())
+    assert replay.learn(block, route.sample, rest, chosen, set()) is not None
+    rest = {**rest, "past_key_values": DynamicCache()}
+    assert replay.learn(block, route.sample, rest, chosen, set()) is None
 
 
 def counted(monkeypatch, **stated):
@@ -202,7 +206,8 @@ def counted(monkeypatch, **stated):
     return calls
 
 
-ONCE = SAMPLES + 1  # and one sample to see what the block does
+LOOKS = 2  # at one sample: what a block is called with, and what it does
+ONCE = SAMPLES + LOOKS
 
 
 def test_attention_runs_once_for_each_sample_and_block(monkeypatch):
@@ -219,11 +224,10 @@ def test_where_all_layers_see_the_unquantized_block_there_are_two_passes(monkeyp
 
 
 def test_our_own_backend_attends_once_too(monkeypatch):
-    look = 1  # at which layers share inputs
     calls = counted(monkeypatch, backend="torch")
-    assert calls["self_attn"] == ONCE + look
+    assert calls["self_attn"] == ONCE
     # Its passes end right before the layer, but for the one that gives the block's outputs.
-    assert calls["down_proj"] == ONCE + look
+    assert calls["down_proj"] == ONCE
 
 
 def test_without_room_attention_is_computed_again(monkeypatch):
@@ -231,7 +235,7 @@ def test_without_room_attention_is_computed_again(monkeypatch):
     monkeypatch.setattr(replay, "WIDEST", 0)
     found = quantized(llama("softpick"))
     assert all(torch.equal(plain[n]["qweight"], found[n]["qweight"]) for n in plain)
-    assert counted(monkeypatch)["self_attn"] == 1 + 4 * SAMPLES
+    assert counted(monkeypatch)["self_attn"] == LOOKS + 4 * SAMPLES
 
 
 @pytest.mark.parametrize("true_sequential", [True, False])
