@@ -34,7 +34,8 @@ def cache_folder() -> Path:
 
 
 def distributions_folder() -> Path:
-    """Where unquantized cells' next-token distributions are kept, tens of MB each."""
+    """Where unquantized cells keep what damage is measured against: bytes = scored tokens ×
+    hidden size × bytes of the dtype, and the LM head."""
     return cache_folder() / "distributions"
 
 
@@ -223,10 +224,19 @@ def _evaluate(
     from qbench.evaluation.evaluate import evaluate
     from qbench.evaluation.scoring import language_model
     from qbench.evaluation.tasks import load_task
-    from qbench.evaluation.watch import watcher
+    from qbench.evaluation.watch import Unwatched, watcher
 
     scoring = cell.scoring
-    watch = watcher(cell, plan, store, distributions_folder())
+    watch = Unwatched()
+    if plan.recipe.evaluation.damage:
+        watch = watcher(
+            scoring,
+            key=cell.key,
+            quantized=cell.quantizer.precision.quantized,
+            base=cell.base,
+            store=store,
+            folder=distributions_folder(),
+        )
     with measured("evaluate", plan.device, gathered.stages):
         scorer = language_model(
             model,
@@ -235,15 +245,20 @@ def _evaluate(
             progress=lambda done, total: sink.advance(cell.name, done, total),
             observer=watch.observer,
         )
-        for task in plan.tasks:
-            sink.step(cell.name, f"evaluate {task.name}", unit="requests")
-            result = evaluate(scorer, load_task(task), scoring)
+        tasks = []
+        for planned in plan.tasks:
+            sink.step(cell.name, f"evaluate {planned.name}", unit="requests")
+            tasks.append(load_task(planned))
+            result = evaluate(scorer, tasks[-1], scoring)
             gathered.scores += result.scores
             gathered.outcomes.append(result.outcomes)
             gathered.responses.append(result.responses)
         gathered.scoring = scorer.report()
         gathered.damage = watch.finish(
-            pd.concat(gathered.outcomes), pd.concat(gathered.responses), tuple(gathered.scores)
+            pd.concat(gathered.outcomes),
+            pd.concat(gathered.responses),
+            tuple(gathered.scores),
+            tasks,
         )
 
 

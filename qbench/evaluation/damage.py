@@ -17,7 +17,7 @@ import pandas as pd
 from qbench.record import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
 
 if TYPE_CHECKING:
-    from qbench.evaluation.scoring.distributions import Measured
+    from qbench.evaluation.scoring.divergence import Measured
     from qbench.evaluation.tasks import LoadedTask
     from qbench.record import Score
 
@@ -72,9 +72,9 @@ def damage(
 def distributions(measured: Measured) -> Distributions:
     """KL divergence of the unquantized from the quantized next-token distribution in nats.
 
-    ``kl`` counts the tail of each distribution as one class, which makes it too small.
-    ``target_change`` is that of the scored token's log-probability, with a standard error over
-    documents (tokens of one document are not independent).
+    ``kl`` is Σ p ln(p/q) over the whole vocabulary. ``target_change`` is that of the scored
+    token's log-probability, with a standard error over documents (tokens of one document are
+    not independent).
     """
     kl = measured.kl
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
@@ -174,8 +174,8 @@ def _by_document(
     document: np.ndarray, values: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums of values and weights over each document."""
-    _, places = np.unique(document, return_inverse=True)
-    return np.bincount(places, values.astype(np.float64)), np.bincount(places, weights)
+    _, indexes = np.unique(document, return_inverse=True)
+    return np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes, weights)
 
 
 def _ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ConfigDict, Field
 
 Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
+
+if TYPE_CHECKING:
+    from qbench.record import SampleDifference, ScoringReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,3 +28,42 @@ class Tolerance:
     mean: Bound = 0.05
     largest: Bound = 0.5
     changed: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+
+
+def beyond(tolerance: Tolerance, sample: SampleDifference) -> str | None:
+    """Why a sample's differences are more than ``tolerance`` allows; None where they are not."""
+    changed, count = sample.changed_answers, sample.documents
+    values = {
+        "mean": (
+            sample.mean_per_token,
+            f"the mean of the sample is {sample.mean_per_token:.4g} nats a token off",
+        ),
+        "largest": (
+            sample.largest_per_token,
+            f"one request of the sample is {sample.largest_per_token:.4g} nats a token off",
+        ),
+        "changed": (
+            changed / count if changed > 1 else 0.0,
+            f"{changed} of {count} answers changed",
+        ),
+    }
+    for bound, (value, what) in values.items():
+        most = getattr(tolerance, bound)
+        if not value <= most:  # NaN is not within it
+            return (
+                f"{sample.task}: fast scoring differs from exact: {what}, more than "
+                f"evaluation.tolerance.{bound} {most:g}"
+            )
+    return None
+
+
+def exceeded(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
+    """Why a record does not pass ``tolerance``, which may be tighter than when it was made; None
+    where it does, and where nothing was scored fast."""
+    if report is None or report.mode != "fast":
+        return None
+    difference = report.difference_from_exact
+    if difference is None or (difference.requests and not difference.samples):
+        return "fast scoring's difference from exact is not known by task"
+    reasons = (beyond(tolerance, sample) for sample in difference.samples)
+    return next((reason for reason in reasons if reason), None)

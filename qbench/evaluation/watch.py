@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from filelock import FileLock
 
+from qbench.errors import ResultsError
+from qbench.evaluation.base_file import base_rows_file
 from qbench.evaluation.damage import Outcomes, correct_requests, damage
-from qbench.plan import Cell, Plan
-from qbench.record import Damage, Record, Score, Unavailable
-from qbench.store import KEY_DIGITS, Store
+from qbench.evaluation.settings import ScoringSettings
+from qbench.record import Damage, GridCell, Record, Score, Unavailable
+from qbench.store import Store
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring import Observer
-    from qbench.evaluation.scoring.distributions import Meter, Recorder
-
-
-def distributions_file(folder: Path, key: str) -> Path:
-    """Where the next-token distributions of the unquantized cell ``key`` are kept."""
-    return folder / f"{key[:KEY_DIGITS]}.safetensors"
+    from qbench.evaluation.scoring.base_rows import Recorder
+    from qbench.evaluation.scoring.divergence import Meter
+    from qbench.evaluation.tasks import LoadedTask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Unwatched:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """The unquantized cell: its distributions go to ``path``."""
+    """The unquantized cell: its rows go to ``path``."""
 
     observer: Recorder
     key: str
@@ -55,20 +55,20 @@ class Measuring:
     observer: Meter
     base: Record
     store: Store
-    plan: Plan
     limit: int | None
 
     def finish(
-        self, outcomes: pd.DataFrame, responses: pd.DataFrame, scores: tuple[Score, ...]
+        self,
+        outcomes: pd.DataFrame,
+        responses: pd.DataFrame,
+        scores: tuple[Score, ...],
+        tasks: Sequence[LoadedTask],
     ) -> Damage:
         base = Outcomes(
             outcomes=self.store.outcomes(self.base),
             responses=self.store.responses(self.base),
             scores=self.base.scores,
         )
-        from qbench.evaluation.tasks import load_task
-
-        tasks = [load_task(task) for task in self.plan.tasks]
         return damage(
             base,
             Outcomes(outcomes=outcomes, responses=responses, scores=scores),
@@ -78,30 +78,32 @@ class Measuring:
 
 
 def watcher(
-    cell: Cell, plan: Plan, store: Store, folder: Path
+    scoring: ScoringSettings,
+    *,
+    key: str,
+    quantized: bool,
+    base: GridCell | None,
+    store: Store,
+    folder: Path,
 ) -> Unwatched | Recording | Measuring:
-    """The watcher of ``cell``. Waits for the unquantized cell where another process is at it."""
-    from qbench.evaluation.scoring.distributions import Base, Meter, Recorder
+    """The watcher of the cell ``key``, where damage is asked for; ``base`` is the unquantized
+    cell that it is measured against. Waits for that where another process is at it."""
+    from qbench.evaluation.scoring.base_rows import BaseRows, Recorder
+    from qbench.evaluation.scoring.divergence import Meter
 
-    if not plan.recipe.evaluation.damage:
-        return Unwatched()
-    if cell.scoring.mode == "lm-eval":
+    if scoring.mode == "lm-eval":
         return Unwatched(reason="scoring: lm-eval shows nobody its log-probabilities")
-    if not cell.quantizer.precision.quantized:
-        path = distributions_file(folder, cell.key)
-        return Recording(observer=Recorder(), key=cell.key, path=path)
-    if cell.base is None:
+    if not quantized:
+        return Recording(observer=Recorder(), key=key, path=base_rows_file(folder, key))
+    if base is None:
         return Unwatched(reason="the recipe has no unquantized cell to compare with")
-    with FileLock(store.lock_file(cell.base)):
-        record = store.whole(cell.base)
-    path = distributions_file(folder, cell.base.key)
-    if record is None or record.status != "ok" or not path.is_file():
-        reason = f"{cell.base.cell} has no stored log-probabilities; run it, then this again"
+    with FileLock(store.lock_file(base)):
+        record = store.whole(base)
+    if record is None or record.status != "ok":
+        reason = f"{base.cell} has no good record; run it, then this again"
         return Unwatched(reason=reason, retry=True)
-    return Measuring(
-        observer=Meter(Base.load(path, cell.base.key)),
-        base=record,
-        store=store,
-        plan=plan,
-        limit=cell.scoring.limit,
-    )
+    try:
+        rows = BaseRows.load(base_rows_file(folder, base.key), base.key)
+    except ResultsError as error:
+        return Unwatched(reason=str(error), retry=True)
+    return Measuring(observer=Meter(rows), base=record, store=store, limit=scoring.limit)

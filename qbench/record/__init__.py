@@ -23,7 +23,7 @@ from qbench.record.record import (
     Stage,
     StoredTable,
 )
-from qbench.record.scoring import DifferenceFromExact, ScoringReport
+from qbench.record.scoring import DifferenceFromExact, SampleDifference, ScoringReport
 from qbench.record.written import Digest, Line, Name, TaskName, Written
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Precision",
     "Ratio",
     "Record",
+    "SampleDifference",
     "Score",
     "ScoringReport",
     "Stage",

@@ -7,8 +7,21 @@ from typing import Literal
 from qbench.record.written import Written
 
 
+class SampleDifference(Written):
+    """Fast scores against exact ones on one task's sample, in nats per scored token: what a
+    tolerance bounds."""
+
+    task: str
+    documents: int
+    requests: int
+    mean_per_token: float
+    largest_per_token: float
+    changed_answers: int
+
+
 class DifferenceFromExact(Written):
-    """Fast scores against exact ones on a sample: nats of whole requests and per scored token."""
+    """Fast scores against exact ones on all samples: nats of whole requests and per scored
+    token."""
 
     documents: int
     requests: int
@@ -17,6 +30,7 @@ class DifferenceFromExact(Written):
     largest_per_token: float
     mean_per_token: float
     changed_answers: int
+    samples: tuple[SampleDifference, ...] = ()
 
 
 class ScoringReport(Written):

@@ -8,7 +8,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from filelock import FileLock, Timeout
 
 from qbench.errors import NewerSchemaError, ResultsError
-from qbench.evaluation.watch import distributions_file
+from qbench.evaluation.base_file import base_rows_file, base_rows_usable
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
 from qbench.run import distributions_folder, run
@@ -92,7 +92,7 @@ def _without_distributions(cells: Sequence[Cell], store: Store) -> set[str]:
     return {
         cell.name
         for cell in cells
-        if cell.key in needed and not distributions_file(folder, cell.key).is_file()
+        if cell.key in needed and not base_rows_usable(base_rows_file(folder, cell.key), cell.key)
     }
 
 
@@ -129,7 +129,8 @@ def _complete(record: Record, cell: Cell | None = None, store: Store | None = No
         return not again
     assert cell.base is not None
     base = store.whole(cell.base)
-    present = distributions_file(distributions_folder(), cell.base.key).is_file()
+    key = cell.base.key
+    present = base_rows_usable(base_rows_file(distributions_folder(), key), key)
     return base is None or base.status != "ok" or not present
 
 

@@ -120,7 +120,7 @@ def test_a_head_that_rounds_by_place_takes_whole_batches(stable, monkeypatch):
     theirs, ours = both(llama(), batch_size=8, max_length=200)
     ours._product = Product(rows=64, multiple=16, stable=stable)
     rows = []
-    ours._head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    ours.head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     requests = [instance(text(i, 60), " the cat", i) for i in range(8)]
     answers = ours.loglikelihood(requests, disable_tqdm=True)
     assert sum(rows) == (16 if stable else ours.report().tokens)
@@ -146,14 +146,14 @@ def test_a_head_whose_rounding_depends_on_the_place_is_found_out():
 def test_a_batch_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
     theirs, ours = both(llama(), batch_size=8)
     expected = theirs.loglikelihood(choices(17), disable_tqdm=True)
-    decoder = ours._decoder
+    decoder = ours.way.forward.decoder
 
     def small(ids, **settings):
         if ids.shape[0] > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decoder(ids, **settings)
 
-    ours._decoder = small
+    ours.way.forward.decoder = small
     answers = ours.loglikelihood(choices(17), disable_tqdm=True)
     assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
     # Half a batch is another matrix product, which may round otherwise.
@@ -169,7 +169,7 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
     def never(ids, **settings):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    ours._decoder = never
+    ours.way.forward.decoder = never
     with pytest.raises(EvaluationError, match=r"lower evaluation\.max_length"):
         ours.loglikelihood(choices(2), disable_tqdm=True)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,11 +12,10 @@ from scoring_models import KINDS, choices, instance, llama, pages, scorer, text,
 
 from qbench.attention.interface import attend
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring import fast as fast_scoring
 from qbench.evaluation.scoring import side_by_side
 from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.packed_attention import Stopped
-from qbench.evaluation.scoring.packing import pack
+from qbench.evaluation.scoring.packing import Packing
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.tolerance import Tolerance
 
@@ -103,21 +102,24 @@ def test_choices_share_their_context():
 
 
 @pytest.mark.parametrize("batch_tokens", [70, 200])
-def test_no_tree_is_larger_than_a_batch_that_could_be_split(batch_tokens):
-    """First rolling windows all have the prefix token for context; they are no one tree."""
+def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens):
+    """First rolling windows all have the prefix token for context; they share nothing else."""
     windows = [Request([0, *range(5, 50 + i)], 1, i) for i in range(6)]
     choices_ = [Request([*range(9), 20 + i, *range(30)], 9, i) for i in range(12)]
-    assert all(
-        len(trees[0].members) == 1 for trees in pack(windows, batch_tokens=60, max_length=64)
-    )
+
+    def packs_of(requests, batch_tokens):
+        packing = Packing(max_length=64, batch_tokens=batch_tokens)
+        return packing.plan(requests, windows=False)
+
+    assert all(len(pack.groups[0].members) == 1 for pack in packs_of(windows, 60))
     for requests in (windows, choices_):
-        packs = pack(requests, batch_tokens=batch_tokens, max_length=64)
-        assert all(sum(tree.tokens for tree in trees) <= batch_tokens for trees in packs)
-        members = [i for trees in packs for tree in trees for i, _ in tree.members]
+        packs = packs_of(requests, batch_tokens)
+        assert all(sum(group.tokens for group in pack.groups) <= batch_tokens for pack in packs)
+        members = [i for pack in packs for group in pack.groups for i, _ in group.members]
         assert sorted(members) == list(range(len(requests)))
-    (tree, *_), *_ = pack(choices_, batch_tokens=500, max_length=64)
-    assert len(tree.stem) == 9
-    assert len(tree.branches) == 12
+    group = packs_of(choices_, 500)[0].groups[0]
+    assert len(group.prefix) == 9
+    assert len(group.suffixes) == 12
 
 
 def test_the_model_has_its_own_attention_again_after_scoring():
@@ -148,7 +150,7 @@ def test_a_mean_difference_beyond_the_tolerance_fails():
 
 def test_one_request_far_off_fails_whatever_the_mean_is():
     check = Check(Tolerance(mean=0.1, largest=1.0))
-    near = {"documents": range(50), "tokens": [2] * 50, "exact": [(-3.0, False)] * 50}
+    near = {"task": "t", "documents": range(50), "tokens": [2] * 50, "exact": [(-3.0, False)] * 50}
     check.add(fast=[(-3.1, False)] * 50, **near)
     assert check.report().mean == pytest.approx(0.1)
     assert check.report().largest_per_token == pytest.approx(0.05)
@@ -161,7 +163,7 @@ def test_answers_that_change_fail_however_little_the_scores_differ():
     documents = [i // 2 for i in range(40)]
     exact = [(-3.0, False), (-3.001, False)] * 20
     other = [(-3.0, False), (-2.999, False)]
-    near = {"documents": documents, "tokens": [1] * 40, "exact": exact}
+    near = {"task": "t", "documents": documents, "tokens": [1] * 40, "exact": exact}
     check.add(fast=other * 2 + exact[4:], **near)
     assert check.report().changed_answers == 2
     with pytest.raises(EvaluationError, match=r"3 of 20 answers changed.*tolerance\.changed 0\.1"):
@@ -172,7 +174,9 @@ def test_scores_that_are_not_numbers_fail():
     model = llama()
     _, fast = scorers(model)
     model.model.layers[1].mlp.down_proj.weight.data[:] = float("nan")
-    with pytest.raises(EvaluationError, match="nan nats a token off"):
+    with pytest.raises(
+        EvaluationError, match="choices: log-likelihoods of the sample are not numbers"
+    ):
         fast.loglikelihood(choices(3), disable_tqdm=True)
 
 
@@ -190,14 +194,14 @@ def test_the_sample_is_not_counted():
 def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
     exact, fast = scorers(model_with("softpick"), batch_tokens=1000)
     expected = exact.loglikelihood(choices(17), disable_tqdm=True)
-    decoder = fast._decoder
+    decoder = fast.way.forward.decoder
 
     def small(ids, **settings):
         if ids.numel() > 250:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decoder(ids, **settings)
 
-    fast._decoder = small
+    fast.way.forward.decoder = small
     assert_close(fast.loglikelihood(choices(17), disable_tqdm=True), expected)
     assert fast.report().halvings > 0
 
@@ -229,56 +233,64 @@ def threads_of_a_new_thread():
 
 
 class Rows:
-    """An observer that keeps what it sees, by place, and minds being called twice at once."""
+    """An observer that keeps what it sees, by request and index."""
 
     def __init__(self):
-        self.seen, self.inside = {}, 0
+        self.seen = {}
 
-    def begin(self, instances, lengths):
+    def begin(self, instances, lengths, head):
         pass
 
     def end(self):
         pass
 
-    def observe(self, scored, log_probabilities):
-        self.inside += 1
-        time.sleep(0.01)
-        assert self.inside == 1
-        for row, request, place in zip(scored.row, scored.request, scored.place, strict=True):
-            self.seen[int(request), int(place)] = log_probabilities[row].tolist()
-        self.inside -= 1
+    def batch(self, scored, hidden, projection):
+        def keep(part):
+            for entry in zip(scored.row, scored.request, scored.index, strict=True):
+                row, request, index = map(int, entry)
+                if part.first <= row < part.last:
+                    values = part.log_probabilities[row - part.first]
+                    self.seen[request, index] = values.tolist(), hidden[row].tolist()
+
+        return keep
 
 
-@pytest.fixture
-def places(monkeypatch):
-    """Gives a pack's place among those of the last call, None for a half of one."""
-    made = []
+class Planned:
+    """Batching that keeps its plan; the forward in its way is ``instead``(batch, its index or
+    None for a half of one, the real forward)."""
 
-    def keep(*arguments, **settings):
-        made[:] = pack(*arguments, **settings)
-        return list(made)
+    def __init__(self, scorer, instead):
+        self.batching, self.forward = scorer.way.batching, scorer.way.forward
+        self.packs, self.instead = [], instead
+        self.ready, self.fused_steps = self.forward.ready, False
+        scorer.way = dataclasses.replace(scorer.way, batching=self, forward=self)
 
-    monkeypatch.setattr(fast_scoring, "pack", keep)
-    return lambda row: next((i for i, trees in enumerate(made) if trees is row.trees), None)
+    def plan(self, requests, *, windows):
+        self.packs = self.batching.plan(requests, windows=windows)
+        return self.packs
+
+    def __call__(self, batch):
+        self.forward.stopped = self.stopped
+        places = (i for i, pack in enumerate(self.packs) if pack.groups is batch.groups)
+        return self.instead(batch, next(places, None), self.forward)
 
 
-def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, places, monkeypatch):
+def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, monkeypatch):
     """One by one means on one core: more cores add up a matrix product in another order."""
     found, threads = {}, set()
+
+    def some_do_not_fit(batch, index, forward):
+        threads.add(threading.get_ident())
+        if index is not None and index > 2 and len(batch.groups) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(batch)
+
     for packs in (1, 2):
         monkeypatch.setattr(side_by_side, "PACKS", packs)
+        torch.set_num_threads(packs)
         rows = Rows()
         _, fast = scorers(model_with("softpick"), sample=0, batch_tokens=100, observer=rows)
-        forward = fast._forward_pack
-
-        def one_does_not_fit(row, attention, forward=forward):
-            threads.add(threading.get_ident())
-            if places(row) is not None and places(row) > 2 and len(row.trees) > 1:
-                raise torch.OutOfMemoryError("out of memory")
-            return forward(row, attention)
-
-        monkeypatch.setattr(fast, "_forward_pack", one_does_not_fit)
-        torch.set_num_threads(packs)
+        Planned(fast, some_do_not_fit)
         answers = fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
         report = fast.report()
         assert report.batches > 8
@@ -288,24 +300,24 @@ def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, places
     assert len(threads) == 3  # ours, and two of the pool
 
 
-def test_an_error_in_a_pack_ends_those_beside_it(two_threads, places, monkeypatch):
+def test_an_error_in_a_pack_ends_those_beside_it(two_threads):
     _, fast = scorers(model_with("softpick"), sample=0, batch_tokens=100)
-    forward, ended, begun = fast._forward_pack, [], threading.Event()
+    ended, begun = [], threading.Event()
 
-    def second_fails(row, attention):
-        if places(row) == 1:
+    def second_fails(batch, index, forward):
+        if index == 1:
             assert begun.wait(10)
             raise ValueError("the second")
-        if places(row) == 2:
+        if index == 2:
             begun.set()
-            assert fast._stopped.wait(10)
+            assert forward.stopped.wait(10)
         try:
-            return forward(row, attention)
+            return forward(batch)
         except Stopped:
-            ended.append(places(row))
+            ended.append(index)
             raise
 
-    monkeypatch.setattr(fast, "_forward_pack", second_fails)
+    Planned(fast, second_fails)
     with pytest.raises(ValueError, match="the second"):
         fast.loglikelihood(choices(23, seed=3), disable_tqdm=True)
     assert 2 in ended  # and the one that was begun in the place of the second, if any

@@ -37,13 +37,13 @@ def _norm_kernel(x, weight, out, width, epsilon, BLOCK: tl.constexpr):
 
 @triton.jit
 def _product_kernel(gate, up, out, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
     kind = out.dtype.element_ty
-    value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(gate + index, mask=inside, other=0.0).to(tl.float32)
     active = (value / (1.0 + tl.exp(-value))).to(kind).to(tl.float32)
-    other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, (active * other).to(kind), mask=inside)
+    other = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + index, (active * other).to(kind), mask=inside)
 
 
 @triton.jit

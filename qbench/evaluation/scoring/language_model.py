@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from qbench.errors import RecipeError
-from qbench.evaluation.scoring.backend import PinnedHFLM, Progress
-from qbench.evaluation.scoring.exact import ExactLM
-from qbench.evaluation.scoring.fast import FastLM
 from qbench.evaluation.scoring.rows import Observer
+from qbench.evaluation.scoring.scorer import Progress, Scorer
+from qbench.evaluation.scoring.yardstick import Yardstick
 from qbench.evaluation.settings import ScoringSettings
 
 
@@ -19,24 +18,21 @@ def language_model(
     *,
     progress: Progress | None = None,
     observer: Observer | None = None,
-) -> PinnedHFLM:
+) -> Scorer | Yardstick:
     """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
 
     Mode ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
     ``fast`` gives scores that lie within ``settings.tolerance`` of exact ones.
-    ``progress(done, total)`` counts requests; ``observer`` sees the log-probabilities of every
-    scored token. ``report()`` of what is returned says how it ran.
+    ``progress(done, total)`` counts requests; ``observer`` sees hidden states, logits and
+    log-probabilities of every scored token. ``report()`` of what is returned says how it ran.
 
     Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
     scoring do not fit the model; scoring itself raises EvaluationError.
     """
-    if settings.mode == "lm-eval":
-        if observer is not None:
-            raise RecipeError(
-                "scoring: lm-eval shows nobody its log-probabilities; use exact or fast for damage"
-            )
-        if settings.shuffle is not None:
-            raise RecipeError("scoring: lm-eval has no other order of batches; use exact or fast")
-        return PinnedHFLM(model, tokenizer, settings)
-    scorer = {"exact": ExactLM, "fast": FastLM}[settings.mode]
-    return scorer(model, tokenizer, settings, progress=progress, observer=observer)
+    if settings.mode != "lm-eval":
+        return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
+    if observer is not None:
+        raise RecipeError(
+            "scoring: lm-eval shows nobody its log-probabilities; use exact or fast for damage"
+        )
+    return Yardstick(model, tokenizer, settings)

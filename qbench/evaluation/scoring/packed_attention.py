@@ -1,8 +1,8 @@
-"""Attention of packed trees, on top of the attention that the model runs anyway.
+"""Attention of packs, on top of the attention that the model runs anyway.
 
-Two layouts give the same function. ``Segments``: every stem and branch is a sequence of its own
-with its own keys, for kernels that take ``cu_seq_lens`` with fewer queries than keys.
-``Blocks``: trees of similar size side by side, filled up on the right, with a mask, for the
+Two layouts give the same function. ``Segments``: every prefix and suffix is a sequence of its own
+with its own keys, for kernels that take ``cu_seqlens`` with fewer queries than keys.
+``Blocks``: prefix groups of similar size side by side, filled up on the right, with a mask, for the
 reference and for torch's own attention.
 """
 
@@ -20,14 +20,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.errors import UnavailableError
-from qbench.evaluation.scoring.packing import Pack, Tree
+from qbench.evaluation.scoring.packing import PackedBatch, PrefixGroup
 from qbench.evaluation.scoring.rows import to_device
 
 NAME = "qbench-packed"
-MOVING_ROPES = ("longrope", "dynamic")
 BLOCK_SCORES = 1 << 22  # queries × keys of one block
-BLOCK_WASTE = 0.8  # the smallest tree of a block has at least this part of the largest's tokens
+BLOCK_WASTE = 0.8  # the smallest group of a block has at least this part of the largest's tokens
 
 Attention = Callable[..., tuple[Tensor, Any]]
 
@@ -47,11 +45,11 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """``starts_q``, ``starts_k`` int32 [S + 1]; ``keys`` [K] tokens whose keys are seen, or None
-    where every segment sees just itself."""
+    """``cu_seqlens_q``, ``cu_seqlens_k`` int32 [S + 1]; ``keys`` [K] tokens whose keys are seen,
+    or None where every segment sees just itself."""
 
-    starts_q: Tensor
-    starts_k: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
     longest_q: int
     longest_k: int
     keys: Tensor | None
@@ -71,8 +69,8 @@ class Segments:
             module,
             *(_row(tensor) for tensor in (query, key, value)),
             None,
-            cu_seq_lens_q=self.starts_q,
-            cu_seq_lens_k=self.starts_k,
+            cu_seq_lens_q=self.cu_seqlens_q,
+            cu_seq_lens_k=self.cu_seqlens_k,
             max_length_q=self.longest_q,
             max_length_k=self.longest_k,
             **options,
@@ -82,10 +80,11 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """G trees of up to n tokens: ``take`` [G · n] tokens to read, ``real`` those places of the
-    block that hold a token, ``put`` that token; ``mask`` [G, 1, n, n], None for plain causality."""
+    """G prefix groups of up to n tokens: ``take`` [G · n] tokens to read, ``real`` those entries of
+    the block that hold a token, ``put`` that token; ``mask`` [G, 1, n, n], None for plain
+    causality."""
 
-    trees: int
+    groups: int
     take: Tensor
     real: Tensor
     put: Tensor
@@ -116,7 +115,7 @@ class Blocks:
             raise Stopped
         result = value.new_empty(*query.shape[:2], value.shape[2])
         for block in self.blocks:
-            shape = (block.trees, -1)
+            shape = (block.groups, -1)
             parts = (
                 tensor.index_select(0, block.take).unflatten(0, shape).transpose(1, 2)
                 for tensor in (query, key, value)
@@ -127,101 +126,71 @@ class Blocks:
 
 
 def takes_segments(attention: str) -> bool:
-    """Whether the attention of this name takes ``cu_seq_lens`` at the speed of a kernel."""
+    """Whether the attention of this name takes ``cu_seqlens`` at the speed of a kernel."""
     return attention.endswith("-triton") or attention.startswith("flash_attention")
 
 
-def lay_segments(pack: Pack, device: torch.device) -> Segments:
+def lay_segments(pack: PackedBatch, device: torch.device) -> Segments:
     queries, keys = pack.segments()
     index = pack.key_index()
-    starts = [np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (queries, keys)]
+    cu_seqlens = [np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (queries, keys)]
     return Segments(
-        starts_q=to_device(starts[0], device),
-        starts_k=to_device(starts[1], device),
+        cu_seqlens_q=to_device(cu_seqlens[0], device),
+        cu_seqlens_k=to_device(cu_seqlens[1], device),
         longest_q=int(queries.max()),
         longest_k=int(keys.max()),
         keys=None if index is None else to_device(index, device),
     )
 
 
-def lay_blocks(pack: Pack, device: torch.device, stopped: threading.Event) -> Blocks:
+def lay_blocks(pack: PackedBatch, device: torch.device, stopped: threading.Event) -> Blocks:
     blocks = []
     first = 0
-    for trees in _alike(pack.trees):
-        blocks.append(_block(trees, first, device))
-        first += sum(tree.tokens for tree in trees)
+    for groups in _alike(pack.groups):
+        blocks.append(_block(groups, first, device))
+        first += sum(group.tokens for group in groups)
     return Blocks(tuple(blocks), stopped)
 
 
-def _alike(trees: list[Tree]) -> Iterator[list[Tree]]:
-    """Runs of trees of similar size (they are sorted by it), branched or not."""
-    run: list[Tree] = []
-    for tree in trees:
+def _alike(groups: list[PrefixGroup]) -> Iterator[list[PrefixGroup]]:
+    """Runs of groups of similar size (they are sorted by it), with suffixes or all without."""
+    run: list[PrefixGroup] = []
+    for group in groups:
         if run and (
-            bool(tree.branches) != bool(run[0].branches)
-            or tree.tokens < BLOCK_WASTE * run[0].tokens
+            bool(group.suffixes) != bool(run[0].suffixes)
+            or group.tokens < BLOCK_WASTE * run[0].tokens
             or (len(run) + 1) * run[0].tokens ** 2 > BLOCK_SCORES
         ):
             yield run
             run = []
-        run.append(tree)
+        run.append(group)
     if run:
         yield run
 
 
-def _block(trees: list[Tree], first: int, device: torch.device) -> Block:
-    longest = max(tree.tokens for tree in trees)
-    take = np.zeros((len(trees), longest), dtype=np.int64)
-    labels = np.full(
-        (len(trees), longest), -1, dtype=np.int64
-    )  # −1: no token, 0: stem, 1 …: branch
-    for i, tree in enumerate(trees):
-        take[i, : tree.tokens] = np.arange(first, first + tree.tokens)
-        lengths = [len(tree.stem), *map(len, tree.branches)]
-        labels[i, : tree.tokens] = np.repeat(np.arange(len(lengths)), lengths)
-        first += tree.tokens
+def _block(groups: list[PrefixGroup], first: int, device: torch.device) -> Block:
+    longest = max(group.tokens for group in groups)
+    take = np.zeros((len(groups), longest), dtype=np.int64)
+    # −1: no token, 0: prefix, 1 …: suffix
+    labels = np.full((len(groups), longest), -1, dtype=np.int64)
+    for i, group in enumerate(groups):
+        take[i, : group.tokens] = np.arange(first, first + group.tokens)
+        lengths = [len(group.prefix), *map(len, group.suffixes)]
+        labels[i, : group.tokens] = np.repeat(np.arange(len(lengths)), lengths)
+        first += group.tokens
     mask = None
-    if any(tree.branches for tree in trees):
+    if any(group.suffixes for group in groups):
         label = to_device(labels, device)
         seen = (label[:, None, :] == 0) | (label[:, None, :] == label[:, :, None])
         mask = seen.tril()[:, None]
     real = np.flatnonzero(labels.ravel() >= 0)
     return Block(
-        trees=len(trees),
+        groups=len(groups),
         take=to_device(take.ravel(), device),
         real=to_device(real, device),
         put=to_device(take.ravel()[real], device),
         mask=mask,
     )
-
-
-def check_model(model: Any) -> None:
-    """Raises UnavailableError for models whose attention a pack cannot reproduce."""
-    config = model.config
-    name = config._attn_implementation
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        raise UnavailableError(
-            f"fast scoring needs an attention of AttentionInterface, not {name!r}; use scoring: "
-            "exact or another attention"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", 1)
-    if kinds - {"full_attention"} or (windowed and not kinds):
-        raise UnavailableError(
-            f"fast scoring knows full causal attention only, and {type(model).__name__} has "
-            "windows or other layers; use scoring: exact"
-        )
-    if moving := [kind for kind in _rope_types(config) if kind.startswith(MOVING_ROPES)]:
-        raise UnavailableError(
-            f"fast scoring needs rotary angles that depend on a token's place alone, and those of "
-            f"{moving[0]} depend on the longest sequence of a batch; use scoring: exact"
-        )
-
-
-def _rope_types(config: Any) -> list[str]:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return [str(kind.get("rope_type") or kind.get("type") or "") for kind in kinds]
 
 
 @contextlib.contextmanager

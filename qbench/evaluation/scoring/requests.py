@@ -1,11 +1,13 @@
-"""What is to be scored, and HFLM's way of grouping, ordering and batching it."""
+"""What is to be scored, and what a batch of it is."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+import numpy as np
 
 from qbench.errors import EvaluationError
 
@@ -15,13 +17,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Request:
     """Token ids to score. ``tokens`` is context and continuation, ``context`` how many of them
-    are context; ``owner`` the number of the lm-eval request it belongs to, ``place`` where its
-    first scored token stands in that request (not 0 in later rolling windows)."""
+    are context; ``owner`` the index of the lm-eval request that it belongs to, ``first`` the
+    index of its first scored token in that request (not 0 in later rolling windows)."""
 
     tokens: list[int]
     context: int
     owner: int
-    place: int = 0
+    first: int = 0
 
     @property
     def scored(self) -> int:
@@ -33,35 +35,65 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Requests with the same model input; ``longest`` scores the most tokens of it.
-    ``members`` are places in the list that was grouped."""
+class Scored:
+    """What rows of log-probabilities score: one entry a scored token, int64 arrays [M].
 
-    longest: Request
-    members: list[int]
+    ``row`` is the index among the rows handed over with it (a row may serve several requests),
+    ``request`` the request's index within the call of the language model, ``index`` the
+    token's index among that request's scored tokens, ``token`` its id.
+    """
+
+    row: np.ndarray
+    request: np.ndarray
+    index: np.ndarray
+    token: np.ndarray
 
 
-def group(requests: Sequence[Request]) -> list[Group]:
-    """One group for each distinct input, longest first, as HFLM orders them."""
-    members: dict[tuple[int, ...], list[int]] = {}
-    for i, request in enumerate(requests):
-        members.setdefault(tuple(request.tokens[:-1]), []).append(i)
-    groups = [
-        Group(max((requests[i] for i in places), key=lambda r: r.scored), places)
-        for places in members.values()
-    ]
-    groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
-    return groups
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One forward: token ``ids`` [B, L], and what its B · L hidden states score.
+
+    ``rows`` [R] are the hidden states that go through the LM head, ``scored`` the M tokens that
+    they score, its rows counted within ``rows``; ``read`` [M], where given, are the rows to read
+    log-probabilities from in place of ``scored.row``. ``members`` [K] are indexes of requests,
+    ``counts`` [K] how many entries of ``scored`` belong to each, in order.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    scored: Scored
+    members: np.ndarray
+    counts: np.ndarray
+    read: np.ndarray | None = None
+
+
+class Planned(Protocol):
+    """What will be a batch: laid out when its turn comes."""
+
+    @property
+    def requests(self) -> int:
+        """How many it scores."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence."""
+
+    def lay(self, requests: Sequence[Request]) -> Batch: ...
+
+    def halves(self) -> tuple[Planned, Planned] | None:
+        """For a device that it does not fit; None where it cannot be divided."""
+
+
+class Batching(Protocol):
+    """How requests become batches."""
+
+    def plan(self, requests: Sequence[Request], *, windows: bool) -> Sequence[Planned]:
+        """Batches in order; ``windows`` says that the requests are rolling windows."""
 
 
 def shuffled(things: list[T], seed: int | None) -> list[T]:
     """In another order, or as they are where ``seed`` is None."""
     return things if seed is None else random.Random(seed).sample(things, len(things))
-
-
-def batches(groups: Sequence[Group], size: int) -> Iterator[Sequence[Group]]:
-    for first in range(0, len(groups), size):
-        yield groups[first : first + size]
 
 
 def check_lengths(requests: Sequence[Request], max_length: int) -> None:

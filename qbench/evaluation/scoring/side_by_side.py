@@ -22,15 +22,14 @@ def packs_at_once(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def side_by_side(
-    device: torch.device, stopped: threading.Event
-) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Gives what stands for ``map``: results come in order, and the first error is raised.
+def side_by_side(at_once: int, stopped: threading.Event) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Gives what stands for ``map``, ``at_once`` at a time: results come in order, and the first
+    error is raised.
 
     ``stopped`` is set at the end: where that comes early, by an error or Ctrl-C, work that looks
     at it ends soon.
     """
-    threads, at_once = torch.get_num_threads(), packs_at_once(device)
+    threads = torch.get_num_threads()
     if at_once == 1:
         yield map
         return

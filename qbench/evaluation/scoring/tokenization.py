@@ -123,8 +123,8 @@ def encode_pairs(
     alone = encode(tokenizer, [texts[i] for i in empty], special_tokens=False)
 
     encoded: list[Encoded | None] = [None] * len(pairs)
-    for place, i in enumerate(filled):
-        whole, context = both[place], both[len(filled) + place]
+    for k, i in enumerate(filled):
+        whole, context = both[k], both[len(filled) + k]
         encoded[i] = Encoded(context, whole[len(context) :])
     for i, ids in zip(empty, alone, strict=True):
         starts = ids[:1] == [prefix_id]

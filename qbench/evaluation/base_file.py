@@ -1,0 +1,57 @@
+"""The file of what an unquantized cell keeps for its quantized ones: where it is, whether it is
+whole. Imports no torch; ``scoring.base_rows`` says what is in it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from qbench.errors import ResultsError
+from qbench.files import write_atomically
+from qbench.store import KEY_DIGITS
+
+REMEDY = "run the unquantized cell again"
+
+
+def base_rows_file(folder: Path, key: str) -> Path:
+    """Where the rows of the unquantized cell ``key`` are kept."""
+    return folder / f"{key[:KEY_DIGITS]}.safetensors"
+
+
+def base_rows_usable(path: Path, key: str) -> bool:
+    """Whether the file is there, whole and of the cell ``key``. Reads all of it."""
+    try:
+        verify(path, key)
+    except ResultsError:
+        return False
+    return True
+
+
+def write_checksum(path: Path, digest: str) -> None:
+    """Beside the file, as ``sha256sum -c`` reads it."""
+    write_atomically(_checksum_file(path), f"{digest}  {path.name}\n".encode())
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(path: Path, key: str) -> None:
+    """Raises ResultsError where the file is not there, not what was written, or another cell's."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        stated = _checksum_file(path).read_text().split()
+        if not stated or sha256(path) != stated[0]:
+            raise ResultsError(f"{path}: its SHA-256 is not the stated one; {REMEDY}")
+        with safe_open(path, framework="numpy") as file:
+            about = file.metadata() or {}
+    except (OSError, UnicodeDecodeError, SafetensorError) as error:
+        raise ResultsError(f"{path}: {error}; {REMEDY}") from error
+    if about.get("key") != key:
+        raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")

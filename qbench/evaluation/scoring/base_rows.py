@@ -1,0 +1,211 @@
+"""What the unquantized cell keeps, so that others can be held against its distributions: the LM
+head's input of every scored token, and the head.
+
+A row takes hidden size × bytes of the dtype (768 bytes at the bundled 27M pair's 384 in bfloat16,
+2 kB at 340M parameters), where its log-probabilities would take 64 kB and more. Rows are gathered
+in host memory and written as one safetensors file, which is read memory-mapped. Beside it lies its
+SHA-256, as ``sha256sum -c`` reads it; making it and checking it read the file once, at about
+0.5 to 2 GB/s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qbench.errors import EvaluationError, ResultsError
+from qbench.evaluation.base_file import sha256, verify, write_checksum
+from qbench.evaluation.scoring.head import Projection
+from qbench.evaluation.scoring.requests import Scored
+from qbench.files import temporary
+
+ARRAYS = ("document", "request", "length", "token", "rows")
+IN_FLIGHT = 2  # copies from a GPU that nobody waits for yet
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRows:
+    """One task's rows. N scored tokens, those of one request side by side.
+
+    ``document``, ``request``, ``length`` int64 [requests]: lm-eval's document and request numbers
+    and how many tokens are scored; ``token`` int32 [N] their ids; ``rows`` [N, H].
+    """
+
+    document: Tensor
+    request: Tensor
+    length: Tensor
+    token: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRows:
+    """The rows of the cell ``key`` by task, with its LM head: ``weight`` [V, H], ``bias`` [V]."""
+
+    key: str
+    tasks: dict[str, TaskRows]
+    weight: Tensor
+    bias: Tensor | None
+
+    def save(self, path: Path) -> None:
+        """Appears whole or not at all. Raises ResultsError where it cannot be written."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        tensors = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+        for number, task in enumerate(self.tasks.values()):
+            tensors |= {f"{number}.{name}": getattr(task, name) for name in ARRAYS}
+        making = temporary(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, making, {"key": self.key, "tasks": json.dumps([*self.tasks])})
+            digest = sha256(making)
+            making.replace(path)
+            write_checksum(path, digest)
+        except (OSError, SafetensorError) as error:
+            raise ResultsError(
+                f"{path}: cannot be written: {error}; make room there, or leave damage out with "
+                "evaluation.damage: false"
+            ) from error
+        finally:
+            making.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path, key: str) -> BaseRows:
+        """Raises ResultsError where the file is not there, damaged, or another cell's."""
+        from safetensors import safe_open
+
+        verify(path, key)
+        with safe_open(path, framework="pt") as file:
+            tasks = {
+                task: TaskRows(*(file.get_tensor(f"{number}.{name}") for name in ARRAYS))
+                for number, task in enumerate(json.loads(file.metadata()["tasks"]))
+            }
+            bias = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
+            return cls(key, tasks, file.get_tensor("weight"), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The scored tokens of one call of the language model, which is about one task: those of
+    request r have the indexes from ``starts[r]`` on."""
+
+    task: str
+    document: np.ndarray
+    request: np.ndarray
+    length: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, instances: Sequence[Any], lengths: Sequence[int]) -> Call | None:
+        """None for a call without requests."""
+        names = {instance.task_name for instance in instances}
+        if len(names) > 1:
+            raise EvaluationError(f"damage takes one task a call, not {', '.join(sorted(names))}")
+        if not names:
+            return None
+        length = np.asarray(lengths, dtype=np.int64)
+        return cls(
+            task=names.pop(),
+            document=np.asarray([instance.doc_id for instance in instances], dtype=np.int64),
+            request=np.asarray([instance.idx for instance in instances], dtype=np.int64),
+            length=length,
+            starts=np.cumsum(length) - length,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return int(self.length.sum())
+
+    def indexes(self, scored: Scored) -> np.ndarray:
+        return self.starts[scored.request] + scored.index
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Rows of the call at work, in host memory, and copies that are still under way."""
+
+    call: Call
+    rows: Tensor
+    token: np.ndarray
+    in_flight: deque[tuple[torch.cuda.Event, Tensor, Scored]] = field(default_factory=deque)
+
+    def put(self, rows: Tensor, scored: Scored) -> None:
+        indexes = torch.from_numpy(self.call.indexes(scored))
+        self.rows[indexes] = rows[torch.from_numpy(scored.row)]
+
+    def settle(self, at_most: int) -> None:
+        while len(self.in_flight) > at_most:
+            event, rows, scored = self.in_flight.popleft()
+            event.synchronize()
+            self.put(rows, scored)
+
+
+class Recorder:
+    """An observer that keeps the unquantized model's rows."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, TaskRows] = {}
+        self._head: torch.nn.Linear | None = None
+        self._kept: _Kept | None = None
+
+    def base(self, key: str) -> BaseRows:
+        """All that was kept. Raises EvaluationError where nothing was scored."""
+        if self._head is None:
+            raise EvaluationError("no token was scored, so there is nothing to compare with")
+        weight, bias = self._head.weight, self._head.bias
+        return BaseRows(
+            key,
+            dict(self._tasks),
+            weight.detach().cpu().contiguous(),
+            None if bias is None else bias.detach().cpu(),
+        )
+
+    def begin(
+        self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
+    ) -> None:
+        if type(head) is not torch.nn.Linear:
+            raise EvaluationError(
+                f"damage needs an LM head that is a linear layer, not {type(head).__name__}; "
+                "say evaluation.damage: false"
+            )
+        self._head, self._kept = head, None
+        if (call := Call.of(instances, lengths)) is not None:
+            rows = torch.zeros(call.tokens, head.in_features, dtype=head.weight.dtype)
+            self._kept = _Kept(call, rows, np.zeros(call.tokens, dtype=np.int32))
+
+    def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
+        """Of a GPU the rows come by copies beside its work; each is waited for when the second
+        one after it is under way."""
+        kept = self._kept
+        assert kept is not None
+        kept.token[kept.call.indexes(scored)] = scored.token
+        if hidden.device.type != "cuda":
+            kept.put(hidden, scored)
+            return
+        rows = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+        rows.copy_(hidden, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        kept.in_flight.append((event, rows, scored))
+        kept.settle(IN_FLIGHT)
+
+    def end(self) -> None:
+        kept = self._kept
+        if kept is None:
+            return
+        kept.settle(0)
+        call = kept.call
+        self._tasks[call.task] = TaskRows(
+            *(torch.from_numpy(a) for a in (call.document, call.request, call.length, kept.token)),
+            kept.rows,
+        )
+        self._kept = None

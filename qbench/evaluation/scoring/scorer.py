@@ -1,0 +1,275 @@
+"""The scorer: a batching plan and a forward. One request's way through it, top to bottom.
+
+1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
+2. ``_score`` plans batches of them (``padding``: HFLM's own; ``packing``: shared prefixes);
+3. ``_run`` lays out one batch and halves it where it does not fit the device;
+4. ``_rows`` makes its hidden states (``forward``) and, of the rows that are scored, the
+   log-probabilities (``rows``);
+5. ``answers`` adds them up, request by request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from qbench.errors import EvaluationError
+from qbench.evaluation.scoring.answers import Answer, in_order
+from qbench.evaluation.scoring.check import Check
+from qbench.evaluation.scoring.forward import decoder_and_head
+from qbench.evaluation.scoring.generation import generate, pinned_hflm
+from qbench.evaluation.scoring.head import Projection, try_out
+from qbench.evaluation.scoring.memory import (
+    free_cached_memory,
+    is_out_of_memory,
+    peak_memory_gib,
+    reset_peak_memory,
+)
+from qbench.evaluation.scoring.requests import Batch, Planned, Request, check_lengths
+from qbench.evaluation.scoring.rows import (
+    Observer,
+    RowScores,
+    rows_at_once,
+    score_rows,
+    to_device,
+)
+from qbench.evaluation.scoring.side_by_side import side_by_side
+from qbench.evaluation.scoring.tokenization import encode_pairs, encode_texts
+from qbench.evaluation.scoring.ways import Way, exact_way, fast_way
+from qbench.evaluation.scoring.yardstick import report
+from qbench.evaluation.settings import ScoringSettings
+from qbench.record import ScoringReport
+
+Progress = Callable[[int, int], None]  # requests (or windows) done, and how many there are
+
+SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored tokens
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was scored so far; ``tokens`` are computed ones, padding included."""
+
+    requests: int = 0
+    batches: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    halvings: int = 0
+
+
+class Scorer(LM):
+    """An lm-eval language model with exact or fast scores; ``report()`` says how it ran.
+
+    ``progress(done, total)`` counts requests. Raises UnavailableError where the mode does not
+    fit the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: ScoringSettings,
+        *,
+        progress: Progress | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.hflm = pinned_hflm(model, tokenizer, settings)  # generates, and knows the tokenizer
+        self._device = self.hflm.device
+        self._progress, self._observer = progress, observer
+        decoder, self.head = decoder_and_head(model)
+        self._rows_at_once = rows_at_once(model.config.vocab_size)
+        self._product = try_out(self.head, model.config.hidden_size, model.dtype, self._device)
+        self._logits_bytes = model.config.vocab_size * model.dtype.itemsize
+        self._counts, self._lock = Counts(), threading.Lock()
+        self.way = self._exact = exact_way(settings, decoder, self._device)
+        self._check: Check | None = None
+        if settings.mode == "fast":
+            self.way = fast_way(settings, model, decoder)
+            self._check = Check(settings.tolerance)
+        reset_peak_memory(self._device)
+
+    def report(self) -> ScoringReport:
+        """How the scores were made."""
+        found = report(self.settings, peak_memory_gib(self._device))
+        return found.model_copy(
+            update={
+                **{name: getattr(self._counts, name) for name in Counts.__slots__},
+                "fused_steps": self.way.forward.fused_steps,
+                "difference_from_exact": self._check.report() if self._check else None,
+            }
+        )
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
+        encoded = encode_pairs(
+            self.hflm.tokenizer,
+            [instance.args for instance in requests],
+            add_bos=self.settings.add_bos,
+            prefix_id=self.hflm.prefix_token_id,
+        )
+        asked = [
+            Request(ids.context + ids.continuation, len(ids.context), owner)
+            for owner, ids in enumerate(encoded)
+        ]
+        return self._observed(requests, asked, windows=False)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        texts = encode_texts(
+            self.hflm.tokenizer,
+            [instance.args[0] for instance in requests],
+            add_bos=self.settings.add_bos,
+            prefix_id=self.hflm.prefix_token_id,
+        )
+        windows: list[Request] = []
+        for owner, ids in enumerate(texts):
+            first = 0
+            for pair in get_rolling_token_windows(
+                ids, self.hflm.prefix_token_id, self.settings.max_length, context_len=1
+            ):
+                context, continuation = make_disjoint_window(pair)
+                windows.append(Request(context + continuation, len(context), owner, first))
+                first += len(continuation)
+        sums: list[float] = [0] * len(requests)
+        answers = self._observed(requests, windows, windows=True)
+        for window, (log_likelihood, _) in zip(windows, answers, strict=True):
+            sums[window.owner] += log_likelihood
+        return sums
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        return generate(self.hflm, requests, disable_tqdm)
+
+    def _observed(
+        self, instances: Sequence[Any], requests: Sequence[Request], *, windows: bool
+    ) -> list[Answer]:
+        check_lengths(requests, self.settings.max_length)
+        self._counts.requests += len(requests)
+        self._counts.truncated += sum(
+            len(r.tokens) > self.settings.max_length + 1 for r in requests
+        )
+        if self._observer is not None:
+            lengths = np.zeros(len(instances), dtype=np.int64)
+            for request in requests:
+                lengths[request.owner] += request.scored
+            self._observer.begin(instances, lengths.tolist(), self.head)
+        answers = self._score(
+            self.way, requests, windows=windows, observer=self._observer, counts=self._counts
+        )
+        if self._observer is not None:
+            self._observer.end()
+        if self._check is not None:
+            self._compare(self._check, instances, requests, answers, windows)
+        return answers
+
+    def _compare(
+        self,
+        check: Check,
+        instances: Sequence[Any],
+        requests: Sequence[Request],
+        answers: Sequence[Answer],
+        windows: bool,
+    ) -> None:
+        """Fast answers with exact ones, of some documents (of few windows just one: each costs
+        as much to score exactly as it does fast)."""
+        documents: list[Hashable] = [
+            (instances[r.owner].task_name, i if windows else instances[r.owner].doc_id)
+            for i, r in enumerate(requests)
+        ]
+        count = self.settings.sample
+        if windows:
+            count = min(SAMPLED_WINDOWS, count, max(1, len(requests) // 20))
+        chosen = check.draw(documents, count, self.settings.seed)
+        sample = [requests[i] for i in chosen]
+        exact = self._score(self._exact, sample, windows=windows, observer=None, counts=Counts())
+        check.add(
+            task=", ".join(sorted({instance.task_name for instance in instances})),
+            documents=[documents[i] for i in chosen],
+            tokens=[request.scored for request in sample],
+            fast=[answers[i] for i in chosen],
+            exact=exact,
+        )
+
+    def _score(
+        self,
+        way: Way,
+        requests: Sequence[Request],
+        *,
+        windows: bool,
+        observer: Observer | None,
+        counts: Counts,
+    ) -> list[Answer]:
+        """Answers in the order of ``requests``."""
+        if not requests:
+            return []
+        results: list[tuple[Batch, RowScores]] = []
+        done, way.forward.stopped = 0, threading.Event()
+        with (
+            way.forward.ready(),
+            side_by_side(way.at_once, way.forward.stopped) as each,
+        ):
+            plan = way.batching.plan(requests, windows=windows)
+            found = each(lambda batch: self._run(way, batch, requests, observer, counts), plan)
+            for batch, scores in zip(plan, found, strict=True):
+                results += scores
+                done += batch.requests
+                if self._progress is not None and counts is self._counts:
+                    self._progress(done, len(requests))
+        return in_order(results, len(requests), way.total)
+
+    def _run(
+        self,
+        way: Way,
+        planned: Planned,
+        requests: Sequence[Request],
+        observer: Observer | None,
+        counts: Counts,
+    ) -> list[tuple[Batch, RowScores]]:
+        """Scores on the device; a batch that does not fit is halved."""
+        batch = planned.lay(requests)
+        halves = planned.halves()
+        try:
+            result = self._rows(way, batch, observer)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if halves is None:
+                raise EvaluationError(
+                    f"out of memory on one document of {planned.longest} tokens; "
+                    "lower evaluation.max_length or use a larger device"
+                ) from error
+        else:
+            with self._lock:
+                counts.batches += 1
+                counts.tokens += batch.ids.size
+            return [(batch, result)]
+        # Outside the handler: there the traceback would keep the failed forward's tensors.
+        free_cached_memory(self._device)
+        with self._lock:
+            counts.halvings += 1
+        return [
+            scores for half in halves for scores in self._run(way, half, requests, observer, counts)
+        ]
+
+    def _rows(self, way: Way, batch: Batch, observer: Observer | None) -> RowScores:
+        with torch.no_grad():
+            hidden = way.forward(batch)
+            rows = to_device(batch.rows, self._device)
+            projection = Projection()
+            if way.as_whole:
+                projection = self._product.projection(batch.ids.size, rows, self._logits_bytes)
+            return score_rows(
+                self.head,
+                hidden.index_select(0, rows),
+                batch.scored,
+                projection,
+                read=batch.read,
+                softmax_dtype=self.hflm.softmax_dtype,
+                at_once=self._rows_at_once // way.at_once,
+                observer=observer,
+            )

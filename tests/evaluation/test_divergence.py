@@ -1,0 +1,279 @@
+"""Divergence from the unquantized model against full logits, and the file that it rests on."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import numpy as np
+import pytest
+import torch
+from scoring_models import choices, instance, llama, pages, scorer, text
+
+from qbench.errors import EvaluationError, ResultsError
+from qbench.evaluation.base_file import base_rows_file, base_rows_usable
+from qbench.evaluation.damage import distributions
+from qbench.evaluation.scoring.base_rows import BaseRows, Recorder
+from qbench.evaluation.scoring.divergence import Meter
+from qbench.evaluation.tolerance import Tolerance
+
+KEY = "0123456789abcdef" * 4
+
+
+def quantized_like(model: torch.nn.Module, noise: float) -> torch.nn.Module:
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in other.model.layers.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.data += noise * parameter.data.float().std() * drawn
+    return other
+
+
+class Logits:
+    """An observer that keeps whole rows of logits by (request, index), in float64."""
+
+    def begin(self, instances, lengths, head) -> None:
+        self.rows: dict[tuple[int, int], torch.Tensor] = {}
+        self.lengths = list(lengths)
+
+    def batch(self, scored, hidden, projection):
+        def keep(part) -> None:
+            for entry in zip(scored.row, scored.request, scored.index, strict=True):
+                row, request, index = map(int, entry)
+                if part.first <= row < part.last:
+                    self.rows[request, index] = part.logits[row - part.first].double()
+
+        return keep
+
+    def end(self) -> None:
+        keys = [(r, i) for r, length in enumerate(self.lengths) for i in range(length)]
+        assert sorted(self.rows) == keys
+        self.table = torch.stack([self.rows[key] for key in keys])
+
+
+def watch(model, observer, requests, mode="exact", **changes):
+    lm = scorer(model, mode, max_length=96, observer=observer, sample=2, **changes)
+    if requests[0].request_type == "loglikelihood":
+        return lm.loglikelihood(requests, disable_tqdm=True)
+    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
+
+
+def recorded(model, requests, mode="exact") -> BaseRows:
+    recorder = Recorder()
+    watch(model, recorder, requests, mode)
+    return recorder.base(KEY)
+
+
+def measured(model, other, requests, modes=("exact", "exact"), **changes):
+    meter = Meter(recorded(model, requests, modes[0]))
+    watch(other, meter, requests, modes[1], **changes)
+    (result,) = meter.measured.values()
+    return result
+
+
+REQUESTS = {
+    "choices": choices(13),
+    "windows": pages((30, 0, 200, 1)),
+    "one token": [instance(text(i, 5), " the", i) for i in range(9)],
+}
+LOOSE_BOUNDS = Tolerance(mean=10.0, largest=100.0, changed=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_model_against_itself_differs_by_nothing(kind, mode, dtype):
+    """Argmax by one rule on both sides: in bfloat16 the likeliest tokens are often tied."""
+    model = llama(dtype=dtype)
+    result = measured(model, model, REQUESTS[kind], (mode, mode), tolerance=LOOSE_BOUNDS)
+    assert np.abs(result.kl).max() < 1e-6
+    assert result.agrees.all()
+    assert np.abs(result.change).max() < 1e-5
+
+
+@pytest.mark.parametrize("modes", [("fast", "exact"), ("exact", "fast")])
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_the_modes_of_the_two_cells_may_differ(kind, modes):
+    model = llama()
+    result = measured(model, model, REQUESTS[kind], modes)
+    assert np.abs(result.kl).max() < 1e-6
+    assert result.agrees.all()
+
+
+@pytest.mark.parametrize("softmax_dtype", ["float32", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_it_is_the_divergence_of_full_logits(kind, mode, dtype, softmax_dtype):
+    requests, model = REQUESTS[kind], llama(dtype=dtype)
+    other = quantized_like(model, 0.3)
+    settings = {"tolerance": LOOSE_BOUNDS, "softmax_dtype": softmax_dtype}
+    ours = measured(model, other, requests, (mode, mode), **settings)
+    before, after = Logits(), Logits()
+    watch(model, before, requests, mode, **settings)
+    watch(other, after, requests, mode, **settings)
+    p, q = before.table.log_softmax(-1), after.table.log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum(-1).numpy()
+    assert expected.mean() > 0.01
+    np.testing.assert_allclose(ours.kl, expected, rtol=1e-4, atol=1e-6)
+    kl = distributions(ours).kl
+    assert kl.mean == pytest.approx(expected.mean(), rel=1e-4)
+    for ours_, percent in ((kl.median, 50), (kl.p90, 90), (kl.p99, 99), (kl.p99_9, 99.9)):
+        assert ours_ == pytest.approx(np.percentile(expected, percent), rel=1e-4)
+    agrees = (before.table.argmax(-1) == after.table.argmax(-1)).numpy()
+    assert (ours.agrees == agrees).all()
+    assert not agrees.all()
+
+
+def test_percentiles_are_in_order_and_the_change_is_the_scores():
+    requests, model = REQUESTS["choices"], llama()
+    other = quantized_like(model, 0.3)
+    report = distributions(measured(model, other, requests))
+    kl = report.kl
+    assert 0 < kl.median < kl.p90 < kl.p99 < kl.p99_9 <= kl.largest
+    before, after = (watch(m, None, requests) for m in (model, other))
+    total = sum(a for a, _ in after) - sum(b for b, _ in before)
+    assert report.target_change.value * report.tokens == pytest.approx(total, abs=1e-3)
+    assert report.target_change.documents == 13
+
+
+def test_a_changed_head_is_measured_against_the_unquantized_ones():
+    """As after a rotation: the quantized model's own head must not stand for the other's."""
+    model = llama()
+    other = copy.deepcopy(model)
+    other.lm_head.weight.data *= 1.5
+    requests = REQUESTS["choices"]
+    ours = measured(model, other, requests)
+    before, after = Logits(), Logits()
+    watch(model, before, requests)
+    watch(other, after, requests)
+    p, q = before.table.log_softmax(-1), after.table.log_softmax(-1)
+    np.testing.assert_allclose(ours.kl, (p.exp() * (p - q)).sum(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_small_parts_of_the_vocabulary_product_change_nothing(monkeypatch):
+    from qbench.evaluation.scoring import scorer as module
+
+    model = llama()
+    other = quantized_like(model, 0.3)
+    whole = measured(model, other, REQUESTS["windows"])
+    monkeypatch.setattr(module, "rows_at_once", lambda vocabulary: 16)
+    parts = measured(model, other, REQUESTS["windows"])
+    np.testing.assert_allclose(parts.kl, whole.kl, rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_that_is_repeated_for_want_of_memory_is_kept_once():
+    model, requests = llama(), REQUESTS["choices"]
+    expected = recorded(model, requests)
+    recorder = Recorder()
+    lm = scorer(model, "exact", max_length=96, observer=recorder)
+    decoder, seen = lm.way.forward.decoder, []
+
+    def after_some(ids, **settings):
+        seen.append(ids.shape[0])
+        if ids.shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decoder(ids, **settings)
+
+    lm.way.forward.decoder = after_some
+    lm.loglikelihood(requests, disable_tqdm=True)
+    assert lm.report().halvings > 0
+    found, there = recorder.base(KEY).tasks["choices"], expected.tasks["choices"]
+    assert torch.equal(found.token, there.token)
+    torch.testing.assert_close(found.rows, there.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_rows_come_back_from_their_file(tmp_path, dtype):
+    model, recorder = llama(dtype=dtype), Recorder()
+    for requests in (choices(5, task="a"), choices(3, seed=9, task="b")):
+        watch(model, recorder, requests)
+    path, base = base_rows_file(tmp_path / "new", KEY), recorder.base(KEY)
+    assert not base_rows_usable(path, KEY)
+    base.save(path)
+    assert base_rows_usable(path, KEY)
+    back = BaseRows.load(path, KEY)
+    assert list(back.tasks) == ["a", "b"]
+    for task, rows in base.tasks.items():
+        for name in rows.__slots__:
+            assert torch.equal(getattr(back.tasks[task], name), getattr(rows, name))
+    assert torch.equal(back.weight, model.lm_head.weight)
+    assert back.bias is None
+    tokens = sum(len(rows.token) for rows in base.tasks.values())
+    width = model.config.hidden_size * dtype.itemsize
+    head = model.config.vocab_size * width
+    assert path.stat().st_size < tokens * (width + 12) + head + 3_000
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        path.name, f"{path.name}.sha256",
+    ]  # fmt: skip
+
+
+def test_one_changed_byte_anywhere_makes_the_file_unusable(tmp_path):
+    path = base_rows_file(tmp_path, KEY)
+    recorded(llama(), choices(3)).save(path)
+    payload = path.read_bytes()
+    for index in [*np.random.default_rng(0).integers(0, len(payload), 40).tolist(), 0, 9]:
+        changed = bytearray(payload)
+        changed[index] ^= 1 << (index % 8)
+        path.write_bytes(changed)
+        assert not base_rows_usable(path, KEY)
+    path.write_bytes(payload)
+    assert base_rows_usable(path, KEY)
+
+
+@pytest.mark.parametrize("damage", ["torn", "short", "absent", "other", "no checksum"])
+def test_a_file_that_is_not_the_cells_says_what_to_do(tmp_path, damage):
+    path, key = base_rows_file(tmp_path, KEY), KEY
+    recorded(llama(), choices(3)).save(path)
+    if damage == "torn":
+        path.write_bytes(b"torn")
+    elif damage == "short":
+        os.truncate(path, path.stat().st_size - 1)
+    elif damage == "absent":
+        path.unlink()
+    elif damage == "no checksum":
+        path.with_name(path.name + ".sha256").unlink()
+    else:
+        key = KEY[:16] + "f" * 48
+    assert not base_rows_usable(path, key)
+    with pytest.raises(ResultsError, match="run the unquantized cell again"):
+        BaseRows.load(path, key)
+
+
+def test_requests_in_another_order_meet_their_own_rows():
+    model, requests = llama(), choices(9)
+    meter = Meter(recorded(model, requests))
+    watch(model, meter, requests[::-1], "fast")
+    assert np.abs(meter.measured["choices"].kl).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("requests", "words"),
+    [
+        (choices(5, task="other"), "kept no rows"),
+        (choices(6), "in the unquantized cell 0"),
+        (choices(5, seed=1), "scored tokens, in the unquantized cell"),
+    ],
+)
+def test_other_requests_than_the_bases_are_refused(requests, words):
+    base = recorded(llama(), choices(5))
+    with pytest.raises(EvaluationError, match=words):
+        watch(llama(), Meter(base), requests)
+
+
+def test_other_tokens_than_the_bases_are_refused():
+    one = [instance("the cat sat on", " the", 0)]
+    other = [instance("the cat sat on", " a", 0)]
+    base = recorded(llama(), one)
+    with pytest.raises(EvaluationError, match="scored other tokens"):
+        watch(llama(), Meter(base), other)
+
+
+def test_an_lm_head_that_is_no_linear_layer_is_refused():
+    class Scaled(torch.nn.Linear):
+        pass
+
+    model = llama()
+    model.lm_head.__class__ = Scaled
+    with pytest.raises(EvaluationError, match=r"not Scaled; say evaluation\.damage: false"):
+        watch(model, Recorder(), choices(2))
