@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ConfigDict, Field
 
-Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
-
 if TYPE_CHECKING:
     from qbench.record import SampleDifference, ScoringReport
+
+Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
