@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from qbench.errors import RecipeError
-from qbench.published import printed, sets, show, table, tables
-from qbench.published.check import check, summary
+from qbench.published import claims, printed, sets, show, table, tables
+from qbench.published.check import check, doubts, summary
+from qbench.published.numbers import steps
 
 PAPER = Path(__file__).parents[2] / "shared" / "papers" / "softpick.txt"
 
@@ -89,13 +91,53 @@ def test_a_delta_that_does_not_add_up_is_found(monkeypatch):
 
     real = table("softpick-table-02")
     row = dict(real.rows[0], delta="+0.15")
-    import dataclasses
-
     broken = dataclasses.replace(real, rows=(row, *real.rows[1:]))
     monkeypatch.setattr(module, "tables", lambda: [broken])
     assert [(f.kind, f.text) for f in check() if f.grave] == [
         ("delta", "Δ is printed as +0.15, the printed scores give +0.12")
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "text", "grave"),
+    [
+        ("step", "Table 7, Scalable-Softmax, 1983",
+         "96.9 where the other 19 rates are multiples of 0.5, as of 200 trials", True),
+        ("same scores", "Table 6, Piqa",
+         "softpick and rectified-only are identical, 66.27 Acc Norm and 66.43 Acc: two models do "
+         "not agree in every metric to the last digit", True),
+        ("name", "Table 6 and Table 7",
+         "the model beside rectified-only, softmax, softpick is called scalable-softpick in Table "
+         "6 and Scalable-Softmax in Table 7", False),
+        ("claim", "Section 5, Quantization",
+         "“At the 340M scale, when using softpick, the quantized models are consistently better "
+         "than when softmax is used”: in Tables 8 to 10 softpick is worse than softmax in 11 of "
+         "72 rows and equal in 1", True),
+    ],
+)  # fmt: skip
+def test_what_the_paper_tells_wrongly_is_found_once(kind, place, text, grave):
+    found = [finding for finding in check() if finding.kind == kind]
+    assert [(one.place, one.text, one.grave) for one in found] == [(place, text, grave)]
+    assert text in summary()
+
+
+def test_the_claims_are_quoted_as_printed():
+    if not PAPER.exists():
+        pytest.skip("the paper's text is not here")
+    assert all(one.text in PAPER.read_text() for one in claims())
+
+
+def test_a_table_whose_rates_keep_their_step_has_no_finding():
+    assert list(steps(table("softpick-table-05"))) == []
+    odd = table("softpick-table-07")
+    whole = [dict(row, **{"1983": row["1983"].replace("96.9", "96.5")}) for row in odd.rows]
+    assert list(steps(dataclasses.replace(odd, rows=tuple(whole)))) == []
+
+
+def test_only_grave_doubts_of_a_table_are_told_beside_its_numbers():
+    assert len(doubts(["Table 13"])) == 3
+    assert doubts(["Table 12"]) == []
+    assert doubts(["Table 1"]) == []  # not those of Table 13
 
 
 def test_a_table_is_shown_with_its_source_and_caption():

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from qbench.errors import RecipeError
+from qbench.text import markdown
 
 # The papers' names → lm-eval's.
 TASKS = {
@@ -58,6 +59,29 @@ class Printed:
     source: str  # e.g. "Table 9"
     values: dict[str, Decimal]  # model → value
     delta: Decimal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What a paper's text says that its tables show: one model better than another."""
+
+    paper: str
+    place: str  # e.g. "Section 5, Quantization"
+    text: str  # as printed
+    tables: tuple[str, ...]
+    of: str  # those tables, in words
+    better: str
+    than: str
+
+
+def claims() -> list[Claim]:
+    """The papers' claims that can be held against their tables."""
+    index = _index()
+    return [
+        Claim(**{**about, "paper": index["papers"][about["paper"]],
+                 "tables": tuple(about["tables"])})
+        for about in index["claims"]
+    ]  # fmt: skip
 
 
 def tables() -> list[PublishedTable]:
@@ -116,14 +140,16 @@ def printed(name: str) -> dict[tuple[str, str, str, float | None], Printed]:
 
 def show(one: PublishedTable) -> str:
     """A table in Markdown with its source, as ``qbench published`` prints it."""
-    lines = [list(one.columns), *([row[column] for column in one.columns] for row in one.rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(one.columns))]
-    text = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join([f"### {one.name}", "", f"{one.paper}, {one.place}. {one.caption}", "", *text])
+    rows = [[row[column] for column in one.columns] for row in one.rows]
+    about = f"{one.paper}, {one.place}. {one.caption}"
+    align = "".join(
+        "r" if any(map(_is_number, cells)) else "l" for cells in zip(*rows, strict=True)
+    )
+    return "\n\n".join([f"### {one.name}", about, markdown.table(one.columns, rows, align=align)])
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("+-").replace(".", "").rstrip("*").isdigit()
 
 
 @cache
