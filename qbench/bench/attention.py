@@ -23,6 +23,7 @@ from qbench.bench.attention_checks import check_kernels
 from qbench.bench.attention_skipping import measure_skipping, skipping_table
 from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
 from qbench.errors import UnavailableError
+from qbench.text import markdown
 
 SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
 DECODE = (64, 4096, 16, 64)
@@ -81,37 +82,31 @@ def table(results: dict[str, Any]) -> str:
         f"causal. bf16 matrix product {ceilings['matmul_tflops']:.0f} TFLOP/s, device-to-device "
         f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run.",
         "",
-        "| B, T, H, D | kernel | forward TFLOP/s | × cuDNN | backward TFLOP/s | × cuDNN |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    cudnn = {tuple(r["shape"]): r for r in results["prefill"] if r["kernel"] == "cuDNN softmax"}
-    for row in results["prefill"]:
-        cells = [", ".join(map(str, row["shape"])), row["kernel"]]
-        for direction in ("forward", "backward"):
-            rate, best = row[direction], cudnn[tuple(row["shape"])][direction]
-            cells += [
-                "–" if rate is None else f"{rate:.0f}",
-                "–" if rate is None or best is None else f"{rate / best:.2f}",
-            ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
+        _prefill_table(results["prefill"]),
         "",
         "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
         "",
-        "| B, T, H, D | kernel | ms | TB/s | of the copy |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
-    for row in results["decode"]:
-        shape = ", ".join(map(str, row["shape"]))
-        lines.append(
-            f"| {shape} | {row['kernel']} | {row['ms']:.3f} | {row['tb_per_s']:.2f} "
-            f"| {row['share_of_copy']:.0%} |"
-        )
-    lines += ["", "Packed sequences of many lengths, forward.", ""]
-    lines += ["| sequences | tokens | kernel | ms |", "| ---: | ---: | --- | ---: |"]
-    for row in results["packed"]:
-        cells = (row["sequences"], row["tokens"], row["kernel"], f"{row['ms']:.3f}")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        markdown.table(
+            ("B, T, H, D", "kernel", "ms", "TB/s", "of the copy"),
+            [
+                [", ".join(map(str, row["shape"])), row["kernel"], f"{row['ms']:.3f}",
+                 f"{row['tb_per_s']:.2f}", f"{row['share_of_copy']:.0%}"]
+                for row in results["decode"]
+            ],
+            align="llrrr",
+        ),
+        "",
+        "Packed sequences of many lengths, forward.",
+        "",
+        markdown.table(
+            ("sequences", "tokens", "kernel", "ms"),
+            [
+                [row["sequences"], row["tokens"], row["kernel"], f"{row['ms']:.3f}"]
+                for row in results["packed"]
+            ],
+            align="rrlr",
+        ),
+    ]  # fmt: skip
     lines += skipping_table(results["skipping"])
     worst = max(check["error"] / check["limit"] for check in results["checks"])
     lines += [
@@ -120,6 +115,22 @@ def table(results: dict[str, Any]) -> str:
         f"the worst used {worst:.0%} of its tolerance.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _prefill_table(rows: list[dict[str, Any]]) -> str:
+    cudnn = {tuple(row["shape"]): row for row in rows if row["kernel"] == "cuDNN softmax"}
+    head = ("B, T, H, D", "kernel", "forward TFLOP/s", "× cuDNN", "backward TFLOP/s", "× cuDNN")
+    lines = []
+    for row in rows:
+        cells = [", ".join(map(str, row["shape"])), row["kernel"]]
+        for direction in ("forward", "backward"):
+            rate, best = row[direction], cudnn[tuple(row["shape"])][direction]
+            cells += [
+                "–" if rate is None else f"{rate:.0f}",
+                "–" if rate is None or best is None else f"{rate / best:.2f}",
+            ]
+        lines.append(cells)
+    return markdown.table(head, lines, align="llrrrr")
 
 
 def _prefill(shape: tuple[int, ...], repeat_ms: int) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from qbench.attention.kernels import launch, tiles
 from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
 from qbench.errors import DataError
+from qbench.text import markdown
 
 LENGTH = 2048
 
@@ -51,13 +52,17 @@ def skipping_table(rows: list[dict[str, Any]]) -> list[str]:
     columns = [
         f"{step} {how} ms" for step in ("prefill", "decode") for how in ("whole", "skipping")
     ]
-    lines = ["", "Softpick with and without skipping where no score is positive.", ""]
-    lines.append("| scores | B, H, T, D | " + " | ".join(columns) + " |")
-    lines.append("| --- | --- |" + " ---: |" * len(columns))
-    for row in rows:
-        cells = [row["scores"], ", ".join(map(str, row["shape"]))]
-        lines.append("| " + " | ".join(cells + [f"{row[c]:.3f}" for c in columns]) + " |")
-    return lines
+    cells = [
+        [row["scores"], ", ".join(map(str, row["shape"])), *(f"{row[c]:.3f}" for c in columns)]
+        for row in rows
+    ]
+    head = ("scores", "B, H, T, D", *columns)
+    return [
+        "",
+        "Softpick with and without skipping where no score is positive.",
+        "",
+        markdown.table(head, cells, align="ll" + "r" * len(columns)),
+    ]
 
 
 def _inputs(

@@ -15,6 +15,7 @@ from qbench.errors import RecipeError
 from qbench.evaluation.settings import ScoringSettings
 from qbench.record import Environment, ScoringReport
 from qbench.running.environment import environment
+from qbench.text import markdown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,13 +126,10 @@ def compare(
 
 def table(comparison: Comparison) -> str:
     """The comparison as a Markdown table."""
-    lines = [
-        "| task | mode | requests | seconds | in the model | × lm-eval | largest difference | "
-        "mean difference | changed answers |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in comparison.rows:
-        cells = [
+    head = ("task", "mode", "requests", "seconds", "in the model", "× lm-eval",
+            "largest difference", "mean difference", "changed answers")  # fmt: skip
+    rows = [
+        [
             row.task,
             row.mode,
             f"{row.requests:,}",
@@ -142,8 +140,9 @@ def table(comparison: Comparison) -> str:
             _or_dash(row.mean_difference, "{:.3g}"),
             _or_dash(row.changed_answers, "{}"),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for row in comparison.rows
+    ]
+    return markdown.table(head, rows, align="llrrrrrrr")
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from qbench.bench.attention import bench_attention, table
@@ -39,4 +41,4 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
     ],
 )
 def test_the_table_compares_with_cudnn_and_the_copy(line):
-    assert line in table(RESULTS).splitlines()
+    assert line in [re.sub(" +", " ", told) for told in table(RESULTS).splitlines()]
