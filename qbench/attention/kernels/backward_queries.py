@@ -27,67 +27,73 @@ from qbench.attention.kernels.family import (
 
 @triton.jit
 def delta_sweep(
-    q, g, rows, begin, end,
-    k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
-    k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    TMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+    q, g, rows, begin, end, k_source, v_source, mask, scale,
+    k_strides, v_strides, mask_strides, index, limits,
+    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
     see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
-    delta = tl.zeros([M], tl.float32)
-    total = tl.zeros([M], tl.float32)
-    highest = tl.zeros([M], tl.float32)
-    for start in tl.range(begin, end, N, num_stages=1):
-        k = load_rows(
-            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, True, TMA
-        )
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        v = load_rows(
-            v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, True, TMA
-        )
-        dp = tl.dot(g, v.T, input_precision="ieee")
-        keys = start + tl.arange(0, N)
-        seen = visible(
-            rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
-            mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
+    batch, head, kv_head = index
+    stop_k = limits[1]
+    delta = tl.zeros([BLOCK_Q], tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    highest = tl.zeros([BLOCK_Q], tl.float32)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=1):
+        k = load_rows(  # [BLOCK_K, BLOCK_D]
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+            True, TMA,
         )  # fmt: skip
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        v = load_rows(  # [BLOCK_K, BLOCK_DV]
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+            True, TMA,
+        )  # fmt: skip
+        dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        seen = visible(  # [BLOCK_Q, BLOCK_K]
+            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
+        )
         # Their lse, from a fast logarithm, would be wrong by more than float32 is.
-        above, below = terms(tl.where(seen, scores * scale, 0.0), 0.0, NORMALIZER, True)
-        delta += tl.sum(tl.maximum(above, 0.0) * dp, 1)
-        total += tl.sum(below, 1)
-        highest = tl.maximum(highest, tl.max(above, 1))
+        above, below = terms(tl.where(seen, scores * scale, 0.0), 0.0, FAMILY, True)
+        delta += tl.sum(tl.maximum(above, 0.0) * dp, 1)  # [BLOCK_Q]
+        total += tl.sum(below, 1)  # [BLOCK_Q]
+        highest = tl.maximum(highest, tl.max(above, 1))  # [BLOCK_Q]
     return delta / (total + EPSILON * (1 + highest))  # ε · e^m
 
 
 @triton.jit
 def query_sweep(
-    dq, q, g, lse, delta, rows, begin, end,
-    k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
-    k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dq, q, g, lse, delta, rows, begin, end, k_source, v_source, mask, scale,
+    k_strides, v_strides, mask_strides, index, limits,
+    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries."""
-    for start in tl.range(begin, end, N, num_stages=STAGES):
-        k = load_rows(
-            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, MASKED, TMA
-        )
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        v = load_rows(
-            v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK, MASKED, TMA
-        )
-        dp = tl.dot(g, v.T, input_precision="ieee")
+    """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries,
+    dq [BLOCK_Q, BLOCK_D]. ``index``: batch row, query head and key head."""
+    batch, head, kv_head = index
+    stop_k = limits[1]
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        k = load_rows(  # [BLOCK_K, BLOCK_D]
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+            MASKED, TMA,
+        )  # fmt: skip
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        v = load_rows(  # [BLOCK_K, BLOCK_DV]
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+            MASKED, TMA,
+        )  # fmt: skip
+        dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         # The weights themselves are not needed here, so neither is their precise form.
-        e, _ = recomputed(scores, scale, lse[:, None], NORMALIZER, False)
-        ds = score_gradient(e, scores, dp, delta[:, None], NORMALIZER)
+        e, _ = recomputed(scores, scale, lse[:, None], FAMILY, False)  # [BLOCK_Q, BLOCK_K]
+        ds = score_gradient(e, scores, dp, delta[:, None], FAMILY)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
-            keys = start + tl.arange(0, N)
-            seen = visible(
-                rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
-                mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
+            keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+            seen = visible(  # [BLOCK_Q, BLOCK_K]
+                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head,
+                CAUSAL, WINDOW,
             )  # fmt: skip
             ds = tl.where(seen, ds, 0.0)
         dq = tl.dot(narrowed(ds, k.dtype), k, dq, input_precision="ieee")
@@ -97,45 +103,56 @@ def query_sweep(
 @triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
 def query_kernel(
     q_source, k_source, v_source, g_source, output, lse_source, deltas, dq_out, mask, spans,
-    heads, group, queries, keys, window, scale, score_scale,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, o_b, o_h, o_t,
-    dq_b, dq_h, dq_t, mask_b, mask_h, mask_t, mask_k,
-    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, NEAR_ZERO: tl.constexpr, TMA: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    head_counts, queries, keys, window, scale, score_scale, strides,
+    mask_b, mask_h, mask_t, mask_k,
+    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NEAR_ZERO: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of M queries, and their D."""
+    """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
+    many share a key head. ``strides``: of q, k, v, dO, output and dq; see
+    :func:`qbench.attention.kernels.forward.forward_kernel`."""
+    heads, group = head_counts
+    q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
+    mask_strides = (mask_b, mask_h, mask_t, mask_k)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     batch, start_q, stop_q, start_k, stop_k, shift = sequence(
-        spans, tl.program_id(1) // heads, queries, keys, SPANS
+        spans, tl.program_id(1) // heads, queries, keys
     )
-    first = start_q + block * M
+    first = start_q + block * BLOCK_Q
     if first >= stop_q:
         return
-    kv_head = head // group
-    rows = first + tl.arange(0, M)
-    q = load_rows(q_source, batch, head, first, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, True, False)
-    g = load_rows(g_source, batch, head, first, stop_q, g_b, g_h, g_t, M, DV, DV_BLOCK, True, False)
-    o = load_rows(output, batch, head, first, stop_q, o_b, o_h, o_t, M, DV, DV_BLOCK, True, False)
-    row_offset = (wide(batch) * heads + head) * queries
-    lse = tl.load(lse_source + row_offset + rows, mask=rows < stop_q, other=float("inf"))
-    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    index = (batch, head, head // group)
+    limits = (stop_q, stop_k, shift, window)
+    rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+    q = load_rows(  # [BLOCK_Q, BLOCK_D]
+        q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
+    )
+    g = load_rows(  # [BLOCK_Q, BLOCK_DV]
+        g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV, True, False
+    )
+    o = load_rows(  # [BLOCK_Q, BLOCK_DV]
+        output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV, True, False
+    )
+    offset = (wide(batch) * heads + head) * queries
+    lse = tl.load(lse_source + offset + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BLOCK_Q]
 
     begin = start_k
     end = stop_k
     whole_end = stop_k
     if CAUSAL:
-        end = tl.minimum(stop_k, tl.minimum(first + M, stop_q) + shift)
+        end = tl.minimum(stop_k, tl.minimum(first + BLOCK_Q, stop_q) + shift)
         whole_end = tl.minimum(stop_k, first + shift + 1)
     if WINDOW:
         begin = tl.maximum(begin, first + shift - window + 1)
     whole_begin = begin
     if WINDOW:
-        whole_begin += tl.cdiv(tl.maximum(0, first + M + shift - window - begin), N) * N
-    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // N * N
-    if HAS_MASK:
+        partly = tl.maximum(0, first + BLOCK_Q + shift - window - begin)
+        whole_begin += tl.cdiv(partly, BLOCK_K) * BLOCK_K
+    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // BLOCK_K * BLOCK_K
+    if mask is not None:
         whole_begin = begin
         whole_end = begin
 
@@ -143,39 +160,36 @@ def query_kernel(
         small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
             exact = delta_sweep(
-                q, g, rows, begin, end,
-                k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
-                score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, TMA, M, N, D, D_BLOCK, DV, DV_BLOCK,
+                q, g, rows, begin, end, k_source, v_source, mask, score_scale,
+                k_strides, v_strides, mask_strides, index, limits, FAMILY, CAUSAL, WINDOW, TMA,
+                BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV,
             )  # fmt: skip
             delta = tl.where(small, exact, delta)
-    tl.store(deltas + row_offset + rows, delta, mask=rows < stop_q)
+    tl.store(deltas + offset + rows, delta, mask=rows < stop_q)
 
-    dq = tl.zeros([M, D_BLOCK], tl.float32)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     if WINDOW:
         dq = query_sweep(
-            dq, q, g, lse, delta, rows, begin, whole_begin,
-            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
-            score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            dq, q, g, lse, delta, rows, begin, whole_begin, k_source, v_source, mask, score_scale,
+            k_strides, v_strides, mask_strides, index, limits, FAMILY, CAUSAL, WINDOW, True, TMA,
+            BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
-    if not HAS_MASK:
+    if mask is None:
         dq = query_sweep(
-            dq, q, g, lse, delta, rows, whole_begin, whole_end,
-            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
-            score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            dq, q, g, lse, delta, rows, whole_begin, whole_end, k_source, v_source, mask,
+            score_scale, k_strides, v_strides, mask_strides, index, limits,
+            FAMILY, CAUSAL, WINDOW, False, TMA,
+            BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     dq = query_sweep(
-        dq, q, g, lse, delta, rows, whole_end, end,
-        k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
-        score_scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, TMA, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        dq, q, g, lse, delta, rows, whole_end, end, k_source, v_source, mask, score_scale,
+        k_strides, v_strides, mask_strides, index, limits, FAMILY, CAUSAL, WINDOW, True, TMA,
+        BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
     )  # fmt: skip
-    pointers = dq_out + wide(batch) * dq_b + wide(head) * dq_h
-    columns = tl.arange(0, D_BLOCK)
+    pointers = dq_out + wide(batch) * dq_strides[0] + wide(head) * dq_strides[1]
+    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     tl.store(
-        pointers + wide(rows)[:, None] * dq_t + columns[None, :],
+        pointers + wide(rows)[:, None] * dq_strides[2] + columns[None, :],
         narrowed(dq * scale, dq_out.dtype.element_ty),
-        mask=(rows[:, None] < stop_q) & (columns[None, :] < D),
+        mask=(rows[:, None] < stop_q) & (columns[None, :] < HEAD_DIM),
     )

@@ -27,31 +27,34 @@ from qbench.attention.kernels.family import (
 @triton.jit(do_not_specialize=["queries", "keys", "window", "splits", "mask_b", "mask_h", "mask_t"])
 def decode_kernel(
     q_source, k_source, v_source, output, lse_out, partial, mask, spans,
-    kv_heads, group, queries, keys, window, scale, splits,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
-    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, SKIP: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr,
-    EPSILON: tl.constexpr,
-    R: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    head_counts, queries, keys, window, scale, splits, strides, mask_b, mask_h, mask_t, mask_k,
+    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SKIP: tl.constexpr,
+    FUSED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a sequence, key head and split; its R rows are the group's heads × queries.
-    ``partial`` [sequences · kv_heads, splits, R, DV_BLOCK + 2] takes what a split gives."""
+    """One program a sequence, key head and split; its BLOCK_R rows are the group's heads × queries.
+    ``partial`` [sequences · kv_heads, splits, BLOCK_R, BLOCK_DV + 2], if there is more than one
+    split, takes what each gives. ``head_counts``: key heads, and how many query heads share one.
+    Strides as in :func:`qbench.attention.kernels.forward.forward_kernel`."""
+    kv_heads, group = head_counts
+    q_strides, k_strides, v_strides, o_strides = strides
+    mask_strides = (mask_b, mask_h, mask_t, mask_k)
     split = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
     batch, start_q, stop_q, start_k, stop_k, shift = sequence(
-        spans, tl.program_id(1) // kv_heads, queries, keys, SPANS
+        spans, tl.program_id(1) // kv_heads, queries, keys
     )
     count = tl.maximum(stop_q - start_q, 1)
-    index = tl.arange(0, R)
+    index = tl.arange(0, BLOCK_R)  # [BLOCK_R]
     real = index < group * (stop_q - start_q)
-    rows = start_q + index % count
-    heads = kv_head * group + index // count
-    columns = tl.arange(0, D_BLOCK)
-    q_pointers = q_source + wide(batch) * q_b + wide(heads) * q_h + rows * q_t
-    q = tl.load(
+    rows = start_q + index % count  # [BLOCK_R]
+    heads = kv_head * group + index // count  # [BLOCK_R]
+    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    q_pointers = q_source + wide(batch) * q_strides[0] + wide(heads) * q_strides[1]
+    q_pointers += rows * q_strides[2]
+    q = tl.load(  # [BLOCK_R, BLOCK_D]
         q_pointers[:, None] + columns[None, :],
-        mask=real[:, None] & (columns[None, :] < D),
+        mask=real[:, None] & (columns[None, :] < HEAD_DIM),
         other=0.0,
     )
 
@@ -61,58 +64,60 @@ def decode_kernel(
         end = tl.minimum(stop_k, stop_q + shift)
     if WINDOW:
         begin = tl.maximum(begin, start_q + shift - window + 1)
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), N), splits) * N
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_K), splits) * BLOCK_K
     begin += split * share
     end = tl.minimum(end, begin + share)
+    limits = (stop_q, end, shift, window)
 
-    acc = tl.zeros([R, DV_BLOCK], tl.float32)
-    total = tl.zeros([R], tl.float32)
-    maximum = tl.full([R], first_maximum(NORMALIZER), tl.float32)
-    v_columns = tl.arange(0, DV_BLOCK)
-    for start in tl.range(begin, end, N, num_stages=STAGES):
-        k = load_rows(
-            k_source, batch, kv_head, start, end, k_b, k_h, k_t, N, D, D_BLOCK, True, False
-        )
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        tile = start + tl.arange(0, N)
-        seen = real[:, None] & visible(
-            rows[:, None], tile[None, :], stop_q, end, shift, window,
-            mask, batch, heads[:, None], mask_b, mask_h, mask_t, mask_k,
-            CAUSAL, WINDOW, HAS_MASK,
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    maximum = tl.full([BLOCK_R], first_maximum(FAMILY), tl.float32)
+    v_columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        k = load_rows(  # [BLOCK_K, BLOCK_D]
+            k_source, batch, kv_head, start, end, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+            True, False,
         )  # fmt: skip
-        scores = tl.where(seen, scores, masked_score(NORMALIZER))
-        raised = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        shift_2 = finite_shift(raised, NORMALIZER)
-        above, below = terms(scores * scale, shift_2[:, None], NORMALIZER, True)
-        lower = tl.math.exp2(maximum - shift_2)
-        total = total * lower + tl.sum(below, 1)
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_R, BLOCK_K]
+        tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        seen = real[:, None] & visible(  # [BLOCK_R, BLOCK_K]
+            rows[:, None], tile[None, :], limits, mask, mask_strides, batch, heads[:, None],
+            CAUSAL, WINDOW,
+        )  # fmt: skip
+        scores = tl.where(seen, scores, masked_score(FAMILY))
+        raised = tl.maximum(maximum, tl.max(scores, 1) * scale)  # [BLOCK_R]
+        shift_2 = finite_shift(raised, FAMILY)  # [BLOCK_R]
+        above, below = terms(scores * scale, shift_2[:, None], FAMILY, True)  # [BLOCK_R, BLOCK_K]
+        lower = tl.math.exp2(maximum - shift_2)  # [BLOCK_R]
+        total = total * lower + tl.sum(below, 1)  # [BLOCK_R]
         acc = acc * lower[:, None]
         maximum = raised
-        wanted = tile < end
+        wanted = tile < end  # [BLOCK_K]
         if SKIP:
             wanted = wanted & (tl.max(above, 0) > 0)
-        v_pointers = v_source + wide(batch) * v_b + wide(kv_head) * v_h
-        v_pointers += wide(start) * v_t
-        v = tl.load(
-            v_pointers + tl.arange(0, N)[:, None] * v_t + v_columns[None, :],
-            mask=wanted[:, None] & (v_columns[None, :] < DV),
+        v_pointers = v_source + wide(batch) * v_strides[0] + wide(kv_head) * v_strides[1]
+        v_pointers += wide(start) * v_strides[2]
+        v = tl.load(  # [BLOCK_K, BLOCK_DV]
+            v_pointers + tl.arange(0, BLOCK_K)[:, None] * v_strides[2] + v_columns[None, :],
+            mask=wanted[:, None] & (v_columns[None, :] < V_HEAD_DIM),
             other=0.0,
         )
-        acc = tl.dot(rounded(above, v.dtype, NORMALIZER, FUSED), v, acc, input_precision="ieee")
+        acc = tl.dot(rounded(above, v.dtype, FAMILY, FUSED), v, acc, input_precision="ieee")
 
-    if SPLIT:
-        base = partial + (wide(tl.program_id(1)) * splits + split) * R * (DV_BLOCK + 2)
-        pointers = base + index * (DV_BLOCK + 2)
+    if partial is not None:
+        first = (wide(tl.program_id(1)) * splits + split) * BLOCK_R
+        pointers = partial + first * (BLOCK_DV + 2) + index * (BLOCK_DV + 2)  # [BLOCK_R]
         tl.store(pointers[:, None] + v_columns[None, :], acc)
-        tl.store(pointers + DV_BLOCK, total)
-        tl.store(pointers + DV_BLOCK + 1, maximum)
+        tl.store(pointers + BLOCK_DV, total)
+        tl.store(pointers + BLOCK_DV + 1, maximum)
     else:
-        out, lse = finish(acc, total, maximum, EPSILON, NORMALIZER)
-        pointers = output + wide(batch) * o_b + wide(heads) * o_h + rows * o_t
+        out, lse = finish(acc, total, maximum, FAMILY)  # [BLOCK_R, BLOCK_DV], [BLOCK_R]
+        pointers = output + wide(batch) * o_strides[0] + wide(heads) * o_strides[1]
+        pointers += rows * o_strides[2]
         tl.store(
             pointers[:, None] + v_columns[None, :],
             out.to(output.dtype.element_ty),
-            mask=real[:, None] & (v_columns[None, :] < DV),
+            mask=real[:, None] & (v_columns[None, :] < V_HEAD_DIM),
         )
         lse_row = lse_out + (wide(batch) * kv_heads * group + heads) * queries
         tl.store(lse_row + rows, lse, mask=real)
@@ -120,43 +125,41 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])
 def join_kernel(
-    output, lse_out, partial, spans, kv_heads, group, queries, keys, splits,
-    o_b, o_h, o_t,
-    NORMALIZER: tl.constexpr, SPANS: tl.constexpr, EPSILON: tl.constexpr,
-    R: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+    output, lse_out, partial, spans, head_counts, queries, keys, splits, o_strides,
+    FAMILY: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one sequence and key head, always in the same order."""
+    kv_heads, group = head_counts
     kv_head = tl.program_id(0) % kv_heads
-    batch, start_q, stop_q, _, _, _ = sequence(
-        spans, tl.program_id(0) // kv_heads, queries, keys, SPANS
-    )
+    batch, start_q, stop_q, _, _, _ = sequence(spans, tl.program_id(0) // kv_heads, queries, keys)
     count = tl.maximum(stop_q - start_q, 1)
-    index = tl.arange(0, R)
+    index = tl.arange(0, BLOCK_R)  # [BLOCK_R]
     real = index < group * (stop_q - start_q)
-    columns = tl.arange(0, DV_BLOCK)
-    acc = tl.zeros([R, DV_BLOCK], tl.float32)
-    total = tl.zeros([R], tl.float32)
-    maximum = tl.full([R], first_maximum(NORMALIZER), tl.float32)
+    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    maximum = tl.full([BLOCK_R], first_maximum(FAMILY), tl.float32)
     for split in range(splits):
-        base = partial + (wide(tl.program_id(0)) * splits + split) * R * (DV_BLOCK + 2)
-        pointers = base + index * (DV_BLOCK + 2)
-        their_maximum = tl.load(pointers + DV_BLOCK + 1)
+        first = (wide(tl.program_id(0)) * splits + split) * BLOCK_R
+        pointers = partial + first * (BLOCK_DV + 2) + index * (BLOCK_DV + 2)  # [BLOCK_R]
+        their_maximum = tl.load(pointers + BLOCK_DV + 1)  # [BLOCK_R]
         raised = tl.maximum(maximum, their_maximum)
-        shift_2 = finite_shift(raised, NORMALIZER)
+        shift_2 = finite_shift(raised, FAMILY)
         ours = tl.math.exp2(maximum - shift_2)
         theirs = tl.math.exp2(their_maximum - shift_2)
         acc = acc * ours[:, None]
         acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
-        total = total * ours + tl.load(pointers + DV_BLOCK) * theirs
+        total = total * ours + tl.load(pointers + BLOCK_DV) * theirs
         maximum = raised
-    out, lse = finish(acc, total, maximum, EPSILON, NORMALIZER)
-    rows = start_q + index % count
-    heads = kv_head * group + index // count
-    pointers = output + wide(batch) * o_b + wide(heads) * o_h + rows * o_t
+    out, lse = finish(acc, total, maximum, FAMILY)  # [BLOCK_R, BLOCK_DV], [BLOCK_R]
+    rows = start_q + index % count  # [BLOCK_R]
+    heads = kv_head * group + index // count  # [BLOCK_R]
+    pointers = output + wide(batch) * o_strides[0] + wide(heads) * o_strides[1]
+    pointers += rows * o_strides[2]
     tl.store(
         pointers[:, None] + columns[None, :],
         out.to(output.dtype.element_ty),
-        mask=real[:, None] & (columns[None, :] < DV),
+        mask=real[:, None] & (columns[None, :] < V_HEAD_DIM),
     )
     lse_row = lse_out + (wide(batch) * kv_heads * group + heads) * queries
     tl.store(lse_row + rows, lse, mask=real)

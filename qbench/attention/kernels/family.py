@@ -3,7 +3,7 @@
 Scores are kept in units of log2: y = x · log2 e, so that e^x is one exp2 instruction. ``maximum``
 is m in the same units; softpick and rectified floor it at 0, which changes neither function.
 
-``NORMALIZER`` is the family, a compile-time string of ``families.FAMILIES``. A new one adds its
+``FAMILY`` is the family, a compile-time string of ``families.FAMILIES``. A new one adds its
 branch to each function here that has branches; without it, nothing compiles.
 """
 
@@ -53,79 +53,79 @@ def expm1_near_zero(y):
 
 
 @triton.jit
-def masked_score(NORMALIZER: tl.constexpr):
+def masked_score(FAMILY: tl.constexpr):
     """The score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
-    if NORMALIZER == "softpick":
+    if FAMILY == "softpick":
         return 0.0
-    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
+    elif FAMILY == "softmax" or FAMILY == "rectified":
         return float("-inf")
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def first_maximum(NORMALIZER: tl.constexpr):
+def first_maximum(FAMILY: tl.constexpr):
     """Where the running maximum starts."""
-    if NORMALIZER == "softmax":
+    if FAMILY == "softmax":
         return float("-inf")
-    elif NORMALIZER == "softpick" or NORMALIZER == "rectified":
+    elif FAMILY == "softpick" or FAMILY == "rectified":
         return 0.0
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def finite_shift(maximum, NORMALIZER: tl.constexpr):
+def finite_shift(maximum, FAMILY: tl.constexpr):
     """What exponents are shifted by: the running maximum, but not −∞ − (−∞) in a row that has
     seen no key yet."""
-    if NORMALIZER == "softmax":
+    if FAMILY == "softmax":
         return tl.where(maximum == float("-inf"), 0.0, maximum)
-    elif NORMALIZER == "softpick" or NORMALIZER == "rectified":
+    elif FAMILY == "softpick" or FAMILY == "rectified":
         return maximum
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def lost_bits(total, NORMALIZER: tl.constexpr):
+def lost_bits(total, FAMILY: tl.constexpr):
     """Whether a sum without a running maximum has left the range in which it keeps its bits.
     Rectified terms are at least 1; of softpick's small sums NEAR_ZERO takes care."""
     lost = ~(total < LARGE_TOTAL)
-    if NORMALIZER == "softmax":
+    if FAMILY == "softmax":
         return lost | (total < SMALL_TOTAL)
-    elif NORMALIZER == "softpick" or NORMALIZER == "rectified":
+    elif FAMILY == "softpick" or FAMILY == "rectified":
         return lost
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def terms(y, shift, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
+def terms(y, shift, FAMILY: tl.constexpr, PRECISE: tl.constexpr):
     """What each score adds above and below the fraction line, times 2^−shift. What it adds above
     is still to be rectified, by :func:`rounded`."""
     e = tl.math.exp2(y - shift)
-    if NORMALIZER == "softpick":
+    if FAMILY == "softpick":
         floor = tl.math.exp2(-shift)
         difference = e - floor
         if PRECISE:
             difference = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), difference)
         return difference, tl.abs(difference)
-    elif NORMALIZER == "rectified":
+    elif FAMILY == "rectified":
         e = tl.where(y >= 0, e, 0.0)
         return e, e
-    elif NORMALIZER == "softmax":
+    elif FAMILY == "softmax":
         return e, e
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def rounded(above, dtype: tl.constexpr, NORMALIZER: tl.constexpr, FUSED: tl.constexpr):
+def rounded(above, dtype: tl.constexpr, FAMILY: tl.constexpr, FUSED: tl.constexpr):
     """Weights as an operand of a matrix product: softpick's rectified, then rounded to ``dtype``.
     FUSED does both to two bf16 values in one instruction, which the compiler does not find."""
-    if NORMALIZER == "softmax" or NORMALIZER == "rectified":
+    if FAMILY == "softmax" or FAMILY == "rectified":
         return above.to(dtype)
-    elif NORMALIZER == "softpick":
+    elif FAMILY == "softpick":
         if FUSED:
             return tl.inline_asm_elementwise(
                 "cvt.rn.relu.bf16x2.f32 $0, $2, $1;",
@@ -151,14 +151,14 @@ def narrowed(gradient, dtype: tl.constexpr):
 
 
 @triton.jit
-def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr):
+def finish(acc, total, maximum, FAMILY: tl.constexpr):
     """The output rows, and each row's log-sum-exp in log2 units: lse = m + log2 Σ, in softpick of
     |e^x − 1|. From it the backward pass recomputes weights as 2^(y − lse). A row with nothing to
     attend to gives 0 and +∞."""
-    if NORMALIZER == "softpick":
+    if FAMILY == "softpick":
         total += EPSILON
         return acc / total[:, None], maximum + tl.math.log2(total)
-    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
+    elif FAMILY == "softmax" or FAMILY == "rectified":
         empty = total == 0
         safe = tl.where(empty, 1.0, total)
         lse = tl.where(empty, float("inf"), maximum + tl.math.log2(safe))
@@ -168,43 +168,43 @@ def finish(acc, total, maximum, EPSILON: tl.constexpr, NORMALIZER: tl.constexpr)
 
 
 @triton.jit
-def recomputed(scores, scale, lse, NORMALIZER: tl.constexpr, PRECISE: tl.constexpr):
+def recomputed(scores, scale, lse, FAMILY: tl.constexpr, PRECISE: tl.constexpr):
     """E = e^(x − m) / Σ of every score, and its weight, for :func:`rounded`."""
     y = scores * scale
     e = tl.math.exp2(y - lse)
-    if NORMALIZER == "softpick":
+    if FAMILY == "softpick":
         floor = tl.math.exp2(-lse)
         weight = e - floor
         if PRECISE:
             weight = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), weight)
         return e, weight
-    elif NORMALIZER == "rectified":
+    elif FAMILY == "rectified":
         e = tl.where(scores >= 0, e, 0.0)
         return e, e
-    elif NORMALIZER == "softmax":
+    elif FAMILY == "softmax":
         return e, e
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def score_gradient(e, scores, dp, delta, NORMALIZER: tl.constexpr):
+def score_gradient(e, scores, dp, delta, FAMILY: tl.constexpr):
     """Gradients of the scores, with dP = dO · v and D = dO · o. Softpick's is equation 7,
     dS = E · (step(x) dP − sign(x) D); a score of exactly 0, where the function has a kink, counts
     as negative."""
-    if NORMALIZER == "softpick":
+    if FAMILY == "softpick":
         return e * tl.where(scores > 0, dp - delta, delta)
-    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
+    elif FAMILY == "softmax" or FAMILY == "rectified":
         return e * (dp - delta)
     else:
         tl.static_assert(False, NO_FORMULA)
 
 
 @triton.jit
-def sequence(spans, index, queries, keys, SPANS: tl.constexpr):
+def sequence(spans, index, queries, keys):
     """Batch row, first and last + 1 query row, first and last + 1 key row, and the shift: query
     row i stands at key row i + shift."""
-    if SPANS:
+    if spans is not None:
         entry = spans + index * 6
         return (
             tl.load(entry),
@@ -220,24 +220,24 @@ def sequence(spans, index, queries, keys, SPANS: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    source, batch, head, row, stop, stride_b, stride_h, stride_t,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
+    source, batch, head, row, stop, strides,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BOUNDED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, WIDTH_BLOCK] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
+    """[ROWS, BLOCK_WIDTH] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
     BOUNDED. With TMA ``source`` is a tensor descriptor of [B, H, T, D], else a pointer."""
     if TMA:
-        return source.load([batch, head, row, 0]).reshape(ROWS, WIDTH_BLOCK)
+        return source.load([batch, head, row, 0]).reshape(ROWS, BLOCK_WIDTH)
     else:
-        base = source + wide(batch) * stride_b + wide(head) * stride_h
-        base += wide(row) * stride_t
-        rows = tl.arange(0, ROWS)
-        columns = tl.arange(0, WIDTH_BLOCK)
-        pointers = base + rows[:, None] * stride_t + columns[None, :]
+        base = source + wide(batch) * strides[0] + wide(head) * strides[1]
+        base += wide(row) * strides[2]
+        rows = tl.arange(0, ROWS)  # [ROWS]
+        columns = tl.arange(0, BLOCK_WIDTH)  # [BLOCK_WIDTH]
+        pointers = base + rows[:, None] * strides[2] + columns[None, :]  # [ROWS, BLOCK_WIDTH]
         if BOUNDED:
             inside = (rows[:, None] + row < stop) & (columns[None, :] < WIDTH)
             return tl.load(pointers, mask=inside, other=0.0)
-        elif WIDTH_BLOCK == WIDTH:
+        elif BLOCK_WIDTH == WIDTH:
             return tl.load(pointers)
         else:
             return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
@@ -245,18 +245,20 @@ def load_rows(
 
 @triton.jit
 def visible(
-    rows, keys, stop_q, stop_k, shift, window, mask, batch, head, mask_b, mask_h, mask_t, mask_k,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """Which of ``keys`` each of ``rows`` attends to; the two broadcast against each other."""
+    rows, keys, limits, mask, mask_strides, batch, head, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Which of ``keys`` each of ``rows`` attends to; the two broadcast against each other, and so
+    does the result. ``limits``: last query and key row + 1, the shift of :func:`sequence`, and the
+    window. ``mask_strides``: of batch row, head, row and key."""
+    stop_q, stop_k, shift, window = limits
     own = rows + shift
     # No row of a sequence stands beyond its last key, so causality is enough.
     seen = keys <= own if CAUSAL else keys < stop_k
     if WINDOW:
         seen = seen & (keys > own - window)
-    if HAS_MASK:
-        pointers = mask + wide(batch) * mask_b + wide(head) * mask_h
-        pointers = pointers + wide(rows) * mask_t + keys * mask_k
+    if mask is not None:
+        pointers = mask + wide(batch) * mask_strides[0] + wide(head) * mask_strides[1]
+        pointers = pointers + wide(rows) * mask_strides[2] + keys * mask_strides[3]
         inside = (rows < stop_q) & (keys < stop_k)
         seen = seen & (tl.load(pointers, mask=inside, other=0) != 0)
     return seen

@@ -34,162 +34,172 @@ from qbench.attention.kernels.family import (
 
 @triton.jit
 def sweep(
-    acc, total, maximum, q, rows, begin, end,
-    k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
-    k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    MASKED: tl.constexpr, FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr,
-    SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr,
-    DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    acc, total, maximum, q, rows, begin, end, k_source, v_source, mask, scale,
+    k_strides, v_strides, mask_strides, index, limits,
+    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr,
+    TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys from ``begin`` to ``end`` into the running output, sum and maximum."""
-    for start in tl.range(begin, end, N, num_stages=STAGES):
-        k = load_rows(
-            k_source, batch, kv_head, start, stop_k, k_b, k_h, k_t, N, D, D_BLOCK, MASKED, TMA
-        )
-        scores = tl.dot(q, k.T, input_precision="ieee")
+    """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, BLOCK_DV],
+    sum and maximum [BLOCK_Q], which are [BLOCK_Q, 8] with FREE. ``index``: batch row, query head
+    and key head. ``limits``: see :func:`qbench.attention.kernels.family.visible`."""
+    batch, head, kv_head = index
+    stop_k = limits[1]
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        k = load_rows(  # [BLOCK_K, BLOCK_D]
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+            MASKED, TMA,
+        )  # fmt: skip
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         if MASKED:
-            keys = start + tl.arange(0, N)
-            seen = visible(
-                rows[:, None], keys[None, :], stop_q, stop_k, shift, window,
-                mask, batch, head, mask_b, mask_h, mask_t, mask_k, CAUSAL, WINDOW, HAS_MASK,
+            keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+            seen = visible(  # [BLOCK_Q, BLOCK_K]
+                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head,
+                CAUSAL, WINDOW,
             )  # fmt: skip
-            scores = tl.where(seen, scores, masked_score(NORMALIZER))
+            scores = tl.where(seen, scores, masked_score(FAMILY))
         if FREE:
             # Eight sums a row, so that no thread needs another's until the end.
-            above, below = terms(scores * scale, 0.0, NORMALIZER, False)
-            total += tl.sum(tl.reshape(below, [M, N // 8, 8]), 1)
+            above, below = terms(scores * scale, 0.0, FAMILY, False)  # [BLOCK_Q, BLOCK_K] each
+            total += tl.sum(tl.reshape(below, [BLOCK_Q, BLOCK_K // 8, 8]), 1)  # [BLOCK_Q, 8]
             if NEAR_ZERO:  # for the check at the end
-                maximum = tl.maximum(maximum, tl.max(tl.reshape(scores, [M, N // 8, 8]), 1))
+                highest = tl.max(tl.reshape(scores, [BLOCK_Q, BLOCK_K // 8, 8]), 1)
+                maximum = tl.maximum(maximum, highest)  # [BLOCK_Q, 8]
         else:
-            raised = tl.maximum(maximum, tl.max(scores, 1) * scale)
-            shift_2 = finite_shift(raised, NORMALIZER)
-            above, below = terms(scores * scale, shift_2[:, None], NORMALIZER, PRECISE)
-            lower = tl.math.exp2(maximum - shift_2)
-            total = total * lower + tl.sum(below, 1)
+            raised = tl.maximum(maximum, tl.max(scores, 1) * scale)  # [BLOCK_Q]
+            shift_2 = finite_shift(raised, FAMILY)  # [BLOCK_Q]
+            above, below = terms(scores * scale, shift_2[:, None], FAMILY, PRECISE)
+            lower = tl.math.exp2(maximum - shift_2)  # [BLOCK_Q]
+            total = total * lower + tl.sum(below, 1)  # [BLOCK_Q]
             acc = acc * lower[:, None]
             maximum = raised
         if SKIP:
             if tl.max(scores) > 0:
-                v = load_rows(
-                    v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK,
-                    MASKED, TMA,
+                v = load_rows(  # [BLOCK_K, BLOCK_DV]
+                    v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM,
+                    BLOCK_DV, MASKED, TMA,
                 )  # fmt: skip
-                acc = tl.dot(
-                    rounded(above, v.dtype, NORMALIZER, FUSED), v, acc, input_precision="ieee"
-                )
+                weights = rounded(above, v.dtype, FAMILY, FUSED)  # [BLOCK_Q, BLOCK_K]
+                acc = tl.dot(weights, v, acc, input_precision="ieee")
         else:
-            v = load_rows(
-                v_source, batch, kv_head, start, stop_k, v_b, v_h, v_t, N, DV, DV_BLOCK,
-                MASKED, TMA,
+            v = load_rows(  # [BLOCK_K, BLOCK_DV]
+                v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM,
+                BLOCK_DV, MASKED, TMA,
             )  # fmt: skip
-            acc = tl.dot(rounded(above, v.dtype, NORMALIZER, FUSED), v, acc, input_precision="ieee")
+            weights = rounded(above, v.dtype, FAMILY, FUSED)  # [BLOCK_Q, BLOCK_K]
+            acc = tl.dot(weights, v, acc, input_precision="ieee")
     return acc, total, maximum
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
 def forward_kernel(
     q_source, k_source, v_source, output, lse_out, imprecise, mask, spans,
-    heads, group, queries, keys, window, scale,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, mask_b, mask_h, mask_t, mask_k,
-    NORMALIZER: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr,
-    SPANS: tl.constexpr, FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr,
-    SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
-    EPSILON: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    head_counts, queries, keys, window, scale, strides, mask_b, mask_h, mask_t, mask_k,
+    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FREE: tl.constexpr,
+    NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr, TMA: tl.constexpr,
+    FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
+    many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
+    The mask's stay by themselves: inside a tuple Triton would compile for their values."""
+    heads, group = head_counts
+    q_strides, k_strides, v_strides, o_strides = strides
+    mask_strides = (mask_b, mask_h, mask_t, mask_k)
     # Causal blocks at the end have the most keys: they start first, so that none starts late.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     batch, start_q, stop_q, start_k, stop_k, shift = sequence(
-        spans, tl.program_id(1) // heads, queries, keys, SPANS
+        spans, tl.program_id(1) // heads, queries, keys
     )
-    first = start_q + block * M
+    first = start_q + block * BLOCK_Q
     if first >= stop_q:
         return
-    kv_head = head // group
-    rows = first + tl.arange(0, M)
-    q = load_rows(q_source, batch, head, first, stop_q, q_b, q_h, q_t, M, D, D_BLOCK, True, False)
+    index = (batch, head, head // group)
+    limits = (stop_q, stop_k, shift, window)
+    rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+    q = load_rows(  # [BLOCK_Q, BLOCK_D]
+        q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
+    )
 
     begin = start_k
     end = stop_k
     whole_end = stop_k
     if CAUSAL:
-        end = tl.minimum(stop_k, tl.minimum(first + M, stop_q) + shift)
+        end = tl.minimum(stop_k, tl.minimum(first + BLOCK_Q, stop_q) + shift)
         whole_end = tl.minimum(stop_k, first + shift + 1)
     if WINDOW:
         begin = tl.maximum(begin, first + shift - window + 1)
     whole_begin = begin
     if WINDOW:
-        whole_begin += tl.cdiv(tl.maximum(0, first + M + shift - window - begin), N) * N
-    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // N * N
-    if HAS_MASK:
+        partly = tl.maximum(0, first + BLOCK_Q + shift - window - begin)
+        whole_begin += tl.cdiv(partly, BLOCK_K) * BLOCK_K
+    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // BLOCK_K * BLOCK_K
+    if mask is not None:
         whole_begin = begin
         whole_end = begin
 
-    acc = tl.zeros([M, DV_BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     if FREE:
-        total = tl.zeros([M, 8], tl.float32)
-        maximum = tl.zeros([M, 8], tl.float32)
+        total = tl.zeros([BLOCK_Q, 8], tl.float32)
+        maximum = tl.zeros([BLOCK_Q, 8], tl.float32)
     else:
-        total = tl.zeros([M], tl.float32)
-        maximum = tl.full([M], first_maximum(NORMALIZER), tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        maximum = tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32)
     if WINDOW:
         acc, total, maximum = sweep(
-            acc, total, maximum, q, rows, begin, whole_begin,
-            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
-            k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
-            M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            acc, total, maximum, q, rows, begin, whole_begin, k_source, v_source, mask, scale,
+            k_strides, v_strides, mask_strides, index, limits,
+            FAMILY, CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
+            BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
-    if not HAS_MASK:
+    if mask is None:
         acc, total, maximum = sweep(
-            acc, total, maximum, q, rows, whole_begin, whole_end,
-            k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
-            k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-            NORMALIZER, CAUSAL, WINDOW, HAS_MASK, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
-            M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+            acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask, scale,
+            k_strides, v_strides, mask_strides, index, limits,
+            FAMILY, CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
+            BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     acc, total, maximum = sweep(
-        acc, total, maximum, q, rows, whole_end, end,
-        k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window, scale,
-        k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-        NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
-        M, N, D, D_BLOCK, DV, DV_BLOCK, STAGES,
+        acc, total, maximum, q, rows, whole_end, end, k_source, v_source, mask, scale,
+        k_strides, v_strides, mask_strides, index, limits,
+        FAMILY, CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
+        BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
     )  # fmt: skip
 
     if FREE:
-        total = tl.sum(total, 1)
-        maximum = tl.max(maximum, 1) * scale
+        total = tl.sum(total, 1)  # [BLOCK_Q]
+        maximum = tl.max(maximum, 1) * scale  # [BLOCK_Q]
     if FREE or (NEAR_ZERO and not PRECISE):
-        again = tl.zeros([M], tl.int1)
+        again = tl.zeros([BLOCK_Q], tl.int1)
         if NEAR_ZERO:
             again = (maximum > 0) & (maximum < SMALL_MAXIMUM)
         tiny = tl.max((again & (rows < stop_q)).to(tl.int32)) > 0
         if FREE:
-            again = again | lost_bits(total, NORMALIZER)
+            again = again | lost_bits(total, FAMILY)
         if tl.max((again & (rows < stop_q)).to(tl.int32)) > 0:
             if tiny:
                 tl.store(imprecise, 1)  # every program that stores, stores the same
             acc, total, maximum = sweep(
-                tl.zeros([M, DV_BLOCK], tl.float32), tl.zeros([M], tl.float32),
-                tl.full([M], first_maximum(NORMALIZER), tl.float32), q, rows, begin, end,
-                k_source, v_source, mask, batch, head, kv_head, stop_q, stop_k, shift, window,
-                scale, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_h, mask_t, mask_k,
-                NORMALIZER, CAUSAL, WINDOW, HAS_MASK, True, False, NEAR_ZERO, True, False, TMA,
-                FUSED, M, N, D, D_BLOCK, DV, DV_BLOCK, 1,
+                tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
+                tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32),
+                q, rows, begin, end, k_source, v_source, mask, scale,
+                k_strides, v_strides, mask_strides, index, limits,
+                FAMILY, CAUSAL, WINDOW, True, False, NEAR_ZERO, True, False, TMA, FUSED,
+                BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
             )  # fmt: skip
 
         elif FREE:
-            maximum = tl.zeros([M], tl.float32)
-    out, lse = finish(acc, total, maximum, EPSILON, NORMALIZER)
-    columns = tl.arange(0, DV_BLOCK)
-    pointers = output + wide(batch) * o_b + wide(head) * o_h
-    pointers += wide(first) * o_t
-    inside = (rows[:, None] < stop_q) & (columns[None, :] < DV)
+            maximum = tl.zeros([BLOCK_Q], tl.float32)
+    out, lse = finish(acc, total, maximum, FAMILY)  # [BLOCK_Q, BLOCK_DV], [BLOCK_Q]
+    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    pointers = output + wide(batch) * o_strides[0] + wide(head) * o_strides[1]
+    pointers += wide(first) * o_strides[2]
+    inside = (rows[:, None] < stop_q) & (columns[None, :] < V_HEAD_DIM)  # [BLOCK_Q, BLOCK_DV]
     tl.store(
-        pointers + tl.arange(0, M)[:, None] * o_t + columns[None, :],
+        pointers + tl.arange(0, BLOCK_Q)[:, None] * o_strides[2] + columns[None, :],
         out.to(output.dtype.element_ty),
         mask=inside,
     )

@@ -36,20 +36,26 @@ def backward(
     """Fills dq, dk and dv; for what :func:`fits` says."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
-    m, query_tile, key_tile = TILES[width]
+    block_q, query_tile, key_tile = TILES[width]
     stats = torch.empty(4 * lse.numel(), dtype=torch.float32, device=query.device)
     near_zero = FAMILIES[family].near_zero
-    fixed = {"NORMALIZER": family, "NEAR_ZERO": near_zero, "D": width, "M": m, "num_warps": 4}
+    fixed = {
+        "FAMILY": family,
+        "NEAR_ZERO": near_zero,
+        "HEAD_DIM": width,
+        "BLOCK_Q": block_q,
+        "num_warps": 4,
+    }
     sizes = (heads // kv_heads, length, scale, scale * LOG2_E)
     sources = [_descriptor(tensor, 64) for tensor in (query, key, value, gradient)]
     query_kernel[(length // 128, batch * heads)](
         *sources, output, lse, stats, dq, heads, *sizes, *output.stride()[:3],
         *dq.stride()[:3], STAGES=query_tile[0], HELD=query_tile[1], **fixed,
     )  # fmt: skip
-    if m != 64:
-        sources[0], sources[3] = _descriptor(query, m), _descriptor(gradient, m)
+    if block_q != 64:
+        sources[0], sources[3] = _descriptor(query, block_q), _descriptor(gradient, block_q)
     sources.append(
-        TensorDescriptor(stats, [stats.numel()], [1], [4 * m], gl.NVMMASharedLayout(0, 32, 1))
+        TensorDescriptor(stats, [stats.numel()], [1], [4 * block_q], gl.NVMMASharedLayout(0, 32, 1))
     )
     for precise in (False, True) if near_zero else (False,):
         key_kernel[(length // 128, batch * kv_heads)](

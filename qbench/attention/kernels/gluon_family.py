@@ -32,22 +32,22 @@ def exp2(y):
 
 
 @gluon.jit
-def exponential(s, scale, lse, NORMALIZER: gl.constexpr):
+def exponential(s, scale, lse, FAMILY: gl.constexpr):
     """E, see :func:`qbench.attention.kernels.family.recomputed`."""
     e = exp2(s * scale - lse)
-    if NORMALIZER == "rectified":
+    if FAMILY == "rectified":
         return gl.where(s >= 0, e, 0.0)
-    elif NORMALIZER == "softmax" or NORMALIZER == "softpick":
+    elif FAMILY == "softmax" or FAMILY == "softpick":
         return e
     else:
         gl.static_assert(False, NO_FORMULA)
 
 
 @gluon.jit
-def score_gradient(e, s, p, delta, NORMALIZER: gl.constexpr):
+def score_gradient(e, s, p, delta, FAMILY: gl.constexpr):
     """See :func:`qbench.attention.kernels.family.score_gradient`; in softpick
     E · D, or where the score is positive E · dP − E · D, which one predicate does."""
-    if NORMALIZER == "softpick":
+    if FAMILY == "softpick":
         return gl.inline_asm_elementwise(
             """{
             .reg .pred positive;
@@ -64,7 +64,7 @@ def score_gradient(e, s, p, delta, NORMALIZER: gl.constexpr):
             is_pure=True,
             pack=1,
         )
-    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
+    elif FAMILY == "softmax" or FAMILY == "rectified":
         return e * (p - delta)
     else:
         gl.static_assert(False, NO_FORMULA)

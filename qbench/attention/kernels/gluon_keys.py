@@ -28,10 +28,10 @@ from qbench.attention.kernels.gluon_family import (
 @gluon.jit
 def key_loader(
     q_source, k_source, v_source, g_source, stat_source, own, q_tiles, g_tiles, stat_tiles,
-    here, ready, free, kv_heads, group, length, M: gl.constexpr,
+    here, ready, free, kv_heads, group, length, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     stages: gl.constexpr = q_tiles.shape[0]
-    nbytes: gl.constexpr = q_source.block_type.nbytes + g_source.block_type.nbytes + 16 * M
+    nbytes: gl.constexpr = q_source.block_type.nbytes + g_source.block_type.nbytes + 16 * BLOCK_Q
     tile = 0
     pair = gl.program_id(1)
     first = gl.program_id(0) * BLOCK
@@ -44,7 +44,7 @@ def key_loader(
         tma.async_copy_global_to_shared(v_source, at, here, own.index(2 * i + 1))
     for member in range(group):
         row_offset = (pair * group + member) * length
-        for row in range(length - M, first - 1, -M):
+        for row in range(length - BLOCK_Q, first - 1, -BLOCK_Q):
             slot = tile % stages
             mbarrier.wait(free.index(slot), (tile // stages & 1) ^ 1)
             bar = ready.index(slot)
@@ -61,7 +61,7 @@ def key_loader(
 @gluon.jit
 def key_step(
     dk, dv, ds, k, v, step, tile, started, q_tiles, g_tiles, stat_tiles, ready, free, scale,
-    NORMALIZER: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr, M: gl.constexpr,
+    FAMILY: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dk and this one to dv, and computes this tile's gradient of scores.
     The assembler moves arithmetic behind waits; it cannot move the weights behind their product.
@@ -73,36 +73,36 @@ def key_step(
     slot = tile % stages
     before = gl.where(started, tile - 1, tile) % stages
     ds = gl.convert_layout(ds.to(gl.bfloat16), left)
-    zero = gl.zeros([ROWS, M], gl.float32, layout)
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
     mbarrier.wait(ready.index(slot), tile // stages & 1)
     s = warpgroup_mma(k, turned(q_tiles, slot), zero, use_acc=False, is_async=True)
     dk = warpgroup_mma(ds, flat(q_tiles, before), dk, is_async=True)
     p = warpgroup_mma(v, turned(g_tiles, slot), zero, use_acc=False, is_async=True)
     stat = stat_tiles.index(slot)
-    lse = stat.slice(0, M).load(column_layout)
+    lse = stat.slice(0, BLOCK_Q).load(column_layout)
     s = warpgroup_mma_wait(2, [s])
-    e = exponential(s, scale, lse[None, :], NORMALIZER)
-    if NORMALIZER == "softpick":
-        floor = stat.slice(M, M).load(column_layout)
+    e = exponential(s, scale, lse[None, :], FAMILY)
+    if FAMILY == "softpick":
+        floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)
         above = e - floor[None, :]
         if PRECISE:
             y = s * scale
             above = gl.where(gl.abs(y) < 0.25, floor[None, :] * expm1_near_zero(y), above)
-    elif NORMALIZER == "softmax" or NORMALIZER == "rectified":
+    elif FAMILY == "softmax" or FAMILY == "rectified":
         above = e
     else:
         gl.static_assert(False, NO_FORMULA)
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    rows = ROWS - (step + 1) * M + gl.arange(0, M, layout=column_layout)
+    rows = ROWS - (step + 1) * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=column_layout)
     seen = keys[:, None] <= rows[None, :]
     if MASKED:
         above = gl.where(seen, above, 0.0)
-    weight = gl.convert_layout(rounded(above, gl.bfloat16, NORMALIZER, True), left)
+    weight = gl.convert_layout(rounded(above, gl.bfloat16, FAMILY, True), left)
     dv = warpgroup_mma(weight, flat(g_tiles, slot), dv, is_async=True)
-    delta = stat.slice(2 * M, M).load(column_layout)
+    delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(column_layout)
     p, dk = warpgroup_mma_wait(1, [p, dk])
     mbarrier.arrive(free.index(before), count=1, pred=started)
-    ds = score_gradient(e, s, p, delta[None, :], NORMALIZER)
+    ds = score_gradient(e, s, p, delta[None, :], FAMILY)
     if MASKED:
         ds = gl.where(seen, ds, 0.0)
     dv, ds = warpgroup_mma_wait(0, [dv, ds])
@@ -113,12 +113,12 @@ def key_step(
 def key_rows(
     own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out, dv_out, index,
     kv_heads, group, length, scale, score_scale, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    NORMALIZER: gl.constexpr, PRECISE: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
+    FAMILY: gl.constexpr, PRECISE: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = q_tiles.shape[4]
+    HEAD_DIM: gl.constexpr = q_tiles.shape[4]
     stages: gl.constexpr = q_tiles.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     tile = 0
     pair = gl.program_id(1)
@@ -130,21 +130,21 @@ def key_rows(
         k = k.load(left)
     if HELD > 1:
         v = v.load(left)
-    dk = gl.zeros([ROWS, D], gl.float32, sum_layout)
-    dv = gl.zeros([ROWS, D], gl.float32, sum_layout)
-    whole = (length - first - ROWS) // M
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
+    whole = (length - first - ROWS) // BLOCK_Q
     for _ in range(group):
-        ds = gl.zeros([ROWS, M], gl.float32, layout)
+        ds = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
         for i in range(whole):
             dk, dv, ds = key_step(
                 dk, dv, ds, k, v, 0, tile, i > 0, q_tiles, g_tiles, stat_tiles,
-                ready, free, score_scale, NORMALIZER, PRECISE, False, M,
+                ready, free, score_scale, FAMILY, PRECISE, False, BLOCK_Q,
             )  # fmt: skip
             tile += 1
-        for step in gl.static_range(ROWS // M):
+        for step in gl.static_range(ROWS // BLOCK_Q):
             dk, dv, ds = key_step(
                 dk, dv, ds, k, v, step, tile, whole + step > 0, q_tiles, g_tiles,
-                stat_tiles, ready, free, score_scale, NORMALIZER, PRECISE, True, M,
+                stat_tiles, ready, free, score_scale, FAMILY, PRECISE, True, BLOCK_Q,
             )  # fmt: skip
             tile += 1
         slot = (tile - 1) % stages
@@ -153,7 +153,7 @@ def key_rows(
         dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(free.index(slot), count=1)
         if index == 1:  # the other group's last tiles
-            for _ in gl.static_range(ROWS // M):
+            for _ in gl.static_range(ROWS // BLOCK_Q):
                 mbarrier.wait(ready.index(tile % stages), tile // stages & 1)
                 mbarrier.arrive(free.index(tile % stages), count=1)
                 tile += 1
@@ -167,19 +167,23 @@ def key_rows(
 def key_kernel(
     q_source, k_source, v_source, g_source, stat_source, imprecise, dk_out, dv_out,
     kv_heads, group, length, scale, score_scale, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, PRECISE: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
+    FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, PRECISE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, by M queries a tile. One launch is PRECISE and another is
+    """Gradients of keys and values, by BLOCK_Q queries a tile. One launch is PRECISE and another is
     not; that which the forward pass's flag does not ask for returns at once.
     HELD: how many of k and v are kept in registers."""
     if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if (gl.load(imprecise) != 0) != PRECISE:
             return
-    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, D], k_source.layout)
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, M, D], q_source.layout)
-    g_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, M, D], g_source.layout)
-    stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], stat_source.layout)
+    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], k_source.layout)
+    q_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_Q, HEAD_DIM], q_source.layout
+    )
+    g_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_Q, HEAD_DIM], g_source.layout
+    )
+    stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BLOCK_Q], stat_source.layout)
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -191,12 +195,12 @@ def key_kernel(
         [
             (key_rows, (own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out,
              dv_out, 0, kv_heads, group, length, scale, score_scale,
-             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, NORMALIZER, PRECISE, HELD, M)),
+             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, FAMILY, PRECISE, HELD, BLOCK_Q)),
             (key_rows, (own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out,
              dv_out, 1, kv_heads, group, length, scale, score_scale,
-             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, NORMALIZER, PRECISE, HELD, M)),
+             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, FAMILY, PRECISE, HELD, BLOCK_Q)),
             (key_loader, (q_source, k_source, v_source, g_source, stat_source, own, q_tiles,
-             g_tiles, stat_tiles, here, ready, free, kv_heads, group, length, M)),
+             g_tiles, stat_tiles, here, ready, free, kv_heads, group, length, BLOCK_Q)),
         ],
         [4, 1],
         [240, 24],

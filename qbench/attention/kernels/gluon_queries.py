@@ -103,7 +103,7 @@ def delta_sweep(
 @gluon.jit
 def query_step(
     dq, ds, q, g, lse, delta, tile, started, k_tiles, v_tiles, ready, free, scale,
-    NORMALIZER: gl.constexpr, MASKED: gl.constexpr,
+    FAMILY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dq, and computes this tile's gradient of scores."""
     stages: gl.constexpr = k_tiles.shape[0]
@@ -118,8 +118,8 @@ def query_step(
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
     s, p, dq = warpgroup_mma_wait(0, [s, p, dq])
     mbarrier.arrive(free.index(before), count=1, pred=started)
-    e = exponential(s, scale, lse[:, None], NORMALIZER)
-    ds = score_gradient(e, s, p, delta[:, None], NORMALIZER)
+    e = exponential(s, scale, lse[:, None], FAMILY)
+    ds = score_gradient(e, s, p, delta[:, None], FAMILY)
     if MASKED:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
@@ -131,17 +131,17 @@ def query_step(
 def query_rows(
     own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats, dq_out, index,
     heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-    NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr, M: gl.constexpr,
+    FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = k_tiles.shape[4]
+    HEAD_DIM: gl.constexpr = k_tiles.shape[4]
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     wide_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
+    columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
     pair = gl.program_id(1)
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK + index * ROWS
     batch = pair // heads
@@ -169,20 +169,20 @@ def query_rows(
                 q, g, first, skipped, k_tiles, v_tiles, ready, free, score_scale, layout
             )  # fmt: skip
             delta = gl.where(lse < SMALL_LSE, exact, delta)
-    stat = stats + row_offset * 4 + rows // M * (4 * M) + rows % M
+    stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
     gl.store(stat, lse)
-    gl.store(stat + M, exp2(-lse))
-    gl.store(stat + 2 * M, delta)
-    dq = gl.zeros([ROWS, D], gl.float32, sum_layout)
+    gl.store(stat + BLOCK_Q, exp2(-lse))
+    gl.store(stat + 2 * BLOCK_Q, delta)
+    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
     for tile in range(last):
         dq, ds = query_step(
             dq, ds, q, g, lse, delta, skipped + tile, tile > 0, k_tiles, v_tiles, ready, free,
-            score_scale, NORMALIZER, False,
+            score_scale, FAMILY, False,
         )  # fmt: skip
     dq, ds = query_step(
         dq, ds, q, g, lse, delta, skipped + last, last > 0, k_tiles, v_tiles, ready, free,
-        score_scale, NORMALIZER, True,
+        score_scale, FAMILY, True,
     )  # fmt: skip
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
     dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
@@ -194,14 +194,18 @@ def query_rows(
 def query_kernel(
     q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out,
     heads, group, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-    NORMALIZER: gl.constexpr, NEAR_ZERO: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, M: gl.constexpr,
+    FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries; and their lse, 2^−lse and D, by M of each, for the other kernel.
+    """Gradients of queries; and their lse, 2^−lse and D, by BLOCK_Q of each, for the other kernel.
     HELD: how many of q and dO are kept in registers."""
-    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, D], q_source.layout)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, ROWS, D], k_source.layout)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, ROWS, D], v_source.layout)
+    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
+    k_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], k_source.layout
+    )
+    v_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], v_source.layout
+    )
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -213,10 +217,10 @@ def query_kernel(
         [
             (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats,
              dq_out, 0, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-             NORMALIZER, NEAR_ZERO, HELD, M)),
+             FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
             (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats,
              dq_out, 1, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-             NORMALIZER, NEAR_ZERO, HELD, M)),
+             FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
             (query_loader, (q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here,
              ready, free, lse_source, heads, group, length, NEAR_ZERO)),
         ],

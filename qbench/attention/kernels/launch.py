@@ -15,7 +15,6 @@ from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.forward import forward_kernel
 from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.normalizers.softpick import EPSILON
 
 try:  # Gluon is Triton's, but still experimental
     from qbench.attention.kernels import gluon_backward
@@ -65,19 +64,18 @@ def forward(
     query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
     sequences = batch if spans is None else spans.shape[0]
     common = {
-        "NORMALIZER": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
-        "HAS_MASK": mask is not None, "SPANS": spans is not None, "EPSILON": EPSILON,
-        "D": width, "D_BLOCK": block(width), "DV": v_width, "DV_BLOCK": block(v_width),
+        "FAMILY": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
+        "HEAD_DIM": width, "BLOCK_D": block(width),
+        "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
     }  # fmt: skip
-    strides = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
-        *_mask_strides(mask),
-    )  # fmt: skip
+    strides = _strides(query, key, value, output)
     if kernels.decode and group * max_seqlen_q <= DECODE_ROWS:
         tile = tile or tiles.decode_tile(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
         pairs = sequences * kv_heads
-        splits = min(triton.cdiv(DECODE_PROGRAMS, pairs), triton.cdiv(max_seqlen_k, 4 * tile.n))
+        splits = min(
+            triton.cdiv(DECODE_PROGRAMS, pairs), triton.cdiv(max_seqlen_k, 4 * tile.block_k)
+        )
         splits = max(1, splits)
         partial = None
         if splits > 1:
@@ -85,29 +83,28 @@ def forward(
             partial = query.new_empty(shape, dtype=torch.float32)
         decode_kernel[(splits, pairs)](
             query, key, value, output, lse, partial, mask, spans,
-            kv_heads, group, queries, keys, window, scale * LOG2_E, splits, *strides,
-            SKIP=tile.skip and skippable, FUSED=_fused(query),
-            SPLIT=splits > 1,
-            R=rows, **tile.launch, **common,
+            (kv_heads, group), queries, keys, window, scale * LOG2_E, splits, strides,
+            *_mask_strides(mask), SKIP=tile.skip and skippable, FUSED=_fused(query),
+            BLOCK_R=rows, **tile.launch, **common,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(pairs,)](
-                output, lse, partial, spans, kv_heads, group, queries, keys, splits,
-                *output.stride()[:3], NORMALIZER=kernels.family, SPANS=spans is not None,
-                EPSILON=EPSILON, R=rows, DV=v_width, DV_BLOCK=block(v_width),
+                output, lse, partial, spans, (kv_heads, group), queries, keys, splits,
+                output.stride()[:3], FAMILY=kernels.family, BLOCK_R=rows,
+                V_HEAD_DIM=v_width, BLOCK_DV=block(v_width),
             )  # fmt: skip
         return output, lse, imprecise
     tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family)
     sources = (key, value)
     tma = tile.tma and all(map(_tma_layout, sources))
     if tma:
-        sources = [_descriptor(source, tile.n) for source in sources]
-    forward_kernel[(triton.cdiv(max_seqlen_q, tile.m), heads * sequences)](
+        sources = [_descriptor(source, tile.block_k) for source in sources]
+    forward_kernel[(triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences)](
         query, *sources, output, lse, imprecise, mask, spans,
-        heads, group, queries, keys, window, scale * LOG2_E, *strides,
+        (heads, group), queries, keys, window, scale * LOG2_E, strides, *_mask_strides(mask),
         PRECISE=query.dtype == torch.float32, NEAR_ZERO=family.near_zero, FREE=tile.free, TMA=tma,
         FUSED=_fused(query), SKIP=tile.skip and skippable,
-        M=tile.m, **tile.launch, **common,
+        BLOCK_Q=tile.block_q, **tile.launch, **common,
     )  # fmt: skip
     return output, lse, imprecise
 
@@ -152,35 +149,32 @@ def backward(
     deltas = torch.empty_like(lse)
     sequences = batch if spans is None else spans.shape[0]
     common = {
-        "NORMALIZER": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
-        "HAS_MASK": mask is not None, "SPANS": spans is not None,
-        "D": width, "D_BLOCK": block(width), "DV": v_width, "DV_BLOCK": block(v_width),
+        "FAMILY": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
+        "HEAD_DIM": width, "BLOCK_D": block(width),
+        "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
     }  # fmt: skip
-    strides = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
-    )  # fmt: skip
     tile = query_tile or tiles.query_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
     tma = tile.tma and _tma_layout(key) and _tma_layout(value)
     if tma:
-        sources[1:3] = (_descriptor(source, tile.n) for source in (key, value))
-    query_kernel[(triton.cdiv(max_seqlen_q, tile.m), heads * sequences)](
+        sources[1:3] = (_descriptor(source, tile.block_k) for source in (key, value))
+    query_kernel[(triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences)](
         *sources, output, lse, deltas, dq, mask, spans,
-        heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
-        *output.stride()[:3], *dq.stride()[:3], *_mask_strides(mask),
-        NEAR_ZERO=family.near_zero, TMA=tma, M=tile.m, **tile.launch, **common,
+        (heads, group), queries, keys, window, scale, scale * LOG2_E,
+        _strides(query, key, value, gradient, output, dq), *_mask_strides(mask),
+        NEAR_ZERO=family.near_zero, TMA=tma, BLOCK_Q=tile.block_q, **tile.launch, **common,
     )  # fmt: skip
     tile = key_tile or tiles.key_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
     tma = tile.tma and _tma_layout(query) and _tma_layout(gradient)
     if tma:
-        sources[0], sources[3] = (_descriptor(source, tile.m) for source in (query, gradient))
-    key_kernel[(triton.cdiv(max_seqlen_k, tile.n), kv_heads * sequences)](
+        sources[0], sources[3] = (_descriptor(source, tile.block_q) for source in (query, gradient))
+    key_kernel[(triton.cdiv(max_seqlen_k, tile.block_k), kv_heads * sequences)](
         *sources, lse, deltas, imprecise, dk, dv, mask, spans,
-        kv_heads, group, queries, keys, window, scale, scale * LOG2_E, *strides,
-        *dk.stride()[:3], *dv.stride()[:3], *_mask_strides(mask),
+        (kv_heads, group), queries, keys, window, scale, scale * LOG2_E,
+        _strides(query, key, value, gradient, dk, dv), *_mask_strides(mask),
         PRECISE=query.dtype == torch.float32, FUSED=_fused(query),
-        TMA=tma, M=tile.m, **tile.launch, **common,
+        TMA=tma, BLOCK_Q=tile.block_q, **tile.launch, **common,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -193,6 +187,11 @@ def _fused(query: Tensor) -> bool:
 def _dense_rows(tensor: Tensor) -> Tensor:
     """Any strides but that of a row's elements, which must lie side by side."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Of batch row, head and row; those of a row's elements are 1."""
+    return tuple(tensor.stride()[:3] for tensor in tensors)
 
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:

@@ -11,7 +11,8 @@ from qbench.attention.kernels.families import FAMILIES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """``m`` queries by ``n`` keys, threads in ``warps`` of 32, loads in ``stages`` of a pipeline.
+    """``block_q`` queries by ``block_k`` keys, threads in ``warps`` of 32, loads in ``stages`` of a
+    pipeline.
     ``tma``: streamed tiles come through the tensor memory accelerator, where layouts let them.
     ``skip``: values are neither read nor multiplied where no score of a tile is positive. In
     decode it saves single value rows and pays (92 % of the copy's bandwidth became 117 %, 140 %
@@ -20,8 +21,8 @@ class Tile:
     ``registers``: at most so many a thread, so that more programs share a multiprocessor.
     ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only."""
 
-    m: int
-    n: int
+    block_q: int
+    block_k: int
     warps: int
     stages: int
     tma: bool = False
@@ -33,7 +34,7 @@ class Tile:
     def launch(self) -> dict[str, int | None]:
         """Arguments of a launch that every kernel takes."""
         return {
-            "N": self.n,
+            "BLOCK_K": self.block_k,
             "STAGES": self.stages,
             "num_warps": self.warps,
             "maxnreg": self.registers,
@@ -47,8 +48,8 @@ def forward_tile(width: int, dtype: torch.dtype, family: str) -> Tile:
     free = dtype == torch.bfloat16
     if width <= 128:
         rows = 128 if FAMILIES[family].few_registers and width <= 64 else 64
-        return Tile(m=rows, n=64, warps=4, stages=3, tma=True, free=free)
-    return Tile(m=128, n=64, warps=8, stages=2, tma=True, free=free)
+        return Tile(block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free)
+    return Tile(block_q=128, block_k=64, warps=8, stages=2, tma=True, free=free)
 
 
 def key_tile(width: int, dtype: torch.dtype) -> Tile:
@@ -56,10 +57,10 @@ def key_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return _exact(width)
     if width <= 64:
-        return Tile(m=32, n=128, warps=4, stages=3)
+        return Tile(block_q=32, block_k=128, warps=4, stages=3)
     if width == 128:
-        return Tile(m=64, n=64, warps=4, stages=2, tma=True)
-    return Tile(m=32, n=64, warps=8, stages=1, tma=True)
+        return Tile(block_q=64, block_k=64, warps=4, stages=2, tma=True)
+    return Tile(block_q=32, block_k=64, warps=8, stages=1, tma=True)
 
 
 def query_tile(width: int, dtype: torch.dtype) -> Tile:
@@ -67,21 +68,21 @@ def query_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return _exact(width)
     if width <= 64:
-        return Tile(m=64, n=64, warps=4, stages=3)
+        return Tile(block_q=64, block_k=64, warps=4, stages=3)
     if width == 128:
-        return Tile(m=128, n=64, warps=8, stages=3, tma=True)
-    return Tile(m=64, n=32, warps=8, stages=1, tma=True)
+        return Tile(block_q=128, block_k=64, warps=8, stages=3, tma=True)
+    return Tile(block_q=64, block_k=32, warps=8, stages=1, tma=True)
 
 
 def decode_tile(width: int, dtype: torch.dtype) -> Tile:
-    """``m`` is set by the group's queries."""
+    """``block_q`` is set by the group's queries."""
     if dtype == torch.float32 or width > 128:
-        return Tile(m=16, n=32, warps=4, stages=2, skip=True)
+        return Tile(block_q=16, block_k=32, warps=4, stages=2, skip=True)
     if width == 128:
-        return Tile(m=16, n=32, warps=2, stages=3, skip=True)
-    return Tile(m=16, n=32, warps=1, stages=3, skip=True)
+        return Tile(block_q=16, block_k=32, warps=2, stages=3, skip=True)
+    return Tile(block_q=16, block_k=32, warps=1, stages=3, skip=True)
 
 
 def _exact(width: int) -> Tile:
     """float32 without tensor cores: small tiles, as registers bound it."""
-    return Tile(m=32, n=32 if width <= 128 else 16, warps=4, stages=1)
+    return Tile(block_q=32, block_k=32 if width <= 128 else 16, warps=4, stages=1)

@@ -18,7 +18,7 @@ from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS, Kernels, register
 from qbench.errors import UnavailableError
 
-SMALL = Tile(m=16, n=16, warps=4, stages=1)
+SMALL = Tile(block_q=16, block_k=16, warps=4, stages=1)
 CASES = {  # batch, query heads, key heads, queries, keys, width; settings
     "causal": ((2, 2, 2, 37, 37, 16), {"causal": True}),
     "full": ((1, 1, 1, 20, 35, 16), {}),
