@@ -6,9 +6,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+from panels import FOUR, TWO, panel
 from scipy import special, stats
 
-from qbench.comparison.statistics import Panel, effect, resample
+from qbench.comparison.statistics import effect, resample
 from qbench.comparison.statistics.counts import score_interval, sign_flips
 from qbench.comparison.statistics.power import (
     detectable_by_mcnemar,
@@ -16,18 +17,10 @@ from qbench.comparison.statistics.power import (
     mcnemar_power,
 )
 
-TWO = {"new": 1, "old": -1}
-FOUR = {"a": 1, "b": -1, "c": -1, "d": 1}
 REPETITIONS = 2_000
 # One standard error of a coverage of 95 % from so many repetitions is 0.49 points.
 TOLERANCE = 3 * (0.95 * 0.05 / REPETITIONS) ** 0.5
 STEPS = range(-2, 3)
-
-
-def panel(columns, names):
-    matrix = np.stack(columns, axis=1).astype(float)
-    index = {name: place for place, name in enumerate(names)}
-    return Panel(values=matrix, weights=np.ones_like(matrix), index=index)
 
 
 def right(count, documents):
@@ -40,19 +33,19 @@ def right(count, documents):
 @pytest.mark.parametrize("documents", [7, 49, 200, 1000, 2376, 5153])
 def test_equal_damages_are_a_tie_whatever_the_scores(documents):
     rng = np.random.default_rng(documents)
-    for _ in range(50):
+    for _ in range(15):
         a, c = (int(count) for count in rng.integers(3, documents - 3, size=2))
         step = int(rng.integers(-3, 4))
         columns = [right(a + step, documents), right(a, documents),
                    right(c + step, documents), right(c, documents)]  # fmt: skip
-        four = panel([rng.permutation(column) for column in columns], FOUR)
+        four = panel(*[rng.permutation(column) for column in columns])
         for resampled in (None, resample(four, rounds=20)):
             assert effect(four, FOUR, "mean", resampled).estimate == 0.0
 
 
 def test_a_difference_of_accuracies_is_the_nearest_number_to_its_ratio_of_counts():
     for count in range(49):
-        two = panel([right(count + 1, 49), right(count, 49)], TWO)
+        two = panel(right(count + 1, 49), right(count, 49))
         assert effect(two, TWO, "mean").estimate == 1 / 49
 
 
@@ -64,7 +57,7 @@ def interval(counts):
     """What ``effect`` gives for four columns that differ in so many documents each way."""
     steps = np.repeat(list(STEPS), counts)
     columns = [steps > 0, steps < 0, steps < -1, steps > 1]
-    four = panel(columns, FOUR)
+    four = panel(*columns)
     found = effect(four, FOUR, "mean", resample(four, rounds=1_000))
     return found.interval.low, found.interval.high
 
@@ -145,9 +138,9 @@ def test_a_log_ratio_of_the_printed_size_is_found_in_80_of_100_simulations():
     printed, found = [], []
     for _ in range(1_500):
         noise = rng.normal(scale=0.3, size=300)
-        printed.append(effect(panel([old + noise, old], TWO), TWO, "perplexity").detectable)
+        printed.append(effect(panel(old + noise, old), TWO, "perplexity").detectable)
         new = old + noise - np.mean(printed)
-        found.append(effect(panel([new, old], TWO), TWO, "perplexity").p < 0.05)
+        found.append(effect(panel(new, old), TWO, "perplexity").p < 0.05)
     assert np.mean(found) == pytest.approx(0.80, abs=0.03)
 
 
@@ -161,7 +154,7 @@ def test_identical_outcomes_have_a_sensible_bound_on_what_could_be_seen(
 ):
     same = np.random.default_rng(22).random(200) < 0.3
     column = same if aggregation == "mean" else -np.exp(np.random.default_rng(23).normal(size=200))
-    alike = panel([column] * len(signs), signs)
+    alike = panel(*[column] * len(signs))
     found = effect(alike, signs, aggregation, resample(alike, rounds=20))
     assert found.estimate == 0.0
     assert found.p == 1.0

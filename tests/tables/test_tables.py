@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import re
 from html.parser import HTMLParser
 
@@ -249,68 +248,3 @@ def test_the_rule_under_a_narrow_column_is_one_that_markdown_takes(tmp_path):
     assert rules
     for rule in rules:
         assert all(re.fullmatch(r":-+|-+:", part) for part in rule.strip("|").split("|"))
-
-
-# Ratios
-
-
-def of_perplexities(row):
-    return row["metric"].endswith("perplexity")
-
-
-def test_perplexities_have_no_interval_error_or_damage_on_the_raw_scale_in_the_csv(tested):
-    rows = list(csv.DictReader(io.StringIO(render(tested, format="csv"))))
-    asked = [row for row in rows if row["delta_p"] or row["damage_p"]]
-    raw = [f"{question}{part}" for question in ("delta", "damage", "did")
-           for part in ("_stderr", "_low", "_high")] + ["damage", "did"]  # fmt: skip
-    perplexities = [row for row in asked if of_perplexities(row)]
-    assert len(perplexities) > 10
-    assert {row[column] for row in perplexities for column in raw} == {""}
-    others = [row for row in asked if not of_perplexities(row)]
-    assert {row["did_log_ratio"] for row in others} == {""}
-    for row in perplexities:
-        if row["delta"]:
-            ends = [float(row[f"delta_log_ratio{end}"]) for end in ("_low", "", "_high")]
-            assert ends == sorted(ends)
-            base = next(
-                r for r in rows if r["checkpoint"] == "softmax"
-                and all(r[name] == row[name] for name in ("task", "metric", "quantizer"))
-            )  # fmt: skip
-            assert float(row["delta"]) == float(row["value"]) - float(base["value"])
-            ratio = float(row["value"]) / float(base["value"])
-            assert ends[1] == pytest.approx(math.log(ratio), abs=1e-9)
-
-
-@pytest.mark.parametrize(("format", "times"), [("md", "×"), ("tex", r"$\times$"), ("html", "×")])
-def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested, format, times):
-    text = render(tested, format=format)
-    assert "softpick’s − softmax’s" in text.replace("$-$", "−").replace("'", "’")
-    line = next(line for line in tested.lines if line.metric == "word_perplexity" and line.damages)
-    shown = [float(number) for number in re.findall(r"\d+\.\d+", text)]
-    for effect in (*line.damages.values(), *line.differences.values()):
-        for value in (effect.estimate, effect.interval.low, effect.interval.high):
-            assert any(number == pytest.approx(math.exp(value), abs=6e-4) for number in shown)
-    assert f"{times} [" in text.replace("$[$", "[")
-    accuracy = next(line for line in tested.lines if line.differences and line.percent)
-    told = f"{100 * accuracy.differences['softpick'].estimate:+.2f}".replace("-", "−")
-    assert told in text.replace("$-$", "−")
-
-
-def test_eight_bits_show_as_many_digits_as_they_have_to_tell(tmp_path):
-    store = make_store(tmp_path, sizes={"wikitext": 400}, quantizers=("bf16", "hqq-8bit"))
-    row = next(
-        row for row in render(compare(store)).split("damage, and")[1].splitlines()
-        if "hqq-8bit" in row
-    )  # fmt: skip
-    low, high = re.search(r"× \[([\d.]+), ([\d.]+)\]", row).groups()
-    assert low != high
-    assert len(low.split(".")[1]) > 3
-
-
-def test_table_13_is_shown_with_what_is_wrong_with_it(tmp_path):
-    store = make_store(tmp_path, sizes=SMALL, quantizers=("bf16", "hqq-2bit", "bnb-4bit"))
-    for format in ("md", "tex", "html"):
-        text = render(compare(store), format=format, published="softpick-1.8b")
-        assert "Beware: Table 13: all 9 rows of 2-bit equal those of 3-bit" in text
-        assert "as if nothing had been quantized" in text
-        assert text.count("Beware: Table 13: all 9 rows") == 1  # not below BNB's table

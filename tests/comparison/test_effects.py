@@ -1,4 +1,4 @@
-"""Statistics against known values, against scipy, and against simulated truth."""
+"""Intervals of effects against known values, against scipy, and against simulated truth."""
 
 from __future__ import annotations
 
@@ -7,138 +7,16 @@ import time
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
-from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
+from panels import FOUR, SIMULATIONS, TWO, answers, panel
+from scipy import stats
 
 from qbench.comparison.statistics import (
     Column,
     Panel,
-    adjust,
-    documents_needed,
     effect,
     resample,
     score,
-    worsening,
 )
-from qbench.comparison.statistics.counts import mcnemar, score_interval
-
-SIMULATIONS = 400
-TWO = {"new": 1, "old": -1}
-FOUR = {"a": 1, "b": -1, "c": -1, "d": 1}
-
-
-def panel(*values, weights=None):
-    matrix = np.stack([np.asarray(column, dtype=float) for column in values], axis=1)
-    names = list(TWO) if len(values) == 2 else list(FOUR)
-    weights = np.ones_like(matrix) if weights is None else np.stack([weights] * len(values), axis=1)
-    return Panel(values=matrix, weights=weights, index={name: i for i, name in enumerate(names)})
-
-
-def answers(rng, documents, gained, lost):
-    """Two cells' right-or-wrong answers with the given shares of changes."""
-    change, base = rng.random(documents), rng.random(documents) < 0.6
-    new = np.where(change < gained, 1, np.where(change < gained + lost, 0, base))
-    old = np.where(change < gained, 0, np.where(change < gained + lost, 1, base))
-    return new.astype(float), old.astype(float)
-
-
-# McNemar
-
-
-@pytest.mark.parametrize(("gained", "lost"), [(3, 9), (0, 5), (25, 25), (121, 59), (1, 0)])
-def test_mcnemar_equals_the_exact_test_of_statsmodels(gained, lost):
-    table = [[40, gained], [lost, 17]]
-    assert mcnemar(gained, lost) == pytest.approx(reference_mcnemar(table, exact=True).pvalue)
-
-
-def test_mcnemar_of_one_against_nine_changes_is_22_in_1024():
-    assert mcnemar(1, 9) == pytest.approx(22 / 1024)
-
-
-def test_no_changed_answer_is_no_evidence():
-    assert mcnemar(0, 0) == 1.0
-
-
-# Score interval
-
-
-def tango(gained, lost, documents, confidence=0.95):
-    counts = {1: gained, 0: documents - gained - lost, -1: lost}
-    return score_interval(counts, lowest=-1, highest=1, confidence=confidence)
-
-
-def closed_form(gained, lost, documents):
-    """Tango (1998) as printed there: the upper end of gained − lost, at 95 %."""
-    z = stats.norm.ppf(0.975)
-
-    def excess(gap):
-        a, c = 2 * documents, -lost * gap * (1 - gap)
-        b = -gained - lost + (2 * documents - gained + lost) * gap
-        share = (np.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
-        return (
-            gained
-            - lost
-            - documents * gap
-            + z * np.sqrt(documents * max(2 * share + gap * (1 - gap), 0.0))
-        )
-
-    return optimize.brentq(excess, (gained - lost) / documents + 1e-9, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("gained", "lost", "documents"), [(9, 4, 57), (0, 5, 33), (900, 1100, 20_000), (8, 8, 16)]
-)
-def test_the_score_interval_of_changes_is_tangos(gained, lost, documents):
-    low, high = tango(gained, lost, documents)
-    assert high == pytest.approx(closed_form(gained, lost, documents), abs=1e-9)
-    assert low == pytest.approx(-closed_form(lost, gained, documents), abs=1e-9)
-
-
-@pytest.mark.parametrize(("right", "documents"), [(0, 20), (3, 20), (20, 20), (1, 500)])
-def test_the_score_interval_of_right_answers_is_wilsons(right, documents):
-    counts = {0: documents - right, 1: right}
-    ours = score_interval(counts, lowest=0, highest=1, confidence=0.95)
-    reference = stats.binomtest(right, documents).proportion_ci(0.95, method="wilson")
-    assert ours == pytest.approx((reference.low, reference.high), abs=1e-9)
-
-
-def test_the_score_interval_of_several_steps_is_the_means_that_lagrange_does_not_reject():
-    counts = {-2: 1, -1: 4, 0: 190, 1: 3, 2: 2}
-    low, high = score_interval(counts, lowest=-2, highest=2, confidence=0.95)
-    values, often = (np.array(part, dtype=float) for part in zip(*counts.items(), strict=True))
-
-    def statistic(mean):  # by the dual of the constrained likelihood, another way than ours
-        def slack(tilt):
-            return np.sum(often * (values - mean) / (1 + tilt * (values - mean)))
-
-        tilt = optimize.brentq(slack, -1 / (2 - mean) + 1e-9, 1 / (2 + mean) - 1e-9)
-        shares = often / 200 / (1 + tilt * (values - mean))
-        variance = np.sum(shares * values**2) - mean**2
-        return (np.sum(often * values) / 200 - mean) ** 2 * 200 / variance
-
-    assert statistic(low) == pytest.approx(stats.chi2.ppf(0.95, 1), rel=1e-6)
-    assert statistic(high) == pytest.approx(stats.chi2.ppf(0.95, 1), rel=1e-6)
-
-
-def test_score_interval_without_changes_is_z2_over_n_plus_z2():
-    low, high = tango(0, 0, 100)
-    assert high == pytest.approx(1.959964**2 / (100 + 1.959964**2), rel=1e-5)
-    assert low == pytest.approx(-high)
-
-
-@pytest.mark.parametrize(("gained", "lost", "documents"), [(9, 4, 57), (0, 5, 33), (1, 0, 8)])
-def test_score_interval_turns_round_with_its_arguments(gained, lost, documents):
-    low, high = tango(gained, lost, documents)
-    mirrored = tango(lost, gained, documents)
-    assert (low, high) == pytest.approx((-mirrored[1], -mirrored[0]))
-    assert low < (gained - lost) / documents < high
-
-
-def test_score_interval_approaches_the_wald_interval_with_many_documents():
-    low, high = tango(900, 1100, 20_000)
-    se = np.sqrt(2000 - 200**2 / 20_000) / 20_000
-    assert (low, high) == pytest.approx((-0.01 - 1.96 * se, -0.01 + 1.96 * se), abs=2e-5)
-
 
 # Intervals of effects
 
@@ -352,49 +230,6 @@ def test_a_perplexity_of_millions_has_a_finite_test():
     assert found.difference > 1e6
     assert 12 < found.interval.low < 12.6 < found.interval.high < 13.2
     assert found.p < 1e-50
-
-
-# Many tests, power, non-inferiority
-
-
-def test_holm_and_benjamini_hochberg_give_the_textbook_values():
-    both = panel(*answers(np.random.default_rng(12), 99, 0.1, 0.1))
-    one = effect(both, TWO, "mean", resample(both, rounds=50))
-    raw = [0.01, 0.04, 0.03, 0.005]
-    found = adjust([dataclasses.replace(one, p=p) for p in raw])
-    assert [e.p_holm for e in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert [e.p_bh for e in found] == pytest.approx([0.02, 0.04, 0.04, 0.02])
-    assert [e.mark for e in found] == ["‡", "†", "†", "‡"]
-
-
-def test_a_score_at_the_margin_passes_non_inferiority_in_5_of_100_simulations():
-    rng = np.random.default_rng(14)
-    passed = 0
-    for simulation in range(SIMULATIONS):
-        both = panel(*answers(rng, 301, 0.05, 0.08))
-        found = effect(both, TWO, "mean", resample(both, rounds=20, seed=simulation))
-        passed += worsening(found, higher_is_better=True).high < 0.03
-    assert passed / SIMULATIONS == pytest.approx(0.05, abs=0.02)
-
-
-def test_with_as_many_documents_as_needed_an_equal_quantizer_passes_in_80_of_100():
-    needed = documents_needed(0.03, 0.02, 400)
-    se = 0.02 * np.sqrt(400 / needed)
-    estimates = np.random.default_rng(15).normal(scale=se, size=20_000)
-    assert np.mean(estimates + 1.645 * se < 0.03) == pytest.approx(0.80, abs=0.01)
-
-
-def test_no_number_of_documents_is_enough_exactly_at_the_margin():
-    assert documents_needed(0.0, 0.01, 100) is None
-
-
-@pytest.mark.parametrize("higher_is_better", [True, False])
-def test_worse_is_positive_whichever_way_a_metric_points(higher_is_better):
-    new, old = np.zeros(60), np.concatenate([np.ones(30), np.zeros(30)])
-    found = effect(panel(new, old), TWO, "mean", resample(panel(new, old), rounds=50))
-    worse = worsening(found, higher_is_better=higher_is_better)
-    assert worse.estimate == (0.5 if higher_is_better else -0.5)
-    assert worse.low < worse.estimate < worse.high
 
 
 def test_ten_thousand_rounds_of_a_cell_take_under_a_second():

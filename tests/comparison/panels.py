@@ -1,0 +1,26 @@
+"""Panels of outcomes for the tests of statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qbench.comparison.statistics import Panel
+
+SIMULATIONS = 400
+TWO = {"new": 1, "old": -1}
+FOUR = {"a": 1, "b": -1, "c": -1, "d": 1}
+
+
+def panel(*values, weights=None):
+    matrix = np.stack([np.asarray(column, dtype=float) for column in values], axis=1)
+    names = list(TWO) if len(values) == 2 else list(FOUR)
+    weights = np.ones_like(matrix) if weights is None else np.stack([weights] * len(values), axis=1)
+    return Panel(values=matrix, weights=weights, index={name: i for i, name in enumerate(names)})
+
+
+def answers(rng, documents, gained, lost):
+    """Two cells' right-or-wrong answers with the given shares of changes."""
+    change, base = rng.random(documents), rng.random(documents) < 0.6
+    new = np.where(change < gained, 1, np.where(change < gained + lost, 0, base))
+    old = np.where(change < gained, 0, np.where(change < gained + lost, 1, base))
+    return new.astype(float), old.astype(float)
