@@ -107,11 +107,11 @@ def make_store(
 
 
 def outcomes(
-    cell: GridCell, place: int, sizes: dict[str, int], worse: float, seed: int
+    cell: GridCell, index: int, sizes: dict[str, int], worse: float, seed: int
 ) -> pd.DataFrame:
     """Per-document outcomes of one cell, columns as ``OUTCOME_COLUMNS``."""
-    damage = 0.0 if cell.bits is None else 4.0 * 2.0**-cell.bits / (1 + place) + 0.02
-    damage += worse - 0.05 * place
+    damage = 0.0 if cell.bits is None else 4.0 * 2.0**-cell.bits / (1 + index) + 0.02
+    damage += worse - 0.05 * index
     own = np.random.default_rng([seed, int(cell.key[:8], 16)])
     frames = []
     for number, (task, size) in enumerate(sizes.items()):

@@ -10,13 +10,14 @@ from typing import Any
 from qbench.errors import ResultsError
 from qbench.record import Record
 from qbench.store import Store, read_record
+from qbench.text.escape import one_line
 
 ABSENT = "(absent)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One part of the key: its dotted place, and what the two records have there."""
+    """One part of the key: its dotted name, and what the two records have there."""
 
     part: str
     a: str
@@ -47,32 +48,32 @@ def text(a: Record, b: Record) -> str:
     return "\n".join(f"{one.part.ljust(width)}  {one.a}  →  {one.b}" for one in found)
 
 
-def find_record(place: str) -> Record:
-    """The record at ``place``: a record's JSON file, or DIR/CHECKPOINT/QUANTIZER.
+def find_record(name: str) -> Record:
+    """The record called ``name``: a record's JSON file, or DIR/CHECKPOINT/QUANTIZER.
 
     Raises ResultsError where there is none, naming the folder's cells, or it is damaged.
     """
-    path = Path(place)
+    path = Path(name)
     if path.is_file():
         if b'"key_parts"' not in path.read_bytes():
-            raise ResultsError(f"{place}: not a record; name a records/…/KEY.json file")
+            raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
         return read_record(path)
     if len(path.parts) < 3:
-        raise ResultsError(f"{place}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
+        raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
     store = Store(path.parent.parent)
     cell = "/".join(path.parts[-2:])
     cells = {one.cell: one for one in store.grid().cells}
     if cell not in cells:
-        raise ResultsError(f"{place}: no cell {cell}; {store.directory} has {', '.join(cells)}")
+        raise ResultsError(f"{name}: no cell {cell}; {store.directory} has {', '.join(cells)}")
     record = store.get(cells[cell])
     if record is None:
-        raise ResultsError(f"{place}: this cell has no record yet; run the recipe again")
+        raise ResultsError(f"{name}: this cell has no record yet; run the recipe again")
     return record
 
 
-def _flat(parts: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def _flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(parts, Mapping) and parts:
         for name, part in parts.items():
-            yield from _flat(part, f"{place}.{name}" if place else str(name))
+            yield from _flat(part, f"{prefix}.{name}" if prefix else str(name))
     else:
-        yield place, str(parts)
+        yield one_line(prefix), one_line(str(parts))

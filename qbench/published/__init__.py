@@ -129,8 +129,8 @@ def printed(name: str) -> dict[tuple[str, str, str, float | None], Printed]:
     for one in map(table, index["sets"][name]):
         for row in one.rows:
             bits = row.get("quantization", "").removesuffix("-bit")
-            place = (TASKS[row["task"]], METRICS[row["metric"]], str(one.method))
-            found[*place, float(bits) if bits else None] = Printed(
+            name = (TASKS[row["task"]], METRICS[row["metric"]], str(one.method))
+            found[*name, float(bits) if bits else None] = Printed(
                 source=one.place,
                 values={model: Decimal(row[model]) for model in one.models},
                 delta=Decimal(row["delta"]),

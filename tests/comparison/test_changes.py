@@ -123,3 +123,10 @@ def test_a_perplexitys_change_is_a_number_with_an_interval_of_the_ratio(tmp_path
     ratio = float(cells[4]) / float(cells[3])
     assert low - 0.001 < ratio < high + 0.001
     assert ratio > 1.1
+
+
+def test_a_foreign_keys_control_characters_stay_off_the_terminal(tmp_path):
+    store = grid(tmp_path / "a")
+    a = store.get(store.grid().cells[0])
+    b = a.model_copy(update={"key_parts": {**a.key_parts, "\x1b[2J": "\x1b[31m\r\nred"}})
+    assert text(a, b).isprintable()

@@ -59,6 +59,7 @@ def test_perplexities_have_no_interval_error_or_damage_on_the_raw_scale_in_the_c
 @pytest.mark.parametrize(("format", "times"), [("md", "×"), ("tex", r"$\times$"), ("html", "×")])
 def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested, format, times):
     text = render(tested, format=format)
+    assert "Records: ." not in text
     assert "softpick’s − softmax’s" in text.replace("$-$", "−").replace("'", "’")
     line = next(line for line in tested.lines if line.metric == "word_perplexity" and line.damages)
     shown = [float(number) for number in re.findall(r"\d+\.\d+", text)]
