@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from qbench import __version__
 from qbench.commands import benchmarks, results, running
-from qbench.commands.screen import complain
+from qbench.commands.screen import refuse
 from qbench.errors import QbenchError
 from qbench.running.quiet import settle
 
@@ -96,10 +95,9 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: one line and exit code 2 for what a user can put right."""
+    """Entry point: one line and exit code 2 for what a user can put right, and for what the
+    machine refuses: a full disk, no permission, no memory."""
     try:
         app()
-    except QbenchError as error:
-        for line in str(error).splitlines():
-            complain(line)
-        sys.exit(2)
+    except (QbenchError, OSError, UnicodeError, MemoryError) as error:
+        refuse(error)

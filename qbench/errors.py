@@ -26,6 +26,14 @@ class RecipeError(QbenchError):
     """A recipe or an option says something impossible."""
 
 
+class RecipeProblems(RecipeError):
+    """All that is wrong with a recipe: one line a problem."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
 class CheckpointError(QbenchError):
     """A checkpoint cannot be read as what it claims to be."""
 

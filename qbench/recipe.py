@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import QbenchError, RecipeError, shown
+from qbench.errors import QbenchError, RecipeError, RecipeProblems, shown
 from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
@@ -158,7 +158,7 @@ class Recipe(Strict):
             folder = Path(os.path.realpath(path)).parent
             recipe = cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
-            raise RecipeError("\n".join(_lines(source, error))) from None
+            raise RecipeProblems(_lines(source, error)) from None
         recipe._check_files(source)
         return recipe
 

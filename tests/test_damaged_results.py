@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -245,24 +244,30 @@ def test_a_foreign_record_is_held_to_its_place_and_its_names(results, changes, w
         Store(results / "grid").records()
 
 
-def _die_at(number: int, folder: Path) -> None:
-    """Put a record again with other outcomes, and end like a killed process at the n-th write."""
-    store = Store(folder)
-    record = store.records()[-1]
-    changed = store.outcomes(record)
-    write, count = store_module.write_atomically, 0
+# Puts a record again with other outcomes, and ends like a killed process at the n-th write.
+DIE_AT = """
+import os, sys
+from pathlib import Path
+from qbench import store as store_module
+from qbench.files import temporary
 
-    def counted(path: Path, payload: bytes) -> None:
-        nonlocal count
-        if count == number:
-            path.with_name(f".{path.name}.{os.getpid()}").write_bytes(payload[:10])
-            os._exit(9)
-        count += 1
-        write(path, payload)
+number, folder = int(sys.argv[1]), Path(sys.argv[2])
+store = store_module.Store(folder)
+record = store.records()[-1]
+changed, responses = store.outcomes(record), store.responses(record)
+write, count = store_module.write_atomically, 0
 
-    store_module.write_atomically = counted
-    store.put(record, changed.assign(value=changed["value"] + 1.0), RESPONSES)
-    os._exit(0)
+def counted(path, payload):
+    global count
+    if count == number:
+        temporary(path).write_bytes(payload[:10])
+        os._exit(9)
+    count += 1
+    write(path, payload)
+
+store_module.write_atomically = counted
+store.put(record, changed.assign(value=changed["value"] + 1.0), responses)
+"""
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -270,13 +275,8 @@ def test_a_run_killed_at_any_write_of_a_forced_cell_leaves_the_old_or_the_new_on
     store = Store(results / "grid")
     cell = store.grid().cells[-1]
     old = store.outcomes(store.get(cell))
-    process = multiprocessing.get_context("fork").Process(
-        target=_die_at, args=(number, store.directory)
-    )
-    process.start()
-    process.join()
-    ends = [9, 9, 9, 0]
-    assert process.exitcode == ends[number]
+    ended = subprocess.run([sys.executable, "-c", DIE_AT, str(number), store.directory])
+    assert ended.returncode == (9 if number < 3 else 0)  # two tables, then the record
     found = store.outcomes(store.whole(cell))
     shift = 1.0 if number == 3 else 0.0
     pd.testing.assert_frame_equal(found, old.assign(value=old["value"] + shift))
@@ -284,3 +284,5 @@ def test_a_run_killed_at_any_write_of_a_forced_cell_leaves_the_old_or_the_new_on
     folder = the_file(results, "record").parent
     files = sorted(path.suffixes[-2] for path in folder.glob("*.parquet"))
     assert files == [".outcomes", ".responses"], "tables of the killed write were left"
+    store.put_grid(store.grid())
+    assert not list(store.directory.rglob(".*.tmp")), "its temporary file was left"

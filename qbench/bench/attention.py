@@ -23,6 +23,7 @@ from qbench.bench.attention_checks import check_kernels
 from qbench.bench.attention_skipping import measure_skipping, skipping_table
 from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
 from qbench.errors import UnavailableError
+from qbench.files import write_atomically
 from qbench.text import markdown
 
 SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
@@ -66,9 +67,9 @@ def bench_attention(
     for row in results["decode"]:
         row["share_of_copy"] = row["tb_per_s"] / copied
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1) + "\n")
-        out.with_suffix(".md").write_text(table(results))
+        write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
+        if out.suffix:  # /dev/stdout has nothing beside it
+            write_atomically(out.with_suffix(".md"), table(results).encode())
     return results
 
 

@@ -16,17 +16,19 @@ from qbench.commands.options import (
     DtypeOption,
     Limit,
     RecipeFile,
+    to_file,
 )
 from qbench.commands.running import make_job, named, quiet_plan
 from qbench.commands.screen import show_written
 from qbench.errors import RecipeError
+from qbench.files import require_folder, write_atomically
 from qbench.overrides import Overrides
 from qbench.running.quiet import redirected, terminal
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure speeds, in one run on one machine, after checking results."
 )
-Json = Annotated[Path | None, typer.Option(help="Also write JSON here, and the table beside it.")]
+Json = Annotated[Path | None, to_file("Also write JSON here, and the table beside it.")]
 
 
 @app.command("attention")
@@ -70,6 +72,7 @@ def evaluation(
 
     overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
     job = make_job(recipe, overrides, out=None, device=device)
+    require_folder(job.out)
     planned = quiet_plan(job)
     cell = planned.cells[0]
     asked = planned.recipe.evaluation
@@ -95,7 +98,7 @@ def evaluation(
         )
     typer.echo(table(found))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found.to_json(), indent=1) + "\n")
-        out.with_suffix(".md").write_text(table(found) + "\n")
+        write_atomically(out, (json.dumps(found.to_json(), indent=1) + "\n").encode())
+        if out.suffix:  # /dev/stdout has nothing beside it
+            write_atomically(out.with_suffix(".md"), (table(found) + "\n").encode())
         show_written([out, out.with_suffix(".md")])

@@ -4,9 +4,40 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from qbench.errors import OutputError
+from qbench.files import require_folder, require_writable
+
+
+def to_file(help: str) -> Any:
+    """An option that names a file to write: refused before work begins where that cannot be."""
+
+    def check(param: typer.CallbackParam, value: Path | None) -> Path | None:
+        if value is not None:
+            require_writable(value, param.opts[0])
+        return value
+
+    return typer.Option(help=help, parser=_path, callback=check, metavar="FILE")
+
+
+def to_folder(help: str) -> Any:
+    """An option that names a folder to write into, which need not exist."""
+
+    def check(param: typer.CallbackParam, value: Path | None) -> Path | None:
+        if value is not None:
+            require_folder(value, param.opts[0])
+        return value
+
+    return typer.Option(help=help, parser=_path, callback=check, metavar="FOLDER")
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise OutputError("an empty path: name a file or folder to write, or leave the option out")
+    return Path(text)
 
 
 class Device(StrEnum):
@@ -52,9 +83,9 @@ Only = Annotated[
     str | None,
     typer.Option(metavar="PATTERN", help="Only cells like this glob: 'softpick/gptq-*'."),
 ]
-Out = Annotated[
-    Path | None, typer.Option(help="Results folder. Default: results/NAME of the recipe.")
-]
+_RESULTS = "Results folder. Default: results/NAME of the recipe."
+Out = Annotated[Path | None, to_folder(_RESULTS)]
+OutToRead = Annotated[Path | None, typer.Option(help=_RESULTS, parser=_path, metavar="FOLDER")]
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option(

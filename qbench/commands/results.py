@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from qbench.commands.options import Folder, Published
+from qbench.commands.options import Folder, Published, to_file, to_folder
 from qbench.commands.screen import show_written
+from qbench.files import require_folder
 from qbench.store import Store
 
 
@@ -46,6 +47,7 @@ def show_tables(folder: Path, *, format: str = "md", published: str | None = Non
     """Write tables.md, tables.csv and tables.<format>; print the latter."""
     from qbench.tables import write_tables
 
+    require_folder(folder)
     formats = list(dict.fromkeys([format, "md", "csv"]))
     paths = write_tables(Store(folder), formats=formats, published=published)
     typer.echo(paths[0].read_text(), nl=False)
@@ -54,7 +56,7 @@ def show_tables(folder: Path, *, format: str = "md", published: str | None = Non
 
 def report(
     folder: Folder,
-    out: Annotated[Path | None, typer.Option(help="Where to write it. Default: FOLDER.")] = None,
+    out: Annotated[Path | None, to_folder("Where to write it. Default: FOLDER.")] = None,
     figures: Annotated[
         str, typer.Option(metavar="FORMATS", help="Of the figure files: svg, png, pdf, by commas.")
     ] = "svg",
@@ -63,6 +65,7 @@ def report(
     """Write report.html, one file that opens without a network, and its figures."""
     from qbench.report import processes, write
 
+    require_folder(out or folder)
     wanted = [name.strip() for name in figures.split(",") if name.strip()]
     paths = write(Store(folder), out, figures=wanted, published=published, processes=processes())
     show_written(paths)
@@ -91,9 +94,9 @@ def check(
     inconclusive: Annotated[
         Inconclusive, typer.Option(help="What too few documents to tell counts as.")
     ] = Inconclusive.fails,
-    summary: Annotated[Path | None, typer.Option(help="Also write Markdown here.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Also write JUnit XML here.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write JSON here.")] = None,
+    summary: Annotated[Path | None, to_file("Also write Markdown here.")] = None,
+    junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,
+    json: Annotated[Path | None, to_file("Also write JSON here.")] = None,
 ) -> None:
     """The CI gate: is any score worse than the baseline's by more than a margin?
 
@@ -125,7 +128,7 @@ def check(
 
 def baseline(
     folder: Folder,
-    out: Annotated[Path, typer.Option(help="The file to write.")],
+    out: Annotated[Path, to_file("The file to write.")],
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an existing baseline, showing old and new.")
     ] = False,

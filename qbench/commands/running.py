@@ -19,12 +19,14 @@ from qbench.commands.options import (
     Limit,
     Only,
     Out,
+    OutToRead,
     RecipeFile,
     ScoringOption,
 )
 from qbench.commands.results import show_tables
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
+from qbench.files import require_folder
 from qbench.overrides import Overrides
 from qbench.running.devices import gpu_slots
 from qbench.running.executors import CELLS_A_GPU, Job, run_cells
@@ -81,6 +83,7 @@ def run(
         scoring=scoring,
     )
     job = make_job(recipe, overrides, out=out, device=device)
+    require_folder(job.out)
     planned = quiet_plan(job)
     cells = planned.select(only)
     slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[: len(cells)]
@@ -111,7 +114,7 @@ def plan(
     dtype: DtypeOption = None,
     scoring: ScoringOption = None,
     only: Only = None,
-    out: Out = None,
+    out: OutToRead = None,
     device: DeviceOption = Device.auto,
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing."""
@@ -165,6 +168,7 @@ def noise(
         checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype, scoring=scoring
     )
     job = make_job(recipe, overrides, out=out, device=device)
+    require_folder(job.out)
     planned = quiet_plan(job)
     found = {}
     for cell in planned.cells:

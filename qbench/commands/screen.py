@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 
+from qbench.errors import QbenchError, RecipeProblems, shown
+
 
 def complain(line: str) -> None:
-    """One line on standard error, in red where that can be shown."""
+    """One line on standard error, in red where that can be shown.
+
+    What is not printable, as a line break in a path, is escaped.
+    """
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(line, style="bold red", markup=False)
+    console.print(text, style="bold red", markup=False)
+
+
+def refuse(error: Exception) -> NoReturn:
+    """End with exit code 2 and what was wrong, one line a problem."""
+    for line in error.lines if isinstance(error, RecipeProblems) else [_said(error)]:
+        complain(line)
+    sys.exit(2)
+
+
+def _said(error: Exception) -> str:
+    """One line on an error that is the machine's or the input's, not this program's."""
+    if isinstance(error, QbenchError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    if isinstance(error, UnicodeEncodeError):
+        return f"text that {error.encoding} cannot hold: {shown(error.object[error.start :])}"
+    if isinstance(error, UnicodeError):
+        return f"not UTF-8 text ({error})"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def show_written(paths: list[Path]) -> None:

@@ -1,0 +1,200 @@
+"""Files: written whole, through links, refused before work; what dead processes left is removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from qbench.errors import DamagedError, OutputError, ResultsError
+from qbench.files import (
+    clean_temporaries,
+    require_folder,
+    require_writable,
+    temporary,
+    write_atomically,
+)
+from qbench.sealed import BLANK, check_file, seal_file
+
+
+def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    link, file = tmp_path / "link", tmp_path / "folder" / "file"
+    link.symlink_to(file)
+    for content in (b"new", b"newer"):  # the first makes it
+        write_atomically(link, content)
+        assert link.is_symlink()
+        assert file.read_bytes() == content
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "link"]
+
+
+@pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_standard_output_is_written_to_and_its_link_stays(path):
+    if not Path(path).exists():
+        pytest.skip(f"no {path} here")
+    program = (
+        "from pathlib import Path; from qbench.files import write_atomically; import sys\n"
+        f"print('before'); write_atomically(Path({path!r}), b'between\\n'); print('after')"
+    )
+    command = [sys.executable, "-c", program]
+    piped = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    with tempfile.TemporaryFile() as file:
+        subprocess.run(command, check=True, stdout=file)
+        file.seek(0)
+        assert piped == file.read() == b"before\nbetween\nafter\n"
+    assert Path(path).exists()
+
+
+def test_a_pipe_with_a_reader_gets_the_content_and_one_without_is_refused(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OutputError, match="No such device"):
+        write_atomically(path, b"x")
+    found: list[bytes] = []
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    thread = threading.Thread(target=lambda: found.append(os.read(reader, 10)))
+    write_atomically(path, b"content")
+    thread.start()
+    thread.join()
+    os.close(reader)
+    assert found == [b"content"]
+
+
+REFUSED = {
+    "a folder": (lambda folder: folder, "is a folder"),
+    "below a file": (lambda folder: folder / "file" / "x", "Not a directory|is a file"),
+    "far below a file": (lambda folder: folder / "file" / "x" / "y", "Not a directory|is a file"),
+    "in /proc": (lambda folder: Path("/proc/qbench/x.json"), "cannot be written"),
+    "in /sys": (lambda folder: Path("/sys/x.json"), "cannot be written"),
+    "NUL": (lambda folder: folder / "a\0b", "null"),
+    "long name": (lambda folder: folder / ("a" * 300), "name too long"),
+    "long folder": (lambda folder: folder / ("a" * 300) / "x", "name too long"),
+    "long path": (lambda folder: folder / ("a/" * 3000) / "x", "name too long"),
+    "a loop": (lambda folder: folder / "loop", "symbolic links"),
+    "below a loop": (lambda folder: folder / "loop" / "x", "symbolic links"),
+    "in a link to nowhere": (lambda folder: folder / "nowhere" / "x" / "y", "cannot be written"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_written_is_refused_before_and_when_it_is_written(tmp_path, what):
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nowhere").symlink_to("/proc/nowhere")
+    make, words = REFUSED[what]
+    path = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputError, match=words) as error:
+        require_writable(path, "--json")
+    assert str(error.value).startswith("--json ")
+    assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(OutputError):
+        write_atomically(path, b"x")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(lambda folder: folder / "file", "is a file"), (lambda folder: folder / "file" / "x", "file"),
+     (lambda folder: Path("/proc/qbench"), "cannot be written to"),
+     (lambda folder: folder / "loop", "symbolic links|cannot"),
+     (lambda folder: folder / ("a" * 300), "name too long")],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, make, words):
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OutputError, match=words):
+        require_folder(make(tmp_path), "--out")
+
+
+def test_what_can_be_written_leaves_no_trace_of_the_question(tmp_path):
+    for path in (tmp_path / "a" / "b" / "c.json", tmp_path / ("x" * 250), Path("/dev/null")):
+        require_writable(path)
+    require_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    write_atomically(tmp_path / ("x" * 250), b"a name that has no room for an ending")
+    assert [path.name for path in tmp_path.iterdir()] == ["x" * 250]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_file_or_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch(0o444)
+    folder = tmp_path / "folder"
+    folder.mkdir(0o555)
+    for path in (tmp_path / "file", folder / "x", folder / "x" / "y"):
+        with pytest.raises(OutputError, match=r"read-only|Permission denied"):
+            require_writable(path)
+    with pytest.raises(OutputError, match="Permission denied"):
+        require_folder(folder)
+
+
+def test_a_full_device_is_one_line():
+    with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
+        write_atomically(Path("/dev/full"), b"x")
+
+
+ON_A_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from qbench.errors import OutputError
+from qbench.files import write_atomically
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    write_atomically(Path(sys.argv[1]), b"new" * 1000)
+except OutputError as error:
+    sys.exit(2 if "File too large" in str(error) else 3)
+"""
+
+
+@pytest.mark.parametrize(("room", "code"), [(0, 2), (1, 2), (2999, 2), (3000, 0)])
+def test_a_disk_that_is_full_at_any_byte_leaves_the_old_content_and_nothing_else(
+    tmp_path, room, code
+):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    ended = subprocess.run([sys.executable, "-c", ON_A_FULL_DISK, path, str(room)])
+    assert ended.returncode == code
+    assert path.read_bytes() == (b"old" if code else b"new" * 1000)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_temporaries_of_dead_processes_are_removed_and_no_others(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    mine = temporary(tmp_path / "deep" / "record.json")
+    mine.parent.mkdir()
+    named = mine.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
+    elsewhere = re.sub(rf"\.[A-Za-z0-9-]+\.{dead.pid}\.", f".other-host.{dead.pid}.", named)
+    gone = [mine.with_name(named), tmp_path / named.replace("record.json", "hqq-3bit")]
+    kept = [mine, mine.with_name(elsewhere), mine.with_name("record.json"),
+            mine.with_name(".lock"), mine.with_name(f".x.{dead.pid}")]  # fmt: skip
+    for path in (gone[0], *kept):
+        path.write_text("content")
+    gone[1].mkdir()
+    (gone[1] / "weights.safetensors").write_text("content")
+    assert socket.gethostname().replace(".", "-") in mine.name
+    assert clean_temporaries(tmp_path) == sorted(gone)
+    assert all(path.exists() for path in kept)
+    assert not any(path.exists() for path in gone)
+
+
+def test_a_sealed_file_shows_every_changed_byte():
+    payload = seal_file(b"head" + BLANK + bytes(range(256)))
+    check_file(Path("x.parquet"), payload)
+    for place in range(len(payload)):
+        changed = bytearray(payload)
+        changed[place] ^= 1
+        with pytest.raises(ResultsError, match=r"x\.parquet"):
+            check_file(Path("x.parquet"), bytes(changed))
+    for shorter in (payload[:-1], payload + b"x"):
+        with pytest.raises(DamagedError):
+            check_file(Path("x.parquet"), shorter)
