@@ -26,6 +26,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from qbench.code import code_digest
+from qbench.files import clean_temporaries, temporary
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.quantizer import Quantizer
 
@@ -87,7 +88,8 @@ class Artifact:
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:
         """Replace what is there, if anything, in one step."""
-        making = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
+        clean_temporaries(self.folder.parent.parent)  # a killed process may have left GiBs
+        making = temporary(self.folder)
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir(parents=True)
         payload = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from quantizer_models import DIGEST, calibration, llama, logits, make, settings
 
+from qbench.files import temporary
 from qbench.quantizers.artifacts import artifact
 from qbench.quantizers.rtn import Rtn
 
@@ -147,14 +150,19 @@ def test_a_folder_appears_whole_and_nothing_else_is_left(tmp_path):
     assert set(manifest["parts"]["versions"]) == {"torch", "transformers", "triton"}
 
 
-def test_what_a_killed_process_left_half_made_is_no_artifact(tmp_path):
+def test_what_a_killed_process_left_half_made_is_no_artifact_and_is_removed(tmp_path):
     chosen = settings("rtn-4bit")
     at = folder(tmp_path, chosen)
-    half = at.with_name(f".{at.name}.{os.getpid()}")
-    half.mkdir(parents=True)
-    (half / "weights.safetensors").write_bytes(b"half")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    own = temporary(at)
+    other = tmp_path / "another checkpoint" / own.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
+    for half in (own, other):
+        half.mkdir(parents=True)
+        (half / "weights.safetensors").write_bytes(b"half")
     assert make(chosen, tmp_path).detail == "round to nearest"
-    assert not half.exists()
+    assert not own.exists()
+    assert not other.exists()
 
 
 def _make(root, start, details):

@@ -25,7 +25,7 @@ from qbench.errors import EvaluationError, ResultsError
 from qbench.evaluation.base_file import sha256, verify, write_checksum
 from qbench.evaluation.scoring.head import Projection
 from qbench.evaluation.scoring.requests import Scored
-from qbench.files import temporary
+from qbench.files import clean_temporaries, temporary
 
 ARRAYS = ("document", "request", "length", "token", "rows")
 IN_FLIGHT = 2  # copies from a GPU that nobody waits for yet
@@ -66,6 +66,7 @@ class BaseRows:
         making = temporary(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            clean_temporaries(path.parent)
             save_file(tensors, making, {"key": self.key, "tasks": json.dumps([*self.tasks])})
             digest = sha256(making)
             making.replace(path)

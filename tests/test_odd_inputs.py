@@ -1,0 +1,139 @@
+"""Odd and hostile input to every command: exit code 2, one line on standard error, no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from synthetic import make_store
+
+from qbench import cli
+from qbench.gate import baseline
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+RECIPE = f"""
+name: small
+checkpoints: {{softpick: {DEMO / "softpick"}}}
+compute_dtype: float32
+quantizers: [fp32, {{name: rtn-4bit, group_size: 64}}]
+tasks: [demo_lastword]
+definitions: {DEMO / "tasks"}
+data: {DEMO / "data"}
+evaluation: {{limit: 3}}
+"""
+LONG = "x" * 300
+CHECK = ("check", "grid", "--baseline", "base.parquet")
+RUN = ("run", "good.yaml", "--device", "cpu")
+# what no output can be written to, and what the line says of it
+NOT_A_FILE = {
+    "folder": "is a folder", "": "an empty path", "file/x.json": "cannot be written",
+    "/proc/qbench.json": "cannot be written", LONG: "name too long", "loop": "symbolic links",
+    "a\0b": "null", "fifo": "cannot be written", "/dev/full": "No space left on device",
+}  # fmt: skip
+OPENED = ("fifo", "/dev/full")  # what only writing tells
+NOT_A_FOLDER = {
+    "file": "is a file", "": "an empty path", "file/x": "cannot be written to",
+    "/proc/qbench": "cannot be written to", LONG: "name too long", "loop": "cannot be written to",
+    "a\0b": "null", "fifo": "is a file",
+}  # fmt: skip
+NOT_RESULTS = {
+    "folder": "no grid.json here", "file": "is a file", "nowhere": "no grid.json here",
+    "": "no grid.json here", LONG: "name too long", "fifo": "is a file",
+    "loop": "cannot be written to|symbolic links|no grid.json", "/proc": "cannot be written to",
+    "pipe-grid": "no grid.json here", "list-grid": "not a JSON object",
+    "text-grid": "not whole JSON",
+    "old-grid": "written by an older qbench .schema 1, this one reads 2.: run the recipe again",
+    "new-grid": "written by a newer qbench .schema 99, this one reads 2.: update qbench",
+    "deep-grid": "not whole JSON", "digits-grid": "not whole JSON", "open-grid": "no checksum",
+}  # fmt: skip
+NOT_A_RECIPE = {
+    "nowhere.yaml": "no such recipe", "folder": "not a file", "fifo": "not a file",
+    "loop": "cannot be read", LONG: "cannot be read", "": "not a file",
+    "/dev/zero": "not a file", "a\nb": "no such recipe", "\udcff": "no such recipe",
+    "file": "a recipe is a mapping", "file/x": "cannot be read",
+}  # fmt: skip
+ODD: list[tuple[tuple[str, ...], str]] = [
+    *(((*CHECK, option, path), words) for option in ("--summary", "--junit", "--json")
+      for path, words in NOT_A_FILE.items()),
+    *((("baseline", "grid", "--out", path), words) for path, words in NOT_A_FILE.items()
+      if path not in OPENED),
+    *((("bench", "evaluation", "good.yaml", "--out", path), words)
+      for path, words in NOT_A_FILE.items() if path not in OPENED),
+    *((("report", "grid", "--out", path), words) for path, words in NOT_A_FOLDER.items()),
+    *(((*RUN, "--out", path), words) for path, words in NOT_A_FOLDER.items()),
+    *((("noise", *RUN[1:], "--out", path), words) for path, words in NOT_A_FOLDER.items()),
+    *((("tables", path), words) for path, words in NOT_RESULTS.items()),
+    *((("report", path), words) for path, words in NOT_RESULTS.items()),
+    *((("check", path, "--baseline", "base.parquet"), ".") for path in NOT_RESULTS),
+    *((("baseline", path, "--out", "new.parquet"), ".") for path in NOT_RESULTS),
+    *((("compare", "grid", path), ".") for path in NOT_RESULTS),
+    *((("explain", "grid/softmax/bf16", f"{path}/softmax/bf16"), ".") for path in NOT_RESULTS),
+    *((("explain", "grid/softmax/bf16", path), ".") for path in ("", "file", "fifo", LONG)),
+    *((("run", path, "--device", "cpu"), words) for path, words in NOT_A_RECIPE.items()),
+    *((("plan", path), words) for path, words in NOT_A_RECIPE.items()),
+    *((("check", "grid", "--baseline", path), ".") for path in
+      ("folder", "file", "nowhere", "", LONG, "fifo", "loop", "/dev/zero", "cut.parquet",
+       "grid/grid.json")),
+    *(((*RUN, *more), words) for more, words in (
+        (("--checkpoint", "softpick"), "NAME=PATH"),
+        (("--checkpoint", "softpick=~nobody-here/x"), "."),
+        (("--checkpoint", "softpick=a\0b"), "."),
+        (("--checkpoint", "other=x"), "has no other"),
+        (("--data", "nowhere"), "no such folder"), (("--data", "fifo"), "no such folder"),
+        (("--data", LONG), "no such folder"),
+        (("--data", "loop"), "no such folder"),
+        (("--limit", "9" * 30), "less than or equal"), (("--only", "nothing"), "matches no cell"),
+        (("--only", "["), "matches no cell"),
+    )),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd")
+    store = make_store(folder / "grid", quantizers=("bf16", "gptq-4bit"), sizes={"arc_easy": 40})
+    baseline.make(store, folder / "base.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "base.parquet").read_bytes()[:-30])
+    (folder / "good.yaml").write_text(RECIPE)
+    (folder / "file").write_text("content")
+    (folder / "folder").mkdir()
+    (folder / "loop").symlink_to(folder / "loop")
+    os.mkfifo(folder / "fifo")
+    for name, content in {
+        "list": "[]", "text": "{", "old": '{"schema_version": 1}', "new": '{"schema_version": 99}',
+        "deep": "[" * 100_000, "digits": '{"schema_version": ' + "1" * 5000 + "}",
+        "open": '{"schema_version": 2, "cells": []}',
+    }.items():  # fmt: skip
+        (folder / f"{name}-grid").mkdir()
+        (folder / f"{name}-grid" / "grid.json").write_text(content)
+    (folder / "pipe-grid").mkdir()
+    os.mkfifo(folder / "pipe-grid" / "grid.json")
+    return folder
+
+
+def main(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["qbench", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("arguments", "words"), ODD, ids=lambda value: ascii(value)[:60])
+def test_odd_input_is_one_line_and_exit_code_2(whole, monkeypatch, capfd, arguments, words):
+    monkeypatch.chdir(whole)
+    before = sorted(whole.rglob("*"))
+    begun = time.monotonic()
+    code = main(monkeypatch, arguments)
+    assert time.monotonic() - begun < 30
+    said = capfd.readouterr()
+    assert code == 2, said
+    assert len(said.err.splitlines()) == 1, said.err
+    (line,) = said.err.splitlines()
+    assert re.search(words, line), line
+    written = {path.relative_to(whole) for path in set(whole.rglob("*")) - set(before)}
+    assert written == set()
