@@ -9,8 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any, TypeVar
 
 from qbench.errors import CheckpointError, DataError
 
@@ -40,6 +44,24 @@ STATUSES = {
 }
 
 
+BUSY = frozenset({408, 429, 500, 502, 503, 504})
+PAUSES = (1.0, 4.0)  # seconds before a second and third try, where the hub does not say how long
+LONGEST_PAUSE = 300.0  # seconds, the hub's own span of counting; who must wait longer is told so
+
+T = TypeVar("T")
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def announcing(say: Callable[[str], None]) -> Iterator[None]:
+    """Within the body, ``say`` gets a line for everything that is about to be downloaded."""
+    token = _listener.set(say)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Folder with the files of a model repository that match ``patterns``.
 
@@ -47,8 +69,14 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
     """
     from huggingface_hub import snapshot_download
 
+    def download(dry_run: bool = False) -> Any:
+        return snapshot_download(
+            hub_id, revision=revision, allow_patterns=list(patterns), dry_run=dry_run
+        )
+
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        _announce(hub_id, download)
+        return Path(patiently(download))
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -61,8 +89,14 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
     """One file of a data-set repository. Raises DataError where the hub does not give it."""
     from huggingface_hub import hf_hub_download
 
+    def download(dry_run: bool = False) -> Any:
+        return hf_hub_download(
+            dataset, name, repo_type="dataset", revision=revision, dry_run=dry_run
+        )
+
     try:
-        return Path(hf_hub_download(dataset, name, repo_type="dataset", revision=revision))
+        _announce(f"{name} of {dataset}", download)
+        return Path(patiently(download))
     except Exception as error:
         raise DataError(f"the hub did not give {name} of {dataset}: {reason(error)}") from error
 
@@ -76,7 +110,9 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
     from huggingface_hub import HfApi
 
     try:
-        found = HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS).sha
+        found = patiently(
+            lambda: HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS).sha
+        )
     except Exception as error:
         if (cached := _cached_dataset(dataset, name)) and _out_of_reach(error):
             return cached
@@ -101,6 +137,70 @@ def _out_of_reach(error: BaseException) -> bool:
     return bool(kinds & {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"})
 
 
+def patiently(ask: Callable[[], T]) -> T:
+    """What ``ask`` returns, tried again where the hub says that it is busy.
+
+    huggingface_hub repeats requests for files, but not those for a repository's description.
+    """
+    _bound_waits()
+    for pause in PAUSES:
+        try:
+            return ask()
+        except Exception as error:
+            response = _response(error)
+            if response is None or response.status_code not in BUSY:
+                raise
+            if (seconds := _wait(response, pause)) > LONGEST_PAUSE:
+                raise
+            time.sleep(seconds)
+    return ask()
+
+
+def _bound_waits() -> None:
+    """huggingface_hub waits for as long as a busy hub says, be it hours, and in silence: end that
+    in its error, and say so of shorter waits."""
+    from huggingface_hub.utils import get_session, hf_raise_for_status
+
+    def look(response: Any) -> None:
+        if response.status_code != 429:
+            return
+        seconds = _wait(response, 0.0)
+        if seconds > LONGEST_PAUSE:
+            hf_raise_for_status(response)
+        if seconds > 1 and (say := _listener.get()):
+            say(f"the hub is busy: waiting {seconds:.0f} s")
+
+    session = get_session()
+    hooks = session.event_hooks
+    if not any(hook.__qualname__ == look.__qualname__ for hook in hooks["response"]):
+        session.event_hooks = {**hooks, "response": [*hooks["response"], look]}
+
+
+def _wait(response: Any, default: float) -> float:
+    """Seconds that a busy hub asks to wait."""
+    stated = str(response.headers.get("Retry-After", ""))
+    limit = re.search(r"\bt=(\d{1,9})\b", str(response.headers.get("RateLimit", "")))
+    if limit is not None:
+        return float(limit[1])
+    return float(stated) if stated.isdecimal() else default
+
+
+def _announce(what: str, download: Callable[[bool], Any]) -> None:
+    """Say how much of ``what`` is about to be downloaded, where somebody listens."""
+    say = _listener.get()
+    if say is None:
+        return
+    _bound_waits()
+    try:
+        found = download(True)
+    except Exception:  # the download itself, which follows, says what is wrong
+        return
+    files = [f for f in (found if isinstance(found, list) else [found]) if f.will_download]
+    if files:
+        size = sum(f.file_size or 0 for f in files) / 1e6
+        say(f"downloading {what}: {len(files)} file{'s'[: len(files) > 1]}, {size:,.1f} MB")
+
+
 def failed(error: BaseException) -> bool:
     """Whether ``error``, or what caused it, came from the hub or the way to it."""
     return _known(error) is not None
@@ -116,17 +216,23 @@ def reason(error: BaseException) -> str:
 
 def _known(error: BaseException) -> str | None:
     causes = list(_causes(error))
+    response = _response(error)
     kinds = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     for name, text in REASONS.items():
         if name in kinds:
             return text
-    for cause in causes:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if isinstance(status, int) and status >= 400:
-            return STATUSES.get(status, f"it answers {status}; try again later")
-        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-            return "no space is left on the disk of its cache (HF_HOME says where it lies)"
+    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
+        return "no space is left on the disk of its cache (HF_HOME says where it lies)"
+    if response is not None and response.status_code >= 400:
+        status = response.status_code
+        return STATUSES.get(status, f"it answers {status}; try again later")
     return None
+
+
+def _response(error: BaseException) -> Any:
+    """The hub's answer that ``error`` was raised for, None where there was none."""
+    answers = (getattr(cause, "response", None) for cause in _causes(error))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

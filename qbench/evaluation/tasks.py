@@ -61,7 +61,7 @@ def load_task(planned: PlannedTask) -> LoadedTask:
     config["num_fewshot"] = planned.num_fewshot
     overrides, lines = _overrides(planned, config)
     try:
-        task = _build(planned.definition, overrides)
+        task = hub.patiently(lambda: _build(planned.definition, overrides))
     except DataError:
         raise
     except ModuleNotFoundError as error:

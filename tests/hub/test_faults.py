@@ -1,0 +1,156 @@
+"""Downloads that fail: one clear line, and nothing half-loaded taken for a checkpoint."""
+
+import re
+import shutil
+import time
+
+import pytest
+from hub.content import C4, SHARD, SOFTPICK
+from hub.server import Fault
+
+WEIGHTS = r"/resolve/[0-9a-f]+/model-00001"
+GATED = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to model is restricted."}
+
+
+def blobs(tmp_path):
+    return [p for p in (tmp_path / "hf").rglob("blobs/*") if not p.name.endswith(".incomplete")]
+
+
+def test_a_checkpoint_comes_with_what_it_reads_and_nothing_else(hub, ask, tmp_path):
+    ended = ask("checkpoint", SOFTPICK)
+    assert ended.code == 0, ended.errors
+    assert ended.errors.startswith(f"downloading {SOFTPICK}: 7 files, ")
+    assert ended.output.split()[1] == hub.model(SOFTPICK).names["main"]
+    asked = " ".join(hub.requests)
+    assert "README" not in asked
+    assert "optimizer" not in asked
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault("/api/models", 401, GATED), "ask on its page, then sign in with `hf auth login` or"),
+        (Fault("/api/models", 403, GATED), "ask on its page, then sign in with `hf auth login` or"),
+        (Fault("/resolve/", 403, GATED), "ask on its page, then sign in with `hf auth login` or"),
+        (Fault("/api/models", 401, {"X-Error-Code": "RepoNotFound"}), "or a private one: sign in"),
+        (Fault("/api/models", 401), r"access was denied \(401\): sign in with `hf auth login`"),
+        (Fault("/api/models", 403), r"access was denied \(403\)"),
+        (Fault("/api/models", 500, {"Retry-After": "0"}), "it answers 500"),
+        (Fault("/api/models", 429, {"Retry-After": "0"}), r"busy \(429.*try again later"),
+        (Fault("/api/models", 429, {"Retry-After": "3600"}), r"busy \(429.*try again later"),
+        (Fault(WEIGHTS, 404, {"X-Error-Code": "EntryNotFound"}), "no such file"),
+    ],
+    ids=["gated", "gated to this account", "gated files", "private", "unknown account", "denied", "broken", "busy",
+         "busy for an hour", "file gone"],
+)  # fmt: skip
+def test_a_checkpoint_that_the_hub_refuses_is_one_line(hub, ask, fault, words):
+    hub.faults.append(fault)
+    line = ask("checkpoint", SOFTPICK).line
+    assert line.startswith(f"checkpoint {SOFTPICK}: no such folder, and the hub did not give it")
+    assert line.endswith("name a local folder with --checkpoint NAME=FOLDER")
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "words"),
+    [
+        ("zaydzuhri/nosuch", "", "no such repository"),
+        (SOFTPICK, "nosuch", "at revision nosuch: it has no such revision"),
+    ],
+)
+def test_what_is_not_there_is_said(ask, name, revision, words):
+    assert words in ask("checkpoint", name, revision).line
+
+
+def test_a_hub_that_cannot_be_reached_is_said(ask):
+    line = ask("checkpoint", SOFTPICK, HF_ENDPOINT="http://127.0.0.1:9").line
+    assert "cannot be reached" in line
+
+
+def test_a_busy_hub_is_asked_again(hub, ask):
+    hub.faults += [
+        Fault("/api/models/[^/]+/[^/]+/revision", 429, {"Retry-After": "0"}, times=2),
+        Fault(WEIGHTS, 429, {"Retry-After": "0"}, times=1),
+    ]
+    assert ask("checkpoint", SOFTPICK).code == 0
+
+
+@pytest.mark.slow
+def test_a_hub_that_stops_answering_is_given_up(hub, ask):
+    hub.faults.append(Fault(WEIGHTS, seconds=30, method="GET"))
+    start = time.monotonic()
+    line = ask("checkpoint", SOFTPICK, HF_HUB_DOWNLOAD_TIMEOUT="1").line
+    assert "no answer in time" in line
+    assert "HF_HUB_DOWNLOAD_TIMEOUT" in line
+    assert time.monotonic() - start < 25
+
+
+def test_a_broken_download_is_no_checkpoint_and_is_taken_up_again(hub, ask, tmp_path):
+    hub.faults.append(Fault(WEIGHTS, cut_after=5000, method="GET"))
+    line = ask("checkpoint", SOFTPICK).line
+    assert "the hub did not give it" in line
+    line = ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1").line
+    assert "HF_HUB_OFFLINE is set, and the cache does not hold all of it" in line
+    hub.faults.clear()
+    hub.requests.clear()
+    ended = ask("checkpoint", SOFTPICK)
+    assert ended.code == 0, ended.errors
+    assert ended.errors.startswith(f"downloading {SOFTPICK}: 1 file, ")
+    whole = hub.model(SOFTPICK).commits[hub.model(SOFTPICK).names["main"]]
+    assert {path.read_bytes() for path in blobs(tmp_path)} <= set(whole.values())
+
+
+def test_a_pinned_revision_stays_when_the_name_moves_on(hub, ask):
+    repository = hub.model(SOFTPICK)
+    pinned = repository.names["main"]
+    first = ask("checkpoint", SOFTPICK, "main").output.strip()
+    files = repository.commits[pinned]
+    config = files["config.json"].replace(b'"norm_eps": 1e-06', b'"norm_eps": 1e-05')
+    assert config != files["config.json"]
+    moved = repository.commit({**files, "config.json": config})
+    assert ask("checkpoint", SOFTPICK, pinned).output.strip() == first
+    after = ask("checkpoint", SOFTPICK, "main").output.strip()
+    assert after.split()[1] == moved
+    assert after.split()[0] != first.split()[0]
+
+
+def test_a_checkpoint_of_the_cache_serves_without_the_hub(hub, ask):
+    first = ask("checkpoint", SOFTPICK).output.strip()
+    hub.requests.clear()
+    assert ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1").output.strip() == first
+    assert hub.requests == []
+
+
+def test_a_first_run_without_the_hub_is_one_line(ask):
+    assert "HF_HUB_OFFLINE is set" in ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1").line
+    assert "HF_HUB_OFFLINE is set" in ask("file", C4, SHARD, HF_HUB_OFFLINE="1").line
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault("c4-train", 401, GATED), "sign in with `hf auth login`"),
+        (Fault("c4-train", 404, {"X-Error-Code": "EntryNotFound"}), "no such file"),
+        (Fault("c4-train", 429, {"Retry-After": "7200"}), "busy (429"),
+    ],
+    ids=["gated", "missing", "busy"],
+)
+def test_a_calibration_file_that_the_hub_refuses_is_one_line(hub, ask, fault, words):
+    hub.faults.append(fault)
+    line = ask("file", C4, SHARD).line
+    assert line.startswith(f"the hub did not give {SHARD} of {C4}: ")
+    assert words in line
+
+
+def test_a_file_that_is_cut_short_is_not_kept(hub, ask, tmp_path):
+    hub.faults.append(Fault("c4-train", cut_after=1000, method="GET", times=1))
+    hub.faults.append(Fault("c4-train", 403, method="GET"))
+    assert ask("file", C4, SHARD).code == 2
+    assert blobs(tmp_path) == []
+    hub.faults.clear()
+    ended = ask("file", C4, SHARD)
+    assert ended.code == 0, ended.errors
+    path = ended.output.strip()
+    copy = tmp_path / "copy"
+    shutil.copy(path, copy)
+    assert copy.read_bytes() == hub.dataset(C4).commits[hub.dataset(C4).names["main"]][SHARD]
