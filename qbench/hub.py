@@ -218,6 +218,9 @@ def _known(error: BaseException) -> str | None:
     causes = list(_causes(error))
     response = _response(error)
     kinds = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    if "DatasetNotFoundError" in kinds:  # datasets hides the cause, and tells it in words
+        gated = any("gated" in str(cause) for cause in causes)
+        return REASONS["GatedRepoError" if gated else "RepositoryNotFoundError"]
     for name, text in REASONS.items():
         if name in kinds:
             return text

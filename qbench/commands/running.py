@@ -216,7 +216,11 @@ def _documents(task: PlannedTask, limit: int | None) -> str:
 
 
 def quiet_plan(job: Job) -> Plan:
-    return job.plan()
+    """The plan, with what is downloaded for it said on standard error."""
+    from qbench import hub
+
+    with hub.announcing(lambda line: typer.echo(line, err=True)):
+        return job.plan()
 
 
 def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:

@@ -1,22 +1,19 @@
 """What planning asks of the hub, without the rest of planning: for a process of its own."""
 
 import sys
-from pathlib import Path
+
+from qbench.running.quiet import settle
+
+settle()  # as the command does, before the libraries are imported
 
 from qbench import hub
 from qbench.checkpoints import find
 from qbench.errors import QbenchError
-from qbench.running.quiet import redirected, terminal
 
 
 def main(kind: str, name: str, detail: str) -> None:
     try:
-        # as the commands plan: what libraries log goes to a file
-        with (
-            terminal() as screen,
-            redirected(Path("ask.log")),
-            hub.announcing(lambda line: print(line, file=screen)),
-        ):
+        with hub.announcing(lambda line: print(line, file=sys.stderr)):
             if kind == "checkpoint":
                 checkpoint = find(name, revision=detail or None)
                 found = f"{checkpoint.digest} {checkpoint.folder.name}"

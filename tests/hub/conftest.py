@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hub.content import Files, fill, files
+from hub.content import Files, files, fill
 from hub.server import Hub
 
 ROOT = Path(__file__).parents[2]

@@ -65,8 +65,8 @@ def checkpoint(attention: str, seed: int) -> dict[str, bytes]:
         f"model-0000{i}-of-00002.safetensors": save({name: tensors[name] for name in names})
         for i, names in ((1, first), (2, last))
     }
-    index = {name: "model-00001-of-00002.safetensors" for name in first}
-    index |= {name: "model-00002-of-00002.safetensors" for name in last}
+    index = dict.fromkeys(first, "model-00001-of-00002.safetensors")
+    index |= dict.fromkeys(last, "model-00002-of-00002.safetensors")
     of_it["model.safetensors.index.json"] = json.dumps({"weight_map": index}).encode()
     of_it["config.json"] = json.dumps(config).encode()
     of_it["generation_config.json"] = b'{"bos_token_id": 1, "eos_token_id": 2}'

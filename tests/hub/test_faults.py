@@ -40,8 +40,8 @@ def test_a_checkpoint_comes_with_what_it_reads_and_nothing_else(hub, ask, tmp_pa
         (Fault("/api/models", 429, {"Retry-After": "3600"}), r"busy \(429.*try again later"),
         (Fault(WEIGHTS, 404, {"X-Error-Code": "EntryNotFound"}), "no such file"),
     ],
-    ids=["gated", "gated to this account", "gated files", "private", "unknown account", "denied", "broken", "busy",
-         "busy for an hour", "file gone"],
+    ids=["gated", "gated to this account", "gated files", "private", "unknown account", "denied",
+         "broken", "busy", "busy for an hour", "file gone"],
 )  # fmt: skip
 def test_a_checkpoint_that_the_hub_refuses_is_one_line(hub, ask, fault, words):
     hub.faults.append(fault)
