@@ -110,15 +110,15 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
     from huggingface_hub import HfApi
 
     try:
-        found = patiently(
-            lambda: HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS).sha
-        )
+        found = patiently(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS))
+        if found.gated:  # everyone may read what it is, not everyone its files
+            HfApi().auth_check(dataset, repo_type="dataset")
     except Exception as error:
         if (cached := _cached_dataset(dataset, name)) and _out_of_reach(error):
             return cached
         raise DataError(f"the hub did not give the data set {dataset}: {reason(error)}") from error
-    assert found is not None, "the hub names the commit of what it has"
-    return found
+    assert found.sha is not None, "the hub names the commit of what it has"
+    return found.sha
 
 
 def _cached_dataset(dataset: str, name: str | None) -> str | None:

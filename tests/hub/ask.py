@@ -6,9 +6,9 @@ from qbench.running.quiet import settle
 
 settle()  # as the command does, before the libraries are imported
 
-from qbench import hub
-from qbench.checkpoints import find
-from qbench.errors import QbenchError
+from qbench import hub  # noqa: E402
+from qbench.checkpoints import find  # noqa: E402
+from qbench.errors import QbenchError  # noqa: E402
 
 
 def main(kind: str, name: str, detail: str) -> None:

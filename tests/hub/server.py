@@ -24,6 +24,7 @@ class Repository:
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    gated: bool = False  # anyone may read its description, nobody its files
 
     def commit(self, files: dict[str, bytes], name: str = "main") -> str:
         """Add a commit that ``name`` points to from now on; its 40-digit id."""
@@ -129,6 +130,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             action, _, place = rest.lstrip("/").partition("/")
             revision, _, folder = place.partition("/")
+            if action == "auth-check":
+                return self._gated() if repository.gated else self._send(200, b"{}")
             commit = repository.find(revision or "main")
             if commit is None:
                 return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -136,8 +139,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if action in ("", "revision"):
                 siblings = [{"rfilename": path} for path in files]
                 about = {"id": name, "sha": commit, "siblings": siblings, "private": False,
-                         "gated": False, "disabled": False, "tags": [], "downloads": 0,
-                         "likes": 0, "lastModified": "2025-01-01T00:00:00.000Z"}  # fmt: skip
+                         "gated": "manual" if repository.gated else False, "disabled": False,
+                         "tags": [], "downloads": 0, "likes": 0,
+                         "lastModified": "2025-01-01T00:00:00.000Z"}  # fmt: skip
                 return self._json(about)
             if action == "tree":
                 recursive = parse_qs(urlsplit(self.path).query).get("recursive") == ["True"]
@@ -162,6 +166,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             repository = hub.repositories.get((kind, name))
             if repository is None:
                 return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+            if repository.gated:
+                return self._gated()
             commit = repository.find(revision)
             if commit is None:
                 return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
@@ -179,6 +185,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             start, end = int(span[1]), min(int(span[2] or len(content)), len(content) - 1)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             return self._send(206, content[start : end + 1], headers)
+
+        def _gated(self) -> None:
+            why = "Access to this repository is restricted."
+            self._send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": why})
 
         def _json(self, value: object) -> None:
             self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

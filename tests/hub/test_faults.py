@@ -51,6 +51,15 @@ def test_a_checkpoint_that_the_hub_refuses_is_one_line(hub, ask, fault, words):
     assert re.search(words, line), line
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "file"])
+def test_a_gated_repository_says_whom_to_ask(hub, ask, kind):
+    name = SOFTPICK if kind == "checkpoint" else C4
+    for repository in (hub.model(SOFTPICK), hub.dataset(C4)):
+        repository.gated = True
+    line = ask(kind, name, "" if kind == "checkpoint" else SHARD).line
+    assert "ask on its page, then sign in with `hf auth login` or set HF_TOKEN" in line
+
+
 @pytest.mark.parametrize(
     ("name", "revision", "words"),
     [
