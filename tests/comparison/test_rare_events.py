@@ -159,3 +159,23 @@ def test_identical_outcomes_have_a_sensible_bound_on_what_could_be_seen(
     assert found.estimate == 0.0
     assert found.p == 1.0
     assert least < found.detectable < most
+
+
+@cache
+def of_steps(counts):
+    """Detectable, and p, of a difference-in-differences with so many −1, 0 and 1."""
+    steps = np.repeat([-1, 0, 1], counts)
+    found = effect(panel(steps > 0, steps < 0, steps < -1, steps > 1), FOUR, "mean")
+    return found.detectable, found.p
+
+
+@pytest.mark.parametrize(("documents", "changed"), [(200, 4), (200, 22), (200, 40), (1000, 100)])
+def test_a_difference_in_differences_of_the_printed_size_is_found_in_80_of_100_simulations(
+    documents, changed
+):
+    gap, _ = of_steps((changed // 2, documents - changed, changed // 2))
+    share = max(changed / documents, gap)
+    chances = [(share - gap) / 2, 1 - share, (share + gap) / 2]
+    counts = np.random.default_rng(24).multinomial(documents, chances, size=3_000)
+    found = [of_steps(tuple(row))[1] < 0.05 for row in counts.tolist()]
+    assert np.mean(found) == pytest.approx(0.80, abs=0.03)  # 4 standard errors

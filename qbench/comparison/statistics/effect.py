@@ -15,7 +15,11 @@ from qbench.comparison.metrics import LOG_SCALE
 from qbench.comparison.statistics.bootstrap import ENOUGH_TO_CORRECT, Resampled, bootstrap_interval
 from qbench.comparison.statistics.counts import mcnemar, score_interval, sign_flips
 from qbench.comparison.statistics.panel import Floats, Panel
-from qbench.comparison.statistics.power import detectable_by_mcnemar, detectable_by_t
+from qbench.comparison.statistics.power import (
+    detectable_by_mcnemar,
+    detectable_by_t,
+    detectable_in_steps,
+)
 from qbench.comparison.statistics.ratio import (
     SLOPES,
     as_scored,
@@ -153,6 +157,9 @@ def effect(
     changed = sample.documents - counts.get(0, 0)
     if changed < FEW_CHANGES:
         found = _of_few_changes(found, counts)
+    else:
+        square = sum(step**2 * count for step, count in counts.items()) / sample.documents
+        found = dataclasses.replace(found, detectable=detectable_in_steps(square, sample.documents))
     if len(sample.sign) == 2:
         gained, lost = counts.get(1, 0), counts.get(-1, 0)
         least = detectable_by_mcnemar(changed, sample.documents)

@@ -24,6 +24,15 @@ def detectable_by_t(stderr: float, documents: float) -> float:
     return float(special.nctdtrinc(freedom, 1 - POWER, critical)) * stderr
 
 
+def detectable_in_steps(square: float, documents: int) -> float:
+    """For Student's t on documents' steps −2 … 2, whose mean square is ``square``.
+
+    As many documents change as were seen to, so that the spread shrinks as the mean grows.
+    """
+    reach = detectable_by_t(1.0, documents)
+    return reach * math.sqrt(square / (documents - 1 + reach**2))
+
+
 def detectable_by_mcnemar(changed: int, documents: int) -> float:
     """For McNemar's exact test, as a share of the documents.
 
