@@ -36,12 +36,14 @@ def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
-def test_standard_output_is_written_to_and_its_link_stays(path):
+def test_standard_output_is_written_to_and_its_link_stays(tmp_path, path):
     if not Path(path).exists():
         pytest.skip(f"no {path} here")
+    link = tmp_path / "link"  # not the path itself, which root could replace
+    link.symlink_to(path)
     program = (
         "from pathlib import Path; from qbench.files import write_atomically; import sys\n"
-        f"print('before'); write_atomically(Path({path!r}), b'between\\n'); print('after')"
+        f"print('before'); write_atomically(Path({str(link)!r}), b'between\\n'); print('after')"
     )
     command = [sys.executable, "-c", program]
     piped = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
@@ -49,7 +51,7 @@ def test_standard_output_is_written_to_and_its_link_stays(path):
         subprocess.run(command, check=True, stdout=file)
         file.seek(0)
         assert piped == file.read() == b"before\nbetween\nafter\n"
-    assert Path(path).exists()
+    assert link.is_symlink()
 
 
 def test_a_pipe_with_a_reader_gets_the_content_and_one_without_is_refused(tmp_path):
@@ -136,9 +138,13 @@ def test_a_read_only_file_or_folder_is_refused(tmp_path):
         require_folder(folder)
 
 
-def test_a_full_device_is_one_line():
-    with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
-        write_atomically(Path("/dev/full"), b"x")
+def test_a_full_device_is_one_line(tmp_path):
+    link = tmp_path / "full"  # not the device itself, which root could replace
+    link.symlink_to("/dev/full")
+    require_writable(link)
+    with pytest.raises(OutputError, match=r"full: cannot be written \(No space left"):
+        write_atomically(link, b"x")
+    assert link.is_symlink()
 
 
 ON_A_FULL_DISK = """
