@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from qbench.errors import EvaluationError
+from qbench.evaluation.labels import check_labels
 from qbench.evaluation.settings import ScoringSettings
 from qbench.evaluation.tasks import LoadedTask
 from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
@@ -32,13 +34,15 @@ class TaskResult:
 def evaluate(model: LM, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
     """Score one task with lm-eval; requests of one task alone, so batches depend on no other.
 
-    Raises EvaluationError where a log-likelihood or a score is not a number.
+    Raises DataError where a document has no right answer, EvaluationError where a
+    log-likelihood or a score is not a number.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     from qbench.evaluation.scoring.overhead import less_overhead
 
+    check_labels(task, settings.limit)
     with less_overhead():
         results = simple_evaluate(
             model=model,
@@ -138,11 +142,12 @@ def _name(metric: str, filter_: str) -> str:
 
 
 def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:
-    bad = responses["log_likelihood"].isna()
+    bad = ~np.isfinite(responses["log_likelihood"].to_numpy(dtype=float))
     if bad.any():
         raise EvaluationError(
             f"{task}: {int(bad.sum())} of {len(bad)} log-likelihoods are not numbers, the first "
-            f"in document {int(responses.loc[bad, 'document'].iloc[0])}; the model gives NaN there"
+            f"in document {int(responses['document'].to_numpy()[bad][0])}; the model gives NaN or "
+            "infinite logits there, which no scoring mode can mend"
         )
     for score in scores:
         if math.isnan(score.value):

@@ -1,0 +1,138 @@
+"""Documents without a usable answer are refused; lm-eval counts them as wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scoring_models import llama, scorer, settings
+
+from qbench.errors import DataError
+from qbench.evaluation import evaluate as evaluation
+from qbench.evaluation.labels import check_labels
+from qbench.evaluation.planned import plan_task
+from qbench.evaluation.tasks import load_task
+
+COPA = {
+    "premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
+    "question": "effect", "idx": 0, "label": 0,
+}  # fmt: skip
+QUIZ = {"text": "The sky is", "options": ["blue", "green"], "right": 0}
+QUIZ_TASK = """
+task: quiz
+dataset_path: json
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_choice: options
+doc_to_target: "{{right | string}}"
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+ARC = {
+    "id": "1", "question": "What falls?", "answerKey": "B",
+    "choices": {"text": ["sand", "rain", "wind"], "label": ["A", "B", "C"]},
+}  # fmt: skip
+WINOGRANDE = {
+    "sentence": "The trophy does not fit the case because the _ is big.",
+    "option1": "trophy", "option2": "case", "answer": "1",
+}  # fmt: skip
+HELLASWAG = {
+    "ind": 1, "activity_label": "a", "ctx_a": "He", "ctx_b": "she", "ctx": "He she", "split": "val",
+    "endings": ["runs.", "sits.", "eats.", "is."], "source_id": "1", "label": "2",
+}  # fmt: skip
+WIKITEXT = {"page": " = A = \n\n Some words . "}
+
+
+def loaded(folder, task, split, rows):
+    path = folder / task / f"{split}.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    definitions = folder / "definitions"
+    definitions.mkdir()
+    (definitions / "quiz.yaml").write_text(QUIZ_TASK)
+    return load_task(plan_task(task, data=folder, definitions=definitions)), path
+
+
+GOOD = [
+    ("copa", "validation", COPA),
+    ("quiz", "test", QUIZ),
+    ("arc_easy", "test", ARC),
+    ("winogrande", "validation", WINOGRANDE),
+    ("hellaswag", "validation", HELLASWAG),
+    ("wikitext", "test", WIKITEXT),
+]
+
+
+@pytest.mark.parametrize(("task", "split", "row"), GOOD, ids=[good[0] for good in GOOD])
+def test_good_answers_pass(tmp_path, task, split, row):
+    check_labels(loaded(tmp_path, task, split, [row] * 3)[0])
+
+
+@pytest.mark.parametrize("label", [None, -1, 2, -100, "red", ""])
+def test_a_label_that_names_no_choice_is_refused_with_file_and_line(tmp_path, label):
+    good = {**QUIZ, "right": "blue"} if isinstance(label, str) else QUIZ
+    bad = {**QUIZ, "right": label}
+    task, path = loaded(tmp_path, "quiz", "test", [good, good, bad, good, bad, good])
+    with pytest.raises(DataError) as error:
+        check_labels(task)
+    line = str(error.value)
+    assert line.startswith(f"quiz: {path}:3: label ")
+    assert "names none of its 2 choices" in line
+    assert "(2 of 6 documents are like it)" in line
+    assert line.count("\n") == 0
+
+
+@pytest.mark.parametrize("label", [None, -1, 1.5])
+def test_a_hidden_label_of_which_a_function_makes_an_answer_is_refused(tmp_path, label):
+    """copa's takes the second choice wherever the label is not 0."""
+    task, path = loaded(tmp_path, "copa", "validation", [COPA, {**COPA, "label": label}])
+    with pytest.raises(DataError, match=rf"{path}:2: label {label} is no answer"):
+        check_labels(task)
+
+
+def test_no_score_comes_of_a_missing_label(tmp_path, monkeypatch):
+    """lm-eval itself says nothing and gives a score."""
+    task, _ = loaded(tmp_path, "quiz", "test", [{**QUIZ, "right": None}, QUIZ])
+    model = scorer(llama(), "exact", max_length=200)
+    with pytest.raises(DataError, match="label 'None' names none of its 2 choices"):
+        evaluation.evaluate(model, task, settings("exact"))
+    monkeypatch.setattr(evaluation, "check_labels", lambda task, limit: None)
+    assert evaluation.evaluate(model, task, settings("exact")).scores[0].documents == 2
+
+
+def test_documents_beyond_the_limit_are_not_asked(tmp_path):
+    task, _ = loaded(tmp_path, "quiz", "test", [QUIZ, {**QUIZ, "right": -1}])
+    check_labels(task, 1)
+    with pytest.raises(DataError):
+        check_labels(task, 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "split", "row", "words"),
+    [
+        ("arc_easy", "test", {**ARC, "answerKey": "E"}, "its answer cannot be found"),
+        ("hellaswag", "validation", {**HELLASWAG, "label": "-1"}, "gold -1 is no answer"),
+    ],
+    ids=["arc: unknown letter", "hellaswag: -1"],
+)
+def test_answers_under_other_names_are_found_too(tmp_path, task, split, row, words):
+    good = dict(next(good[2] for good in GOOD if good[0] == task))
+    with pytest.raises(DataError, match=words):
+        check_labels(loaded(tmp_path, task, split, [good, row])[0])
+
+
+def test_a_null_that_a_template_would_print_is_refused(tmp_path):
+    definitions = tmp_path / "tasks"
+    definitions.mkdir()
+    (definitions / "word.yaml").write_text(
+        "task: word\ndataset_path: json\noutput_type: loglikelihood\ntest_split: test\n"
+        'doc_to_text: "{{text}}"\ndoc_to_target: " {{word}}"\n'
+        "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
+    )
+    folder = tmp_path / "data" / "word"
+    folder.mkdir(parents=True)
+    rows = [{"text": "the cat", "word": "sat"}, {"text": "None of it", "word": None}]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task(plan_task("word", data=tmp_path / "data", definitions=definitions))
+    with pytest.raises(DataError, match=r"test\.jsonl:2: there is no target text"):
+        check_labels(task)
