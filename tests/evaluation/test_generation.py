@@ -1,0 +1,60 @@
+"""Generated text: steps whose logits are not numbers fail, in every mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from scoring_models import llama, scorer, text, tokenizer
+
+from qbench.errors import EvaluationError
+
+
+def generation(prompt, document=0, most=4):
+    return Instance(
+        request_type="generate_until",
+        doc={},
+        arguments=(prompt, {"until": ["\n"], "max_gen_toks": most}),
+        idx=0,
+        metadata=("generation", document, 1),
+    )
+
+
+@pytest.mark.parametrize("mode", ["lm-eval", "exact", "fast"])
+def test_generation_is_hflms_own(mode):
+    model, requests = llama(), [generation(text(i, 5), i) for i in range(5)]
+    lm = scorer(model, mode)
+    expected = lm.hflm.generate_until(requests, disable_tqdm=True)
+    assert lm.generate_until(requests, disable_tqdm=True) == expected
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", ["lm-eval", "exact", "fast"])
+def test_logits_that_are_no_numbers_fail_where_the_probe_met_none(mode, value):
+    """Embedding rows of a few tokens are broken, as of a checkpoint that was written badly."""
+    model = llama()
+    lm = scorer(model, mode)
+    word = tokenizer().encode(" photosynthesis")[-1]
+    assert word > 8  # the probe's tokens
+    model.model.embed_tokens.weight.data[word] = value
+    good, bad = "the cat sat on", "the cat sat on photosynthesis"
+    lm.generate_until([generation(good)], disable_tqdm=True)
+    with pytest.raises(EvaluationError, match="NaN or infinite, which no scoring mode can mend"):
+        lm.generate_until([generation(good), generation(bad, 1)], disable_tqdm=True)
+    assert not model._forward_hooks
+
+
+def test_a_step_after_the_first_is_looked_at_too():
+    model = llama()
+    lm, steps = scorer(model, "exact"), []
+
+    def third_breaks(module, inputs, output):
+        steps.append(output.logits.shape[1])
+        if len(steps) == 3:
+            output.logits[..., 0] = torch.inf
+
+    model.register_forward_hook(third_breaks)
+    with pytest.raises(EvaluationError, match="logits of generated tokens"):
+        lm.generate_until([generation("the cat sat on", most=5)], disable_tqdm=True)
+    assert len(steps) >= 3

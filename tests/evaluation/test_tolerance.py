@@ -1,0 +1,79 @@
+"""A record is held against a tolerance that may be tighter than when it was made."""
+
+from __future__ import annotations
+
+import pytest
+
+from qbench.evaluation.tolerance import Tolerance, exceeded
+from qbench.record import DifferenceFromExact, SampleDifference, ScoringReport
+
+
+def sample(task="a", **changes):
+    values = {"documents": 20, "requests": 80, "mean_per_token": 0.01, "largest_per_token": 0.2,
+              "changed_answers": 1}  # fmt: skip
+    return SampleDifference(task=task, **(values | changes))
+
+
+def report(*samples, mode="fast"):
+    difference = DifferenceFromExact(
+        documents=20, requests=80, largest=1.0, mean=0.1, largest_per_token=0.2,
+        mean_per_token=0.01, changed_answers=1, samples=samples,
+    )  # fmt: skip
+    return ScoringReport(
+        mode=mode,
+        softmax_dtype="float32",
+        batching="packed",
+        peak_memory_gib=1.0,
+        difference_from_exact=difference if mode == "fast" else None,
+    )
+
+
+def test_what_passed_passes_under_the_same_bounds():
+    assert exceeded(Tolerance(), report(sample(), sample("b"))) is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"mean": 0.005}, "the mean of the sample is 0.01 nats a token off"),
+        ({"largest": 0.1}, "one request of the sample is 0.2 nats a token off"),
+        ({"changed": 0.05}, "3 of 20 answers changed"),
+    ],
+)
+def test_a_tightened_bound_names_task_and_bound(bounds, words):
+    near = sample("a", mean_per_token=0.001, largest_per_token=0.01)
+    found = report(near, sample("b", changed_answers=3))
+    assert exceeded(Tolerance(changed=0.5), found) is None
+    ((name, most),) = bounds.items()
+    assert exceeded(Tolerance(**({"changed": 0.5} | bounds)), found) == (
+        f"b: fast scoring differs from exact: {words}, more than "
+        f"evaluation.tolerance.{name} {most:g}"
+    )
+
+
+def test_a_single_changed_answer_never_fails():
+    assert exceeded(Tolerance(changed=0.0), report(sample(changed_answers=1))) is None
+    assert exceeded(Tolerance(changed=0.0), report(sample(changed_answers=2)))
+
+
+@pytest.mark.parametrize("mode", ["exact", "lm-eval"])
+def test_what_was_not_scored_fast_has_nothing_to_exceed(mode):
+    assert exceeded(Tolerance(mean=1e-9), report(mode=mode)) is None
+    assert exceeded(Tolerance(), None) is None
+
+
+def test_a_record_that_does_not_say_its_differences_by_task_does_not_pass():
+    assert "not known by task" in exceeded(Tolerance(), report())
+
+
+def test_fast_scoring_records_each_tasks_sample():
+    from scoring_models import choices, llama, scorer
+
+    fast = scorer(llama(), "fast")
+    for task in ("a", "b"):
+        fast.loglikelihood(choices(9, task=task), disable_tqdm=True)
+    found = fast.report()
+    assert [s.task for s in found.difference_from_exact.samples] == ["a", "b"]
+    assert all(s.documents == 8 for s in found.difference_from_exact.samples)
+    assert exceeded(Tolerance(), found) is None
+    assert exceeded(Tolerance(mean=1e-12), found) is not None
