@@ -16,7 +16,8 @@ SMALL = {
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.15,
 }  # fmt: skip
 AFTER_HEAD = r"changes its logits after the LM head.*use scoring: lm-eval"
-# Class, changes of the configuration, what exact scoring says, what fast scoring says; None: scores.
+WINDOWS = "windows or other layers; use scoring: exact"
+# Class, changes of the configuration, what exact and what fast scoring say (None: they score).
 MODELS = {
     "Llama": ("Llama", {}, None, None),
     "Llama, tied": ("Llama", {"tie_word_embeddings": True}, None, None),
@@ -28,7 +29,7 @@ MODELS = {
     "StableLm": ("StableLm", {}, None, "StableLmForCausalLM .*use scoring: exact"),
     "GPTNeoX": ("GPTNeoX", {}, None, None),
     "Starcoder2": ("Starcoder2", {"sliding_window": None}, None, None),
-    "Mistral": ("Mistral", {"sliding_window": 8}, None, "windows or other layers; use scoring: exact"),
+    "Mistral": ("Mistral", {"sliding_window": 8}, None, WINDOWS),
     "Granite": ("Granite", {"logits_scaling": 8.0}, AFTER_HEAD, AFTER_HEAD),
     "Cohere": ("Cohere", {"logit_scale": 0.0625}, AFTER_HEAD, AFTER_HEAD),
     "Gemma2": ("Gemma2", {"head_dim": 16}, AFTER_HEAD, AFTER_HEAD),
