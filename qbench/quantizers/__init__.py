@@ -6,11 +6,12 @@ is in ``quantization.quantize``, ``calibration.read_calibration`` and ``audit.au
 
 from qbench.quantizers import unquantized, bnb, gptq, hqq, rtn  # noqa: F401, I001 (they register)
 from qbench.quantizers.names import QUANTIZERS, parse, register
-from qbench.quantizers.quantizer import Evidence, Made, Quantizer, Stored
+from qbench.quantizers.quantizer import SETTINGS, Evidence, Made, Quantizer, Stored
 from qbench.quantizers.weight_quantizer import WeightQuantizer
 
 __all__ = [
     "QUANTIZERS",
+    "SETTINGS",
     "Evidence",
     "Made",
     "Quantizer",

@@ -87,6 +87,7 @@ def _uncovered(
     that are more than ``SPARE`` of all weights together."""
     allowed = left_out((matrix.name for matrix in remaining), quantizer.leave_out)
     missing = [matrix for matrix in remaining if matrix.name not in allowed]
+    missing.sort(key=lambda matrix: -matrix.weight.numel())
     layers = [matrix for matrix in missing if matrix.linear]
     problems = [f"not quantized: {_some(layers)}"] if layers else []
     weights, others = _size(wanted), [matrix for matrix in missing if not matrix.linear]

@@ -10,10 +10,11 @@ from bitsandbytes import functional
 from quantizer_models import PROBE, llama, make, settings
 from torch import nn
 
+from qbench.errors import QuantizationError
 from qbench.quantizers import packed, parse
 from qbench.quantizers.audit import audit
 from qbench.quantizers.linears import linears
-from qbench.quantizers.measure import forward_weight, levels
+from qbench.quantizers.measure import digest, forward_weight, levels
 from qbench.quantizers.packed import PackedLinear
 from qbench.record import Audit
 
@@ -197,6 +198,88 @@ def test_numbers_that_are_not_finite_are_caught_and_not_written(rtn4, value):
     report = check(model, settings("rtn-4bit"))
     assert f"{LAYER}: weights that are not finite" in report.problems
     assert "logits are not finite" in report.problems
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["embed_tokens", "norm", "layers.0.mlp.up_proj"])
+def test_a_weight_that_is_not_finite_is_named_though_the_probe_never_meets_it(value, place):
+    model = llama()
+    weight = model.get_submodule(f"model.{place}").weight.data
+    unmet = [token for token in range(len(weight)) if token not in PROBE] if weight.dim() > 1 else 3
+    weight[unmet] = value
+    report = check(copy.deepcopy(model), parse("fp32"), model)
+    assert not report.passed
+    assert report.problems[0].startswith(f"the unquantized model: model.{place}.weight: ")
+    assert report.problems[0].endswith("values are not finite")
+    assert report.weight_error == (float("inf") if place.startswith("layers") else 0)
+
+
+def test_a_weight_that_is_not_finite_is_not_quantized(tmp_path):
+    model = llama()
+    model.model.layers[0].mlp.up_proj.weight.data[1, 2] = float("nan")
+    with pytest.raises(QuantizationError) as raised:
+        make(settings("rtn-4bit"), tmp_path, model=model)
+    assert str(raised.value) == (
+        "rtn-4bit: the unquantized model: model.layers.0.mlp.up_proj.weight: "
+        "1 of 10,240 values are not finite"
+    )
+
+
+def test_only_the_quantized_model_has_numbers_that_are_not_finite(rtn4):
+    model = copy.deepcopy(rtn4)
+    model.model.norm.weight.data[5] = float("nan")
+    report = check(model, settings("rtn-4bit"))
+    assert report.problems[0] == "model.norm.weight: 1 of 64 values are not finite"
+
+
+def digests(report):
+    return {module.name: module.digest for module in report.modules}
+
+
+def test_the_digest_says_whether_the_stored_bits_are_the_same(rtn4):
+    chosen = settings("rtn-4bit")
+    first, second = check(rtn4, chosen), check(copy.deepcopy(rtn4), chosen)
+    assert first.digest == second.digest
+    assert digests(first) == digests(second)
+    assert len(set(digests(first).values())) == 14
+    assert {len(digest) for digest in digests(first).values()} == {len(first.digest)} == {64}
+    model = copy.deepcopy(rtn4)
+    model.get_submodule(LAYER).scale[0, 0] *= 1.001
+    third = check(model, chosen)
+    assert third.digest != first.digest
+    different = {n for n, d in digests(third).items() if d != digests(first)[n]}
+    assert different == {LAYER}
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("bnb-4bit", {"double_quant": True}),
+        ("bnb-8bit", {}),
+        ("hqq-3bit", {}),
+        ("gptq-4bit", {"backend": "torch", "desc_act": True}),
+        ("gptq-4bit", {}),
+    ],
+)
+def test_digests_are_the_same_when_quantized_again(name, stated, tmp_path):
+    chosen = settings(name, **stated)
+    first, second = (
+        check(make(chosen, tmp_path / part).model, chosen) for part in ("once", "again")
+    )
+    assert (first.digest, digests(first)) == (second.digest, digests(second))
+
+
+def test_a_digest_is_of_names_dtypes_shapes_and_bytes():
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3, dtype=torch.uint8)}
+    assert digest(one) == digest(dict(reversed(one.items())))
+    assert digest(one) == "4ada6d404ac49e8bebbc2829f61a582c1dfe92bcc09db74ee6207e2f792b16ad"
+    others = [
+        {**one, "a": one["a"].reshape(1, 2)},
+        {**one, "a": one["a"].view(torch.int32)},
+        {**one, "a": -one["a"]},
+        {"c": one["a"], "b": one["b"]},
+    ]
+    assert len({digest(other) for other in (one, *others)}) == 5
 
 
 def test_a_layer_that_raises_is_a_problem_not_a_crash(rtn4):

@@ -21,6 +21,7 @@ from qbench.quantizers.audit import audit
 from qbench.quantizers.linears import linearize, linears
 from qbench.quantizers.matrices import matrices
 from qbench.quantizers.quantization import quantize
+from qbench.quantizers.rtn import Rtn
 
 OWN = {"backend": "torch"}
 CASES = [
@@ -234,3 +235,29 @@ def test_a_quantized_model_decodes_with_a_cache_as_without(tmp_path):
         first = model(input_ids=PROBE[:, :-3], use_cache=True)
         rest = model(input_ids=PROBE[:, -3:], past_key_values=first.past_key_values).logits
     torch.testing.assert_close(rest, whole[:, -3:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "gptqmodel"])
+def test_the_number_of_threads_around_it_changes_no_bit(backend, tmp_path):
+    """The order of a sum depends on it; a rounding decided the other way moves the scores."""
+    chosen, before = settings("gptq-3bit", backend=backend), torch.get_num_threads()
+    digests = set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            model = make(chosen, tmp_path / str(threads)).model
+            assert torch.get_num_threads() == threads
+            digests.add(audit(llama(), model, chosen, PROBE).digest)
+    finally:
+        torch.set_num_threads(before)
+    assert len(digests) == 1
+
+
+def test_the_threads_that_the_settings_say_quantize(tmp_path, monkeypatch):
+    seen, inner = [], Rtn.make
+    monkeypatch.setattr(
+        Rtn, "make", lambda *of: (seen.append(torch.get_num_threads()), inner(*of))[1]
+    )
+    for threads in (2, 1):
+        make(settings("rtn-4bit", threads=threads), tmp_path)
+    assert seen == [2, 1]

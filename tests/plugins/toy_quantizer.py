@@ -1,0 +1,83 @@
+"""A quantizer from outside the package, in one file: the signs of the weights and a scale a row.
+
+Importing it registers ``sign-1bit``. With the row's mean magnitude as its scale it is the binary
+weight network of Rastegari et al., XNOR-Net (2016), section 3.1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from qbench.quantizers import SETTINGS, Stored, WeightQuantizer, register
+
+PLACES = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Sign(WeightQuantizer):
+    """One bit a weight."""
+
+    method: ClassVar[str] = "sign"
+    title: ClassVar[str] = "Signs"
+
+    bits: Literal[1] = 1
+    gain: Annotated[float, Field(gt=0, lt=2, description="times the mean magnitude")] = 1.0
+
+    @property
+    def scheme(self) -> str:
+        return "sign per row"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 16 / columns
+
+    def error_bound(self) -> float:
+        """√(1 − 2/π) = 0.60 for Gaussian weights; heavier tails give more."""
+        return 0.9
+
+    def store(self, name: str, layer: nn.Linear) -> dict[str, Tensor]:
+        weight = layer.weight.detach().float()
+        signs = nn.functional.pad((weight > 0).to(torch.uint8), (0, -weight.shape[1] % 8))
+        codes = (signs.view(len(weight), -1, 8) * PLACES.to(weight.device)).sum(-1)
+        return {
+            "codes": codes.to(torch.uint8),
+            "scale": (weight.abs().mean(1) * self.gain).half(),
+        }
+
+    def rebuild(self, shape, tensors: dict[str, Tensor]) -> nn.Module:
+        return SignLinear(shape, tensors).eval()
+
+    def read(self, module: nn.Module) -> Stored | None:
+        if not isinstance(module, SignLinear):
+            return None
+        return Stored(
+            tensors={"codes": module.codes, "scale": module.scale},
+            dequantize=module.dequantize,
+            groups=lambda weight: weight,
+        )
+
+
+class SignLinear(nn.Module):
+    """A linear layer over packed signs."""
+
+    def __init__(self, shape, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.in_features, self.dtype = shape.in_features, shape.dtype
+        for name in ("codes", "scale"):
+            self.register_buffer(name, tensors[name])
+        self.register_buffer("bias", shape.bias)
+
+    def dequantize(self) -> Tensor:
+        bits = (self.codes[..., None] & PLACES.to(self.codes.device)).ne(0)
+        signs = bits.reshape(len(self.codes), -1)[:, : self.in_features].float() * 2 - 1
+        return (signs * self.scale[:, None].float()).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
+
+
+register("sign-1bit", Sign, "signs of the weights, a scale a row")
