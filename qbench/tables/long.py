@@ -38,7 +38,8 @@ COLUMNS = (
 def comma_separated(comparison: Comparison, *, published: str | None = None) -> str:
     """All scores of the grid in full precision and the record's units, failed and missing too.
 
-    ``did`` is the difference-in-differences. Of perplexities ``delta`` is the raw difference, a
+    ``did`` is the difference-in-differences. ``low`` and ``high`` of a perplexity are those of its
+    logarithm, as perplexities. Of perplexities ``delta`` is the raw difference, a
     number alone; errors, intervals, damage and ``did`` are in the columns of the log ratio, and
     ``detectable`` is a log ratio too. Printed numbers are in the paper's units. Text that a
     spreadsheet would compute begins with an apostrophe.
