@@ -119,11 +119,10 @@ def key_kernel(
     for member in range(group):
         head = kv_head * group + member
         offset = (wide(batch) * kv_heads * group + head) * queries
-        lse_row = lse_source + offset
-        delta_row = deltas + offset
         if PRECISE or careful:
             dk, dv = key_sweep(
-                dk, dv, k, v, keys, begin, end, q_source, g_source, lse_row, delta_row, mask,
+                dk, dv, k, v, keys, begin, end,
+                q_source, g_source, lse_source + offset, deltas + offset, mask,
                 score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
                 FAMILY, CAUSAL, WINDOW, True, True, FUSED, TMA,
                 BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
@@ -132,7 +131,7 @@ def key_kernel(
             if CAUSAL and mask is None:
                 dk, dv = key_sweep(
                     dk, dv, k, v, keys, begin, tl.minimum(whole_begin, end),
-                    q_source, g_source, lse_row, delta_row, mask,
+                    q_source, g_source, lse_source + offset, deltas + offset, mask,
                     score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
                     FAMILY, CAUSAL, WINDOW, True, False, FUSED, TMA,
                     BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
@@ -140,13 +139,14 @@ def key_kernel(
             if mask is None:
                 dk, dv = key_sweep(
                     dk, dv, k, v, keys, whole_begin, whole_end,
-                    q_source, g_source, lse_row, delta_row, mask,
+                    q_source, g_source, lse_source + offset, deltas + offset, mask,
                     score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
                     FAMILY, CAUSAL, WINDOW, False, False, FUSED, TMA,
                     BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
                 )  # fmt: skip
             dk, dv = key_sweep(
-                dk, dv, k, v, keys, whole_end, end, q_source, g_source, lse_row, delta_row, mask,
+                dk, dv, k, v, keys, whole_end, end,
+                q_source, g_source, lse_source + offset, deltas + offset, mask,
                 score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
                 FAMILY, CAUSAL, WINDOW, True, False, FUSED, TMA,
                 BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
