@@ -40,17 +40,15 @@ def backward(
     stats = torch.empty(4 * lse.numel(), dtype=torch.float32, device=query.device)
     near_zero = FAMILIES[family].near_zero
     fixed = {
-        "FAMILY": family,
-        "NEAR_ZERO": near_zero,
-        "HEAD_DIM": width,
-        "BLOCK_Q": block_q,
+        "FAMILY": family, "NEAR_ZERO": near_zero, "HEAD_DIM": width, "BLOCK_Q": block_q,
         "num_warps": 4,
-    }
-    sizes = (heads // kv_heads, length, scale, scale * LOG2_E)
+    }  # fmt: skip
+    group = heads // kv_heads
+    scales = (scale, scale * LOG2_E)
     sources = [_descriptor(tensor, 64) for tensor in (query, key, value, gradient)]
     query_kernel[(length // 128, batch * heads)](
-        *sources, output, lse, stats, dq, heads, *sizes, *output.stride()[:3],
-        *dq.stride()[:3], STAGES=query_tile[0], HELD=query_tile[1], **fixed,
+        *sources, output, lse, stats, dq, (heads, group, length), scales,
+        (output.stride()[:3], dq.stride()[:3]), STAGES=query_tile[0], HELD=query_tile[1], **fixed,
     )  # fmt: skip
     if block_q != 64:
         sources[0], sources[3] = _descriptor(query, block_q), _descriptor(gradient, block_q)
@@ -59,8 +57,9 @@ def backward(
     )
     for precise in (False, True) if near_zero else (False,):
         key_kernel[(length // 128, batch * kv_heads)](
-            *sources, imprecise, dk, dv, kv_heads, *sizes, *dk.stride()[:3], *dv.stride()[:3],
-            PRECISE=precise, STAGES=key_tile[0], HELD=key_tile[1], **fixed,
+            *sources, imprecise, dk, dv, (kv_heads, group, length), scales,
+            (dk.stride()[:3], dv.stride()[:3]), PRECISE=precise, STAGES=key_tile[0],
+            HELD=key_tile[1], **fixed,
         )  # fmt: skip
 
 

@@ -71,8 +71,10 @@ def score_gradient(e, s, p, delta, FAMILY: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(out, sums, first, batch, head, out_b, out_h, out_t):
+def store_rows(out, sums, first, batch, head, strides):
+    """Stores ``sums`` [ROWS, HEAD_DIM]; ``strides``: of batch row, head and row."""
     rows = first + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, sums.type.layout))
     columns = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
-    pointers = out + batch.to(gl.int64) * out_b + head.to(gl.int64) * out_h
-    gl.store(pointers + rows.to(gl.int64)[:, None] * out_t + columns[None, :], sums.to(gl.bfloat16))
+    pointers = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    pointers = pointers + rows.to(gl.int64)[:, None] * strides[2] + columns[None, :]
+    gl.store(pointers, sums.to(gl.bfloat16))

@@ -27,9 +27,11 @@ from qbench.attention.kernels.gluon_family import (
 
 @gluon.jit
 def key_loader(
-    q_source, k_source, v_source, g_source, stat_source, own, q_tiles, g_tiles, stat_tiles,
-    here, ready, free, kv_heads, group, length, BLOCK_Q: gl.constexpr,
+    sources, own, ring, here, sizes, BLOCK_Q: gl.constexpr
 ):  # fmt: skip
+    q_source, k_source, v_source, g_source, stat_source = sources
+    q_tiles, g_tiles, stat_tiles, ready, free = ring
+    kv_heads, group, length = sizes
     stages: gl.constexpr = q_tiles.shape[0]
     nbytes: gl.constexpr = q_source.block_type.nbytes + g_source.block_type.nbytes + 16 * BLOCK_Q
     tile = 0
@@ -60,12 +62,14 @@ def key_loader(
 
 @gluon.jit
 def key_step(
-    dk, dv, ds, k, v, step, tile, started, q_tiles, g_tiles, stat_tiles, ready, free, scale,
+    dk, dv, ds, k, v, step, tile, started, ring, scale,
     FAMILY: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tile before to dk and this one to dv, and computes this tile's gradient of scores.
+    """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv [ROWS, HEAD_DIM], and computes
+    this tile's gradient of scores ds [ROWS, BLOCK_Q].
     The assembler moves arithmetic behind waits; it cannot move the weights behind their product.
     ``step``: of the tiles on the diagonal, counted from the last query."""
+    q_tiles, g_tiles, stat_tiles, ready, free = ring
     stages: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -79,8 +83,8 @@ def key_step(
     dk = warpgroup_mma(ds, flat(q_tiles, before), dk, is_async=True)
     p = warpgroup_mma(v, turned(g_tiles, slot), zero, use_acc=False, is_async=True)
     stat = stat_tiles.index(slot)
-    lse = stat.slice(0, BLOCK_Q).load(column_layout)
-    s = warpgroup_mma_wait(2, [s])
+    lse = stat.slice(0, BLOCK_Q).load(column_layout)  # [BLOCK_Q]
+    s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_Q]: keys × queries
     e = exponential(s, scale, lse[None, :], FAMILY)
     if FAMILY == "softpick":
         floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)
@@ -100,7 +104,7 @@ def key_step(
     weight = gl.convert_layout(rounded(above, gl.bfloat16, FAMILY, True), left)
     dv = warpgroup_mma(weight, flat(g_tiles, slot), dv, is_async=True)
     delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(column_layout)
-    p, dk = warpgroup_mma_wait(1, [p, dk])
+    p, dk = warpgroup_mma_wait(1, [p, dk])  # p: [ROWS, BLOCK_Q]
     mbarrier.arrive(free.index(before), count=1, pred=started)
     ds = score_gradient(e, s, p, delta[None, :], FAMILY)
     if MASKED:
@@ -111,10 +115,12 @@ def key_step(
 
 @gluon.jit
 def key_rows(
-    own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out, dv_out, index,
-    kv_heads, group, length, scale, score_scale, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    own, ring, here, dk_out, dv_out, index, sizes, scales, strides,
     FAMILY: gl.constexpr, PRECISE: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
+    q_tiles, _, _, ready, free = ring
+    kv_heads, group, length = sizes
+    scale, score_scale = scales
     HEAD_DIM: gl.constexpr = q_tiles.shape[4]
     stages: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -137,14 +143,14 @@ def key_rows(
         ds = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
         for i in range(whole):
             dk, dv, ds = key_step(
-                dk, dv, ds, k, v, 0, tile, i > 0, q_tiles, g_tiles, stat_tiles,
-                ready, free, score_scale, FAMILY, PRECISE, False, BLOCK_Q,
+                dk, dv, ds, k, v, 0, tile, i > 0, ring, score_scale,
+                FAMILY, PRECISE, False, BLOCK_Q,
             )  # fmt: skip
             tile += 1
         for step in gl.static_range(ROWS // BLOCK_Q):
             dk, dv, ds = key_step(
-                dk, dv, ds, k, v, step, tile, whole + step > 0, q_tiles, g_tiles,
-                stat_tiles, ready, free, score_scale, FAMILY, PRECISE, True, BLOCK_Q,
+                dk, dv, ds, k, v, step, tile, whole + step > 0, ring, score_scale,
+                FAMILY, PRECISE, True, BLOCK_Q,
             )  # fmt: skip
             tile += 1
         slot = (tile - 1) % stages
@@ -159,20 +165,21 @@ def key_rows(
                 tile += 1
     batch = pair // kv_heads
     kv_head = pair % kv_heads
-    store_rows(dk_out, dk * scale, first, batch, kv_head, dk_b, dk_h, dk_t)
-    store_rows(dv_out, dv, first, batch, kv_head, dv_b, dv_h, dv_t)
+    store_rows(dk_out, dk * scale, first, batch, kv_head, strides[0])
+    store_rows(dv_out, dv, first, batch, kv_head, strides[1])
 
 
 @gluon.jit
 def key_kernel(
     q_source, k_source, v_source, g_source, stat_source, imprecise, dk_out, dv_out,
-    kv_heads, group, length, scale, score_scale, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    sizes, scales, strides,
     FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, PRECISE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, by BLOCK_Q queries a tile. One launch is PRECISE and another is
-    not; that which the forward pass's flag does not ask for returns at once.
-    HELD: how many of k and v are kept in registers."""
+    """Gradients of keys and values, by BLOCK_Q queries a tile. ``sizes``: key heads, how many query
+    heads share one, length; ``scales`` and the ring: see the queries' kernel; ``strides``: of dk
+    and dv. One launch is PRECISE and another is not; that which the forward pass's flag does not
+    ask for returns at once. HELD: how many of k and v are kept in registers."""
     if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if (gl.load(imprecise) != 0) != PRECISE:
             return
@@ -191,16 +198,15 @@ def key_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
+    ring = (q_tiles, g_tiles, stat_tiles, ready, free)
+    sources = (q_source, k_source, v_source, g_source, stat_source)
     gl.warp_specialize(
         [
-            (key_rows, (own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out,
-             dv_out, 0, kv_heads, group, length, scale, score_scale,
-             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, FAMILY, PRECISE, HELD, BLOCK_Q)),
-            (key_rows, (own, q_tiles, g_tiles, stat_tiles, here, ready, free, dk_out,
-             dv_out, 1, kv_heads, group, length, scale, score_scale,
-             dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, FAMILY, PRECISE, HELD, BLOCK_Q)),
-            (key_loader, (q_source, k_source, v_source, g_source, stat_source, own, q_tiles,
-             g_tiles, stat_tiles, here, ready, free, kv_heads, group, length, BLOCK_Q)),
+            (key_rows, (own, ring, here, dk_out, dv_out, 0, sizes, scales, strides,
+             FAMILY, PRECISE, HELD, BLOCK_Q)),
+            (key_rows, (own, ring, here, dk_out, dv_out, 1, sizes, scales, strides,
+             FAMILY, PRECISE, HELD, BLOCK_Q)),
+            (key_loader, (sources, own, ring, here, sizes, BLOCK_Q)),
         ],
         [4, 1],
         [240, 24],

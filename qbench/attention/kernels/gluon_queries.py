@@ -32,10 +32,9 @@ def any_small(lse_source, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(
-    k_source, v_source, k_tiles, v_tiles, ready, free, batch, kv_head, before, count
-):  # fmt: skip
-    """Loads ``count`` tiles of keys and values, ``before`` of which are loaded already."""
+def load_tiles(k_source, v_source, ring, batch, kv_head, before, count):
+    """Loads ``count`` tiles of keys and values into the ``ring``, which has had ``before``."""
+    k_tiles, v_tiles, ready, free = ring
     stages: gl.constexpr = k_tiles.shape[0]
     for i in range(count):
         slot = (before + i) % stages
@@ -49,9 +48,10 @@ def load_tiles(
 
 @gluon.jit
 def query_loader(
-    q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here, ready, free, lse_source,
-    heads, group, length, NEAR_ZERO: gl.constexpr,
+    sources, own, ring, here, lse_source, sizes, NEAR_ZERO: gl.constexpr
 ):  # fmt: skip
+    q_source, k_source, v_source, g_source = sources
+    heads, group, length = sizes
     pair = gl.program_id(1)
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK
     batch = pair // heads
@@ -62,24 +62,19 @@ def query_loader(
         tma.async_copy_global_to_shared(q_source, at, here, own.index(2 * i))
         tma.async_copy_global_to_shared(g_source, at, here, own.index(2 * i + 1))
     count = first // ROWS + 2
-    load_tiles(k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, 0, count)
-    if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
-        if any_small(
-            lse_source + pair.to(gl.int64) * length + first, 1
-        ):  # that was the sweep for D
-            load_tiles(
-                k_source, v_source, k_tiles, v_tiles, ready, free, batch, head // group, count,
-                count,
-            )  # fmt: skip
+    load_tiles(k_source, v_source, ring, batch, head // group, 0, count)
+    if NEAR_ZERO:
+        lse_row = lse_source + pair.to(gl.int64) * length
+        if any_small(lse_row + first, 1):  # that was the sweep for D
+            load_tiles(k_source, v_source, ring, batch, head // group, count, count)
 
 
 @gluon.jit
-def delta_sweep(
-    q, g, first, count, k_tiles, v_tiles, ready, free, scale, layout: gl.constexpr
-):  # fmt: skip
+def delta_sweep(q, g, first, count, ring, scale, layout: gl.constexpr):
     """See :func:`qbench.attention.kernels.backward_queries.delta_sweep`."""
+    k_tiles, v_tiles, ready, free = ring
     stages: gl.constexpr = k_tiles.shape[0]
-    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))  # [ROWS]
     delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     highest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
@@ -89,7 +84,7 @@ def delta_sweep(
         mbarrier.wait(ready.index(slot), tile // stages & 1)
         s = warpgroup_mma(q, turned(k_tiles, slot), zero, use_acc=False, is_async=True)
         p = warpgroup_mma(g, turned(v_tiles, slot), zero, use_acc=False, is_async=True)
-        s, p = warpgroup_mma_wait(0, [s, p])
+        s, p = warpgroup_mma_wait(0, [s, p])  # [ROWS, ROWS] each: queries × keys
         mbarrier.arrive(free.index(slot), count=1)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         y = gl.where(keys[None, :] <= rows[:, None], s * scale, 0.0)
@@ -102,10 +97,12 @@ def delta_sweep(
 
 @gluon.jit
 def query_step(
-    dq, ds, q, g, lse, delta, tile, started, k_tiles, v_tiles, ready, free, scale,
+    dq, ds, q, g, lse, delta, tile, started, ring, scale,
     FAMILY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tile before to dq, and computes this tile's gradient of scores."""
+    """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradient of scores
+    ds [ROWS, ROWS]."""
+    k_tiles, v_tiles, ready, free = ring
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
     slot = tile % stages
@@ -116,7 +113,7 @@ def query_step(
     s = warpgroup_mma(q, turned(k_tiles, slot), zero, use_acc=False, is_async=True)
     p = warpgroup_mma(g, turned(v_tiles, slot), zero, use_acc=False, is_async=True)
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
-    s, p, dq = warpgroup_mma_wait(0, [s, p, dq])
+    s, p, dq = warpgroup_mma_wait(0, [s, p, dq])  # s, p: [ROWS, ROWS], queries × keys
     mbarrier.arrive(free.index(before), count=1, pred=started)
     e = exponential(s, scale, lse[:, None], FAMILY)
     ds = score_gradient(e, s, p, delta[:, None], FAMILY)
@@ -129,10 +126,13 @@ def query_step(
 
 @gluon.jit
 def query_rows(
-    own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats, dq_out, index,
-    heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+    own, ring, here, o_source, lse_source, stats, dq_out, index, sizes, scales, strides,
     FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
+    k_tiles = ring[0]
+    heads, _, length = sizes
+    scale, score_scale = scales
+    o_strides, dq_strides = strides
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -146,11 +146,11 @@ def query_rows(
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK + index * ROWS
     batch = pair // heads
     head = pair % heads
-    pointers = o_source + batch.to(gl.int64) * o_b + head.to(gl.int64) * o_h
-    pointers += (first + wide_rows).to(gl.int64)[:, None] * o_t + columns[None, :]
-    o = gl.load(pointers)
+    pointers = o_source + batch.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[1]
+    pointers += (first + wide_rows).to(gl.int64)[:, None] * o_strides[2] + columns[None, :]
+    o = gl.load(pointers)  # [ROWS, HEAD_DIM]
     row_offset = pair.to(gl.int64) * length + first
-    lse = gl.load(lse_source + row_offset + rows)
+    lse = gl.load(lse_source + row_offset + rows)  # [ROWS]
     mbarrier.wait(here, 0)
     q = flat(own, index * 2)
     g = flat(own, index * 2 + 1)
@@ -165,9 +165,7 @@ def query_rows(
     if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if any_small(lse_source + row_offset - index * ROWS, 4):
             skipped = last - index + 2
-            exact = delta_sweep(
-                q, g, first, skipped, k_tiles, v_tiles, ready, free, score_scale, layout
-            )  # fmt: skip
+            exact = delta_sweep(q, g, first, skipped, ring, score_scale, layout)
             delta = gl.where(lse < SMALL_LSE, exact, delta)
     stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
     gl.store(stat, lse)
@@ -177,28 +175,29 @@ def query_rows(
     ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
     for tile in range(last):
         dq, ds = query_step(
-            dq, ds, q, g, lse, delta, skipped + tile, tile > 0, k_tiles, v_tiles, ready, free,
-            score_scale, FAMILY, False,
+            dq, ds, q, g, lse, delta, skipped + tile, tile > 0, ring, score_scale, FAMILY, False,
         )  # fmt: skip
     dq, ds = query_step(
-        dq, ds, q, g, lse, delta, skipped + last, last > 0, k_tiles, v_tiles, ready, free,
-        score_scale, FAMILY, True,
+        dq, ds, q, g, lse, delta, skipped + last, last > 0, ring, score_scale, FAMILY, True,
     )  # fmt: skip
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
     dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
-    store_rows(dq_out, dq * scale, first, batch, head, dq_b, dq_h, dq_t)
+    store_rows(dq_out, dq * scale, first, batch, head, dq_strides)
 
 
 @gluon.jit
 def query_kernel(
     q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out,
-    heads, group, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
+    sizes, scales, strides,
     FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries; and their lse, 2^−lse and D, by BLOCK_Q of each, for the other kernel.
-    HELD: how many of q and dO are kept in registers."""
+    ``sizes``: query heads, how many share a key head, length; ``scales``: of dq and, in log2
+    units, of the scores; ``strides``: of batch row, head and row, of output and dq. HELD: how many
+    of q and dO are kept in registers. The ring is a pipeline's tiles in shared memory, with
+    barriers that say which are ready and which are free."""
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
     k_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], k_source.layout
@@ -213,16 +212,15 @@ def query_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
+    ring = (k_tiles, v_tiles, ready, free)
+    sources = (q_source, k_source, v_source, g_source)
     gl.warp_specialize(
         [
-            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats,
-             dq_out, 0, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-             FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
-            (query_rows, (own, k_tiles, v_tiles, here, ready, free, o_source, lse_source, stats,
-             dq_out, 1, heads, length, scale, score_scale, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-             FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
-            (query_loader, (q_source, k_source, v_source, g_source, own, k_tiles, v_tiles, here,
-             ready, free, lse_source, heads, group, length, NEAR_ZERO)),
+            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, 0,
+             sizes, scales, strides, FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
+            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, 1,
+             sizes, scales, strides, FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
+            (query_loader, (sources, own, ring, here, lse_source, sizes, NEAR_ZERO)),
         ],
         [4, 1],
         [240, 24],
