@@ -23,13 +23,14 @@ from qbench.sealed import seal
 from qbench.store import Store
 
 FLIPS = 60  # of each kind of file
-KINDS = {
+FOLDER = {
     "record": "records/softpick/gptq-4bit/*.json",
     "outcomes": "records/softpick/gptq-4bit/*.outcomes.parquet",
     "responses": "records/softpick/gptq-4bit/*.responses.parquet",
     "grid": "grid.json",
     "noise": FILE,
 }
+KINDS = {**{kind: f"grid/{place}" for kind, place in FOLDER.items()}, "baseline": "base.parquet"}
 RESPONSES = pd.DataFrame(
     [("arc_easy", n, 0, -1.5 - n, n % 2 == 0) for n in range(40)], columns=list(RESPONSE_COLUMNS)
 )
@@ -49,7 +50,7 @@ def whole(tmp_path_factory):
         if not cell.quantized
     }
     (store.directory / FILE).write_bytes(to_bytes(floors))
-    baseline.make(store, folder / "baseline.parquet")
+    baseline.make(store, folder / "base.parquet")
     return folder
 
 
@@ -59,25 +60,30 @@ def results(whole, tmp_path):
 
 
 def the_file(results: Path, kind: str) -> Path:
-    (path,) = (results / "grid").glob(KINDS[kind])
+    (path,) = results.glob(KINDS[kind])
     return path
 
 
-def content(folder: Path) -> list[object]:
-    """All that a results folder says, read as every command reads it."""
-    store = Store(folder)
+def content(results: Path) -> list[object]:
+    """All that a results folder and a baseline say, read as every command reads them."""
+    store = Store(results / "grid")
     grid = store.grid()
     records = store.records()
     tables = [
         read(record).to_csv() for record in records for read in (store.outcomes, store.responses)
     ]
-    return [grid, records, tables, read_floors(store, grid)]
+    standard = baseline.read(results / "base.parquet")
+    cells = [
+        (name, cell.key_parts, cell.scores, {k: v.values.tolist() for k, v in cell.columns.items()})
+        for name, cell in standard.outcomes.cells.items()
+    ]
+    return [grid, records, tables, read_floors(store, grid), standard.layers, cells]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_changed_byte_is_noticed_or_changes_nothing(results, kind):
-    path, folder = the_file(results, kind), results / "grid"
-    good, expected = path.read_bytes(), content(folder)
+    path = the_file(results, kind)
+    good, expected = path.read_bytes(), content(results)
     chosen = random.Random(f"bytes of {kind}")
     messages = []
     for _ in range(FLIPS):
@@ -86,7 +92,7 @@ def test_one_changed_byte_is_noticed_or_changes_nothing(results, kind):
         changed[place] ^= chosen.randrange(1, 256)
         path.write_bytes(changed)
         try:
-            assert content(folder) == expected, f"byte {place}: other content"
+            assert content(results) == expected, f"byte {place}: other content"
         except ResultsError as error:
             messages.append(str(error))
     assert len(messages) > FLIPS / 2
@@ -128,7 +134,7 @@ def test_a_command_that_reads_a_damaged_file_says_so_in_one_line(
     damaged[place + 2] ^= 1
     path.write_bytes(damaged)
     places = {"grid": results / "grid", "good": whole / "grid", "out": results / "new.parquet",
-              "baseline": whole / "baseline.parquet"}  # fmt: skip
+              "baseline": whole / "base.parquet"}  # fmt: skip
     assert main(monkeypatch, [part.format(**places) for part in COMMANDS[command]]) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()

@@ -1,0 +1,74 @@
+"""A run makes damaged cells again, and nothing else: the bundled pair, end to end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from qbench import cli
+from qbench.store import Store
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+RECIPE = f"""
+name: small
+checkpoints: {{softpick: {DEMO / "softpick"}}}
+compute_dtype: float32
+quantizers: [fp32, {{name: rtn-4bit, group_size: 64}}]
+tasks: [demo_lastword]
+definitions: {DEMO / "tasks"}
+data: {DEMO / "data"}
+evaluation: {{limit: 3, damage: false}}
+"""
+
+
+@pytest.fixture
+def qbench(tmp_path, monkeypatch, capfd):
+    """Runs a command on the results folder; its exit code and what it said."""
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "small.yaml").write_text(RECIPE)
+
+    def call(command: str) -> tuple[int | str | None, str]:
+        more = ["--device", "cpu"]
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["qbench", command, f"{tmp_path}/small.yaml", "--out", f"{tmp_path}/out", *more],
+        )
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        said = capfd.readouterr()
+        return code, said.out + said.err
+
+    return call
+
+
+def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tmp_path):
+    assert qbench("run")[0] == 0
+    store = Store(tmp_path / "out")
+    tables = (store.directory / "tables.md").read_bytes()
+    (whole,) = store.directory.glob("records/softpick/fp32/*.json")
+    (record,) = store.directory.glob("records/softpick/rtn-4bit/*.json")
+    (outcomes,) = store.directory.glob("records/softpick/rtn-4bit/*.outcomes.parquet")
+    left = whole.stat().st_mtime_ns
+    for damaged in ([record], [outcomes, store.directory / "grid.json"]):
+        for path in damaged:
+            path.write_bytes(path.read_bytes()[:-7])
+        if record in damaged:
+            code, said = qbench("plan")
+            assert code == 0
+            assert "to run    softpick/rtn-4bit" in said
+            assert "there     softpick/fp32" in said
+        code, said = qbench("run")
+        assert code == 0, said
+        for path in damaged:
+            assert f"{path.name}: damaged" in said
+        assert "softpick/fp32: already there" in said
+        assert "softpick/rtn-4bit: made again" in said
+        assert (store.directory / "tables.md").read_bytes() == tables
+        assert whole.stat().st_mtime_ns == left
+        assert len(store.records()) == 2
