@@ -63,11 +63,11 @@ def report(
     published: Published = None,
 ) -> None:
     """Write report.html, one file that opens without a network, and its figures."""
-    from qbench.report import processes, write
+    from qbench.report import write
 
     require_folder(out or folder)
     wanted = [name.strip() for name in figures.split(",") if name.strip()]
-    paths = write(Store(folder), out, figures=wanted, published=published, processes=processes())
+    paths = write(Store(folder), out, figures=wanted, published=published)
     show_written(paths)
 
 

@@ -31,7 +31,7 @@ def explain(a: Record, b: Record) -> list[Difference]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """The same of two keys' parts."""
-    left, right = (dict(_flat(parts)) for parts in (a, b))
+    left, right = (dict(flat(parts)) for parts in (a, b))
     return [
         Difference(part=part, a=left.get(part, ABSENT), b=right.get(part, ABSENT))
         for part in dict.fromkeys([*left, *right])
@@ -71,9 +71,10 @@ def find_record(name: str) -> Record:
     return record
 
 
-def _flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every part of a key with its dotted name, as text."""
     if isinstance(parts, Mapping) and parts:
         for name, part in parts.items():
-            yield from _flat(part, f"{prefix}.{name}" if prefix else str(name))
+            yield from flat(part, f"{prefix}.{name}" if prefix else str(name))
     else:
         yield one_line(prefix), one_line(str(parts))

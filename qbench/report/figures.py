@@ -1,7 +1,8 @@
-"""The report's figures. Each function draws one from a Comparison and knows no file."""
+"""The report's figures of scores and damage. Each function draws one and knows no file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +10,24 @@ from functools import partial
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from qbench.comparison.lines import Comparison, Line, redundant
-from qbench.report.costs import Found, cost_figures, damage_figures
-from qbench.report.style import DASHES, INK, MARKERS, RC, SERIES, fix_empty_labels, legend, panels
+from qbench.comparison.lines import Comparison, Line
+from qbench.comparison.statistics import Effect
+from qbench.report import rows
+from qbench.report.costs import Found, cost_figures, distribution_figures
+from qbench.report.effects import shown
+from qbench.report.style import (
+    DASHES,
+    INK,
+    MARKERS,
+    RC,
+    SERIES,
+    fix_empty_labels,
+    legend,
+    panels,
+    room_for,
+)
 from qbench.text.numbers import metric_title
 
 LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmic
@@ -32,11 +46,11 @@ class Drawn:
 def groups(comparison: Comparison) -> list[Callable[[], list[Drawn]]]:
     """What draws the figures that the records have something to show for, a few at a time."""
     makers = [
-        (section, partial(make, comparison, task, lines))
-        for section, make in (("scores", _scores), ("damage", _forest))
-        for task, lines in _by_task(comparison)
+        (section, partial(make, comparison, lines))
+        for section, make in (("damage", _damages), ("scores", _scores))
+        for lines in _by_task(comparison)
     ]
-    makers.append(("distributions", partial(damage_figures, comparison)))
+    makers.append(("distributions", partial(distribution_figures, comparison)))
     makers.append(("costs", partial(cost_figures, comparison)))
     return [partial(_drawn, section, make) for section, make in makers]
 
@@ -44,7 +58,7 @@ def groups(comparison: Comparison) -> list[Callable[[], list[Drawn]]]:
 def _drawn(section: str, make: Callable[[], Iterator[Found]]) -> list[Drawn]:
     with rc_context(RC):
         drawn = [
-            Drawn(name=name, section=section, caption=caption, figure=figure)
+            Drawn(name=_file_name(name), section=section, caption=caption, figure=figure)
             for name, caption, figure in make()
         ]
         for one in drawn:
@@ -52,171 +66,168 @@ def _drawn(section: str, make: Callable[[], Iterator[Found]]) -> list[Drawn]:
     return drawn
 
 
-def _by_task(comparison: Comparison) -> Iterator[tuple[str, list[Line]]]:
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")
+
+
+def _by_task(comparison: Comparison) -> Iterator[list[Line]]:
+    lines = shown(comparison)
     for task in comparison.grid.tasks:
-        yield (
-            task,
-            [
-                line
-                for line in comparison.lines
-                if line.task == task and not redundant(line, comparison.lines)
-            ],
-        )
+        yield [line for line in lines if line.task == task]
 
 
-def _scores(
-    comparison: Comparison, task: str, lines: Sequence[Line]
-) -> Iterator[tuple[str, str, Figure]]:
-    """Score against bits, a column of panels for each method (the paper's Figures 3 and 4)."""
+def _scores(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:
+    """Score against bits, method beside method, a panel for each metric."""
     metrics = list(dict.fromkeys(line.metric for line in lines if line.intervals))
-    methods = list(dict.fromkeys(line.method for line in lines if line.quantized))
-    if not metrics or not methods:
+    quantizers = list(dict.fromkeys(line.quantizer for line in lines if line.quantized))
+    if not metrics or not quantizers:
         return
-    figure, grid = panels(len(metrics), len(methods), panel=(2.2, 1.6), gap=(0.3, 0.2))
-    for row, metric in zip(grid, metrics, strict=True):
-        for axes, method in zip(row, methods, strict=True):
-            own = [line for line in lines if line.metric == metric]
-            _score_panel(axes, comparison, own, method)
-            if row[0] is grid[0][0]:
-                axes.set_title(next(line.title for line in lines if line.method == method))
-            if row[0] is grid[-1][0]:
-                axes.set_xlabel("bits")
-        row[0].set_ylabel(_axis_title(own[0]))
-    legend(figure, *grid[0])
-    label = lines[0].label
+    figure, grid = panels([1.7] * len(metrics), left=0.62, between=0.75)
+    for (axes,), metric in zip(grid, metrics, strict=True):
+        _score_panel(axes, comparison, [line for line in lines if line.metric == metric])
+    legend(figure, *grid[:, 0])
     caption = (
-        f"{label}: score against bits for each method, with 95 % intervals. Horizontal lines: "
-        "unquantized."
+        f"{lines[0].label}: score against the bits of a weight for each method, with 95 % "
+        "intervals. Dotted: unquantized."
     )
-    yield f"scores-{task}", caption, figure
+    yield f"scores-{lines[0].task}", caption, figure
 
 
-def _score_panel(axes: Axes, comparison: Comparison, lines: Sequence[Line], method: str) -> None:
-    widths = sorted({line.bits for line in lines if line.method == method and line.bits})
+def _score_panel(axes: Axes, comparison: Comparison, lines: Sequence[Line]) -> None:
+    quantized = [line for line in lines if line.quantized]
+    methods = list(dict.fromkeys(line.method for line in quantized))
+    ordered = sorted(quantized, key=lambda line: (methods.index(line.method), line.bits or 0))
+    where = {
+        line.quantizer: index + methods.index(line.method) * 0.6
+        for index, line in enumerate(ordered)
+    }
     values = []
     for place, checkpoint in enumerate(comparison.checkpoints):
-        colour = SERIES[place % len(SERIES)]
-        points = []
+        for method in methods:
+            own = [line for line in ordered if line.method == method]
+            values += _score_points(axes, comparison, own, where, place, checkpoint)
         for line in lines:
-            interval = line.intervals.get(checkpoint)
-            if interval is None or line.entry(checkpoint).value is None:
-                continue
-            scale = 100 if line.percent else 1
-            value = line.entry(checkpoint).value * scale
-            if not line.quantized and line.quantizer == comparison.unquantized:
-                axes.axhline(value, color=colour, linestyle=":", linewidth=1)
-                values.append(value)
-            elif line.method == method and line.bits:
-                points.append(
-                    (line.bits, value, value - interval.low * scale, interval.high * scale - value)
-                )
-        if points:
-            x, y, low, high = zip(*sorted(points), strict=True)
-            shift = 0.06 * (place - (len(comparison.checkpoints) - 1) / 2)
-            x = [widths.index(bits) + shift for bits in x]
-            errors = [list(map(_positive, side)) for side in (low, high)]
-            axes.errorbar(
-                x, y, yerr=errors, color=colour, marker=MARKERS[place % len(MARKERS)],
-                linestyle=DASHES[place % len(DASHES)], capsize=2.5, linewidth=1.2,
-                label=checkpoint,
-            )  # fmt: skip
-            values += y
-    axes.set_xticks(range(len(widths)), [f"{bits:g}" for bits in widths])
-    axes.set_xlim(-0.5, max(len(widths) - 0.5, 0.5))
-    if lines and not lines[0].higher_is_better and values and max(values) > LOG_FROM * min(values):
+            score = line.entry(checkpoint).value
+            if line.quantizer == comparison.unquantized and score is not None:
+                score *= 100 if line.percent else 1
+                axes.axhline(score, color=SERIES[place % len(SERIES)], linestyle=":", linewidth=1.2)
+                values.append(score)
+    _name_bits(axes, ordered, where)
+    axes.set_title(_axis_title(lines[0]))
+    if not lines[0].higher_is_better and values and max(values) > LOG_FROM * min(values) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _forest(
-    comparison: Comparison, task: str, lines: Sequence[Line]
-) -> Iterator[tuple[str, str, Figure]]:
-    """Damage of each checkpoint, and their difference, a row for each precision."""
-    metrics = list(dict.fromkeys(line.metric for line in lines if line.damages))
-    if not metrics:
-        return
-    two = any(line.differences for line in lines)
-    rows = max(sum(line.metric == m and bool(line.damages) for line in lines) for m in metrics)
-    figure, grid = panels(
-        len(metrics),
-        2 if two else 1,
-        panel=(3.4, 0.3 + 0.24 * rows),
-        left=1.1,
-        gap=(0.6, 0.3),
-    )
-    for row, metric in zip(grid, metrics, strict=True):
-        own = [line for line in lines if line.metric == metric and line.damages]
-        for place, checkpoint in enumerate(comparison.checkpoints):
-            _forest_points(
-                row[0], own, "damages", checkpoint, place, len(comparison.checkpoints), checkpoint
-            )
-        row[0].set_title(f"Damage, {_effect_title(own[0])}")
-        if two:
-            for place, other in enumerate(comparison.others):
-                name = f"{other} − {comparison.baseline}"
-                _forest_points(
-                    row[1], own, "differences", other, place + 1, len(comparison.others), name
-                )
-            row[1].set_title("Difference of damages")
-        for axes in row:
-            axes.axvline(0, color=INK, linewidth=0.8)
-            axes.xaxis.set_major_locator(MaxNLocator(6))
-            axes.grid(visible=False, axis="y")
-        row[0].set_yticks(range(len(own)), [line.quantizer for line in own])
-        row[0].set_ylim(len(own) - 0.4, -0.6)
-    legend(figure, *grid[0])
-    caption = (
-        f"{lines[0].label}: damage by quantization (quantized minus unquantized), and the "
-        f"difference of the checkpoints' damages, with 95 % intervals paired by document. Filled: "
-        "significant at 5 % after Holm."
-    )
-    yield f"damage-{task}", caption, figure
-
-
-def _forest_points(
+def _score_points(
     axes: Axes,
+    comparison: Comparison,
     lines: Sequence[Line],
-    kind: str,
-    checkpoint: str,
+    where: dict[str, float],
     place: int,
-    many: int,
-    label: str,
-) -> None:
-    colour = SERIES[place % len(SERIES)]
-    shift = 0.0 if many == 1 else 0.3 * (place / (many - 1) - 0.5)
-    if kind == "differences" and many == 1:
-        colour = SERIES[2]
-    points: dict[bool, list[tuple[float, float, float, float]]] = {True: [], False: []}
-    for row, line in enumerate(lines):
-        effect = getattr(line, kind).get(checkpoint)
-        if effect is not None:
-            interval = effect.interval
-            scale = 100.0 if line.percent else 1.0
-            value = interval.estimate * scale
-            ends = value - interval.low * scale, interval.high * scale - value
-            points[effect.mark == "‡"].append((value, row + shift, *map(_positive, ends)))
-    for sure, found in points.items():
-        if found:
-            x, y, low, high = zip(*found, strict=True)
-            axes.errorbar(
-                x, y, xerr=[low, high], color=colour, marker=MARKERS[place % len(MARKERS)],
-                linestyle="none", capsize=2, linewidth=1.1,
-                markerfacecolor=colour if sure else "none", label=label,
-            )  # fmt: skip
+    checkpoint: str,
+) -> list[float]:
+    """One method's points of one checkpoint, joined; returns the values."""
+    shift = 0.12 * (place - (len(comparison.checkpoints) - 1) / 2)
+    x, y, below, above = [], [], [], []
+    for line in lines:
+        interval, value = line.intervals.get(checkpoint), line.entry(checkpoint).value
+        if interval is not None and value is not None:
+            scale = 100 if line.percent else 1
+            x.append(where[line.quantizer] + shift)
+            y.append(value * scale)
+            below.append(max(0.0, (value - interval.low) * scale))
+            above.append(max(0.0, (interval.high - value) * scale))
+    if x:
+        axes.errorbar(
+            x, y, yerr=[below, above], color=SERIES[place % len(SERIES)], label=checkpoint,
+            marker=MARKERS[place % len(MARKERS)], linestyle=DASHES[place % len(DASHES)],
+            capsize=2.5, linewidth=1.2,
+        )  # fmt: skip
+    return y
 
 
-def _positive(length: float) -> float:
-    return max(0.0, length)  # an end may pass the estimate by rounding
+def _name_bits(axes: Axes, lines: Sequence[Line], where: dict[str, float]) -> None:
+    """Bits below each point, and the method below its bits."""
+    short = [line.quantizer.removeprefix(f"{line.method}-").replace("bit", "") for line in lines]
+    ticks = [where[line.quantizer] for line in lines]
+    turned = {"rotation": 25, "ha": "right"} if max(map(len, short)) > 4 else {}
+    axes.set_xticks(ticks, short, **turned)
+    axes.set_xlim(-0.6, max(ticks) + 0.6)
+    axes.grid(visible=False, axis="x")
+    for method in dict.fromkeys(line.method for line in lines):
+        own = [where[line.quantizer] for line in lines if line.method == method]
+        title = next(line.title for line in lines if line.method == method)
+        axes.text(
+            (own[0] + own[-1]) / 2, -0.42 if turned else -0.24, title, ha="center", va="center",
+            transform=axes.get_xaxis_transform(), fontsize=8,
+        )  # fmt: skip
 
 
-def _effect_title(line: Line) -> str:
-    perplexity = any(effect.kind == "log ratio" for effect in line.damages.values())
-    name = metric_title(line.metric)
-    if perplexity:
-        return f"{name} (ln ratio, less is better)"
-    unit = "points" if line.percent else "units"
-    return f"{name} ({unit}, {'more' if line.higher_is_better else 'less'} is better)"
+def _damages(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:
+    """The difference of damages above the damages that it is of, a figure for each metric."""
+    metrics = list(dict.fromkeys(line.metric for line in lines if line.damages))
+    for metric in metrics:
+        own = [line for line in lines if line.metric == metric and line.damages]
+        labels = [line.quantizer for line in own]
+        two = any(line.differences for line in own)
+        figure, grid = panels(
+            [rows.height(len(own))] * (2 if two else 1), left=room_for(labels), between=0.75
+        )
+        if two:
+            _effects(grid[0][0], comparison, own, "differences")
+            grid[0][0].set_title("Difference of damages")
+            grid[0][0].set_xlabel(_unit(own[0]))
+        _effects(grid[-1][0], comparison, own, "damages")
+        grid[-1][0].set_title("Damage")
+        grid[-1][0].set_xlabel(_unit(own[0]))
+        legend(figure, *grid[::-1, 0])
+        above = (
+            f"Above, damage minus {comparison.baseline}'s; below, damage by quantization "
+            "(quantized minus unquantized)"
+            if two
+            else "Damage by quantization (quantized minus unquantized)"
+        )
+        caption = (
+            f"{own[0].label}, {metric_title(metric)}. {above}, with 95 % intervals paired by "
+            "document. Filled: significant at 5 % after Holm."
+        )
+        yield f"damage-{own[0].task}-{metric}", caption, figure
+
+
+def _effects(axes: Axes, comparison: Comparison, lines: Sequence[Line], question: str) -> None:
+    names = comparison.others if question == "differences" else comparison.checkpoints
+    for index, checkpoint in enumerate(names):
+        found = [
+            _point(row, effect, percent=line.percent)
+            for row, line in enumerate(lines)
+            if (effect := getattr(line, question).get(checkpoint)) is not None
+        ]
+        colour = comparison.checkpoints.index(checkpoint)
+        rows.draw(axes, found, index=index, many=len(names), label=checkpoint, colour=colour)
+    axes.axvline(0, color=INK, linewidth=0.8)
+    rows.finish(axes, [line.quantizer for line in lines])
+    if lines[0].ratio:
+        rows.show_powers(axes)
+
+
+def _point(row: int, effect: Effect, *, percent: bool) -> rows.Point:
+    scale = 100.0 if percent else 1.0
+    interval = effect.interval
+    return rows.Point(
+        row=row,
+        value=interval.estimate * scale,
+        low=interval.low * scale,
+        high=interval.high * scale,
+        filled=effect.mark == "‡",
+    )
+
+
+def _unit(line: Line) -> str:
+    better = "more" if line.higher_is_better else "less"
+    unit = "× (ratio)" if line.ratio else "points" if line.percent else "its own units"
+    return f"{metric_title(line.metric)}: {unit}; {better} is better"
 
 
 def _axis_title(line: Line) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import rc_context
@@ -19,6 +20,7 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", "-", "--")
 HATCHES = ("", "////", "....", "xxxx")
+WIDTH = 4.3  # inches of every figure: text is as large as the page's on a phone
 
 RC = {
     "font.size": 9.0,
@@ -47,40 +49,44 @@ RC = {
 
 
 def panels(
-    rows: int,
-    columns: int,
+    heights: Sequence[float],
     *,
-    panel: tuple[float, float],
-    left: float = 0.75,
-    gap: tuple[float, float] = (0.45, 0.25),
-    widths: tuple[float, ...] | None = None,
-    share: bool = True,
+    left: float,
+    columns: Sequence[float] = (1.0,),
+    between: float = 0.62,
+    share: bool = False,
 ) -> tuple[Figure, np.ndarray]:
-    """A figure of panels, sizes in inches, and its axes [rows, columns].
+    """A figure as wide as a phone shows it, with panels below each other; axes [rows, columns].
 
-    Margins are given, for matplotlib's layout engines take longer than all the drawing; ``gap``
-    is that between rows and between columns.
+    Sizes are in inches; ``columns`` are relative widths. Margins are given, for matplotlib's
+    layout engines take longer than all the drawing.
     """
-    top, bottom, right = 0.62, 0.5, 0.15
-    width = left + columns * panel[0] + (columns - 1) * gap[1] + right
-    height = top + rows * panel[1] + (rows - 1) * gap[0] + bottom
-    figure = Figure(figsize=(width, height))
+    top, bottom, right, gap = 0.52, 0.56, 0.14, 0.18
+    height = top + sum(heights) + (len(heights) - 1) * between + bottom
+    figure = Figure(figsize=(WIDTH, height))
+    room = (WIDTH - left - right - (len(columns) - 1) * gap) / len(columns)
     axes = figure.subplots(
-        rows,
-        columns,
+        len(heights),
+        len(columns),
         sharey="row" if share else False,
         squeeze=False,
-        width_ratios=widths,
+        width_ratios=columns,
+        height_ratios=heights,
         gridspec_kw={
-            "left": left / width,
-            "right": 1 - right / width,
+            "left": left / WIDTH,
+            "right": 1 - right / WIDTH,
             "top": 1 - top / height,
             "bottom": bottom / height,
-            "wspace": gap[1] / panel[0],
-            "hspace": gap[0] / panel[1],
+            "wspace": gap / room,
+            "hspace": between / (sum(heights) / len(heights)),
         },
     )
     return figure, axes
+
+
+def room_for(labels: Sequence[str]) -> float:
+    """Inches that the longest of ``labels`` takes to the left of an axis."""
+    return min(1.9, 0.22 + 0.068 * max(map(len, labels), default=0))
 
 
 def legend(figure: Figure, *axes: Axes) -> None:

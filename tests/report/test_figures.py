@@ -1,0 +1,107 @@
+"""The report's figures: every point at its row, with its interval, and nothing cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from synthetic import make_store
+
+from qbench import report
+from qbench.comparison.compare import compare
+from qbench.report import rows
+from qbench.report.drawing import plates
+from qbench.report.figures import groups
+from qbench.report.style import RC, WIDTH
+
+SIZES = {"arc_easy": 120, "piqa": 80, "wikitext": 12}
+QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit", "bnb-8bit")
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def comparison(request, tmp_path_factory):
+    names = ("softmax", "softpick", "third")[: request.param]
+    folder = tmp_path_factory.mktemp("figures")
+    return compare(make_store(folder, sizes=SIZES, quantizers=QUANTIZERS, checkpoints=names))
+
+
+@pytest.fixture(scope="module")
+def drawn(comparison):
+    return {one.name: one for draw in groups(comparison) for one in draw()}
+
+
+def test_no_text_of_a_figure_is_cut(drawn):
+    for one in drawn.values():
+        with rc_context(RC):
+            one.figure.draw_without_rendering()
+        width, height = one.figure.bbox.width, one.figure.bbox.height
+        assert one.figure.get_figwidth() == WIDTH
+        for text in _texts(one.figure):
+            box = text.get_window_extent()
+            inside = box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height
+            assert inside, f"{one.name}: {text.get_text()}"
+
+
+def _texts(figure: Figure):
+    for axes in figure.axes:
+        found = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        low, high = axes.get_xlim()  # ticks beyond are not drawn
+        found += [text for text in axes.get_xticklabels() if low <= text.get_position()[0] <= high]
+        found += axes.get_yticklabels()
+        yield from (text for text in found if text.get_visible() and text.get_text())
+    for legend in figure.legends:
+        yield from legend.get_texts()
+
+
+def test_sizes_and_accuracies_stand_in_the_same_row_in_order_of_size(drawn, comparison):
+    size, accuracy = drawn["size"].figure.axes
+    labels = [text.get_text() for text in size.get_yticklabels()]
+    assert labels == ["gptq-2bit", "hqq-2bit", "gptq-4bit", "bnb-8bit", "bf16"]
+    assert [text.get_text() for text in size.texts] == ["2.50", "2.50", "4.50", "8.50", "16.00"]
+    lines = {(line.quantizer, line.task): line for line in comparison.lines
+             if line.metric == "acc_norm"}  # fmt: skip
+    first = comparison.checkpoints[0]
+    bars = accuracy.containers[0]
+    x, y = bars.lines[0].get_data()
+    points = {round(row): value for row, value in zip(y, x, strict=True)}
+    for row, label in enumerate(labels):
+        values = [lines[label, task].intervals[first].estimate for task in ("arc_easy", "piqa")]
+        assert points[row] == pytest.approx(100 * sum(values) / 2)
+    ends = bars.lines[2][0].get_segments()
+    assert all(end[1][0] - end[0][0] > 1 for end in ends)  # points of accuracy
+
+
+def test_every_effect_of_a_metric_is_drawn_with_its_interval(drawn, comparison):
+    axes = drawn["damage-wikitext-word_perplexity"].figure.axes
+    lines = [line for line in comparison.lines if line.metric == "word_perplexity" and line.damages]
+    for found, question in zip(axes, ("differences", "damages")[-len(axes) :], strict=True):
+        wanted = sorted(e.estimate for line in lines for e in getattr(line, question).values())
+        told = sorted(x for bars in found.containers for x in bars.lines[0].get_xdata())
+        assert told == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 0.02), (-0.03, 0.1), (-0.4, 0.2), (-0.1, 5.0), (-9.0, 2.0)]
+)
+def test_ticks_of_an_axis_of_ratios_are_round_and_apart(low, high):
+    axes = Figure().subplots()
+    axes.set_xlim(low, high)
+    rows.show_powers(axes)
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert 2 <= len(ticks) <= 8
+    assert min(b - a for a, b in itertools.pairwise(ticks)) >= (high - low) / 7
+    assert all(len(f"{math.exp(tick):.4g}".strip("0.")) <= 5 for tick in ticks)
+    assert 0.0 in ticks
+
+
+def test_the_same_figures_are_drawn_again(tmp_path):
+    store = make_store(tmp_path / "one", sizes={"wikitext": 12}, quantizers=QUANTIZERS)
+    comparison = compare(store)
+    once, again = (plates(comparison, tmp_path / name, report.FIGURE_FORMATS) for name in "ab")
+    assert [(one.name, one.svg) for one in once] == [(one.name, one.svg) for one in again]
+    for one, other in zip(once, again, strict=True):
+        for path, same in zip(one.paths, other.paths, strict=True):
+            assert path.read_bytes() == same.read_bytes()
