@@ -16,6 +16,7 @@ from typing import Any
 
 from qbench import __version__
 from qbench.attention.implementation import choose
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.code import code_digest
 from qbench.errors import RecipeError
@@ -183,6 +184,9 @@ def _cell(
         "versions": {**versions((*quantizer.requirements(), *compiled)), "qbench": __version__},
         "code": code_digest(),
     }
+    normalizer = NORMALIZERS.get(checkpoint.normalizer)
+    if normalizer.source is not None:
+        parts["normalizer source"] = normalizer.source
     if gpu is not None:
         parts["gpu"] = gpu
     if quantizer.needs_calibration:

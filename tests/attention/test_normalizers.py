@@ -5,8 +5,11 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import reference
+from qbench.attention.interface import attend, attention_name
 from qbench.attention.kernels.families import FAMILIES, lack
 from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter
 from qbench.errors import UnavailableError
@@ -118,6 +121,60 @@ def test_parameters_are_trained_through_the_reference():
         ),
         (sinks,),
     )
+
+
+@pytest.mark.usefixtures("sunk")
+def test_a_models_parameters_are_taken_from_its_attention_modules_and_trained():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, vocab_size=61, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    attend(model, normalizer="softmax")
+    ids = torch.arange(12)[None]
+    softmax = model(ids).logits
+    attend(model, normalizer="sunk")
+    with pytest.raises(UnavailableError, match="sunk attention needs its parameter 'sinks'"):
+        model(ids)
+    for layer in model.model.layers:
+        layer.self_attn.sinks = torch.nn.Parameter(torch.full((4,), -1e4))
+    torch.testing.assert_close(model(ids).logits, softmax)  # a sink of e^-10000 is none
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(1.0)
+    logits = model(ids).logits
+    assert (logits - softmax).abs().max() > 0.1
+    logits.square().mean().backward()
+    assert all(layer.self_attn.sinks.grad.abs().min() > 0 for layer in model.model.layers)
+
+
+@pytest.mark.usefixtures("sunk")
+@pytest.mark.parametrize(
+    ("normalizer", "handed_over", "refused"),
+    [
+        ("softmax", "s_aux", True),
+        ("softpick", "softcap", True),
+        ("softpick", "position_bias", True),
+        ("sunk", "softcap", True),
+        ("sunk", "s_aux", False),
+    ],
+)
+def test_what_changes_the_weights_is_a_parameter_or_refused(normalizer, handed_over, refused):
+    attention = ALL_ATTENTION_FUNCTIONS[attention_name(normalizer, "reference", "cpu")]
+    module = torch.nn.Module()
+    module.sinks = torch.zeros(2, dtype=torch.float64)  # what is handed over goes before it
+    inputs = [draw(1, 2, 5, 4, seed=seed) for seed in range(3)]
+    options = {handed_over: torch.ones(2, dtype=torch.float64)}
+    if refused:
+        with pytest.raises(UnavailableError, match=f"{normalizer} attention has no {handed_over}"):
+            attention(module, *inputs, None, **options)
+    else:
+        got, _ = attention(module, *inputs, None, **options)
+        given = {"sinks": options[handed_over]}
+        expected = reference.attention(
+            *inputs, normalizer=normalizer, parameters=given, causal=True
+        )
+        torch.testing.assert_close(got.transpose(1, 2), expected)
 
 
 @pytest.mark.usefixtures("sunk")

@@ -1,7 +1,10 @@
 """A normalizer from one file outside the package works wherever one is named."""
 
+import hashlib
 import importlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qbench.attention import kernels, reference
 from qbench.attention.implementation import choose
 from qbench.attention.interface import attend
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model
 from qbench.errors import RecipeError, UnavailableError
+from qbench.plan import plan
+from qbench.recipe import Recipe
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,6 +105,36 @@ def test_kernels_refuse_it_before_anything_runs():
     query = torch.randn(1, 1, 3, 16)
     with pytest.raises(UnavailableError, match="no kernels for the normalizer 'toy'"):
         kernels.attention(query, query, query, normalizer="toy")
+
+
+def test_its_file_is_part_of_keys_and_those_of_qbench_are_not():
+    toy = NORMALIZERS.get("toy")
+    source = Path(__file__).parents[1] / "plugins" / "toy_normalizer.py"
+    assert toy.source == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert NORMALIZERS.get("softpick").source is None
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "toy"])
+def test_a_cells_key_holds_the_file_of_a_normalizer_from_outside(model, tmp_path, normalizer):
+    model.save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    stated = json.loads(config.read_text()) | {"qbench_normalizer": normalizer}
+    config.write_text(json.dumps(stated))
+    shutil.copy(DEMO / "softpick" / "tokenizer.json", tmp_path / "model")
+    recipe = {
+        "name": "toy",
+        "checkpoints": {"toy": "model"},
+        "quantizers": ["fp32"],
+        "compute_dtype": "float32",
+        "tasks": ["demo_pages"],
+        "definitions": str(DEMO / "tasks"),
+        "data": str(DEMO / "data"),
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    (cell,) = plan(Recipe.load(tmp_path / "recipe.yaml"), device="cpu").cells
+    assert cell.attention == "reference"
+    assert cell.key_parts["normalizer"] == normalizer
+    assert cell.key_parts.get("normalizer source") == NORMALIZERS.get(normalizer).source
 
 
 def test_unknown_names_are_listed_with_it():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from qbench.errors import UnavailableError
@@ -111,6 +114,14 @@ class Normalizer(ABC):
         ways = "reference, triton" if self.kernels else "reference"
         names = "".join(f"; parameter {parameter.name}" for parameter in self.parameters)
         return f"{rows}; {zeros}; attention: {ways}{names}"
+
+    @property
+    def source(self) -> str | None:
+        """For keys: SHA-256 of the file that it is written in, where that is none of qbench's own,
+        whose digest every key holds."""
+        if type(self).__module__.startswith("qbench."):
+            return None
+        return hashlib.sha256(Path(inspect.getfile(type(self))).read_bytes()).hexdigest()
 
     def checked(self, parameters: Mapping[str, Tensor] | None, heads: int) -> dict[str, Tensor]:
         """``parameters`` by name. Raises UnavailableError for one that this normalizer does not
