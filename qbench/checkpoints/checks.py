@@ -55,13 +55,19 @@ def require_tied(name: str, head: torch.Tensor, embeddings: torch.Tensor) -> Non
         )
 
 
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """One tensor of a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
 def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
     """Raise CheckpointError where a tied model's files hold another output matrix.
 
     transformers drops it or unties it with a warning only, by version.
     """
-    from safetensors import safe_open
-
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or not model.config.tie_word_embeddings:
         return
@@ -69,9 +75,8 @@ def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, He
     name = f"{modules.get(id(head))}.weight"
     if name not in headers:
         return
-    with safe_open(folder / headers[name].file, framework="pt") as file:
-        stored = file.get_tensor(name).to(embeddings.weight.dtype)
-    require_tied(name, stored, embeddings.weight)
+    stored = read_tensor(folder / headers[name].file, name)
+    require_tied(name, stored.to(embeddings.weight.dtype), embeddings.weight)
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.checkpoint import Checkpoint
 from qbench.checkpoints.config import read_config, read_json, require_sizes
 from qbench.checkpoints.files import READ, digest, stamps
+from qbench.checkpoints.parameters import parameter_shapes
 from qbench.checkpoints.weights import (
     INDEX,
     SINGLE,
@@ -51,7 +52,7 @@ def _found(source: str, folder: Path, normalizer: str | None) -> Checkpoint:
     require_sizes(config, tensors=len(headers), elements=elements(headers))
     stated = _normalizer(config, normalizer)
     if fla.recognizes(config):
-        _require_tensors(config, headers)
+        _require_tensors(config, headers, stated)
     elif files := sorted({h.file for h in headers.values()} - {SINGLE}):
         _require_shards(folder, files)
     if (folder / "generation_config.json").exists():
@@ -67,10 +68,13 @@ def _found(source: str, folder: Path, normalizer: str | None) -> Checkpoint:
     )
 
 
-def _require_tensors(config: dict[str, Any], headers: dict[str, Header]) -> None:
+def _require_tensors(config: dict[str, Any], headers: dict[str, Header], normalizer: str) -> None:
     settings = fla.llama_settings(config)
     found = {fla.llama_name(name): header.shape for name, header in headers.items()}
     expected = fla.expected_shapes(settings)
+    expected |= parameter_shapes(
+        normalizer, fla.attention_modules(settings), settings["num_attention_heads"], found
+    )
     if settings["tie_word_embeddings"] and fla.HEAD in found:
         # a second copy of the embeddings; that it is one is checked when the weights are read
         expected[fla.HEAD] = expected[fla.EMBEDDINGS]

@@ -29,7 +29,7 @@ RENAMED = (
     (r"^model\.embeddings\.", "model.embed_tokens."),
     (r"^(model\.layers\.\d+)\.attn_norm\.", r"\1.input_layernorm."),
     (r"^(model\.layers\.\d+)\.mlp_norm\.", r"\1.post_attention_layernorm."),
-    (r"^(model\.layers\.\d+)\.attn\.([qkvo]_proj)\.", r"\1.self_attn.\2."),
+    (r"^(model\.layers\.\d+)\.attn\.", r"\1.self_attn."),
 )
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = {  # tensors of a layer, by the names of their sizes
@@ -138,6 +138,11 @@ def llama_name(name: str) -> str:
         if changed:
             break
     return name
+
+
+def attention_modules(settings: dict[str, Any]) -> list[str]:
+    """Llama names of the attention modules that ``settings`` asks for."""
+    return [f"model.layers.{layer}.self_attn" for layer in range(settings["num_hidden_layers"])]
 
 
 def expected_shapes(settings: dict[str, Any]) -> dict[str, list[int]]:

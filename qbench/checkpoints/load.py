@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.checkpoint import Checkpoint
 from qbench.checkpoints.files import stamps
+from qbench.checkpoints.parameters import attach, is_parameter
 from qbench.checkpoints.weights import read_headers, weight_files
 from qbench.errors import CheckpointError
 
@@ -87,8 +89,11 @@ def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> 
         raise CheckpointError(_first_line(error)) from error
     if settings["tie_word_embeddings"] and fla.HEAD in state:
         require_tied(fla.HEAD, state.pop(fla.HEAD), state[fla.EMBEDDINGS])
+    known = fla.expected_shapes(settings)
+    own = {name: state.pop(name) for name in list(state) if name not in known}
     config = LlamaConfig(**settings)
     model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    attach(model, checkpoint.normalizer, own)
     if (checkpoint.folder / "generation_config.json").is_file():  # as transformers would read it
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     return model
@@ -97,7 +102,7 @@ def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> 
 def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    from qbench.checkpoints.checks import require_own_head
+    from qbench.checkpoints.checks import read_tensor, require_own_head
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -110,18 +115,27 @@ def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrained
         )
     except Exception as error:  # whatever an odd configuration makes of transformers
         raise CheckpointError(_first_line(error)) from error
-    if problems := _problems(report):
+    headers = read_headers(checkpoint.folder)
+    extra = set(report.get("unexpected_keys") or ()) & set(headers)
+    own = sorted(name for name in extra if is_parameter(checkpoint.normalizer, name))
+    if problems := _problems(report, left_out=own):
         raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
-    require_own_head(model, checkpoint.folder, read_headers(checkpoint.folder))
+    attach(
+        model,
+        checkpoint.normalizer,
+        {name: read_tensor(checkpoint.folder / headers[name].file, name) for name in own},
+    )
+    require_own_head(model, checkpoint.folder, headers)
     return model
 
 
-def _problems(report: dict[str, Any]) -> list[str]:
-    return [
-        f"{what}: {', '.join(sorted(map(str, report[key]))[:6])}"
-        for key, what in REPORTED.items()
-        if report.get(key)
-    ]
+def _problems(report: dict[str, Any], left_out: Sequence[str]) -> list[str]:
+    problems = []
+    for key, what in REPORTED.items():
+        names = sorted(str(name) for name in report.get(key) or () if name not in left_out)
+        if names:
+            problems.append(f"{what}: {', '.join(names[:6])}")
+    return problems
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,60 @@
+"""Tensors that a normalizer has beside the model's weights: where checkpoints keep them.
+
+Under the attention module's name and the parameter's ``attribute``, in either format.
+Imports no torch before a model is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def parameter_shapes(
+    normalizer: str, modules: Iterable[str], heads: int, present: Iterable[str]
+) -> dict[str, list[int]]:
+    """Names and shapes of the tensors that ``normalizer`` keeps in the attention ``modules`` of
+    ``heads`` query heads; of those that it can do without, only where some are ``present``."""
+    names, there = tuple(modules), set(present)
+    shapes: dict[str, list[int]] = {}
+    for parameter in NORMALIZERS.get(normalizer).parameters:
+        shape = [heads if axis == "H" else int(axis) for axis in parameter.shape]
+        wanted = {f"{name}.{parameter.attribute}": shape for name in names}
+        if parameter.required or there & set(wanted):
+            shapes |= wanted
+    return shapes
+
+
+def is_parameter(normalizer: str, name: str) -> bool:
+    """Whether a tensor's name ends as those of a parameter of ``normalizer``."""
+    attributes = [parameter.attribute for parameter in NORMALIZERS.get(normalizer).parameters]
+    return name.rpartition(".")[2] in attributes
+
+
+def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Put ``tensors`` by name into the attention modules of ``model``, in its dtype.
+
+    Raises CheckpointError for a module that is not there and for a shape that is not the
+    parameter's.
+    """
+    from torch import nn
+
+    heads = model.config.num_attention_heads
+    for name, tensor in tensors.items():
+        place, _, attribute = name.rpartition(".")
+        expected = parameter_shapes(normalizer, [place], heads, [name])[name]
+        try:
+            module = model.get_submodule(place)
+        except AttributeError:
+            raise CheckpointError(f"left over: {name}; the model has no {place}") from None
+        if list(tensor.shape) != expected:
+            raise CheckpointError(f"misshapen: {name} {list(tensor.shape)} instead of {expected}")
+        value = nn.Parameter(tensor.to(model.dtype), requires_grad=False)
+        module.register_parameter(attribute, value)

@@ -1,0 +1,119 @@
+"""Tensors of a normalizer come with the checkpoint, in either format."""
+
+import json
+
+import pytest
+import torch
+from checkpoints.folders import CONFIG, random_tensors, write
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qbench.attention.normalizers import NORMALIZERS, Parameter
+from qbench.attention.normalizers.softmax import Softmax
+from qbench.checkpoints import find, load_model
+from qbench.errors import CheckpointError
+
+NAME = {"fla": "model.layers.0.attn.s", "stock": "model.layers.0.self_attn.s"}
+
+
+class Scaled(Softmax):
+    """Softmax of scores that a number a head multiplies."""
+
+    name = "scaled"
+    kernels = None
+    parameters = (Parameter(name="s", shape=("H",), trainable=True, attribute="s"),)
+
+    def weights(self, scores, *, allowed=None, parameters=None, distances=None):
+        factor = parameters["s"].to(scores.dtype)[:, None, None]
+        return super().weights(scores * factor, allowed=allowed)
+
+    def attention(self, *_, **__):
+        return None
+
+
+class Optional(Scaled):
+    name = "optional"
+    parameters = (Parameter(name="s", shape=("H",), trainable=True, attribute="s", required=False),)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    for normalizer in (Scaled(), Optional()):
+        monkeypatch.setitem(NORMALIZERS._things, normalizer.name, normalizer)
+
+
+def folder(path, format, normalizer, change=None):
+    """A checkpoint of one layer with two heads whose scales are ½ and 3."""
+    if format == "fla":
+        config = {key: value for key, value in CONFIG.items() if key != "attn_impl"}
+        tensors = random_tensors()
+    else:
+        torch.manual_seed(0)
+        llama = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1,
+                            intermediate_size=96, vocab_size=32)  # fmt: skip
+        LlamaForCausalLM(llama).save_pretrained(path)
+        config = json.loads((path / "config.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+    tensors[NAME[format]] = torch.tensor([0.5, 3.0])
+    if change:
+        change(tensors)
+    write(path, {**config, "qbench_normalizer": normalizer}, tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+@pytest.mark.parametrize("normalizer", ["scaled", "optional"])
+@pytest.mark.parametrize("format", NAME)
+@torch.no_grad()
+def test_they_are_read_and_used(tmp_path, format, normalizer):
+    found = find(folder(tmp_path, format, normalizer))
+    model = load_model(found, dtype=torch.bfloat16, device="cpu")
+    module = model.model.layers[0].self_attn
+    assert torch.equal(module.s, torch.tensor([0.5, 3.0]).bfloat16())
+    assert not module.s.requires_grad
+    ids = torch.arange(12)[None]
+    if normalizer == "scaled":
+        before = model(ids).logits
+        assert torch.equal(model(ids).logits, before)
+        module.s.mul_(2)
+        assert not torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(NAME["fla"]), r"missing: .*self_attn\.s"),
+        (lambda tensors: tensors.update({NAME["fla"]: torch.ones(3)}), r"misshapen: .*self_attn"),
+        (lambda tensors: tensors.update({"model.layers.1.attn.s": torch.ones(2)}), "left over"),
+    ],
+    ids=["missing", "misshapen", "left over"],
+)
+def test_they_are_held_against_the_headers(tmp_path, change, words):
+    with pytest.raises(CheckpointError, match=words):
+        find(folder(tmp_path, "fla", "scaled", change))
+
+
+def test_a_normalizer_can_do_without_those_that_it_does_not_require(tmp_path):
+    without = folder(tmp_path, "fla", "optional", lambda tensors: tensors.pop(NAME["fla"]))
+    model = load_model(find(without), dtype=torch.float32, device="cpu")
+    assert not hasattr(model.model.layers[0].self_attn, "s")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.update({NAME["stock"]: torch.ones(3)}), r"misshapen: .*\.s \[3\]"),
+        (lambda t: t.update({"model.layers.7.self_attn.s": torch.ones(2)}), r"left over: .*\.7\."),
+        (lambda t: t.update({"model.layers.0.self_attn.z": torch.ones(2)}), r"left over: .*\.z"),
+    ],
+)
+def test_they_are_held_against_the_model(tmp_path, change, words):
+    with pytest.raises(CheckpointError, match=words):
+        load_model(find(folder(tmp_path, "stock", "scaled", change)), dtype=torch.float32,
+                   device="cpu")  # fmt: skip
+
+
+@pytest.mark.parametrize("format", NAME)
+def test_another_normalizer_has_no_use_for_them(tmp_path, format):
+    with pytest.raises(CheckpointError, match=r"left over: .*self_attn\.s"):
+        load_model(find(folder(tmp_path, format, "softpick")), dtype=torch.float32, device="cpu")
