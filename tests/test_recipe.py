@@ -61,6 +61,21 @@ def test_the_compute_dtype_of_the_recipe_reaches_quantized_cells_that_state_none
             ["quantizers[0]", "'grup'", "group_size"],
         ),
         ({"quantizers": [{"label": "x"}]}, ["quantizers[0]", "name"]),
+        *(
+            ({"quantizers": [{"name": name, option: value}]}, ["quantizers[0]", option])
+            for name, option, value in (
+                ("rtn-4bit", "group_size", 1e21),
+                ("rtn-4bit", "group_size", 10**21),
+                ("hqq-4bit", "group_size", 10**21),
+                ("hqq-4bit", "axis", 2),
+                ("gptq-4bit", "damp", math.inf),
+                ("gptq-4bit", "damp", math.nan),
+                ("gptq-4bit", "batch_size", 10**9),
+                ("bnb-8bit", "threshold", math.inf),
+                ("bnb-8bit", "threshold", 1e21),
+                ("gptq-4bit", "symmetric", "yes"),
+            )
+        ),
         ({"quantizers": []}, ["quantizers", "list"]),
         ({"quantizers": "bf16"}, ["quantizers", "list"]),
         ({"quantizers": ["gptq-4bit"]}, ["gptq-4bit", "calibration"]),

@@ -83,6 +83,7 @@ class Bnb8(WeightQuantizer):
         float,
         Field(
             ge=0,
+            le=65536,  # the largest activation of float16
             description="activations above this are outliers, computed unquantized; 0: no outliers",
         ),
     ] = 6.0

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from qbench.quantizers.names import register
 from qbench.quantizers.quantizer import SETTINGS, Stored
-from qbench.quantizers.weight_quantizer import WeightQuantizer
+from qbench.quantizers.weight_quantizer import WIDEST, WeightQuantizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +28,9 @@ class Hqq(WeightQuantizer):
     group_size: Annotated[
         int,
         Field(
-            ge=8, description="weights that share a scale and a zero along `axis`; a multiple of 8"
+            ge=8,
+            le=WIDEST,
+            description="weights that share a scale and a zero along `axis`; a multiple of 8",
         ),
     ] = 64
     axis: Annotated[

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, shown
 from qbench.quantizers.quantizer import Quantizer
 from qbench.registry import Registry
 
@@ -83,8 +83,8 @@ def _first(error: ValidationError, kind: type) -> str:
     if inside and isinstance(inside[0], int):  # of an item of a list
         refusal = problem["msg"].removeprefix("Value error, ")
         wanted = refusal if problem["type"] == "value_error" else _possibilities(schema["items"])
-        return f"{option}[{inside[0]}] must be {wanted}, not {value!r}"
-    return f"{option} must be {_possibilities(schema)}, not {value!r}"
+        return f"{option}[{inside[0]}] must be {wanted}, not {shown(value)}"
+    return f"{option} must be {_possibilities(schema)}, not {shown(value)}"
 
 
 def _schema(kind: type) -> dict[str, Any]:

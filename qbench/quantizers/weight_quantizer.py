@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from qbench.quantizers.linears import Plain, Tensors
 
 WHOLE_ROW = -1
+WIDEST = 65536  # group; a longer row is one group as WHOLE_ROW
 GroupSize = Annotated[
-    Annotated[int, Field(ge=8)] | Literal[-1],
+    Annotated[int, Field(ge=8, le=WIDEST)] | Literal[-1],
     Field(description="weights that share a scale, along a row; -1 is the whole row"),
 ]
 ROUNDING_BOUND = {2: 1.0, 3: 0.7, 4: 0.4, 8: 0.05}

@@ -57,7 +57,7 @@ def test_options_reach_the_settings():
         ("bf16", {"group_size": 64}, ["bf16: unknown option 'group_size'; it has no options"]),
         ("gptq-4bit", {"group_size": "64"}, ["group_size", "'64'", "whole number"]),
         ("gptq-4bit", {"group_size": True}, ["group_size", "True", "whole number"]),
-        ("gptq-4bit", {"group_size": 0}, ["group_size", "not 0", "at least 8 or -1"]),
+        ("gptq-4bit", {"group_size": 0}, ["group_size", "not 0", "at least 8", "or -1"]),
         ("gptq-4bit", {"symmetric": "no"}, ["symmetric must be true or false, not 'no'"]),
         ("gptq-4bit", {"damp": 0.0}, ["damp", "between 0 and 1", "not 0.0"]),
         ("gptq-4bit", {"damp": float("nan")}, ["damp", "nan"]),
