@@ -1,10 +1,11 @@
-"""The same model, tasks and documents through lm-eval's HFLM, exact and fast scoring."""
+"""The same model, tasks and documents through lm-eval's HFLM, exact and fast scoring, and what
+measuring damage adds to the last."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from qbench.text import markdown
 if TYPE_CHECKING:
     import pandas as pd
 
+    from qbench.evaluation.scoring import Observer
+    from qbench.evaluation.scoring.base_rows import Recorder
     from qbench.evaluation.tasks import LoadedTask
 
 MODES = ("lm-eval", "exact", "fast")
@@ -63,7 +66,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What ``compare`` measured, by mode: settings, and the scorer's report with peak memory."""
+    """What ``compare`` measured: settings by mode, and each run's report with peak memory."""
 
     model: Model
     settings: dict[str, ScoringSettings]
@@ -83,7 +86,8 @@ def compare(
     *,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Score ``tasks`` with ``model`` in every mode, one after the other.
+    """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode with
+    damage: the model against itself.
 
     ``settings`` holds those of each mode, lm-eval's first, which the others are compared with.
     ``say`` gets a line for each task and mode. Raises RecipeError for modes that cannot be
@@ -93,23 +97,27 @@ def compare(
     if not modes or modes[0] != "lm-eval" or set(modes) - set(MODES):
         raise RecipeError(f"--modes {', '.join(modes)}: lm-eval first, then exact and fast")
     from qbench.evaluation.scoring import language_model
+    from qbench.evaluation.scoring.base_rows import Recorder
 
     rows: list[Row] = []
     reports: dict[str, ScoringReport] = {}
     yardstick: dict[str, tuple[Row, pd.DataFrame]] = {}
-    for mode, chosen in settings.items():
-        scorer = language_model(model, tokenizer, chosen)
+    kept: Recorder | None = None
+    for name, chosen, watch in _runs(settings):
+        scorer = language_model(model, tokenizer, chosen, observer=watch(kept))
         few = dataclasses.replace(chosen, limit=min(WARM_UP, chosen.limit or WARM_UP))
         for task in tasks:
             _timed(scorer, task, few)
-        scorer = language_model(model, tokenizer, chosen)
+        observer = watch(kept)
+        scorer = language_model(model, tokenizer, chosen, observer=observer)
         for task in tasks:
-            row = _measure(scorer, task, chosen, yardstick)
+            row = _measure(scorer, name, task, chosen, yardstick)
             rows.append(row)
             if say is not None:
-                say(f"{task.name} {mode}: {row.seconds:.2f} s")
-        rows.append(_together([row for row in rows if row.mode == mode], rows))
-        reports[mode] = scorer.report()
+                say(f"{task.name} {name}: {row.seconds:.2f} s")
+        rows.append(_together([row for row in rows if row.mode == name], rows))
+        reports[name] = scorer.report()
+        kept = observer if isinstance(observer, Recorder) else kept
     return Comparison(
         model=Model(
             name=type(model).__name__,
@@ -122,6 +130,22 @@ def compare(
         reports=reports,
         environment=environment(model.device.type, ("lm-eval",)),
     )
+
+
+def _runs(
+    settings: Mapping[str, ScoringSettings],
+) -> Iterator[tuple[str, ScoringSettings, Callable[[Recorder | None], Observer | None]]]:
+    """Name, settings and observer of each run: the modes, and the last of them again as the
+    unquantized and as a quantized cell run it where damage is asked for. The observer is made
+    from the rows that an earlier run kept."""
+    from qbench.evaluation.scoring.base_rows import Recorder
+    from qbench.evaluation.scoring.divergence import Meter
+
+    for mode, chosen in settings.items():
+        yield mode, chosen, lambda kept: None
+    if mode != "lm-eval":
+        yield f"{mode}, rows kept", chosen, lambda kept: Recorder()
+        yield f"{mode}, damage measured", chosen, lambda kept: Meter(kept.base("bench"))
 
 
 def table(comparison: Comparison) -> str:
@@ -151,6 +175,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _measure(
     scorer: Any,
+    name: str,
     task: LoadedTask,
     settings: ScoringSettings,
     yardstick: dict[str, tuple[Row, pd.DataFrame]],
@@ -158,7 +183,7 @@ def _measure(
     seconds, inside, responses = _timed(scorer, task, settings)
     row = Row(
         task=task.name,
-        mode=settings.mode,
+        mode=name,
         documents=responses["document"].nunique(),
         requests=len(responses),
         seconds=seconds,

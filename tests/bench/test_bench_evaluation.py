@@ -34,6 +34,9 @@ def tasks(*names):
     ]
 
 
+RUNS = ("lm-eval", "exact", "fast", "fast, rows kept", "fast, damage measured")
+
+
 @pytest.fixture(scope="module")
 def comparison(model, tokenizer):
     return compare(
@@ -47,7 +50,7 @@ def comparison(model, tokenizer):
 def test_every_mode_scores_every_task_and_all_together(comparison):
     places = {(row.task, row.mode) for row in comparison.rows}
     names = ("demo_choice", "demo_pages", "all")
-    assert places == {(t, m) for t in names for m in ("lm-eval", "exact", "fast")}
+    assert places == {(t, m) for t in names for m in RUNS}
     for row in comparison.rows:
         assert row.documents == (10 if row.task == "all" else 5)
         assert row.seconds >= row.scoring_seconds > 0
@@ -60,6 +63,8 @@ def test_exact_differs_by_nothing_and_fast_by_rounding(comparison):
     assert rows["demo_choice", "fast"].largest_difference < 1e-4
     assert rows["all", "fast"].largest_relative < 1e-5
     assert rows["all", "fast"].changed_answers == 0
+    for run in RUNS[3:]:  # who watches changes nothing
+        assert rows["all", run].largest_difference == rows["all", "fast"].largest_difference
 
 
 def test_it_is_plain_json_and_a_table(comparison):
