@@ -4,12 +4,15 @@ whole. Imports no torch; ``scoring.base_rows`` says what is in it."""
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 from qbench.errors import ResultsError
 from qbench.files import write_atomically
 from qbench.store import KEY_DIGITS
 
+ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
 REMEDY = "run the unquantized cell again"
 
 
@@ -21,7 +24,7 @@ def base_rows_file(folder: Path, key: str) -> Path:
 def base_rows_usable(path: Path, key: str) -> bool:
     """Whether the file is there, whole and of the cell ``key``. Reads all of it."""
     try:
-        verify(path, key)
+        verified(path, key)
     except ResultsError:
         return False
     return True
@@ -37,8 +40,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(path: Path, key: str) -> None:
-    """Raises ResultsError where the file is not there, not what was written, or another cell's."""
+def verified(path: Path, key: str) -> dict[str, Any]:
+    """What the file says of itself, ``key`` and ``tasks``. Raises ResultsError where it is not
+    there, not what was written, or another cell's."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -46,11 +50,12 @@ def verify(path: Path, key: str) -> None:
         if not stated or sha256(path) != stated[0]:
             raise ResultsError(f"{path}: its SHA-256 is not the stated one; {REMEDY}")
         with safe_open(path, framework="numpy") as file:
-            about = file.metadata() or {}
-    except (OSError, UnicodeDecodeError, SafetensorError) as error:
+            about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
+    except (OSError, ValueError, SafetensorError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
     if about.get("key") != key:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
+    return about
 
 
 def _checksum_file(path: Path) -> Path:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qbench.errors import EvaluationError, ResultsError
-from qbench.evaluation.base_file import sha256, verify, write_checksum
+from qbench.evaluation.base_file import ABOUT, sha256, verified, write_checksum
 from qbench.evaluation.scoring.head import Projection
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import clean_temporaries, temporary
@@ -67,7 +67,8 @@ class BaseRows:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             clean_temporaries(path.parent)
-            save_file(tensors, making, {"key": self.key, "tasks": json.dumps([*self.tasks])})
+            about = {"key": self.key, "tasks": [*self.tasks]}
+            save_file(tensors, making, {ABOUT: json.dumps(about)})
             digest = sha256(making)
             making.replace(path)
             write_checksum(path, digest)
@@ -84,11 +85,11 @@ class BaseRows:
         """Raises ResultsError where the file is not there, damaged, or another cell's."""
         from safetensors import safe_open
 
-        verify(path, key)
+        about = verified(path, key)
         with safe_open(path, framework="pt") as file:
             tasks = {
                 task: TaskRows(*(file.get_tensor(f"{number}.{name}") for name in ARRAYS))
-                for number, task in enumerate(json.loads(file.metadata()["tasks"]))
+                for number, task in enumerate(about["tasks"])
             }
             bias = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
             return cls(key, tasks, file.get_tensor("weight"), bias)
