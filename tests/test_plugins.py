@@ -1,0 +1,75 @@
+"""A quantizer and a normalizer, each in one file outside the package, through a whole run."""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from qbench.checkpoints import find, load_model
+from qbench.cli import app
+from qbench.store import Store
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Softmax beside the toy normalizer, unquantized and at one bit, to tables and report."""
+    for name in ("toy_normalizer", "toy_quantizer"):
+        importlib.import_module(f"plugins.{name}")
+    folder = tmp_path_factory.mktemp("plugins")
+    toy = folder / "toy"
+    model = load_model(find(str(DEMO / "softpick")), dtype=torch.float32, device="cpu")
+    model.save_pretrained(toy)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "softpick" / name, toy / name)
+    config = json.loads((toy / "config.json").read_text())
+    (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
+    recipe = folder / "plugins.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "name": "plugins",
+                "checkpoints": {"softmax": str(DEMO / "softmax"), "toy": str(toy)},
+                "compute_dtype": "float32",
+                "quantizers": ["fp32", {"name": "sign-1bit", "gain": 0.9, "label": "signs"}],
+                "tasks": ["demo_choice", "demo_pages"],
+                "definitions": str(DEMO / "tasks"),
+                "data": str(DEMO / "data"),
+                "evaluation": {"limit": 3},
+            }
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QBENCH_CACHE", str(folder / "cache"))
+        for command in (
+            ["run", recipe, "--out", folder / "out", "--device", "cpu"],
+            ["report", folder / "out"],
+        ):
+            assert not app([str(part) for part in command], standalone_mode=False)
+    return folder / "out"
+
+
+def test_the_cells_ran_on_the_plug_ins_and_passed_their_audit(results):
+    records = {record.cell: record for record in Store(results).records()}
+    cell = records["toy/signs"]
+    assert cell.attention == "toy/reference"
+    assert (cell.method, cell.title, cell.precision.name) == ("sign", "Signs", "W1A16")
+    assert cell.audit.passed
+    assert cell.audit.coverage == 1.0
+    assert 1 <= cell.audit.bits_per_weight < 2
+    assert cell.damage.tasks["demo_choice"].distributions.kl.mean > 0
+    assert cell.key_parts["quantizer"]["gain"] == 0.9
+
+
+def test_tables_and_report_show_them(results):
+    tables = (results / "tables.md").read_text()
+    assert "Signs: Δ = toy − softmax" in tables
+    assert "| signs" in tables
+    page = (results / "report.html").read_text()
+    assert "toy/signs" in page
+    assert "toy/reference" in page
