@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
 
 from scoring_models import choices, instance, llama, pages, text, tokenizer
+from test_divergence import Logits, quantized_like
 
 from qbench.attention.interface import attend
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.base_rows import Recorder
+from qbench.evaluation.scoring.divergence import Meter
 from qbench.evaluation.tolerance import Tolerance
 
 pytestmark = [
@@ -29,13 +33,13 @@ def model_with(normalizer: str, dtype: torch.dtype):
     return model
 
 
-def scorer(model, mode, *, max_length=128, batch_tokens=None, **changes):
+def scorer(model, mode, *, max_length=128, batch_tokens=None, observer=None, **changes):
     size = {"batch_size": 64, "window_batch_size": 8}
     if mode == "fast":
         tokens = batch_tokens or settings.batch_tokens("cuda", model.config.to_dict())
         size |= {"batch_tokens": tokens, "sample": 32}
     chosen = settings.ScoringSettings(mode=mode, max_length=max_length, **(size | changes))
-    return language_model(model, tokenizer(), chosen)
+    return language_model(model, tokenizer(), chosen, observer=observer)
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
@@ -123,7 +127,51 @@ def test_the_model_is_its_own_again_after_fused_steps():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_the_peak_stays_below_the_weights_and_2_gib_at_the_340m_shape():
+ANY = Tolerance(mean=10.0, largest=100.0, changed=1.0)
+
+
+def watch(model, mode, observer, requests, **changes):
+    lm = scorer(model, mode, observer=observer, tolerance=ANY, **changes)
+    if requests[0].request_type == "loglikelihood":
+        return lm.loglikelihood(requests, disable_tqdm=True)
+    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_a_model_against_itself_differs_by_nothing(normalizer, mode, dtype):
+    model, recorder = model_with(normalizer, dtype), Recorder()
+    calls = choices(60), pages((3, 0, 75, 40, 1, 300))
+    for requests in calls:
+        watch(model, mode, recorder, requests)
+    meter = Meter(recorder.base("k"))
+    for requests in calls:
+        watch(model, mode, meter, requests)
+    assert list(meter.measured) == ["choices", "pages"]
+    for result in meter.measured.values():
+        assert abs(result.kl).max() < 1e-6
+        assert result.agrees.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_damage_is_the_divergence_of_full_logits(mode, dtype):
+    model = model_with("softpick", dtype)
+    other = quantized_like(model.cpu(), 0.3).cuda()
+    model.cuda()
+    recorder, before, after, requests = Recorder(), Logits(), Logits(), choices(60)
+    for one, observer in ((model, recorder), (model, before), (other, after)):
+        watch(one, mode, observer, requests)
+    meter = Meter(recorder.base("k"))
+    watch(other, mode, meter, requests)
+    p, q = before.table.log_softmax(-1), after.table.log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum(-1).cpu().numpy()
+    assert expected.mean() > 0.01
+    assert meter.measured["choices"].kl == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def shape_340m():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -138,13 +186,48 @@ def test_the_peak_stays_below_the_weights_and_2_gib_at_the_340m_shape():
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
     attend(model, normalizer="softpick")
-    weights = torch.cuda.memory_allocated() / 2**30
-    fast = scorer(model, "fast", max_length=4096)
-    many = [
+    return model
+
+
+def many():
+    return [
         instance(text(i, 60), " " + text(1000 * k + i, 2), i, k)
         for i in range(1500)
         for k in range(4)
     ]
-    fast.loglikelihood(many, disable_tqdm=True)
-    fast.loglikelihood_rolling(pages((9000, 9000)), disable_tqdm=True)
+
+
+def test_damage_takes_at_most_1_6_times_as_long_as_scoring_alone():
+    model, recorder, windows = shape_340m(), Recorder(), pages((9000,) * 12)
+
+    def score(observer):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for requests in (many(), windows):
+            watch(model, "fast", observer, requests, max_length=4096, sample=0)
+        return time.perf_counter() - start
+
+    score(None)
+    score(recorder)
+    base = recorder.base("k")
+    runs = {"alone": lambda: None, "kept": Recorder, "measured": lambda: Meter(base)}
+    seconds = {name: min(score(make()) for _ in range(3)) for name, make in runs.items()}
+    assert seconds["kept"] < 1.6 * seconds["alone"], seconds
+    assert seconds["measured"] < 1.6 * seconds["alone"], seconds
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["alone", "measured"])
+def test_the_peak_stays_below_the_weights_and_2_gib_at_the_340m_shape(measured):
+    model, meter = shape_340m(), None
+    calls = many(), pages((9000, 9000))
+    if measured:
+        recorder = Recorder()
+        for requests in calls:
+            watch(model, "fast", recorder, requests, max_length=4096)
+        meter = Meter(recorder.base("k"))
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated() / 2**30
+    fast = scorer(model, "fast", max_length=4096, observer=meter, tolerance=ANY)
+    fast.loglikelihood(calls[0], disable_tqdm=True)
+    fast.loglikelihood_rolling(calls[1], disable_tqdm=True)
     assert fast.report().peak_memory_gib < weights + 2

@@ -60,7 +60,8 @@ class Projection:
             whole = rows.new_zeros(self.total, rows.shape[1]).index_copy_(0, self.chosen, rows)
             logits = head(whole)[self.chosen]
             return lambda first, last: logits[first:last]
-        filled = functional.pad(rows, (0, 0, 0, -len(rows) % self.multiple))
+        missing = -len(rows) % self.multiple
+        filled = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
         def part(first: int, last: int) -> Tensor:
             end = last + (first - last) % self.multiple
