@@ -33,11 +33,11 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     problems = problems or not_finite(quantized)
     moved, wrong = _logits(original, quantized, probe)
     problems += wrong
+    if quantizer.precision.quantized and moved == 0:
+        problems.append("the logits are those of the unquantized model")
     wanted = matrices(original)
     if quantizer.precision.weights is None:
         return _audit_unquantized(wanted, quantized, quantizer, moved, problems)
-    if moved == 0:
-        problems.append("the logits are those of the unquantized model")
     stored = quantizer.evidence(quantized).weights
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
     problems += _uncovered(remaining, wanted.values(), quantizer)

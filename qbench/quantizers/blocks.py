@@ -161,10 +161,12 @@ class _Notes:
 
     def __init__(self, blocks: nn.ModuleList, layers: dict[str, nn.Linear], root: str) -> None:
         self.arguments: list[dict[str, Any]] = []
+        self.groups: list[list[list[str]]] = []
         self._blocks, self._layers, self._root = blocks, layers, root
         self._output: Tensor | None = None
-        # Tensors are kept, so that none is mistaken for another that lay in its place.
-        self._order: list[list[tuple[str, Tensor, int]]] = []
+        # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
+        # another that lay in its place.
+        self._order: list[tuple[str, Tensor, int]] = []
 
     def handles(self) -> Iterator[Any]:
         for block in self._blocks:
@@ -172,17 +174,6 @@ class _Notes:
             yield block.register_forward_hook(self._leave)
         for name, layer in self._layers.items():
             yield layer.register_forward_pre_hook(self._reach(name))
-
-    @property
-    def groups(self) -> list[list[list[str]]]:
-        result = []
-        for place, order in enumerate(self._order):
-            prefix = f"{self._root}.{place}."
-            named: dict[tuple[int, int], list[str]] = {}
-            for name, tensor, version in order:
-                named.setdefault((id(tensor), version), []).append(name.removeprefix(prefix))
-            result.append(list(named.values()))
-        return result
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         place = len(self.arguments)
@@ -195,17 +186,21 @@ class _Notes:
                 "such a model cannot be calibrated block by block"
             )
         self.arguments.append(rest)
-        self._order.append([])
 
     def _leave(self, block: nn.Module, _: tuple, output: Any) -> None:
+        prefix = f"{self._root}.{len(self.groups)}."
+        named: dict[tuple[int, int], list[str]] = {}
+        for name, tensor, version in self._order:
+            named.setdefault((id(tensor), version), []).append(name.removeprefix(prefix))
+        self.groups.append(list(named.values()))
+        self._order.clear()
         self._output = _states(output)
         if block is self._blocks[-1]:
             raise Stop
 
     def _reach(self, name: str) -> Callable:
         def note(_: nn.Module, arguments: tuple) -> None:
-            if self._order:
-                self._order[-1].append((name, arguments[0], arguments[0]._version))
+            self._order.append((name, arguments[0], arguments[0]._version))
 
         return note
 

@@ -57,7 +57,7 @@ def quantize(
         raise QuantizationError(f"{quantizer.name}: needs calibration text; the recipe has none")
     quantizer.require()
     linearize(model)
-    _require_weights(model, quantizer)
+    _require_sound(model, quantizer)
     attention = model.config._attn_implementation
     store = artifact(
         artifacts,
@@ -75,11 +75,11 @@ def quantize(
     return Quantized(model=model.eval(), detail=detail)
 
 
-def _require_weights(model: PreTrainedModel, quantizer: Quantizer) -> None:
+def _require_sound(model: PreTrainedModel, quantizer: Quantizer) -> None:
     dtypes = {layer.weight.dtype for layer in linears(model).values()}
-    if not dtypes:
+    if not dtypes and quantizer.precision.weights is not None:
         raise QuantizationError(f"{quantizer.name}: {type(model).__name__} has no linear layers")
-    assert dtypes == {getattr(torch, quantizer.compute_dtype)}, f"{quantizer.name}: in {dtypes}"
+    assert dtypes <= {getattr(torch, quantizer.compute_dtype)}, f"{quantizer.name}: in {dtypes}"
     require_matches(model, quantizer.leave_out, quantizer.name)
     if broken := not_finite(model):
         more = f"; and {len(broken) - 1} more" if len(broken) > 1 else ""

@@ -150,8 +150,9 @@ class WeightQuantizer(Quantizer):
     def agreement(self, dtype: torch.dtype) -> tuple[float, float]:
         import torch
 
-        tolerance = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
-        return tolerance, 4 * tolerance
+        identity = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+        random = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+        return identity[dtype], random[dtype]
 
     def group_length(self, columns: int) -> int:
         """Weights in a group along a row of ``columns``."""

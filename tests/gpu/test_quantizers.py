@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
+from bitsandbytes import functional
 from quantizer_models import (
     DIGEST,
     PROBE,
@@ -19,9 +20,10 @@ from quantizer_models import (
     settings,
 )
 
-from qbench.quantizers import parse
+from qbench.quantizers import bnb_layers, parse
 from qbench.quantizers.audit import audit
 from qbench.quantizers.calibration import read_calibration
+from qbench.quantizers.linears import plain
 from qbench.quantizers.quantization import quantize
 
 pytestmark = [
@@ -136,3 +138,22 @@ def test_a_trained_softpick_model_passes_its_audit(name, stated, tmp_path):
     assert report.problems == ()
     assert report.passed
     assert made.model.config._attn_implementation == "qbench-softpick-reference"
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 160])
+@pytest.mark.parametrize(("table", "double"), [("nf4", False), ("fp4", False), ("nf4", True)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_4_bit_codes_ourselves_gives_what_the_librarys_gpu_kernel_gives(
+    width, table, double, dtype
+):
+    """And so do the codes that a CPU has made."""
+    layer = torch.nn.Linear(width, 40, bias=False, dtype=getattr(torch, dtype))
+    chosen = settings("bnb-4bit", quant_type=table, double_quant=double, compute_dtype=dtype)
+    stored = chosen.store("layer", layer)
+    here = chosen.rebuild(plain(layer), stored)
+    there = chosen.rebuild(plain(layer.cuda()), {n: t.cuda() for n, t in stored.items()})
+    state = there.weight.quant_state
+    theirs = functional.dequantize_4bit(there.weight.data, state).float().cpu()
+    close = {"rtol": 1e-5, "atol": 1e-7} if dtype == "float32" else {"rtol": 5e-3, "atol": 1e-6}
+    torch.testing.assert_close(bnb_layers.decode(there).cpu(), theirs, **close)
+    torch.testing.assert_close(bnb_layers.decode(here), theirs, **close)

@@ -25,7 +25,7 @@ class Sign(WeightQuantizer):
     method: ClassVar[str] = "sign"
     title: ClassVar[str] = "Signs"
 
-    bits: Literal[1] = 1
+    bits: Literal[1]
     gain: Annotated[float, Field(gt=0, lt=2, description="times the mean magnitude")] = 1.0
 
     @property
@@ -80,4 +80,4 @@ class SignLinear(nn.Module):
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
-register("sign-1bit", Sign, "signs of the weights, a scale a row")
+register("sign-1bit", Sign, "signs of the weights, a scale a row", bits=1)

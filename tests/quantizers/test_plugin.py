@@ -13,10 +13,20 @@ from quantizer_models import PROBE, llama, logits, make
 from torch import Tensor, nn
 
 from qbench.errors import RecipeError
-from qbench.quantizers import QUANTIZERS, SETTINGS, Evidence, Stored, WeightQuantizer, parse
+from qbench.quantizers import (
+    QUANTIZERS,
+    SETTINGS,
+    Evidence,
+    Made,
+    Quantizer,
+    Stored,
+    WeightQuantizer,
+    parse,
+)
 from qbench.quantizers.artifacts import artifact
 from qbench.quantizers.audit import audit
 from qbench.quantizers.linears import linears
+from qbench.record import Part, Precision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plugins"))
 
@@ -153,3 +163,51 @@ def test_evidence_of_nothing_covers_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Subclassed, "evidence", lambda *_: Evidence())
     report = audit(llama(), make(chosen, tmp_path).model, chosen, PROBE)
     assert (report.passed, report.coverage, len(report.left_out)) == (False, 0.0, 14)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Activations(Quantizer):
+    """Rounds what layers receive, and stores another norm: no weight of a linear layer changes."""
+
+    method: ClassVar[str] = "activations"
+    title: ClassVar[str] = "Activations"
+    threads: ClassVar[int] = 1
+    leave_out: ClassVar[tuple[str, ...]] = ()
+    compute_dtype: str = "float32"
+    bits: int = 8
+    really: bool = True
+
+    @property
+    def name(self):
+        return f"int{self.bits}-token"
+
+    @property
+    def precision(self):
+        return Precision(activations=Part(bits=self.bits, scheme="int8 per token"))
+
+    def make(self, model, calibration, progress):
+        return Made(tensors={"model.norm.weight": model.model.norm.weight * 1}, note="rounded")
+
+    def apply(self, model, tensors):
+        for name, tensor in tensors.items():
+            model.get_parameter(name).data = tensor
+
+        def round_input(_, arguments):
+            scale = arguments[0].abs().amax(-1, keepdim=True) / (2 ** (self.bits - 1) - 1)
+            return ((arguments[0] / scale).round() * scale,)
+
+        for layer in linears(model).values() if self.really else ():
+            layer.register_forward_pre_hook(round_input)
+        return model
+
+    def evidence(self, model):
+        return Evidence()
+
+
+@pytest.mark.parametrize("really", [True, False])
+def test_a_quantizer_of_activations_alone_is_a_quantized_cell(really, tmp_path):
+    chosen = Activations(really=really)
+    assert (chosen.precision.quantized, chosen.precision.name) == (True, "W16A8")
+    report = audit(llama(), make(chosen, tmp_path).model, chosen, PROBE)
+    assert report.problems == (() if really else ("the logits are those of the unquantized model",))
+    assert make(chosen, tmp_path).detail == "artifact reused: rounded"

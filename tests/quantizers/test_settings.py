@@ -20,7 +20,8 @@ def test_a_name_gives_settings_of_that_name(name):
 def test_the_names_are_those_of_the_paper_and_its_yardsticks():
     expected = {"bf16", "fp32", "bnb-4bit", "bnb-8bit"}
     expected |= {f"{m}-{n}bit" for m in ("gptq", "hqq", "rtn") for n in (2, 3, 4, 8)}
-    assert set(QUANTIZERS) == expected
+    own = {n for n in QUANTIZERS if QUANTIZERS.get(n).kind.__module__.startswith("qbench.")}
+    assert own == expected
 
 
 @pytest.mark.parametrize("name", list(QUANTIZERS))
@@ -44,6 +45,30 @@ def test_one_spelling_of_a_number_makes_one_key():
 def test_options_reach_the_settings():
     settings = parse("gptq-3bit", {"group_size": 64, "desc_act": True, "backend": "torch"})
     assert settings == Gptq(bits=3, group_size=64, desc_act=True, backend="torch")
+
+
+def test_a_list_of_a_recipe_is_kept_and_written_as_one():
+    chosen = parse("rtn-4bit", {"leave_out": ["experts", "*.o_proj"]})
+    assert chosen.leave_out == ("experts", "*.o_proj")
+    assert chosen.settings["leave_out"] == ["experts", "*.o_proj"]
+    assert hash(chosen) != hash(parse("rtn-4bit"))
+
+
+@pytest.mark.parametrize("name", list(QUANTIZERS))
+def test_every_option_is_explained_with_what_it_may_be(name):
+    preset = QUANTIZERS.get(name)
+    for option in preset.options:
+        meaning, _, values = preset.explain(option).rpartition(" (")
+        assert meaning != option
+        assert values
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("fp32", "W16A16"), ("bnb-8bit", "W8A8"), ("gptq-3bit", "W3A16"), ("hqq-2bit", "W2A16")],
+)
+def test_precision_has_its_parts(name, precision):
+    assert parse(name).precision.name == precision
 
 
 @pytest.mark.parametrize(
