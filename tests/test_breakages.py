@@ -1,4 +1,4 @@
-"""A quantizer broken on purpose does not pass the gate: the bundled pair, end to end."""
+"""A quantizer broken on purpose does not pass the gate: a bundled model, end to end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import yaml
 
 from qbench.gate import baseline
 from qbench.gate.check import check
+from qbench.gate.gates import Gate
 from qbench.store import Store
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
-CELL = "softpick/rtn-4bit"
+RTN, GPTQ, HQQ = "softpick/rtn-4bit", "softpick/gptq-4bit", "softpick/hqq-3bit"
 TASK = "demo_pages"
+LAYER = "model.layers.1.self_attn.v_proj"
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +27,31 @@ def recipe(tmp_path_factory):
                 "name": "gate",
                 "checkpoints": {"softpick": str(DEMO / "softpick")},
                 "compute_dtype": "float32",
-                "quantizers": ["fp32", {"name": "rtn-4bit", "group_size": 64}],
+                "quantizers": [
+                    "fp32",
+                    {"name": "rtn-4bit", "group_size": 64},
+                    {"name": "gptq-4bit", "group_size": 64, "backend": "torch"},
+                    {"name": "hqq-3bit", "group_size": 64},
+                ],
+                "calibration": {
+                    "path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128, "seed": 0,
+                },
                 "tasks": [TASK],
                 "definitions": str(DEMO / "tasks"),
                 "data": str(DEMO / "data"),
-                "evaluation": {"damage": False},
+                "evaluation": {"damage": False, "limit": 8},
             }
         )
-    )
+    )  # fmt: skip
     return path
 
 
-def run_recipe(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Run every cell into ``folder``, with a store of quantized weights of its own."""
+def run_recipe(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, only: str = "*") -> Store:
+    """Run the cells into ``folder``, with a store of quantized weights of its own."""
     from qbench.cli import app
 
     monkeypatch.setenv("QBENCH_CACHE", str(folder / "cache"))
-    arguments = ["run", path, "--out", folder, "--device", "cpu"]
+    arguments = ["run", path, "--out", folder, "--device", "cpu", "--only", only]
     code = app([str(one) for one in arguments], standalone_mode=False)
     assert code in (None, 0, 1)
     return Store(folder)
@@ -57,38 +67,77 @@ def standard(recipe, tmp_path_factory):
     return path
 
 
-def verdict(recipe, folder, monkeypatch, standard):
-    result = check(run_recipe(recipe, folder, monkeypatch), standard)
-    return result, [gate for gate in result.gates if gate.cell == CELL]
+@pytest.fixture
+def gates_of(recipe, tmp_path, monkeypatch, standard):
+    """Runs one cell again; its gates by what they ask."""
+
+    def ask(cell: str) -> dict[tuple[str, str], Gate]:
+        result = check(run_recipe(recipe, tmp_path, monkeypatch, cell), standard)
+        return {(gate.task, gate.metric): gate for gate in result.gates if gate.cell == cell}
+
+    return ask
 
 
-def test_the_same_quantizer_passes(recipe, tmp_path, monkeypatch, standard):
-    result, gates = verdict(recipe, tmp_path, monkeypatch, standard)
-    assert result.exit_code == 0
-    assert {gate.task for gate in gates} == {TASK, "audit"}
-    assert {gate.outcome for gate in gates} == {"pass"}
+@pytest.mark.parametrize("cell", [RTN, GPTQ, HQQ])
+def test_the_same_quantizer_passes_with_the_same_bits(gates_of, cell):
+    gates = gates_of(cell)
+    assert {gate.outcome for gate in gates.values()} == {"pass"}
+    assert gates["audit", "layers"].reason == "same bits in all 28 layers"
+    assert gates[TASK, "word_perplexity"].reason == "same outcomes on all 8 documents"
 
 
-def test_scales_off_by_5_per_cent_fail(recipe, tmp_path, monkeypatch, standard):
-    from qbench.quantizers import packed
+@pytest.fixture(params=[(RTN, 1.05), (GPTQ, 1.03), (HQQ, 1.03)], ids=["rtn", "gptq", "hqq"])
+def scaled(request, monkeypatch):
+    """A cell whose scales are all too large by a few per cent."""
+    from qbench.quantizers import hqq_layers, packed
 
-    whole = packed.tensors_of
+    cell, factor = request.param
+    whole, stored = packed.tensors_of, hqq_layers.store
+
+    def store(*of):
+        tensors = stored(*of)
+        return tensors | {"scale": tensors["scale"] * factor}
+
     monkeypatch.setattr(
-        packed, "tensors_of", lambda codes, scale, *rest: whole(codes, scale * 1.05, *rest)
+        packed, "tensors_of", lambda codes, scale, *rest: whole(codes, scale * factor, *rest)
     )
-    result, gates = verdict(recipe, tmp_path, monkeypatch, standard)
-    assert result.exit_code == 1
-    failed = [gate for gate in gates if gate.outcome == "fail"]
-    assert ("audit", "weight_error") in {(gate.task, gate.metric) for gate in failed}
+    monkeypatch.setattr(hqq_layers, "store", store)
+    return cell
 
 
-def test_a_skipped_layer_fails(recipe, tmp_path, monkeypatch, standard):
+def test_scales_off_by_a_few_per_cent_fail(gates_of, scaled):
+    gate = gates_of(scaled)["audit", "layer_gain"]
+    assert gate.outcome == "fail"
+    assert "and 25 more" in gate.reason  # all 28 layers
+    assert gate.worse.estimate > 2
+
+
+def test_one_layer_with_its_scales_rolled_fails_and_is_named(gates_of, monkeypatch):
+    from qbench.quantizers.rtn import Rtn
+
+    whole = Rtn.store
+
+    def store(self, name, layer):
+        tensors = whole(self, name, layer)
+        if name == LAYER:
+            tensors["scale"] = tensors["scale"].roll(1, dims=0)
+        return tensors
+
+    monkeypatch.setattr(Rtn, "store", store)
+    gates = gates_of(RTN)
+    gate = gates["audit", "layer_error"]
+    assert gate.outcome == "fail"
+    assert gate.reason.startswith(f"beyond the margin: {LAYER}; ")
+    assert "same bits in 27 of 28 layers" in gate.reason
+    assert gates["audit", "weight_error"].outcome == "pass"  # the mean over the model hides it
+
+
+def test_a_skipped_layer_fails(gates_of, monkeypatch):
     from qbench.quantizers import linears
 
     whole = linears.linears_of
     monkeypatch.setattr(linears, "linears_of", lambda *of: dict(list(whole(*of).items())[1:]))
-    result, gates = verdict(recipe, tmp_path, monkeypatch, standard)
-    assert result.exit_code == 1
-    assert [gate.outcome for gate in gates] == ["fail"]
-    assert "not quantized" in gates[0].reason
-    assert "model.layers.0" in gates[0].reason
+    (gate,) = gates_of(RTN).values()
+    assert gate.outcome == "fail"
+    assert "not quantized" in gate.reason
+    assert "model.layers.0" in gate.reason

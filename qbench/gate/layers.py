@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from qbench.store import Store
 
 DIGEST_DIGITS = 16  # 64 bits tell layers apart
 SMALLEST = 1e-4  # an error below this is rounding: a rise is not counted from less
+SAME = 1e-4  # relative: measures of the same bits agree to rounding
 NAMED = 3
 
 Layers = Mapping[str, "Layer"]
@@ -52,15 +54,16 @@ def read_layers(store: Store) -> dict[str, Layers]:
 def layer_gates(cell: str, old: Layers, new: Layers, margins: Mapping[str, float]) -> list[Gate]:
     """No layer measures worse than the baseline's by more than its margin, in per cent.
 
-    The same stored bits are the same layer, and nothing more is asked. Other bits alone are no
-    failure: processors and library versions round differently.
+    Nothing more is asked of layers with the same stored bits that measure the same: a forward
+    that reads them wrongly does not. Other bits alone are no failure: processors and library
+    versions round differently.
     """
     if not old:
         return []
     lost = [name for name in old if name not in new]
     if lost:
         return [whole(cell, f"no longer quantized, or not audited: {_some(lost)}")]
-    same = [name for name, layer in old.items() if layer.digest and layer == new[name]]
+    same = [name for name, layer in old.items() if _same(layer, new[name])]
     if len(same) == len(old):
         return [
             Gate(
@@ -81,6 +84,17 @@ def layer_gates(cell: str, old: Layers, new: Layers, margins: Mapping[str, float
         if known:
             gates.append(_gate(cell, metric, known, margins[metric], old, new, told))
     return gates
+
+
+def _same(old: Layer, new: Layer) -> bool:
+    return (
+        bool(old.digest)
+        and old.digest == new.digest
+        and all(
+            math.isclose(getattr(old, one) or 0.0, getattr(new, one) or 0.0, rel_tol=SAME)
+            for one in ("error", "gain", "levels", "bits")
+        )
+    )
 
 
 def _gate(
