@@ -29,7 +29,7 @@ REASONS = {
     "DisabledRepoError": "access to it is disabled",
     "RepositoryNotFoundError": f"there is no such repository, or a private one: {SIGN_IN}",
     "RemoteEntryNotFoundError": "it has no such file",
-    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and the cache does not hold all of it",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, so what the cache lacks is not fetched",
     "TimeoutException": "no answer in time; try again, or raise HF_HUB_DOWNLOAD_TIMEOUT (seconds)",
     "ConnectError": "it cannot be reached; is there a connection?",
     "NetworkError": "the connection broke; run again, it goes on where it stopped",
@@ -69,14 +69,13 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
     """
     from huggingface_hub import snapshot_download
 
-    def download(dry_run: bool = False) -> Any:
+    def download(dry_run: bool) -> Any:
         return snapshot_download(
             hub_id, revision=revision, allow_patterns=list(patterns), dry_run=dry_run
         )
 
     try:
-        _announce(hub_id, download)
-        return Path(patiently(download))
+        return _get(hub_id, download)
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -89,14 +88,13 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
     """One file of a data-set repository. Raises DataError where the hub does not give it."""
     from huggingface_hub import hf_hub_download
 
-    def download(dry_run: bool = False) -> Any:
+    def download(dry_run: bool) -> Any:
         return hf_hub_download(
             dataset, name, repo_type="dataset", revision=revision, dry_run=dry_run
         )
 
     try:
-        _announce(f"{name} of {dataset}", download)
-        return Path(patiently(download))
+        return _get(f"{name} of {dataset}", download)
     except Exception as error:
         raise DataError(f"the hub did not give {name} of {dataset}: {reason(error)}") from error
 
@@ -185,20 +183,24 @@ def _wait(response: Any, default: float) -> float:
     return float(stated) if stated.isdecimal() else default
 
 
-def _announce(what: str, download: Callable[[bool], Any]) -> None:
-    """Say how much of ``what`` is about to be downloaded, where somebody listens."""
+def _get(what: str, download: Callable[[bool], str]) -> Path:
+    """Download ``what``; where somebody listens, say how much of it, or that it is not anew."""
     say = _listener.get()
-    if say is None:
-        return
-    _bound_waits()
-    try:
-        found = download(True)
-    except Exception:  # the download itself, which follows, says what is wrong
-        return
-    files = [f for f in (found if isinstance(found, list) else [found]) if f.will_download]
-    if files:
-        size = sum(f.file_size or 0 for f in files) / 1e6
-        say(f"downloading {what}: {len(files)} file{'s'[: len(files) > 1]}, {size:,.1f} MB")
+    missed = None
+    if say is not None:
+        try:
+            found: Any = patiently(lambda: download(True))
+        except Exception as error:  # the download itself ends in it too, or takes the cache's copy
+            missed = error
+        else:
+            files = [f for f in (found if isinstance(found, list) else [found]) if f.will_download]
+            size = sum(f.file_size or 0 for f in files) / 1e6
+            if files:
+                say(f"downloading {what}: {len(files)} file{'s'[: len(files) > 1]}, {size:,.1f} MB")
+    path = patiently(lambda: download(False))
+    if say is not None and missed is not None:
+        say(f"{what}: the copy in the cache is used ({reason(missed)})")
+    return Path(path)
 
 
 def failed(error: BaseException) -> bool:

@@ -102,13 +102,17 @@ def _beside(data: Path) -> Path:
 
 
 def _download(address: str) -> Path:
-    """The local copy of ``hf://datasets/<owner>/<name>/<file>``."""
+    """The local copy of ``hf://datasets/<owner>/<name>[@<revision>]/<file>``."""
     parts = address.removeprefix(HUB_FILE).split("/", 3)
     if len(parts) != 4 or parts[0] != "datasets" or not all(parts):
-        raise RecipeError(f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE")
+        raise RecipeError(
+            f"calibration.path: {address}: write {HUB_FILE}datasets/OWNER/NAME/FILE, or "
+            "NAME@REVISION"
+        )
     _, owner, name, file = parts
+    name, _, revision = name.partition("@")
     try:
-        return hub.dataset_file(f"{owner}/{name}", file)
+        return hub.dataset_file(f"{owner}/{name}", file, revision or None)
     except DataError as error:
         raise DataError(
             f"calibration.path: {address}: {error}; "

@@ -101,6 +101,24 @@ def test_a_config_of_a_hundred_megabytes_is_refused(tmp_path):
         find(str(tmp_path / "c"))
 
 
+def plan(recipe, monkeypatch, tmp_path):
+    """Exit code of ``qbench plan``."""
+    from qbench.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["qbench", "plan", str(recipe), "--out", str(tmp_path / "o")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_recipe_with_such_a_source_ends_with_one_line(source, tmp_path, monkeypatch, capfd):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE % json.dumps(source))
+    assert plan(recipe, monkeypatch, tmp_path) == 2
+    assert len(capfd.readouterr().err.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -114,16 +132,11 @@ def test_a_config_of_a_hundred_megabytes_is_refused(tmp_path):
     ids=["nested config", "header is a list", "no heads", "another activation"],
 )
 def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capfd, spoil):
-    from qbench.cli import main
-
     folder = write(tmp_path / "c")
     spoil(folder)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE % json.dumps(str(folder)))
-    monkeypatch.setattr(sys, "argv", ["qbench", "plan", str(recipe), "--out", str(tmp_path / "o")])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
+    assert plan(recipe, monkeypatch, tmp_path) == 2
     printed = capfd.readouterr().err.strip()
     assert printed.startswith(f"checkpoint {folder}: ")
     assert len(printed.splitlines()) == 1

@@ -112,9 +112,27 @@ def test_data_that_the_hub_refuses_is_one_line(hub, qbench, small, fault, words)
     assert "say --data DIR" in line
 
 
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (f"{C4}@nosuch/{SHARD}", "it has no such revision"),
+        (f"{C4}/en/nosuch.json.gz", "it has no such file"),
+        (f"{C4}/", "write hf://datasets/OWNER/NAME/FILE, or NAME@REVISION"),
+    ],
+)
+def test_calibration_text_that_the_hub_does_not_have_is_one_line(qbench, tmp_path, address, words):
+    (tmp_path / "gptq.yaml").write_text(
+        f"name: small\ncheckpoints: {{one: {DEMO}}}\nquantizers: [bf16, gptq-4bit]\n"
+        f"tasks: [sciq]\ncalibration: {{path: 'hf://datasets/{address}'}}\n"
+    )
+    line = qbench("plan", "gptq.yaml", "--device", "cpu").line
+    assert line.startswith(f"calibration.path: hf://datasets/{address}: ")
+    assert words in line
+
+
 def test_a_plan_without_the_hub_says_what_it_lacks(qbench, small):
     line = qbench("plan", small, "--device", "cpu", HF_HUB_OFFLINE="1").line
-    assert "HF_HUB_OFFLINE is set, and the cache does not hold all of it" in line
+    assert "HF_HUB_OFFLINE is set, so what the cache lacks is not fetched" in line
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_a_broken_download_is_no_checkpoint_and_is_taken_up_again(hub, ask, tmp_
     line = ask("checkpoint", SOFTPICK).line
     assert "the hub did not give it" in line
     line = ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1").line
-    assert "HF_HUB_OFFLINE is set, and the cache does not hold all of it" in line
+    assert "HF_HUB_OFFLINE is set, so what the cache lacks is not fetched" in line
     hub.faults.clear()
     hub.requests.clear()
     ended = ask("checkpoint", SOFTPICK)
@@ -126,8 +126,13 @@ def test_a_pinned_revision_stays_when_the_name_moves_on(hub, ask):
 def test_a_checkpoint_of_the_cache_serves_without_the_hub(hub, ask):
     first = ask("checkpoint", SOFTPICK).output.strip()
     hub.requests.clear()
-    assert ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1").output.strip() == first
+    offline = ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1")
+    assert offline.output.strip() == first
+    assert "the copy in the cache is used (HF_HUB_OFFLINE is set" in offline.errors
     assert hub.requests == []
+    down = ask("checkpoint", SOFTPICK, HF_ENDPOINT="http://127.0.0.1:9")
+    assert down.output.strip() == first
+    assert "the copy in the cache is used (it cannot be reached" in down.errors
 
 
 def test_a_first_run_without_the_hub_is_one_line(ask):
