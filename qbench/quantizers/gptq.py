@@ -14,6 +14,7 @@ from qbench.quantizers.quantizer import SETTINGS, Made, Progress, Stored
 from qbench.quantizers.weight_quantizer import GroupSize, WeightQuantizer, groups_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -102,6 +103,11 @@ class Gptq(WeightQuantizer):
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero
+
+    def agreement(self, dtype: torch.dtype) -> tuple[float, float]:
+        """gptqmodel multiplies codes by scales in float16, whatever the dtype."""
+        on_identity, on_random = super().agreement(dtype)
+        return (max(on_identity, 1e-3) if self.backend == "gptqmodel" else on_identity), on_random
 
     def make(
         self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress

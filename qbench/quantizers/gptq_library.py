@@ -137,9 +137,29 @@ def read(module: nn.Module, settings: Gptq) -> Stored | None:
     size = settings.group_length(module.in_features)
     return Stored(
         tensors={part: getattr(module, part) for part in PARTS},
-        dequantize=lambda: module.dequantize_weight().T,
+        dequantize=lambda: decode(module),
         groups=lambda weight: weight[:, order.to(weight.device)].reshape(-1, size),
     )
+
+
+def decode(module: nn.Module) -> torch.Tensor:
+    """The weight, float32 [out, in], from codes, zeros and scales alone.
+
+    Codes of a column, one a row, follow each other bit by bit in 32-bit words, the lowest bit
+    first; zeros likewise along a group's row.
+    """
+    codes = _unpacked(module.qweight, module.bits)[: module.in_features]
+    zeros = _unpacked(module.qzeros.T, module.bits)[: module.out_features].T
+    group = module.g_idx.long()
+    return ((codes - zeros[group]) * module.scales[group].float()).T
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [words, n] → float32 [words · 32 / bits, n]."""
+    places = torch.arange(32, device=words.device, dtype=torch.int32)
+    stream = ((words[:, None] >> places[:, None]) & 1).to(torch.uint8)
+    planes = stream.reshape(-1, bits, words.shape[1])
+    return sum(planes[:, place].float() * 2**place for place in range(bits))
 
 
 def require_auto_gptq() -> None:

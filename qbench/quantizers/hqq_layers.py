@@ -70,9 +70,24 @@ def read(module: nn.Module, settings: Hqq) -> Stored | None:
             "scale": module.meta["scale"],
             "zero": module.meta["zero"],
         },
-        dequantize=module.dequantize,
+        dequantize=lambda: decode(module, settings),
         groups=groups,
     )
+
+
+def decode(module: HQQLinear, settings: Hqq) -> Tensor:
+    """The weight, float32 [out, in], from codes, zeros and scales alone.
+
+    The rows of the grouped weight are cut into as many parts as codes fit into a word; the first
+    part lies in the highest bits, but for ten codes of 3 bits in the lower 30 of 32.
+    """
+    words, bits, shape = module.W_q.data, settings.bits, module.meta["shape"]
+    fit = 10 if bits == 3 else 8 // bits
+    parts = [(words >> bits * (fit - 1 - place)) & (2**bits - 1) for place in range(fit)]
+    rows = settings.group_size if settings.axis == 0 else shape.numel() // settings.group_size
+    codes = torch.cat(parts)[:rows].float()
+    weight = (codes - module.meta["zero"].float()) * module.meta["scale"].float()
+    return weight.reshape(shape)
 
 
 def _config(settings: Hqq) -> dict:

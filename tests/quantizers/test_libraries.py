@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from qbench.errors import QuantizationError
 from qbench.quantizers import gptq_library
 from qbench.quantizers.audit import audit
+from qbench.quantizers.linears import linears, plain
 from qbench.quantizers.quantization import quantize
 
 
@@ -239,3 +240,45 @@ def test_int8_outlier_columns_are_computed_unquantized(tmp_path):
     large = layer(x).float()
     # 0.01 beside 100 is lost in int8 (a step is 0.79); beside an outlier column it is not.
     torch.testing.assert_close(first - large, small, rtol=0.2, atol=large.abs().max() * 2**-8)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("stated", [{"axis": 0}, {"axis": 1, "group_size": 16}])
+def test_decoding_hqq_ourselves_gives_what_the_library_gives(bits, stated):
+    chosen = settings(f"hqq-{bits}bit", **stated)
+    layer = linears(llama())["model.layers.0.mlp.down_proj"]  # [64, 160]
+    module = chosen.rebuild(plain(layer), chosen.store("layer", layer))
+    torch.testing.assert_close(chosen.read(module).dequantize(), module.dequantize())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("stated", [{}, {"symmetric": False, "desc_act": True}])
+def test_decoding_gptq_ourselves_gives_what_the_library_gives(bits, stated):
+    draw = torch.Generator().manual_seed(bits)
+    chosen = settings(f"gptq-{bits}bit", **stated)
+    layer = linears(llama())["model.layers.0.mlp.down_proj"]
+    words = torch.iinfo(torch.int32)
+    tensors = {
+        "qweight": torch.randint(words.min, words.max, (160 * bits // 32, 64), generator=draw),
+        "qzeros": torch.randint(words.min, words.max, (5, 64 * bits // 32), generator=draw),
+        "scales": torch.rand(5, 64, generator=draw).half(),
+        "g_idx": torch.randperm(160, generator=draw) // 32,
+    }
+    tensors |= {name: tensors[name].int() for name in ("qweight", "qzeros", "g_idx")}
+    module = chosen.rebuild(plain(layer), tensors)
+    ours, theirs = chosen.read(module).dequantize(), module.dequantize_weight().T.float()
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-3)  # theirs in float16
+
+
+@pytest.mark.parametrize("name", ["hqq-4bit", "hqq-3bit", "gptq-4bit"])
+def test_a_library_that_unpacks_other_codes_than_it_stored_is_caught(name, tmp_path, monkeypatch):
+    """Two per cent: far within any bound on errors."""
+    chosen = settings(name)
+    model = make(chosen, tmp_path).model
+    for layer in linears(llama()):
+        module = model.get_submodule(layer)
+        method = "dequantize" if name.startswith("hqq") else "_dequantize_weight_cached_248"
+        inner = getattr(module, method)
+        monkeypatch.setattr(module, method, lambda *a, inner=inner, **k: inner(*a, **k) * 1.02)
+    report = audit(llama(), model, chosen, PROBE)
+    assert len([p for p in report.problems if "0.02 off the stored ones" in p]) == 14
