@@ -46,6 +46,8 @@ def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Ten
     """
     from torch import nn
 
+    if not tensors:  # models without attention heads are refused by name elsewhere
+        return
     heads = model.config.num_attention_heads
     for name, tensor in tensors.items():
         place, _, attribute = name.rpartition(".")
