@@ -85,9 +85,10 @@ class Scorer(LM):
         self._device = self.hflm.device
         self._progress, self._observer = progress, observer
         decoder, self.head = decoder_and_head(model)
-        self._rows_at_once = rows_at_once(model.config.vocab_size)
-        self._product = try_out(self.head, model.config.hidden_size, model.dtype, self._device)
-        self._logits_bytes = model.config.vocab_size * model.dtype.itemsize
+        shape = model.config.get_text_config()
+        self._rows_at_once = rows_at_once(shape.vocab_size)
+        self._product = try_out(self.head, shape.hidden_size, model.dtype, self._device)
+        self._logits_bytes = shape.vocab_size * model.dtype.itemsize
         self._counts, self._lock = Counts(), threading.Lock()
         self.way = self._exact = exact_way(settings, decoder, self._device)
         self._check: Check | None = None
