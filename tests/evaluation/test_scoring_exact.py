@@ -114,6 +114,14 @@ def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():
         scorer(model, "exact")
 
 
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_logits_that_are_no_numbers_are_not_blamed_on_the_scoring_mode(mode):
+    model = llama()
+    model.model.norm.weight.data[3] = float("nan")
+    with pytest.raises(EvaluationError, match="NaN or infinite .* no scoring mode can mend"):
+        scorer(model, mode)
+
+
 @pytest.mark.parametrize("stable", [True, False])
 def test_a_head_that_rounds_by_place_takes_whole_batches(stable, monkeypatch):
     """Both ways give HFLM's bits; only the number of rows that the head takes differs."""

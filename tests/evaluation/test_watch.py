@@ -88,3 +88,9 @@ def test_damage_that_is_not_asked_for_keeps_nothing(tmp_path, run):
     recipe.write_text(yaml.safe_dump(content))
     assert run()["rtn-4bit"].damage is None
     assert not list((tmp_path / "cache").rglob("*.sha256"))
+
+
+def test_lm_evals_own_scoring_has_no_damage_and_says_why(tmp_path, run):
+    damage = run("--scoring", "lm-eval")["rtn-4bit"].damage
+    assert "lm-eval shows nobody its log-probabilities" in damage.reason
+    assert not damage.retry
