@@ -34,10 +34,11 @@ class CellResults:
     measures: Mapping[str, float]  # of the audit; empty for unquantized cells
     scores: Mapping[Name, Score]
     columns: Mapping[Name, Column]
+    documents: Mapping[str, str]  # task → digest of what was asked, wherever it came from
 
     @property
     def tasks(self) -> Mapping[str, str]:
-        """Task → digest of its definition and data."""
+        """Task → digest of its definition and data files, which stands in the key."""
         digests = self.key_parts.get("tasks", {})
         return digests if isinstance(digests, Mapping) else {}
 
@@ -167,6 +168,7 @@ def _cell(store: Store, record: Record) -> CellResults:
         measures=_measures(record),
         scores={name: score for name, score in kept.items() if name in columns},
         columns=columns,
+        documents=record.documents,
     )
 
 
@@ -177,8 +179,11 @@ def _measures(record: Record) -> dict[str, float]:
 
 
 def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
-    for task, digest in before.tasks.items():
-        if task in after.tasks and after.tasks[task] != digest:
+    for task in dict.fromkeys([*before.documents, *before.tasks]):
+        told = task in before.documents and task in after.documents
+        sides = (before.documents, after.documents) if told else (before.tasks, after.tasks)
+        one, other = (digests.get(task) for digests in sides)
+        if None not in (one, other) and one != other:
             raise ResultsError(
                 f"{cell}: {task}: its definition or data are not those of the other results, so "
                 "documents cannot be paired; score both on the same data (or make a new baseline)"

@@ -59,6 +59,7 @@ class _Cell(BaseModel):
     method: str
     measures: dict[str, float]
     scores: tuple[Score, ...]
+    documents: dict[str, str]
 
 
 class _About(BaseModel):
@@ -138,6 +139,7 @@ def write(baseline: Baseline, out: Path) -> None:
                 method=one.method,
                 measures=dict(one.measures),
                 scores=tuple(one.scores.values()),
+                documents=dict(one.documents),
             )
             for cell, one in outcomes.cells.items()
         },
@@ -268,5 +270,6 @@ def _cells(about: dict[str, _Cell], table: pa.Table) -> dict[str, CellResults]:
             measures=one.measures,
             scores=scores,
             columns=columns,
+            documents=one.documents,
         )
     return cells

@@ -66,3 +66,22 @@ def test_results_of_another_recipe_are_unusable(tmp_path, standard):
     store = make_store(tmp_path, sizes={"arc_easy": 50}, quantizers=("bf16",), checkpoints=("x",))
     with pytest.raises(ResultsError, match="has no cell of"):
         check.check(store, standard)
+
+
+def test_the_same_documents_from_other_files_are_the_same_data(tmp_path, standard):
+    from qbench.gate import baseline
+
+    def store_of(name, documents, files):
+        store = changed(tmp_path / name)
+        for cell in store.grid().cells:
+            parts = store.get(cell).key_parts | {"tasks": {"arc_easy": files}}
+            update(store, cell.cell, key_parts=parts, documents={"arc_easy": documents})
+        return store
+
+    path = tmp_path / "baseline.parquet"
+    baseline.make(store_of("old", "a" * 64, "b" * 64), path)
+    result = check.check(store_of("moved", "a" * 64, "c" * 64), path)
+    assert result.outcome == "pass"
+    assert "tasks.arc_easy: bbbbbbbbbbbb… → cccccccccccc… in all 4 cells" in result.notes
+    with pytest.raises(ResultsError, match="arc_easy: its definition or data are not those"):
+        check.check(store_of("other", "d" * 64, "b" * 64), path)
