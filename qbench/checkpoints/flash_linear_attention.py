@@ -123,9 +123,9 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
             "rope_theta": _positive(config, "rope_theta", 10000.0),
         },
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
-        "bos_token_id": config.get("bos_token_id", 1),
-        "eos_token_id": config.get("eos_token_id", 2),
-        "pad_token_id": config.get("pad_token_id"),
+        "bos_token_id": _token(config, "bos_token_id", 1),
+        "eos_token_id": _token(config, "eos_token_id", 2),
+        "pad_token_id": _token(config, "pad_token_id", None),
         "attention_bias": False,
         "mlp_bias": False,
     }
@@ -187,6 +187,13 @@ def _size(config: dict[str, Any], name: str) -> int:
             f"config.json: {name} {stated}: a whole number above 0 is needed"
             + ("; write the longest context in tokens" if name.startswith("max_position") else "")
         )
+    return value
+
+
+def _token(config: dict[str, Any], name: str, default: int | None) -> int | None:
+    value, size = config.get(name, default), _size(config, "vocab_size")
+    if value is not None and (type(value) is not int or not 0 <= value < size):
+        raise CheckpointError(f"config.json: {name} {value!r}: not one of {size} tokens, nor null")
     return value
 
 

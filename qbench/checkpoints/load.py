@@ -95,7 +95,10 @@ def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> 
     model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     attach(model, checkpoint.normalizer, own)
     if (checkpoint.folder / "generation_config.json").is_file():  # as transformers would read it
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+        except Exception as error:  # whatever odd values make of transformers
+            raise CheckpointError(f"generation_config.json: {_first_line(error)}") from error
     return model
 
 

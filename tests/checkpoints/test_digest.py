@@ -9,6 +9,7 @@ from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.files import file_names
+from qbench.errors import CheckpointError
 
 READ = [
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -68,6 +69,16 @@ def test_generation_settings_of_the_folder_reach_the_model(tmp_path):
     (folder / "generation_config.json").write_text('{"repetition_penalty": 1.7}')
     model = load_model(find(str(folder)), dtype=torch.float32, device="cpu")
     assert model.generation_config.repetition_penalty == 1.7
+
+
+def test_generation_settings_that_transformers_refuses_are_one_line(tmp_path):
+    import torch
+
+    folder = write(tmp_path / "c")
+    (folder / "generation_config.json").write_text('{"early_stopping": 3.5}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .early_stopping") as error:
+        load_model(find(str(folder)), dtype=torch.float32, device="cpu")
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_cache_of_links_is_read_like_a_folder(tmp_path):
