@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.matrices import left_out
@@ -46,7 +47,7 @@ def linearize(model: nn.Module) -> None:
     """Put a linear layer in the place of every Conv1D (GPT-2's, which is one with its weight
     turned), in place; the LM head aside."""
     for name, module in list(model.named_modules()):
-        if type(module).__name__ == "Conv1D":
+        if isinstance(module, Conv1D):
             layer = nn.Linear(1, 1, bias=False, device="meta")
             layer.out_features, layer.in_features = module.nf, module.nx
             layer.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)

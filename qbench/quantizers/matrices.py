@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 
@@ -43,7 +44,7 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
                 continue
             seen.add(id(weight))
             name = path if part == "weight" else f"{path}.{part}"
-            turned = type(module).__name__ == "Conv1D"  # holds [in, out]
+            turned = isinstance(module, Conv1D) and part == "weight"  # holds [in, out]
             result[name] = Matrix(
                 name=name,
                 weight=weight.T if turned else weight,

@@ -198,7 +198,9 @@ def test_conv1d_layers_become_linear_ones_of_the_same_function():
     }
 
 
-@pytest.mark.parametrize(("name", "stated"), [("rtn-4bit", {}), ("gptq-4bit", OWN)])
+@pytest.mark.parametrize(
+    ("name", "stated"), [("rtn-4bit", {}), ("gptq-4bit", OWN), ("gptq-4bit", {})]
+)
 def test_gpt2_is_quantized_whole(name, stated, tmp_path):
     chosen = settings(name, **stated)
     report = audit(gpt2(), make(chosen, tmp_path, model=gpt2()).model, chosen, PROBE)
