@@ -2,13 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from checkpoints.folders import CONFIG, write
 
-from qbench.checkpoints import find
+from qbench.checkpoints import find, load_tokenizer
 from qbench.errors import CheckpointError
 
+DEMO = Path(__file__).parents[2] / "recipes" / "demo" / "softpick"
 STOCK = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32,
     "num_hidden_layers": 1, "max_position_embeddings": 128,
@@ -91,6 +93,26 @@ def test_a_config_that_is_no_object_of_a_model_is_refused(tmp_path, content):
 def test_a_size_that_is_none_or_exceeds_the_weights_is_refused(tmp_path, config, field, value):
     with pytest.raises(CheckpointError, match=field):
         find(str(write(tmp_path / "c", {**config, field: value})))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda whole: "",
+        lambda whole: "[]",
+        lambda whole: "[" * 100_000,
+        lambda whole: whole[:5000],
+        lambda whole: json.dumps({k: v for k, v in json.loads(whole).items() if k != "model"}),
+        lambda whole: whole.replace('"merges"', '"no_merges"'),
+    ],
+    ids=["empty", "list", "nested", "cut short", "no model", "no merges"],
+)
+def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path, change):
+    folder = write(tmp_path / "c")
+    (folder / "tokenizer.json").write_text(change((DEMO / "tokenizer.json").read_text()))
+    with pytest.raises(CheckpointError, match="no usable tokenizer") as error:
+        load_tokenizer(find(str(folder)))
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_config_of_a_hundred_megabytes_is_refused(tmp_path):
