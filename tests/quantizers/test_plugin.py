@@ -2,12 +2,12 @@
 that it has never seen."""
 
 import json
-import sys
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 import torch
+from plugins import toy_quantizer  # it registers sign-1bit
 from pydantic.dataclasses import dataclass
 from quantizer_models import PROBE, llama, logits, make
 from torch import Tensor, nn
@@ -27,10 +27,6 @@ from qbench.quantizers.artifacts import artifact
 from qbench.quantizers.audit import audit
 from qbench.quantizers.linears import linears
 from qbench.record import Part, Precision
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "plugins"))
-
-import toy_quantizer
 
 
 def test_a_toy_quantizer_is_quantized_audited_and_reused(tmp_path):
