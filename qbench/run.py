@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from qbench import hub
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, UnavailableError
 from qbench.plan import Cell, Plan
@@ -127,7 +128,8 @@ def _prepare(cell: Cell, plan: Plan, gathered: Outcome, sink: Sink) -> None:
         )
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
-    gathered.documents = {task.name: load_task(task).digest for task in plan.tasks}
+    with hub.announcing(sink.say):
+        gathered.documents = {task.name: load_task(task).digest for task in plan.tasks}
 
 
 def _load(

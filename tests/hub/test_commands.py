@@ -142,9 +142,10 @@ def test_data_that_break_off_fail_the_cell_and_are_taken_up_by_the_next_run(hub,
     assert ended.code == 1
     (failed,) = [line for line in ended.errors.splitlines() if line.startswith("one/bf16: failed:")]
     assert "sciq: the hub did not give its data: the connection broke" in failed
-    hub.faults.clear()
+    hub.faults[:] = [Fault(r"sciq/resolve/.*parquet", 429, {"Retry-After": "2"}, times=1)]
     again = qbench("run", small, "--device", "cpu")
     assert again.code == 0, again.errors
+    assert "the hub is busy: waiting 2 s" in again.errors
     assert "one/bf16: done" in again.errors
 
 
