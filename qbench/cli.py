@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from qbench import __version__
 from qbench.commands import benchmarks, results, running
-from qbench.commands.screen import refuse
+from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError
 from qbench.running.quiet import settle
 
+STOPPED = "stopped; finished cells are kept, run the same command to go on"
+INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
+
 settle()
+
+
+class Commands(TyperGroup):
+    """Ctrl-C in a command has an exit code of its own, whatever typer's version makes of it."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
     name="qbench",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -96,8 +113,12 @@ def _options(
 
 def main() -> None:
     """Entry point: one line and exit code 2 for what a user can put right, and for what the
-    machine refuses: a full disk, no permission, no memory."""
+    machine refuses: a full disk, no permission, no memory. One line on Ctrl-C, too."""
     try:
         app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            complain(STOPPED)
+        raise
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:
         refuse(error)

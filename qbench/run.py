@@ -34,10 +34,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
 
 
-def distributions_folder() -> Path:
+def distributions_folder(cache: Path) -> Path:
     """Where unquantized cells keep what damage is measured against: bytes = scored tokens ×
     hidden size × bytes of the dtype, and the LM head."""
-    return cache_folder() / "distributions"
+    return cache / "distributions"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,14 +55,17 @@ class Outcome:
     damage: Damage | Unavailable | None = None
 
 
-def run(cell: Cell, plan: Plan, store: Store, sink: Sink) -> Record:
-    """Run one cell and put its record into the store, whether it worked or not."""
+def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record:
+    """Run one cell and put its record into the store, whether it worked or not.
+
+    ``cache`` keeps quantized weights and unquantized distributions.
+    """
     gathered = Outcome(started=datetime.now(UTC))
     log = store.log(cell.place)
     error = None
     with redirected(log):
         try:
-            _run(cell, plan, store, gathered, sink)
+            _run(cell, plan, store, gathered, sink, cache)
         except Exception as problem:
             traceback.print_exc()
             error = _one_line(problem, log)
@@ -108,12 +111,12 @@ def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Rec
     )
 
 
-def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink) -> None:
+def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink, cache: Path) -> None:
     _prepare(cell, plan, gathered, sink)
     model, tokenizer = _load(cell, plan, gathered, sink)
-    model = _quantize(cell, plan, model, tokenizer, gathered, sink)
+    model = _quantize(cell, plan, model, tokenizer, gathered, sink, cache)
     _audit(cell, plan, model, gathered, sink)
-    _evaluate(cell, plan, store, model, tokenizer, gathered, sink)
+    _evaluate(cell, plan, store, model, tokenizer, gathered, sink, cache)
 
 
 def _prepare(cell: Cell, plan: Plan, gathered: Outcome, sink: Sink) -> None:
@@ -167,6 +170,7 @@ def _quantize(
     tokenizer: PreTrainedTokenizerBase,
     gathered: Outcome,
     sink: Sink,
+    cache: Path,
 ) -> PreTrainedModel:
     from qbench.quantizers.calibration import read_calibration
     from qbench.quantizers.quantization import quantize
@@ -191,7 +195,7 @@ def _quantize(
             settings,
             calibration=calibration,
             digest=cell.checkpoint.digest,
-            artifacts=cache_folder() / "artifacts",
+            artifacts=cache / "artifacts",
             progress=lambda _, fraction: sink.advance(cell.name, fraction, 1),
         )
         detail.append(quantized.detail)
@@ -222,6 +226,7 @@ def _evaluate(
     tokenizer: PreTrainedTokenizerBase,
     gathered: Outcome,
     sink: Sink,
+    cache: Path,
 ) -> None:
     from qbench.evaluation.evaluate import evaluate
     from qbench.evaluation.scoring import language_model
@@ -237,7 +242,7 @@ def _evaluate(
             quantized=cell.quantizer.precision.quantized,
             base=cell.base,
             store=store,
-            folder=distributions_folder(),
+            folder=distributions_folder(cache),
         )
     with measured("evaluate", plan.device, gathered.stages):
         scorer = language_model(

@@ -1,52 +1,30 @@
 """A recipe end to end on the bundled pair: records, resumption, failures, exit codes."""
 
-import contextlib
-import io
 import json
-import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+import time
 from pathlib import Path
 
 import pytest
-import yaml
+from small_recipe import DEMO, small_recipe
 
 from qbench.cli import app
-from qbench.commands.running import make_job
 from qbench.errors import RecipeError
-from qbench.overrides import Overrides
-from qbench.running import executors
-from qbench.running.grid import run_if_needed
-from qbench.running.progress import Display
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.running.grid import run_cells
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
-DEMO = ROOT / "recipes" / "demo"
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-
-
-def recipe(folder, **changes):
-    content = {
-        "name": "small",
-        "checkpoints": {"softmax": str(DEMO / "softmax"), "softpick": str(DEMO / "softpick")},
-        "compute_dtype": "float32",
-        "quantizers": ["fp32", {"name": "rtn-4bit", "group_size": 64}],
-        "tasks": ["demo_choice", "demo_lastword", "demo_pages"],
-        "definitions": str(DEMO / "tasks"),
-        "data": str(DEMO / "data"),
-        "evaluation": {"limit": 3},
-        **changes,
-    }
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
 
 
 def qbench(*arguments):
@@ -55,7 +33,7 @@ def qbench(*arguments):
 
 
 def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_path, capfd):
-    path, out = recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path), tmp_path / "out"
     assert qbench("run", path, "--out", out, "--device", "cpu") == 0
     store = Store(out)
     records = store.records()
@@ -84,7 +62,7 @@ def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_pat
 
 
 def test_force_runs_a_good_cell_again_and_only_picks_cells(tmp_path):
-    path, out = recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path), tmp_path / "out"
     options = ("--out", out, "--device", "cpu", "--only", "softmax/rtn-*")
     qbench("run", path, *options)
     (first,) = Store(out).records()
@@ -97,12 +75,12 @@ def test_force_runs_a_good_cell_again_and_only_picks_cells(tmp_path):
 
 def test_only_that_matches_nothing_names_the_cells(tmp_path):
     with pytest.raises(RecipeError, match="the cells are softmax/fp32"):
-        qbench("run", recipe(tmp_path), "--out", tmp_path / "out", "--only", "softpik/*")
+        qbench("run", small_recipe(tmp_path), "--out", tmp_path / "out", "--only", "softpik/*")
 
 
 def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_path, capfd):
     quantizers = [{"name": "rtn-4bit", "group_size": 48}, "fp32"]  # no width is a multiple of 48
-    path, out = recipe(tmp_path, quantizers=quantizers), tmp_path / "out"
+    path, out = small_recipe(tmp_path, quantizers=quantizers), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
     assert qbench(*options) == 1
     records = {record.cell: record for record in Store(out).records()}
@@ -119,7 +97,7 @@ def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_
 
 
 def test_a_run_killed_while_it_scores_goes_on_and_loses_no_finished_cell(tmp_path):
-    path, out = recipe(tmp_path, evaluation={"limit": 20}), tmp_path / "out"
+    path, out = small_recipe(tmp_path, evaluation={"limit": 20}), tmp_path / "out"
     command = [sys.executable, "-m", "qbench", "run", path, "--out", out, "--device", "cpu"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True)  # fmt: skip
@@ -147,7 +125,7 @@ with FileLock(sys.argv[1]):
 
 
 def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, capfd):
-    path, out = recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32")
     qbench(*options)
     store = Store(out)
@@ -165,7 +143,7 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
 
 
 def test_worker_processes_give_the_scores_of_one_process(tmp_path):
-    path = recipe(tmp_path)
+    path = small_recipe(tmp_path)
     alone, beside = tmp_path / "alone", tmp_path / "beside"
     qbench("run", path, "--out", alone, "--device", "cpu", "--only", "softpick/*")
     qbench("run", path, "--out", beside, "--device", "cpu", "--only", "softpick/*",
@@ -175,13 +153,95 @@ def test_worker_processes_give_the_scores_of_one_process(tmp_path):
     assert len(scores[0]) == 2
 
 
-def test_plan_runs_nothing_and_says_what_is_there(tmp_path, capfd):
-    path, out = recipe(tmp_path), tmp_path / "out"
+def test_plan_says_what_is_there_and_writes_nothing(tmp_path, capfd):
+    path, out = small_recipe(tmp_path), tmp_path / "out"
+    before = sorted(tmp_path.rglob("*"))
     qbench("plan", path, "--out", out, "--device", "cpu")
+    shown = capfd.readouterr()
+    assert "to run    softpick/rtn-4bit" in shown.out
+    assert "demo_choice: 3 of" in shown.out
+    assert shown.err == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_prints_its_own_tables_though_another_has_written_there(tmp_path, capfd, monkeypatch):
+    """The other run, of other documents, comes between this one's last cell and its tables."""
+    from qbench.running import grid
+
+    out, cells = tmp_path / "out", ("--only", "softmax/fp32", "--device", "cpu")
+    other = small_recipe(tmp_path, evaluation={"limit": 7}, tasks=["demo_lastword"])
+    real = grid.run_cells
+
+    def run_cells(plan, **settings):
+        records = real(plan, **settings)
+        monkeypatch.setattr(grid, "run_cells", real)
+        assert qbench("run", other, "--out", out, *cells) == 0
+        capfd.readouterr()
+        return records
+
+    monkeypatch.setattr(grid, "run_cells", run_cells)
+    mine = small_recipe(tmp_path, tasks=["demo_choice"]).rename(tmp_path / "mine.yaml")
+    small_recipe(tmp_path, evaluation={"limit": 7}, tasks=["demo_lastword"])
+    assert qbench("run", mine, "--out", out, *cells) == 0
     shown = capfd.readouterr().out
-    assert "to run    softpick/rtn-4bit" in shown
-    assert "demo_choice: 3 of" in shown
-    assert not (out / "records").exists()
+    assert "demo_choice" in shown
+    assert "demo_lastword" not in shown
+
+
+@pytest.mark.parametrize("edited", ["data", "calibration", "definition"])
+def test_what_is_edited_under_a_run_fails_its_cells_and_leaves_no_score(tmp_path, edited):
+    """Edited when the plan is made and the first cell has not begun."""
+    demo = tmp_path / "demo"
+    shutil.copytree(DEMO, demo, ignore=shutil.ignore_patterns("softmax", "softpick"))
+    path = small_recipe(
+        tmp_path, quantizers=["fp32", {"name": "gptq-4bit", "group_size": 64}],
+        tasks=["demo_lastword"], data=str(demo / "data"), definitions=str(demo / "tasks"),
+        calibration={"path": str(demo / "calibration.jsonl"), "samples": 2, "length": 64},
+    )  # fmt: skip
+    planned = plan(Recipe.load(path), device="cpu")
+    file = {
+        "data": demo / "data" / "demo_lastword" / "test.jsonl",
+        "calibration": demo / "calibration.jsonl",
+        "definition": demo / "tasks" / "demo_lastword.yaml",
+    }[edited]
+    old, new = ("' '+text", "'  '+text") if edited == "definition" else ("the ", "some ")
+    file.write_text(file.read_text().replace(old, new, 3))
+    cell = planned.cell("softmax/gptq-4bit")
+    (record,) = run_cells(planned, out=tmp_path / "out", cells=[cell], cache=tmp_path / "cache")
+    assert record.status == "failed"
+    assert "changed after this run began; run again" in record.error
+    assert record.scores == ()
+    assert plan(Recipe.load(path), device="cpu").cell(cell.name).key != cell.key
+
+
+def alive(group):
+    """Commands of the processes of a process group, those left out that nobody has waited for."""
+    shown = subprocess.run(["ps", "-eo", "pgid,stat,args"], capture_output=True, text=True,
+                           check=True).stdout  # fmt: skip
+    lines = [line.split(maxsplit=2) for line in shown.splitlines()[1:]]
+    return [line for line in lines if line[0] == str(group) and not line[1].startswith("Z")]
+
+
+def test_ctrl_c_while_a_run_starts_is_one_line_and_leaves_no_process(tmp_path):
+    path, out = small_recipe(tmp_path), tmp_path / "out"
+    command = [sys.executable, "-m", "qbench", "run", path, "--out", out, "--device", "cpu",
+               "--workers", "2"]  # fmt: skip
+    for delay in (0.3, 1.5, 4.0):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                                   stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+        shown, complaints = process.communicate(timeout=30)
+        assert process.returncode == 130, (delay, complaints)
+        assert complaints.strip().splitlines()[-1] == (
+            "stopped; finished cells are kept, run the same command to go on"
+        )
+        assert "Traceback" not in complaints
+        assert shown == ""
+        end = time.monotonic() + 10
+        while alive(process.pid) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert alive(process.pid) == []
 
 
 @pytest.mark.parametrize(
@@ -205,14 +265,14 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, words):
 def test_the_record_says_exactly_what_its_key_is_the_hash_of(tmp_path):
     from qbench.plan import content_key
 
-    path, out = recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path), tmp_path / "out"
     qbench("run", path, "--out", out, "--device", "cpu", "--only", "softpick/rtn-4bit")
     (record,) = Store(out).records()
     assert content_key(json.loads(json.dumps(record.key_parts))) == record.key
 
 
 def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
-    path, out = recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only")
     qbench(*options, "softpick/rtn-*")
     (alone,) = Store(out).records()
@@ -224,47 +284,8 @@ def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
     }  # fmt: skip
 
 
-def _die_on_rtn(name, force, wait):
-    if name.startswith("softmax/rtn"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return GRID["work"](name, force, wait)
-
-
-GRID = {}
-
-
-def test_a_worker_that_is_killed_fails_its_own_cell_only(tmp_path, monkeypatch):
-    """The others' good records stay and the cells that waited are run."""
-    path, out = recipe(tmp_path), tmp_path / "out"
-    qbench("run", path, "--out", out, "--device", "cpu", "--only", "softpick/fp32")
-    job = make_job(path, Overrides(), out=out, device="cpu")
-    planned, store = job.plan(), Store(out)
-    named = {cell.name: cell for cell in planned.cells}
-    sink = Display(io.StringIO(), 4)
-    GRID["work"] = lambda name, force, wait: run_if_needed(
-        named[name], planned, store, Display(io.StringIO(), 4), force=force, wait=wait
-    )
-
-    @contextlib.contextmanager
-    def pool(job, slots, sink):
-        context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(len(slots), mp_context=context) as executor:
-            yield executor, _die_on_rtn
-
-    monkeypatch.setattr(executors, "processes", pool)
-    records = executors.run_cells(
-        planned, job, sink, cells=planned.cells, slots=[0, 0], force=False
-    )
-    status = {record.cell: record.status for record in records}
-    assert status == {
-        "softmax/fp32": "ok", "softmax/rtn-4bit": "failed",
-        "softpick/fp32": "ok", "softpick/rtn-4bit": "ok",
-    }  # fmt: skip
-    assert "killed" in {r.cell: r.error for r in records}["softmax/rtn-4bit"]
-
-
 def test_noise_is_measured_on_the_unquantized_cells_and_the_tables_take_it_up(tmp_path, capfd):
-    path, out = recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
+    path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
     options = (path, "--out", out, "--device", "cpu", "--limit", 6, "--scoring", "fast")
     assert qbench("run", *options) == 0
     assert "≈" not in (out / "tables.md").read_text()

@@ -18,7 +18,7 @@ from qbench.commands.options import (
     RecipeFile,
     to_file,
 )
-from qbench.commands.running import make_job, named, quiet_plan
+from qbench.commands.running import make_job, named
 from qbench.commands.screen import show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
@@ -73,7 +73,7 @@ def evaluation(
     overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
     job = make_job(recipe, overrides, out=None, device=device)
     require_folder(job.out)
-    planned = quiet_plan(job)
+    planned = job.plan()
     cell = planned.cells[0]
     asked = planned.recipe.evaluation
     if batch_size is not None:

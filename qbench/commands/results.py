@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qbench.commands.options import Folder, Published, to_file, to_folder
 from qbench.commands.screen import show_written
 from qbench.files import require_folder
-from qbench.store import Store
+
+if TYPE_CHECKING:
+    from qbench.store import Store
 
 
 class Format(StrEnum):
@@ -40,17 +42,25 @@ def tables(
     published: Published = None,
 ) -> None:
     """Write and show the delta tables of a results folder, in the paper's layout."""
-    show_tables(folder, format=format, published=published)
+    from qbench.store import Store
+
+    show_tables(Store(folder), format=format, published=published)
 
 
-def show_tables(folder: Path, *, format: str = "md", published: str | None = None) -> None:
-    """Write tables.md, tables.csv and tables.<format>; print the latter."""
+def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> None:
+    """Write tables.md, tables.csv and tables.<format>; print the latter.
+
+    What is printed is what was compared here: another run may write the same files meanwhile.
+    """
+    from qbench.comparison.compare import compare
     from qbench.tables import write_tables
+    from qbench.tables.write import render
 
-    require_folder(folder)
+    require_folder(store.directory)
+    comparison = compare(store)
     formats = list(dict.fromkeys([format, "md", "csv"]))
-    paths = write_tables(Store(folder), formats=formats, published=published)
-    typer.echo(paths[0].read_text(), nl=False)
+    paths = write_tables(store, formats=formats, published=published, comparison=comparison)
+    typer.echo(render(comparison, format=format, published=published), nl=False)
     show_written(paths)
 
 
@@ -64,6 +74,7 @@ def report(
 ) -> None:
     """Write report.html, one file that opens without a network, and its figures."""
     from qbench.report import write
+    from qbench.store import Store
 
     require_folder(out or folder)
     wanted = [name.strip() for name in figures.split(",") if name.strip()]
@@ -113,6 +124,7 @@ def check(
     from qbench.gate.check import check as judge
     from qbench.gate.margins import parse_margins
     from qbench.gate.verdict import as_markdown, write_verdict
+    from qbench.store import Store
 
     verdict = judge(
         Store(folder),
@@ -135,6 +147,7 @@ def baseline(
 ) -> None:
     """Make the baseline that `qbench check` holds later results to."""
     from qbench.gate.baseline import make
+    from qbench.store import Store
     from qbench.tables.changes import changes_table
 
     changes = make(Store(folder), out, replace=replace)
@@ -149,6 +162,7 @@ def compare(
 ) -> None:
     """What changed between two results of one recipe, paired by document."""
     from qbench.comparison.changes import compare_results
+    from qbench.store import Store
     from qbench.tables.changes import changes_table
 
     typer.echo(changes_table(compare_results(Store(a), Store(b))), nl=False)

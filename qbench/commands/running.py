@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,21 +27,37 @@ from qbench.commands.options import (
     RecipeFile,
     ScoringOption,
 )
-from qbench.commands.results import show_tables
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.overrides import Overrides
-from qbench.running.devices import gpu_slots
-from qbench.running.executors import CELLS_A_GPU, Job, run_cells
 from qbench.running.quiet import terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from qbench.evaluation.planned import PlannedTask
     from qbench.plan import Cell, Plan
+    from qbench.recipe import Recipe
+    from qbench.running.executors import Processes
     from qbench.running.progress import Display
+
+CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The options of a command that plans, read and checked."""
+
+    recipe: Recipe
+    out: Path
+    device: str
+
+    def plan(self) -> Plan:
+        """The plan, with what is downloaded for it said on standard error."""
+        from qbench import hub
+        from qbench.plan import plan
+
+        with hub.announcing(lambda line: typer.echo(line, err=True)):
+            return plan(self.recipe, device=self.device)
 
 
 def run(
@@ -71,8 +91,12 @@ def run(
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
-    from qbench.running.grid import total
+    from qbench.commands.results import show_tables
+    from qbench.plan import cell_names, select
+    from qbench.running.devices import gpu_slots
+    from qbench.running.grid import run_cells, total
     from qbench.running.progress import Display
+    from qbench.store import Store
 
     overrides = Overrides(
         checkpoints=named(checkpoint),
@@ -83,21 +107,21 @@ def run(
         scoring=scoring,
     )
     job = make_job(recipe, overrides, out=out, device=device)
-    require_folder(job.out)
-    planned = quiet_plan(job)
-    cells = planned.select(only)
-    slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[: len(cells)]
-    try:
-        with terminal() as screen, Display(screen, len(cells)) as display:
+    require_folder(job.out, "--out")
+    names = select(cell_names(job.recipe), only)
+    slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[: len(names)]
+    with terminal() as screen, _processes(slots, job.device) as executor:
+        planned = job.plan()
+        cells = planned.select(only)
+        with Display(screen, len(cells)) as display:
             _announce(planned, cells, display)
             start, begun = time.monotonic(), datetime.now(UTC)
-            records = run_cells(planned, job, display, cells=cells, slots=slots, force=force)
+            records = run_cells(
+                planned, out=job.out, cells=cells, executor=executor, sink=display, force=force
+            )
             if made := [record for record in records if record.started >= begun]:
                 display.say(total(made, time.monotonic() - start))
-    except KeyboardInterrupt:
-        complain("stopped; finished cells are kept, run the same command to go on")
-        raise typer.Exit(130) from None
-    show_tables(job.out)
+    show_tables(Store(job.out, grid=planned.grid))
     broken = [record for record in records if record.status == "failed"]
     for record in broken:
         complain(f"{record.cell}: failed: {record.error}")
@@ -129,7 +153,7 @@ def plan(
         scoring=scoring,
     )
     job = make_job(recipe, overrides, out=out, device=device)
-    planned, store = quiet_plan(job), Store(job.out)
+    planned, store = job.plan(), Store(job.out)
     for task in planned.tasks:
         typer.echo(f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}")
     if planned.calibration is not None:
@@ -169,7 +193,7 @@ def noise(
     )
     job = make_job(recipe, overrides, out=out, device=device)
     require_folder(job.out)
-    planned = quiet_plan(job)
+    planned = job.plan()
     found = {}
     for cell in planned.cells:
         if cell.quantizer.precision.quantized:
@@ -196,13 +220,30 @@ def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: st
     from qbench.recipe import Recipe
     from qbench.running.devices import choose_device
 
-    name = Recipe.load(recipe, overrides).name
+    loaded = Recipe.load(recipe, overrides)
     return Job(
-        recipe=recipe,
-        overrides=overrides,
-        out=out or Path("results") / name,
+        recipe=loaded,
+        out=out or Path("results") / loaded.name,
         device=choose_device(device),
     )
+
+
+@contextlib.contextmanager
+def _processes(slots: Sequence[int], device: str) -> Iterator[Processes | None]:
+    """An executor over one process a slot, which import what they need from now on; None for no
+    slots, where cells run in this process."""
+    if not slots:
+        yield None
+        return
+    from qbench.running.executors import Processes
+    from qbench.running.work import warm_up
+
+    executor = Processes(slots, device=device)
+    try:
+        executor.warm_up(partial(warm_up, device))
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def _documents(task: PlannedTask, limit: int | None) -> str:
@@ -213,14 +254,6 @@ def _documents(task: PlannedTask, limit: int | None) -> str:
     if task.documents is None:
         return f"the first {limit} documents" if limit else "all documents"
     return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
-
-
-def quiet_plan(job: Job) -> Plan:
-    """The plan, with what is downloaded for it said on standard error."""
-    from qbench import hub
-
-    with hub.announcing(lambda line: typer.echo(line, err=True)):
-        return job.plan()
 
 
 def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:

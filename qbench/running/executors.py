@@ -1,31 +1,24 @@
 """Where cells run: in this process, or side by side in processes that each see one GPU.
 
-Both speak the standard ``concurrent.futures.Executor`` interface, so that a cluster's executor
-can take their place without the runner knowing.
+Both are executors of ``concurrent.futures``, so that another, such as a cluster's, can take their
+place without the runner knowing.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor as Threads
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from multiprocessing.context import SpawnContext, SpawnProcess
+from queue import SimpleQueue
+from typing import Any
 
-from qbench.overrides import Overrides
-from qbench.record import Record
-from qbench.running.progress import Sender, Sink
-
-if TYPE_CHECKING:
-    from qbench.plan import Cell, Plan
-    from qbench.store import Store
-
-CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
+SECONDS_TO_END = 2.0  # that a worker process has after SIGTERM
 
 
 class SerialExecutor(Executor):
@@ -40,138 +33,115 @@ class SerialExecutor(Executor):
         return future
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """All that a worker process needs to make the same plan as its parent."""
+class Processes(Executor):
+    """One process a slot. A process that dies breaks the future of its own call and no other:
+    ``ProcessPoolExecutor`` would end its neighbours too, and break what still waits.
 
-    recipe: Path
-    overrides: Overrides
-    out: Path
-    device: str
+    ``slots`` holds the GPU of each process; on the CPU its numbers play no part.
+    """
 
-    def plan(self):
-        from qbench.plan import plan
-        from qbench.recipe import Recipe
+    def __init__(self, slots: Sequence[int], *, device: str) -> None:
+        assert slots
+        threads = max(1, (os.cpu_count() or 1) // len(slots))
+        self._slots = [_Slot(gpu if device == "cuda" else None, threads) for gpu in slots]
+        self._free: SimpleQueue[_Slot] = SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+        self._threads = Threads(len(slots), thread_name_prefix="slot")
 
-        return plan(Recipe.load(self.recipe, self.overrides), device=self.device)
+    def warm_up(self, fn: Callable[[], Any]) -> None:
+        """Start every process now, and have it call ``fn``; returns at once."""
+        for slot in self._slots:
+            slot.submit(fn)
 
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        return self._threads.submit(self._call, fn, args, kwargs)
 
-def run_cells(
-    plan: Plan, job: Job, sink: Sink, *, cells: Sequence[Cell], slots: list[int], force: bool
-) -> list[Record]:
-    """Run ``cells`` in this process, or in one process a slot; their records in order."""
-    from qbench.running.grid import put_grid, run_grid, run_if_needed
-    from qbench.store import Store
+    def _call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        slot = self._free.get()  # as many threads as slots: one is always free
+        try:
+            return slot.submit(fn, *args, **kwargs).result()
+        finally:
+            self._free.put(slot)
 
-    store = Store(job.out)
-    put_grid(plan, store, sink)
-    if slots:
-        done = _run_in_processes(plan, job, store, sink, in_order(cells), slots, force)
-        return [done[cell.name] for cell in cells]
-    named = {cell.name: cell for cell in cells}
-
-    def here(name: str, force: bool, wait: bool) -> Record | None:
-        return run_if_needed(named[name], plan, store, sink, force=force, wait=wait)
-
-    done = run_grid(
-        plan, store, sink, cells=cells, executor=SerialExecutor(), work=here, force=force
-    )
-    return [done[cell.name] for cell in cells]
-
-
-def in_order(cells: Sequence[Cell]) -> list[Cell]:
-    """For cells side by side: what others wait for first, then what takes longest, which is exact
-    scoring where others are scored fast, then calibration."""
-    return sorted(
-        cells,
-        key=lambda cell: (
-            cell.base is not None,
-            cell.scoring.mode == "fast",
-            not cell.quantizer.needs_calibration,
-        ),
-    )
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """With ``cancel_futures`` running calls are ended too, with their processes."""
+        if cancel_futures:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for slot in self._slots:
+                slot.end()
+        self._threads.shutdown(wait=wait)
+        for slot in self._slots:
+            slot.end()
 
 
-def _run_in_processes(
-    plan: Plan,
-    job: Job,
-    store: Store,
-    sink: Sink,
-    cells: Sequence[Cell],
-    slots: list[int],
-    force: bool,
-) -> dict[str, Record]:
-    """The cells' records. Where a worker process dies, what is left goes on one cell at a time,
-    so that only the cell that kills its process fails."""
-    from qbench.run import failed
-    from qbench.running.grid import run_grid, summary
+class _Slot:
+    """One process, and another in its place when it has died."""
 
-    done: dict[str, Record] = {}
-    todo = list(cells)
-    while todo:
-        with processes(job, slots, sink) as (executor, work):
-            found = run_grid(
-                plan, store, sink, cells=todo, executor=executor, work=work, force=force
-            )
-        done |= {name: record for name, record in found.items() if record is not None}
-        todo = [cell for cell in todo if cell.name not in done]
-        if todo and len(slots) == 1:
-            record = failed(todo[0], plan, "its process was killed (out of memory?); see its log")
-            record = store.put(record, None, None)
-            sink.say(summary(record), "bold red")
-            done[todo.pop(0).name] = record
-        elif todo:
-            sink.say("a worker process died; going on one cell at a time", "bold red")
-        slots = slots[:1]
-    return done
+    def __init__(self, gpu: int | None, threads: int) -> None:
+        self._initargs = (gpu, threads)
+        self._ended = False
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self._context = _Context()
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=self._context, initializer=_settle, initargs=self._initargs
+        )
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        with self._lock, _interrupts_blocked():
+            if self._ended:
+                raise BrokenExecutor("the run was ended")
+            try:
+                return self._pool.submit(fn, *args, **kwargs)
+            except BrokenExecutor:  # what ran before has killed the process
+                self._start()
+                return self._pool.submit(fn, *args, **kwargs)
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+            for process in self._context.started:
+                process.terminate()
+            for process in self._context.started:
+                process.join(SECONDS_TO_END)
+                process.kill()
+            self._pool.shutdown(cancel_futures=True)
+
+
+class _Context(SpawnContext):
+    """Fresh interpreters, and a list of them: an executor does not show its processes."""
+
+    def __init__(self) -> None:
+        self.started: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:
+        process = SpawnProcess(*args, **kwargs)
+        self.started.append(process)
+        return process
 
 
 @contextmanager
-def processes(job: Job, slots: list[int], sink: Sink) -> Iterator[tuple[Executor, Callable]]:
-    """An executor over one process a slot, and the work to submit to it."""
-    context = multiprocessing.get_context("spawn")
-    messages, free = context.Queue(), context.Queue()
-    for gpu in slots:
-        free.put(gpu)
-    drawing = threading.Thread(target=_draw, args=(messages, sink), daemon=True)
-    drawing.start()
-    executor = ProcessPoolExecutor(
-        max_workers=len(slots),
-        mp_context=context,
-        initializer=_settle_worker,
-        initargs=(job, messages, free, max(1, (os.cpu_count() or 1) // len(slots))),
-    )
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that is started in the body never sees Ctrl-C: its parent ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield executor, _work
-    except KeyboardInterrupt:
-        for worker in context.active_children():
-            worker.terminate()
-        raise
+        yield
     finally:
-        executor.shutdown(cancel_futures=True)
-        messages.put(None)
-        drawing.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _draw(messages: Any, sink: Sink) -> None:
-    while (message := messages.get()) is not None:
-        method, arguments = message
-        getattr(sink, method)(*arguments)
-
-
-_WORKER: dict[str, Any] = {}
-
-
-def _settle_worker(job: Job, messages: Any, free: Any, threads: int) -> None:
-    gpu = free.get()
+def _settle(gpu: int | None, threads: int) -> None:
+    """In a worker process, before anything imports torch."""
     # threads that wait for a core slow all of them down; read when torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if job.device == "cuda":
+    if gpu is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(n) for n in range(gpu + 1)]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[gpu]
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _WORKER.update(job=job, sink=Sender(messages))
 
 
 def end_with_parent() -> None:
@@ -180,18 +150,3 @@ def end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-@functools.cache
-def _worker_plan():
-    return _WORKER["job"].plan()
-
-
-def _work(name: str, force: bool, wait: bool) -> Record | None:
-    from qbench.running.grid import run_if_needed
-    from qbench.store import Store
-
-    plan = _worker_plan()
-    (cell,) = [cell for cell in plan.cells if cell.name == name]
-    store, sink = Store(_WORKER["job"].out), _WORKER["sink"]
-    return run_if_needed(cell, plan, store, sink, force=force, wait=wait)

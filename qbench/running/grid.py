@@ -2,64 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
-
-from filelock import FileLock, Timeout
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.base_file import base_rows_file, base_rows_usable
 from qbench.plan import Cell, Plan
-from qbench.record import Record, Unavailable
-from qbench.run import distributions_folder, run
-from qbench.running.progress import Sink
+from qbench.record import Record
+from qbench.run import cache_folder, distributions_folder
+from qbench.running.executors import SerialExecutor
+from qbench.running.progress import Silent, Sink
+from qbench.running.relay import Relay
+from qbench.running.work import give_up, run_cell, settled
 from qbench.store import Store
 
-Work = Callable[[str, bool, bool], Record | None]
+DIED = "its process was killed (out of memory?); see its log"
+BROKEN = "the executor broke before it began; run again"
 
 
-def run_grid(
+def run_cells(
     plan: Plan,
-    store: Store,
-    sink: Sink,
     *,
-    cells: Sequence[Cell],
-    executor: Executor,
-    work: Work,
+    out: Path,
+    cells: Sequence[Cell] | None = None,
+    executor: Executor | None = None,
+    sink: Sink | None = None,
     force: bool = False,
-) -> dict[str, Record | None]:
-    """Run the cells that have no good record, through any ``concurrent.futures`` executor.
+    cache: Path | None = None,
+) -> list[Record]:
+    """Run the cells that have no good record in the folder ``out``; the records, in order.
 
-    ``work(name, force, wait)`` runs one cell where the executor puts it. Cells that another run
-    is at work on come last, when that run has finished them. Returns the records by cell; None
-    where the executor broke before the cell left one.
+    ``cells`` are some of the plan's (None: all). ``executor`` is any of ``concurrent.futures``
+    (None: one cell after the other, here); the caller shuts it down. ``sink`` shows progress.
+    ``force`` makes good records again. ``cache`` is where quantized weights and unquantized
+    distributions are kept.
+
+    A cell whose process dies beside others is tried once more, alone, so that only a cell that
+    kills its process fails. Cells that another run is at work on come last, when it has finished
+    them.
     """
-    done: dict[str, Record | None] = {}
-    todo, wait = list(cells), False
-    again = _without_distributions(cells, store)
-    while todo:
+    wanted, shown = plan.cells if cells is None else cells, sink or Silent()
+    store, kept = Store(out), cache or cache_folder()
+    put_grid(plan, store, shown)
+    grid = _Grid(plan, store, shown, force, _without_distributions(wanted, store, kept))
+    if executor is None:
+        work = partial(run_cell, plan, out=out, sink=shown, cache=cache)
+        grid.run(list(wanted), SerialExecutor(), work, None)
+    else:
+        with Relay(shown) as relay:
+            work = partial(run_cell, plan, out=out, sink=relay.address, cache=cache)
+            grid.run(in_order(wanted), executor, work, relay)
+    return [grid.done[cell.name] for cell in wanted]
+
+
+class _Grid:
+    """One run's state: what is done, and what died."""
+
+    def __init__(self, plan: Plan, store: Store, sink: Sink, force: bool, again: set[str]) -> None:
+        self.plan, self.store, self.sink = plan, store, sink
+        self.force, self.again = force, again
+        self.begun = datetime.now(UTC)
+        self.done: dict[str, Record] = {}
+
+    def run(
+        self, cells: Sequence[Cell], executor: Executor, work: partial, relay: Relay | None
+    ) -> None:
+        forced = {cell.name for cell in cells if self.force or cell.name in self.again}
+        submit = partial(self._side_by_side, executor=executor, work=work, relay=relay)
+        busy, died = submit(cells, forced=forced, wait=False)
+        # what another run has made meanwhile is made anew
+        later, more = submit(busy, forced=set(), wait=True)
+        assert not later, "a cell that waits is never busy"
+        for cell in (*died, *more):
+            self.sink.say(f"{cell.name}: its process died; once more, alone", "bold red")
+            _, again = submit([cell], forced=forced, wait=True)
+            for one in again:
+                begun = relay is None or one.name in relay.begun
+                self._give_up(one, DIED if begun else BROKEN)
+
+    def _side_by_side(
+        self,
+        cells: Sequence[Cell],
+        *,
+        executor: Executor,
+        work: partial,
+        relay: Relay | None,
+        forced: set[str],
+        wait: bool,
+    ) -> tuple[list[Cell], list[Cell]]:
+        """Runs ``cells``; those that others are at work on, and those that died with their
+        process, though it may have been a neighbour's fault."""
         futures: dict[Future, Cell] = {}
-        for cell in todo:
-            forced = force or cell.name in again
+        busy, died = [], []
+        for cell in cells:
+            settings = {"force": cell.name in forced, "wait": wait}
             try:
-                futures[executor.submit(work, cell.name, forced, wait)] = cell
+                futures[executor.submit(work, cell.name, **settings)] = cell
             except BrokenExecutor:
-                done[cell.name] = None
-        busy = []
+                died.append(cell)
         for future in as_completed(futures):
             cell = futures[future]
             try:
                 record = future.result()
-            except BrokenExecutor:
-                done[cell.name] = None
+            except (BrokenExecutor, CancelledError):
+                beside = relay.beside(cell.name) if relay is not None else None
+                if beside is not None and not beside:
+                    self._give_up(cell, DIED)
+                else:
+                    died.append(cell)
                 continue
             if record is None:
                 busy.append(cell)
                 continue
             assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
-            done[cell.name] = record
-        todo, wait = [cell for cell in todo if cell in busy], True
-    return done
+            self.done[cell.name] = record
+        return busy, died
+
+    def _give_up(self, cell: Cell, why: str) -> None:
+        self.done[cell.name] = give_up(
+            self.plan,
+            cell.name,
+            why,
+            out=self.store.directory,
+            sink=self.sink,
+            begun=self.begun,
+            force=self.force,
+        )
+
+
+def in_order(cells: Sequence[Cell]) -> list[Cell]:
+    """For cells side by side: what others wait for first, then what takes longest, which is exact
+    scoring where others are scored fast, then calibration."""
+    return sorted(
+        cells,
+        key=lambda cell: (
+            cell.base is not None,
+            cell.scoring.mode == "fast",
+            not cell.quantizer.needs_calibration,
+        ),
+    )
 
 
 def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
@@ -79,73 +163,20 @@ def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
     store.put_grid(plan.grid)
 
 
-def _without_distributions(cells: Sequence[Cell], store: Store) -> set[str]:
+def _without_distributions(cells: Sequence[Cell], store: Store, cache: Path) -> set[str]:
     """Unquantized cells to score again, because cells that are still to run measure against
     their distributions, and those are gone."""
     needed = {
         cell.base.key
         for cell in cells
-        if cell.base is not None
-        and ((record := store.whole(cell.place)) is None or not _complete(record))
+        if cell.base is not None and not settled(store.whole(cell.place))
     }
-    folder = distributions_folder()
+    folder = distributions_folder(cache)
     return {
         cell.name
         for cell in cells
         if cell.key in needed and not base_rows_usable(base_rows_file(folder, cell.key), cell.key)
     }
-
-
-def run_if_needed(
-    cell: Cell, plan: Plan, store: Store, sink: Sink, *, force: bool, wait: bool
-) -> Record | None:
-    """The cell's good record, made now if need be; None where another run is at work on it and
-    ``wait`` is false."""
-    try:
-        with FileLock(store.lock_file(cell.place), timeout=-1 if wait else 0):
-            known = store.whole(cell.place, sink.say)
-            sink.begin(cell.name)
-            try:
-                whole = known is not None and _complete(known, cell, store)
-                if whole and (wait or not force):
-                    sink.say(f"{cell.name}: already there")
-                    return known
-                record = run(cell, plan, store, sink)
-                sink.say(summary(record), "bold red" if record.status == "failed" else "")
-                return record
-            finally:
-                sink.end(cell.name)
-    except Timeout:
-        sink.say(f"{cell.name}: another run is at work on it; later")
-        return None
-
-
-def _complete(record: Record, cell: Cell | None = None, store: Store | None = None) -> bool:
-    """Whether a record is good, and has the damage that can be had by now."""
-    if record.status != "ok":
-        return False
-    again = isinstance(record.damage, Unavailable) and record.damage.retry
-    if not again or cell is None or store is None:
-        return not again
-    assert cell.base is not None
-    base = store.whole(cell.base)
-    key = cell.base.key
-    present = base_rows_usable(base_rows_file(distributions_folder(), key), key)
-    return base is None or base.status != "ok" or not present
-
-
-def summary(record: Record) -> str:
-    """One line on what a cell gave and what it cost."""
-    if record.status == "failed":
-        return f"{record.cell}: FAILED: {record.error}"
-    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
-    proof = ""
-    if record.audit is not None and record.quantized:
-        proof = (
-            f"; {record.audit.bits_per_weight:.2f} bits a weight, "
-            f"weight error {record.audit.weight_error:.3f}"
-        )
-    return f"{record.cell}: done ({cost}{proof})"
 
 
 def total(records: Sequence[Record], seconds: float) -> str:

@@ -16,11 +16,19 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-SECONDS_BETWEEN_EVENTS = 0.1
-
 
 class Sink(Protocol):
-    """Where a cell at work says what it does; a display, or a queue to the one that draws."""
+    """Where a cell at work says what it does; a display, or a line to the one that draws."""
+
+    def begin(self, cell: str) -> None: ...
+    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None: ...
+    def advance(self, cell: str, completed: float, total: float | None = None) -> None: ...
+    def end(self, cell: str) -> None: ...
+    def say(self, line: str, style: str = "") -> None: ...
+
+
+class Silent:
+    """A Sink that shows nothing."""
 
     def begin(self, cell: str) -> None: ...
     def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None: ...
@@ -91,29 +99,3 @@ class Display:
         if self._bars:
             self._bars.remove_task(self._rows.pop(cell))
             self._bars.advance(self._grid)
-
-
-class Sender:
-    """A Sink in another process: every call becomes a message ``(method, arguments)``."""
-
-    def __init__(self, queue) -> None:
-        self._queue = queue
-        self._last = 0.0
-
-    def begin(self, cell: str) -> None:
-        self._queue.put(("begin", (cell,)))
-
-    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
-        self._queue.put(("step", (cell, name, total, unit)))
-
-    def advance(self, cell: str, completed: float, total: float | None = None) -> None:
-        now = time.monotonic()
-        if now - self._last > SECONDS_BETWEEN_EVENTS:
-            self._last = now
-            self._queue.put(("advance", (cell, completed, total)))
-
-    def end(self, cell: str) -> None:
-        self._queue.put(("end", (cell,)))
-
-    def say(self, line: str, style: str = "") -> None:
-        self._queue.put(("say", (line, style)))

@@ -1,0 +1,147 @@
+"""The unit of work: one cell of a plan, run wherever this is called. It can be pickled.
+
+Whoever holds a cell's lock is at work on it, so that several runs may share a results folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from qbench.evaluation.base_file import base_rows_file, base_rows_usable
+from qbench.plan import Cell, Plan
+from qbench.record import Record, Unavailable
+from qbench.run import cache_folder, distributions_folder, failed, run
+from qbench.running.progress import Sink
+from qbench.running.quiet import redirected
+from qbench.running.relay import Address
+from qbench.store import Store
+
+WARM = (
+    "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
+    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
+    "qbench.checkpoints.load", "qbench.attention.interface", "qbench.evaluation.scoring",
+    "qbench.evaluation.evaluate", "qbench.quantizers.quantization",
+)  # fmt: skip
+
+
+def run_cell(
+    plan: Plan,
+    name: str,
+    *,
+    out: Path,
+    sink: Sink | Address,
+    cache: Path | None = None,
+    force: bool = False,
+    wait: bool = True,
+) -> Record | None:
+    """The good record of the cell ``name``, made now if need be.
+
+    ``out`` is the results folder, ``cache`` where quantized weights and unquantized
+    distributions are kept (None: where this host keeps them). ``force`` makes the record again.
+    None where another run is at work on the cell and ``wait`` is false.
+    """
+    cell, store, kept = plan.cell(name), Store(out), cache or cache_folder()
+    with _opened(sink) as told:
+        try:
+            with FileLock(store.lock_file(cell.place), timeout=-1 if wait else 0):
+                known = store.whole(cell.place, told.say)
+                told.begin(cell.name)
+                if not force and complete(known, cell, store, kept):
+                    told.say(f"{cell.name}: already there")
+                    record = known
+                else:
+                    record = run(cell, plan, store, told, kept)
+                    told.say(summary(record), "bold red" if record.status == "failed" else "")
+                told.end(cell.name)
+                return record
+        except Timeout:
+            told.say(f"{cell.name}: another run is at work on it; later")
+            return None
+
+
+def give_up(
+    plan: Plan, name: str, error: str, *, out: Path, sink: Sink, begun: datetime, force: bool
+) -> Record:
+    """The record of a cell whose process died in a run that began at ``begun``.
+
+    Another run, or this one in its last moment, may have made a good record meanwhile: the store
+    is looked at again under the cell's lock, and a good record is never replaced by a failed one.
+    """
+    cell, store = plan.cell(name), Store(out)
+    with FileLock(store.lock_file(cell.place)):
+        known = store.whole(cell.place)
+        good = known is not None and known.status == "ok"
+        if known is not None and good and (not force or known.started >= begun):
+            return known
+        record = failed(cell, plan, error)
+        if not good:
+            store.put(record, None, None)
+    sink.say(summary(record), "bold red")
+    return record
+
+
+def settled(known: Record | None) -> bool:
+    """Whether a record is good and no later run could add to it."""
+    if known is None or known.status != "ok":
+        return False
+    return not (isinstance(known.damage, Unavailable) and known.damage.retry)
+
+
+def complete(known: Record | None, cell: Cell, store: Store, cache: Path) -> bool:
+    """Whether a record is good, and has the damage that can be had by now."""
+    if known is None or known.status != "ok" or settled(known):
+        return settled(known)
+    assert cell.base is not None
+    base = store.whole(cell.base)
+    key = cell.base.key
+    present = base_rows_usable(base_rows_file(distributions_folder(cache), key), key)
+    return base is None or base.status != "ok" or not present
+
+
+def warm_up(device: str) -> int:
+    """Import what a cell needs, while its plan is still made; the process's id.
+
+    What cannot be imported is left to the cell that needs it, which says so in its log.
+    """
+    with redirected(Path(os.devnull)), contextlib.suppress(Exception):
+        for module in WARM:
+            importlib.import_module(module)
+        if device == "cuda":
+            import torch
+
+            torch.zeros(1, device=device)
+    return os.getpid()
+
+
+def summary(record: Record) -> str:
+    """One line on what a cell gave and what it cost."""
+    if record.status == "failed":
+        return f"{record.cell}: FAILED: {record.error}"
+    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
+    proof = ""
+    if record.audit is not None and record.quantized:
+        proof = (
+            f"; {record.audit.bits_per_weight:.2f} bits a weight, "
+            f"weight error {record.audit.weight_error:.3f}"
+        )
+    return f"{record.cell}: done ({cost}{proof})"
+
+
+@contextlib.contextmanager
+def _opened(sink: Sink | Address) -> Iterator[Sink]:
+    """A connection is the cell's own and ends with it: all that it said has been read by then."""
+    if not isinstance(sink, Address):
+        yield sink
+        return
+    sender = sink.open()
+    try:
+        yield sender
+    finally:
+        sender.close()

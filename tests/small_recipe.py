@@ -1,0 +1,28 @@
+"""A recipe of the bundled pair that runs in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+
+
+def small_recipe(folder: Path, **changes: Any) -> Path:
+    """Two checkpoints, unquantized and rounded to nearest in 4 bits, three documents a task."""
+    content = {
+        "name": "small",
+        "checkpoints": {"softmax": str(DEMO / "softmax"), "softpick": str(DEMO / "softpick")},
+        "compute_dtype": "float32",
+        "quantizers": ["fp32", {"name": "rtn-4bit", "group_size": 64}],
+        "tasks": ["demo_choice", "demo_lastword", "demo_pages"],
+        "definitions": str(DEMO / "tasks"),
+        "data": str(DEMO / "data"),
+        "evaluation": {"limit": 3},
+        **changes,
+    }
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
