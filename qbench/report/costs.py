@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from qbench.comparison.lines import Comparison, judge
 from qbench.record import Damage, Flips, Record, TaskDamage
 from qbench.report import rows
-from qbench.report.style import HATCHES, INK, SERIES, legend, panels, room_for
+from qbench.report.style import HATCHES, INK, SERIES, cut, legend, panels, room_for
 
 Found = tuple[str, str, Figure]
 STAGES = ("load", "quantize", "audit", "evaluate")
@@ -63,7 +63,7 @@ def distribution_figures(comparison: Comparison) -> Iterator[Found]:
         if not shown:
             continue
         heights = [rows.height(len(labels))] * len(shown)
-        figure, grid = panels(heights, left=room_for(labels))
+        figure, grid = panels(heights, left=room_for(labels), named=comparison.checkpoints)
         for (axes,), (values, title, log) in zip(grid, shown, strict=True):
             _measured(axes, comparison, values, labels, log=log)
             axes.set_title(title)
@@ -127,7 +127,11 @@ def _size(comparison: Comparison) -> Found | None:
     if not tasks or not any(series.values()):
         return None
     figure, grid = panels(
-        [rows.height(len(labels))], left=room_for(labels), columns=(1.0, 2.2), share=True
+        [rows.height(len(labels))],
+        left=room_for(labels),
+        columns=(1.0, 2.2),
+        share=True,
+        named=comparison.checkpoints,
     )
     size, accuracy = grid[0]
     size.barh(range(len(labels)), [sizes[label] for label in labels], color=SERIES[4], height=0.6)
@@ -144,7 +148,7 @@ def _size(comparison: Comparison) -> Found | None:
     accuracy.set_xlabel("mean accuracy (%)")
     accuracy.tick_params(labelleft=False)
     rows.finish(accuracy, labels)
-    size.set_yticks(range(len(labels)), labels)
+    size.set_yticks(range(len(labels)), map(cut, labels))
     size.grid(visible=False)
     size.xaxis.set_major_locator(NullLocator())
     legend(figure, accuracy)
@@ -188,24 +192,30 @@ def _stages(comparison: Comparison) -> Found | None:
     records = [record for record in sound(comparison) if record.stages]
     if not records:
         return None
-    names = [record.cell for record in records]
+    names = [cut(record.cell) for record in records]
     figure, grid = panels(
-        [rows.height(len(names))], left=room_for(names), columns=(2.0, 1.0), share=True
+        [rows.height(len(names))],
+        left=room_for(names),
+        columns=(2.0, 1.0),
+        share=True,
+        named=STAGES,
     )
     time, memory = grid[0]
+    places = range(len(names))
     start = [0.0] * len(records)
     for place, stage in enumerate(STAGES):
         seconds = [
             sum(step.seconds for step in record.stages if step.name == stage) for record in records
         ]
         time.barh(
-            names, seconds, left=start, color=SERIES[place], hatch=HATCHES[place], label=stage,
+            places, seconds, left=start, color=SERIES[place], hatch=HATCHES[place], label=stage,
             height=0.7,
         )  # fmt: skip
         start = [before + more for before, more in zip(start, seconds, strict=True)]
     peaks = [max(step.peak_memory_gib for step in record.stages) for record in records]
-    memory.barh(names, peaks, color=SERIES[4], height=0.7)
+    memory.barh(places, peaks, color=SERIES[4], height=0.7)
     memory.tick_params(labelleft=False)
+    time.set_yticks(places, names)
     time.set_ylim(len(records) - 0.4, -0.6)
     time.set_xlabel("seconds")
     memory.set_xlabel("memory (GiB)")

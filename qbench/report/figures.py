@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from textwrap import fill
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -82,7 +83,9 @@ def _scores(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:
     quantizers = list(dict.fromkeys(line.quantizer for line in lines if line.quantized))
     if not metrics or not quantizers:
         return
-    figure, grid = panels([1.7] * len(metrics), left=0.62, between=0.75)
+    figure, grid = panels(
+        [1.7] * len(metrics), left=0.62, between=0.85, named=comparison.checkpoints
+    )
     for (axes,), metric in zip(grid, metrics, strict=True):
         _score_panel(axes, comparison, [line for line in lines if line.metric == metric])
     legend(figure, *grid[:, 0])
@@ -160,8 +163,8 @@ def _name_bits(axes: Axes, lines: Sequence[Line], where: dict[str, float]) -> No
         own = [where[line.quantizer] for line in lines if line.method == method]
         title = next(line.title for line in lines if line.method == method)
         axes.text(
-            (own[0] + own[-1]) / 2, -0.42 if turned else -0.24, title, ha="center", va="center",
-            transform=axes.get_xaxis_transform(), fontsize=8,
+            (own[0] + own[-1]) / 2, -0.3 if turned else -0.15, fill(title, max(8, 4 * len(own))),
+            ha="center", va="top", transform=axes.get_xaxis_transform(), fontsize=7.5,
         )  # fmt: skip
 
 
@@ -173,7 +176,10 @@ def _damages(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:
         labels = [line.quantizer for line in own]
         two = any(line.differences for line in own)
         figure, grid = panels(
-            [rows.height(len(own))] * (2 if two else 1), left=room_for(labels), between=0.75
+            [rows.height(len(own))] * (2 if two else 1),
+            left=room_for(labels),
+            between=0.75,
+            named=comparison.checkpoints,
         )
         if two:
             _effects(grid[0][0], comparison, own, "differences")

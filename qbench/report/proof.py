@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from qbench.comparison.lines import Comparison, judge
 from qbench.record import Damage, Unavailable
@@ -11,6 +11,7 @@ from qbench.report.table import Cell, DataTable, build, plain
 from qbench.store import KEY_DIGITS
 from qbench.text.numbers import NO_VALUE
 
+NAMED = 4
 KL_NOTE = (
     "KL: Kullback–Leibler divergence of the quantized from the unquantized model's next-token "
     "distribution, over the whole vocabulary, in nats a scored token"
@@ -52,10 +53,11 @@ def divergence(comparison: Comparison) -> Iterator[DataTable]:
 
 
 def divergence_notes(comparison: Comparison) -> list[str]:
-    """Why a quantized cell has no divergence, one line a reason."""
+    """Why quantized cells have no divergence, one line a reason."""
     reasons: dict[str, list[str]] = {}
-    for record in sound(comparison):
-        if not record.quantized or isinstance(record.damage, Damage):
+    quantized = [record for record in sound(comparison) if record.quantized]
+    for record in quantized:
+        if isinstance(record.damage, Damage):
             continue
         reason = (
             record.damage.reason
@@ -63,7 +65,16 @@ def divergence_notes(comparison: Comparison) -> list[str]:
             else "it was not asked for (evaluation.damage)"
         )
         reasons.setdefault(reason, []).append(record.cell)
-    return [f"No divergence for {', '.join(cells)}: {why}" for why, cells in reasons.items()]
+    every = len(quantized)
+    return [
+        f"No divergence for {'any cell' if len(cells) == every else _some(cells)}: {why}"
+        for why, cells in reasons.items()
+    ]
+
+
+def _some(cells: Sequence[str]) -> str:
+    shown = ", ".join(cells[:NAMED])
+    return shown if len(cells) <= NAMED else f"{shown} and {len(cells) - NAMED} more cells"
 
 
 def stages(comparison: Comparison) -> Iterator[DataTable]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from qbench.report.style import MARKERS, SERIES
+from qbench.report.style import MARKERS, SERIES, cut
 
 ROW = 0.25  # inches
 # What an axis of logarithms may have ticks at: these times powers of ten, and close to 1.
@@ -61,7 +61,7 @@ def draw(
 
 def finish(axes: Axes, labels: Sequence[str], *, ticks: int = 5) -> None:
     """Names of the rows, first at the top."""
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [cut(label) for label in labels])
     axes.set_ylim(len(labels) - 0.45, -0.55)
     axes.grid(visible=False, axis="y")
     if axes.get_xscale() == "linear":

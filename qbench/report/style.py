@@ -20,6 +20,7 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", "-", "--")
 HATCHES = ("", "////", "....", "xxxx")
+LONGEST = 24  # characters of a name
 WIDTH = 4.3  # inches of every figure: text is as large as the page's on a phone
 
 RC = {
@@ -52,16 +53,17 @@ def panels(
     heights: Sequence[float],
     *,
     left: float,
+    named: Sequence[str],
     columns: Sequence[float] = (1.0,),
     between: float = 0.62,
     share: bool = False,
 ) -> tuple[Figure, np.ndarray]:
     """A figure as wide as a phone shows it, with panels below each other; axes [rows, columns].
 
-    Sizes are in inches; ``columns`` are relative widths. Margins are given, for matplotlib's
-    layout engines take longer than all the drawing.
+    Sizes are in inches; ``columns`` are relative widths; ``named`` is what the legend has to
+    name. Margins are given, for matplotlib's layout engines take longer than all the drawing.
     """
-    top, bottom, right, gap = 0.52, 0.56, 0.14, 0.18
+    top, bottom, right, gap = 0.34 + 0.18 * -(-len(named) // _abreast(named)), 0.56, 0.14, 0.18
     height = top + sum(heights) + (len(heights) - 1) * between + bottom
     figure = Figure(figsize=(WIDTH, height))
     room = (WIDTH - left - right - (len(columns) - 1) * gap) / len(columns)
@@ -85,8 +87,19 @@ def panels(
 
 
 def room_for(labels: Sequence[str]) -> float:
-    """Inches that the longest of ``labels`` takes to the left of an axis."""
-    return min(1.9, 0.22 + 0.068 * max(map(len, labels), default=0))
+    """Inches that the longest of ``labels``, cut to fit, takes to the left of an axis."""
+    return 0.22 + 0.068 * max((len(cut(label)) for label in labels), default=0)
+
+
+def cut(label: str) -> str:
+    """The end of a name that is too long for a figure, which tells cells apart."""
+    return label if len(label) <= LONGEST else f"…{label[1 - LONGEST :]}"
+
+
+def _abreast(names: Sequence[str]) -> int:
+    """Entries of a legend that fit beside each other."""
+    widest = max((0.42 + 0.075 * len(cut(name)) for name in names), default=1.0)
+    return max(1, min(len(names), int(WIDTH / widest)))
 
 
 def legend(figure: Figure, *axes: Axes) -> None:
@@ -97,8 +110,9 @@ def legend(figure: Figure, *axes: Axes) -> None:
         found |= {n: h for n, h in zip(names, handles, strict=True) if n not in found}
     if found:
         figure.legend(
-            found.values(), found.keys(), loc="upper center", ncols=len(found), borderaxespad=0.1
-        )
+            found.values(), map(cut, found), loc="upper center", ncols=_abreast(list(found)),
+            borderaxespad=0.1, labelspacing=0.3, columnspacing=1.2,
+        )  # fmt: skip
 
 
 def fix_empty_labels(figure: Figure) -> None:

@@ -10,7 +10,7 @@ NO_VALUE = "—"
 
 def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
     """Two decimals as the papers print them; fractions become per cent."""
-    if value is None:
+    if value is None or math.isnan(value):  # ∞ − ∞
         return NO_VALUE
     if math.isinf(value):
         return f"{MINUS if value < 0 else ''}∞"

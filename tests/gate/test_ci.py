@@ -92,6 +92,18 @@ def test_the_workflow_is_red_where_scores_fall(clone):
     assert run(clone, steps()[-1]).returncode == 1
 
 
+def test_other_weights_are_refused_unless_they_are_meant(clone):
+    assert run(clone, commands()).returncode == 0
+    store = make_store(clone / "results" / "demo", sizes=SIZES, quantizers=QUANTIZERS)
+    update(store, CELL, key_parts={"weights": "b" * 64})
+    refused = run(clone, steps()[-1])
+    assert refused.returncode == 2
+    assert CELL in refused.stderr
+    meant = run(clone, steps()[-1].rstrip() + " --across weights")
+    assert meant.returncode == 0
+    assert "weights" in meant.stdout
+
+
 UNUSABLE = {
     "an empty folder": "mkdir empty; qbench check empty --baseline b.parquet",
     "no such folder": "qbench check nowhere --baseline b.parquet",

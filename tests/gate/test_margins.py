@@ -81,6 +81,13 @@ def test_a_harmless_change_of_a_perplexity_passes_at_the_default_margin(document
     assert passed >= 297
 
 
+@pytest.mark.parametrize(("documents", "points"), [(200, 7.2), (2400, 1.7)])
+def test_margins_are_those_that_the_readme_and_the_help_state(documents, points):
+    old = column((np.arange(documents) % 5 > 0) * 1.0)
+    margin = margins.margin_of(score("acc", "mean", documents), old, {}, lines=LINES)
+    assert margin.value == points
+
+
 def test_enough_documents_have_the_stated_margin():
     many = column((np.arange(20_000) % 5 > 0) * 1.0)
     margin = margins.margin_of(score("acc", "mean", 20_000), many, {}, lines=LINES)

@@ -18,12 +18,14 @@ from qbench.report.figures import groups
 from qbench.report.style import RC, WIDTH
 
 SIZES = {"arc_easy": 120, "piqa": 80, "wikitext": 12}
-QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit", "bnb-8bit")
+QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit", "rtn-8bit")
 
 
 @pytest.fixture(scope="module", params=[1, 3])
 def comparison(request, tmp_path_factory):
-    names = ("softmax", "softpick", "third")[: request.param]
+    names = ("softmax", "softpick", "third-with-a-name-as-long-as-that-of-a-folder")[
+        : request.param
+    ]
     folder = tmp_path_factory.mktemp("figures")
     return compare(make_store(folder, sizes=SIZES, quantizers=QUANTIZERS, checkpoints=names))
 
@@ -38,6 +40,9 @@ def test_no_text_of_a_figure_is_cut(drawn):
         with rc_context(RC):
             one.figure.draw_without_rendering()
         width, height = one.figure.bbox.width, one.figure.bbox.height
+        titles = [axes.title.get_window_extent() for axes in one.figure.axes]
+        for legend in one.figure.legends:
+            assert not any(legend.get_window_extent().overlaps(title) for title in titles)
         assert one.figure.get_figwidth() == WIDTH
         for text in _texts(one.figure):
             box = text.get_window_extent()
@@ -59,7 +64,7 @@ def _texts(figure: Figure):
 def test_sizes_and_accuracies_stand_in_the_same_row_in_order_of_size(drawn, comparison):
     size, accuracy = drawn["size"].figure.axes
     labels = [text.get_text() for text in size.get_yticklabels()]
-    assert labels == ["gptq-2bit", "hqq-2bit", "gptq-4bit", "bnb-8bit", "bf16"]
+    assert labels == ["gptq-2bit", "hqq-2bit", "gptq-4bit", "rtn-8bit", "bf16"]
     assert [text.get_text() for text in size.texts] == ["2.50", "2.50", "4.50", "8.50", "16.00"]
     lines = {(line.quantizer, line.task): line for line in comparison.lines
              if line.metric == "acc_norm"}  # fmt: skip
