@@ -41,6 +41,7 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     stored = quantizer.evidence(quantized).weights
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
     problems += _uncovered(remaining, wanted.values(), quantizer)
+    problems += _unasked(stored.keys(), remaining, wanted, quantized, quantizer)
     measured: list[Measured] = []
     for name in wanted:
         if name not in stored:
@@ -100,6 +101,35 @@ def _uncovered(
     return problems
 
 
+def _unasked(
+    stored: Iterable[str],
+    remaining: list[Matrix],
+    wanted: Mapping[str, Matrix],
+    quantized: nn.Module,
+    quantizer: Quantizer,
+) -> list[str]:
+    """What was done to layers that the settings do not ask for: embeddings, the LM head, and what
+    they leave out, which must be the original's."""
+    spared = left_out(wanted, quantizer.leave_out)
+    more = [name for name in stored if name not in wanted or name in spared]
+    problems = [f"{name}: quantized, though the settings leave it out" for name in more]
+    after = matrices(quantized)
+    changed = [
+        matrix.name
+        for matrix in remaining
+        if matrix.name not in after or not _same(after[matrix.name].weight, matrix.weight)
+    ]
+    return problems + [f"{name}: neither quantized nor the original" for name in changed]
+
+
+def _same(found: Tensor, wanted: Tensor) -> bool:
+    """Equal but for a cast; NaN equals NaN."""
+    if found.shape != wanted.shape:
+        return False
+    cast = wanted.to(found.dtype)
+    return bool(((found == cast) | (found.isnan() & cast.isnan())).all())
+
+
 def _audit_unquantized(
     wanted: Mapping[str, Matrix],
     quantized: nn.Module,
@@ -117,8 +147,7 @@ def _audit_unquantized(
         if not plain or found.dtype != dtype or found.shape != matrix.weight.shape:
             problems.append(f"{name}: not a plain weight in {quantizer.compute_dtype}")
             continue
-        cast = matrix.weight.to(dtype)
-        if not ((found == cast) | (found.isnan() & cast.isnan())).all():
+        if not _same(found, matrix.weight):
             problems.append(f"{name}: not the original weights")
         error_squared += float((found.float() - matrix.weight.float()).square().sum())
         norm_squared += float(matrix.weight.float().square().sum())

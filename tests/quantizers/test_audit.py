@@ -13,7 +13,7 @@ from torch import nn
 from qbench.errors import QuantizationError
 from qbench.quantizers import packed, parse
 from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import linears
+from qbench.quantizers.linears import linears, plain
 from qbench.quantizers.measure import digest, forward_weight, levels
 from qbench.quantizers.packed import PackedLinear
 from qbench.record import Audit
@@ -111,6 +111,27 @@ def test_one_layer_left_out_is_caught_and_named(rtn4):
     assert report.left_out == (LAYER,)
     assert f"not quantized: {LAYER} [160, 64]" in report.problems
     assert 0.8 < report.coverage < 1
+
+
+def test_an_lm_head_that_a_library_quantized_too_is_caught(rtn4):
+    model = copy.deepcopy(rtn4)
+    chosen, head = settings("rtn-4bit"), llama().lm_head
+    model.lm_head = chosen.rebuild(plain(head), chosen.store("lm_head", head))
+    report = check(model, chosen)
+    assert report.problems == ("lm_head: quantized, though the settings leave it out",)
+
+
+def test_a_layer_that_is_quantized_though_it_is_left_out_is_caught(rtn4):
+    report = check(rtn4, settings("rtn-4bit", leave_out=("*.1.mlp.up_proj",)))
+    assert report.problems == (f"{LAYER}: quantized, though the settings leave it out",)
+
+
+def test_a_layer_that_is_left_out_and_changed_is_caught(rtn4):
+    layer = copy.deepcopy(linears(llama())[LAYER])
+    layer.weight.data *= 1.01
+    model = replace(copy.deepcopy(rtn4), LAYER, layer)
+    report = check(model, settings("rtn-4bit", leave_out=("*.1.mlp.up_proj",)))
+    assert report.problems == (f"{LAYER}: neither quantized nor the original",)
 
 
 def blocks_of_64():
