@@ -164,7 +164,11 @@ class Store:
         return path
 
     def _table(self, record: Record, name: Table) -> pd.DataFrame:
-        return pd.read_parquet(io.BytesIO(self._payload(record, name)))
+        from pyarrow import parquet
+
+        # without threads: where there is no memory for one, pyarrow waits for it for ever
+        file = parquet.ParquetFile(io.BytesIO(self._payload(record, name)))
+        return file.read(use_threads=False).to_pandas(use_threads=False)
 
     def _payload(self, record: Record, name: Table) -> bytes:
         """A Parquet file's content, verified before any library parses it."""

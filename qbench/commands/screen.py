@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,6 +11,8 @@ import typer
 from rich.console import Console
 
 from qbench.errors import QbenchError, RecipeProblems, shown
+
+UNMAPPED = "failed to map segment"  # the loader's word for a library without room
 
 
 def complain(line: str) -> None:
@@ -23,9 +26,15 @@ def complain(line: str) -> None:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End with exit code 2 and what was wrong, one line a problem."""
-    for line in error.lines if isinstance(error, RecipeProblems) else [_said(error)]:
-        complain(line)
+    """End with exit code 2 and what was wrong, one line a problem.
+
+    Raises ``error`` again where it is an ImportError that is not for lack of memory.
+    """
+    if isinstance(error, ImportError) and UNMAPPED not in str(error):
+        raise error
+    with suppress(OSError):  # standard error may be on the full disk, too
+        for line in error.lines if isinstance(error, RecipeProblems) else [_said(error)]:
+            complain(line)
     sys.exit(2)
 
 
@@ -33,7 +42,7 @@ def _said(error: Exception) -> str:
     """One line on an error that is the machine's or the input's, not this program's."""
     if isinstance(error, QbenchError):
         return str(error)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError | ImportError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     if isinstance(error, UnicodeEncodeError):
         return f"text that {error.encoding} cannot hold: {shown(error.object[error.start :])}"
