@@ -18,9 +18,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-import pandas as pd
 from filelock import FileLock
 from pydantic import ValidationError
 
@@ -37,6 +36,9 @@ from qbench.record import (
     Written,
 )
 from qbench.sealed import AGAIN, seal, unseal
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 KEY_DIGITS = 16
 COLUMNS = {"outcomes": OUTCOME_COLUMNS, "responses": RESPONSE_COLUMNS}
