@@ -41,7 +41,7 @@ class Score(Written):
 
     task: TaskName  # as the recipe calls it; the name in the Parquet files
     label: Line  # as tables show it, e.g. "sciq [validation]"
-    metric: Line  # "acc", "acc_norm", "perplexity", "word_perplexity", …
+    metric: TaskName  # "acc", "acc_norm", "perplexity", "word_perplexity", …
     value: float
     stderr: float | None  # lm-eval's, in the units of value; None where it has none
     higher_is_better: bool
