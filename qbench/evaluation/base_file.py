@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def base_rows_usable(path: Path, key: str) -> bool:
 def write_checksum(path: Path, digest: str) -> None:
     """Beside the file, as ``sha256sum -c`` reads it."""
     write_atomically(_checksum_file(path), f"{digest}  {path.name}\n".encode())
+    shutil.copymode(_checksum_file(path), path)  # safetensors writes for its owner's eyes alone
 
 
 def sha256(path: Path) -> str:

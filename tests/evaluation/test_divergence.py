@@ -216,6 +216,7 @@ def test_rows_come_back_from_their_file(tmp_path, dtype):
     assert sorted(file.name for file in path.parent.iterdir()) == [
         path.name, f"{path.name}.sha256",
     ]  # fmt: skip
+    assert path.stat().st_mode == path.with_name(f"{path.name}.sha256").stat().st_mode
 
 
 def test_one_changed_byte_anywhere_makes_the_file_unusable(tmp_path):
