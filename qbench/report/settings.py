@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import Comparison
@@ -32,7 +32,7 @@ def headline(comparison: Comparison) -> list[str]:
     return [f"{name}: {', '.join(values)}" for name, values in told if values]
 
 
-def _each(records: Sequence[Record], of) -> list[str]:
+def _each(records: Sequence[Record], of: Callable[[Record], str]) -> list[str]:
     return [value for value in dict.fromkeys(map(of, records)) if value]
 
 
