@@ -169,7 +169,7 @@ def _without_distributions(cells: Sequence[Cell], store: Store, cache: Path) -> 
     needed = {
         cell.base.key
         for cell in cells
-        if cell.base is not None and not settled(store.whole(cell.place))
+        if cell.base is not None and not settled(store.whole(cell.place), cell)
     }
     folder = distributions_folder(cache)
     return {

@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from qbench.evaluation.base_file import base_rows_file, base_rows_usable
+from qbench.evaluation.tolerance import exceeded
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder, failed, run
@@ -87,17 +88,24 @@ def give_up(
     return record
 
 
-def settled(known: Record | None) -> bool:
-    """Whether a record is good and no later run could add to it."""
+def passes(known: Record | None, cell: Cell) -> bool:
+    """Whether a record is there that passed, under the tolerance that is asked for now."""
     if known is None or known.status != "ok":
+        return False
+    return exceeded(cell.scoring.tolerance, known.scoring) is None
+
+
+def settled(known: Record | None, cell: Cell) -> bool:
+    """Whether a record is good and no later run could add to it."""
+    if known is None or not passes(known, cell):
         return False
     return not (isinstance(known.damage, Unavailable) and known.damage.retry)
 
 
 def complete(known: Record | None, cell: Cell, store: Store, cache: Path) -> bool:
     """Whether a record is good, and has the damage that can be had by now."""
-    if known is None or known.status != "ok" or settled(known):
-        return settled(known)
+    if not passes(known, cell) or settled(known, cell):
+        return settled(known, cell)
     assert cell.base is not None
     base = store.whole(cell.base)
     key = cell.base.key

@@ -31,9 +31,9 @@ def run(tmp_path, monkeypatch):
     }
     path.write_text(yaml.safe_dump(recipe))
 
-    def once(*options):
+    def once(*options, passes=True):
         arguments = ("run", path, "--out", out, "--device", "cpu", *options)
-        assert not app([str(a) for a in arguments], standalone_mode=False)
+        assert bool(app([str(a) for a in arguments], standalone_mode=False)) != passes
         return {record.quantizer: record for record in Store(out).records()}
 
     return once
@@ -94,3 +94,17 @@ def test_lm_evals_own_scoring_has_no_damage_and_says_why(tmp_path, run):
     damage = run("--scoring", "lm-eval")["rtn-4bit"].damage
     assert "lm-eval shows nobody its log-probabilities" in damage.reason
     assert not damage.retry
+
+
+def test_a_tightened_tolerance_is_held_against_records_that_are_there(tmp_path, run):
+    first = run("--scoring", "fast")
+    assert run("--scoring", "fast") == first
+    recipe = tmp_path / "small.yaml"
+    content = yaml.safe_load(recipe.read_text())
+    for largest, status in ((0.4, "ok"), (1e-12, "failed")):
+        content["evaluation"]["tolerance"] = {"largest": largest}
+        recipe.write_text(yaml.safe_dump(content))
+        found = run("--scoring", "fast", passes=status == "ok")
+        assert {record.key for record in found.values()} == {r.key for r in first.values()}
+        assert {record.status for record in found.values()} == {status}
+    assert "more than evaluation.tolerance.largest 1e-12" in found["fp32"].error
