@@ -69,9 +69,9 @@ def require_whole_groups(quantizer: str, layer: str, features: int, what: str, s
     """Raise QuantizationError where ``features`` are no whole number of groups of ``size``."""
     if features % size:
         fitting = [n for n in (8, 16, 32, 64, 128, 256) if features % n == 0]
-        offer = (
-            f"choose {' or '.join(map(str, fitting))}" if fitting else "no usual size divides it"
-        )
+        offer = f"choose {' or '.join(map(str, fitting))}"
+        if not fitting:
+            offer = f"no usual size divides it: say leave_out: [{layer.rpartition('.')[2]}]"
         raise QuantizationError(
             f"{quantizer}: {layer} has {features} {what}, no multiple of group_size {size}; {offer}"
         )

@@ -138,6 +138,15 @@ def test_a_group_size_that_does_not_divide_a_layer_is_named_with_what_does(name,
     )
 
 
+def test_a_layer_that_no_group_size_divides_can_be_left_out(tmp_path):
+    narrow = llama(intermediate=36)
+    with pytest.raises(QuantizationError, match=r"36 inputs.*say leave_out: \[down_proj\]"):
+        make(settings("rtn-4bit"), tmp_path, model=narrow)
+    chosen = settings("rtn-4bit", leave_out=("down_proj",))
+    made = make(chosen, tmp_path, model=llama(intermediate=36)).model
+    assert audit(llama(intermediate=36), made, chosen, PROBE).problems == ()
+
+
 def test_a_calibrated_quantizer_without_calibration_is_refused(tmp_path):
     with pytest.raises(QuantizationError, match="gptq-4bit: needs calibration text"):
         quantize(
