@@ -173,6 +173,22 @@ def test_a_disk_that_is_full_at_any_byte_leaves_the_old_content_and_nothing_else
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_where_the_log_is_on_a_full_disk_the_terminal_still_gets_the_last_word(tmp_path):
+    program = (
+        "import resource, sys\nfrom pathlib import Path\n"
+        "from qbench.running.quiet import redirected\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
+        "try:\n"
+        "    with redirected(Path(sys.argv[1])):\n"
+        "        print('x' * 1000)\n"
+        "except OSError as error:\n"
+        "    print('said:', error.strerror, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", program, tmp_path / "log"]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert ended.stderr == "said: File too large\n"
+
+
 def test_temporaries_of_dead_processes_are_removed_and_no_others(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -60,7 +60,8 @@ def redirected(log: Path) -> Iterator[None]:
                 warnings.simplefilter("default")
             yield
     finally:
-        sys.stdout.close()
+        with suppress(OSError):  # the disk is full: what is said of that goes to the user
+            sys.stdout.close()
         sys.stdout, sys.stderr = streams
         for descriptor, number in zip(saved, (1, 2), strict=True):
             os.dup2(descriptor, number)
