@@ -178,6 +178,8 @@ def read(path: Path) -> Baseline:
         raise ResultsError(f"{path}: not a baseline ({type(error).__name__}); {remedy}") from None
     version = about.get("version") if isinstance(about, dict) else None
     if version != VERSION:
+        if type(version) is int and version > VERSION:
+            remedy = "a newer qbench wrote it: update qbench"
         raise ResultsError(
             f"{path}: baseline version {version}; this qbench reads {VERSION}; {remedy}"
         )

@@ -171,6 +171,13 @@ def test_a_baseline_with_wrong_metadata_is_unusable_input(tmp_path, good, standa
         check.check(good, path)
 
 
+def test_a_baseline_of_a_newer_qbench_says_what_to_update(tmp_path, good, standard):
+    path = tmp_path / "baseline.parquet"
+    rewrite(standard, path, lambda about: about | {"version": 99})
+    with pytest.raises(ResultsError, match=r"version 99.*update qbench"):
+        check.check(good, path)
+
+
 def test_a_baseline_without_cells_is_unusable_input(tmp_path, good, standard):
     path = tmp_path / "baseline.parquet"
     rewrite(standard, path, lambda about: about | {"cells": {}})
