@@ -147,11 +147,12 @@ class Recipe(Strict):
     folder: Path = Path()  # of the recipe file
 
     @classmethod
-    def load(cls, path: Path, overrides: Overrides | None = None) -> Recipe:
+    def load(cls, path: str | Path, overrides: Overrides | None = None) -> Recipe:
         """Read and check a recipe, parts of it replaced by ``overrides``.
 
         Raises RecipeError, one line a problem.
         """
+        path = Path(path)
         source = read(path)
         source.override(overrides or Overrides())
         try:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+from small_recipe import small_recipe
 from synthetic import make_store
+
+ROOT = Path(__file__).parent.parent
 
 READERS = (
     "gate.baseline",
@@ -56,3 +63,48 @@ def test_the_modules_that_show_results_start_in_under_two_seconds():
     best = min(float(python(SECONDS.format("import qbench.tables, qbench.comparison.compare")))
                for _ in range(2))  # fmt: skip
     assert best < 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [(["--help"], 0.5), (["run", "--help"], 0.5), (["list", "quantizers"], 1.0)],
+)
+def test_help_starts_at_once(arguments, seconds):
+    """CPU seconds of the whole process, the interpreter's own start included."""
+    best = min(cpu_seconds([sys.executable, "-m", "qbench", *arguments]) for _ in range(2))
+    assert best < seconds
+
+
+def test_planning_takes_under_three_seconds_and_the_parent_of_workers_loads_no_torch(tmp_path):
+    command = ["plan", small_recipe(tmp_path), "--device", "cpu", "--out", tmp_path / "out"]
+    best = min(cpu_seconds([sys.executable, "-m", "qbench", *command]) for _ in range(2))
+    assert best < 3.0
+    script = tmp_path / "script.py"
+    script.write_text(PARENT)
+    arguments = ["run", *command[1:], "--workers", "2", "--only", "softmax/*"]
+    done = subprocess.run([sys.executable, script, *arguments], cwd=ROOT, text=True, check=False,
+                          capture_output=True, env=environment(tmp_path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+PARENT = """
+import sys
+from qbench.cli import app
+if __name__ == "__main__":
+    code = app(sys.argv[1:], standalone_mode=False)
+    heavy = ("torch", "transformers", "lm_eval", "datasets")
+    print([name for name in heavy if name in sys.modules], file=sys.stderr)
+    sys.exit(code)
+"""
+
+
+def environment(folder):
+    return {**os.environ, "PYTHONPATH": str(ROOT), "QBENCH_CACHE": str(folder / "cache")}
+
+
+def cpu_seconds(command):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from queue import SimpleQueue
 from typing import Any
@@ -42,6 +43,7 @@ class Processes(Executor):
 
     def __init__(self, slots: Sequence[int], *, device: str) -> None:
         assert slots
+        _ignore_locks_of_the_dead()
         threads = max(1, (os.cpu_count() or 1) // len(slots))
         self._slots = [_Slot(gpu if device == "cuda" else None, threads) for gpu in slots]
         self._free: SimpleQueue[_Slot] = SimpleQueue()
@@ -131,6 +133,20 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ignore_locks_of_the_dead() -> None:
+    """Python's process that frees the locks of ended processes says so on the terminal; that
+    worker processes are ended, not asked to end, is meant so."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _settle(gpu: int | None, threads: int) -> None:

@@ -1,0 +1,126 @@
+"""qbench from Python: all that is meant to be imported by others.
+
+``Recipe.load`` reads a recipe, ``plan`` finds all that it speaks of, ``run`` makes its records,
+``compare`` sets them side by side, ``tables`` shows that, ``load_records`` gives every score as a
+row of a pandas table. Everything else may change without notice. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from qbench.overrides import Overrides
+from qbench.plan import Plan
+from qbench.plan import plan as plan_on
+from qbench.recipe import Recipe
+from qbench.running.devices import choose_device
+from qbench.running.quiet import settle, terminal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qbench.comparison.lines import Comparison
+    from qbench.record import Record
+
+__all__ = ["Overrides", "Recipe", "compare", "load_records", "plan", "run", "tables"]
+
+settle()
+
+
+def plan(recipe: Recipe, device: str = "auto") -> Plan:
+    """What ``recipe`` asks for: its cells, each with the key of all that can change its scores.
+
+    ``device`` is "auto", "cpu" or "cuda". Nothing is loaded or run. Raises QbenchError for what
+    cannot work.
+    """
+    return plan_on(recipe, device=choose_device(device))
+
+
+def run(
+    planned: Plan,
+    out: str | Path,
+    *,
+    only: str | None = None,
+    force: bool = False,
+    executor: Executor | None = None,
+) -> list[Record]:
+    """Run the cells of a plan that the results folder ``out`` has no good record of.
+
+    ``only`` is a glob over cells' names such as "softpick/gptq-*"; ``force`` makes good records
+    again; ``executor`` is any of ``concurrent.futures`` (None: one cell after the other, here).
+    Progress goes to standard error. A cell that fails has a record with ``status`` "failed".
+    """
+    from qbench.running.grid import run_cells
+    from qbench.running.progress import Display
+
+    cells = planned.select(only)
+    with _screen() as screen, Display(screen, len(cells)) as display:
+        return run_cells(
+            planned, out=Path(out), cells=cells, executor=executor, sink=display, force=force
+        )
+
+
+def compare(folder: str | Path) -> Comparison:
+    """Every score of a results folder's grid, with intervals and tests of the differences."""
+    from qbench.comparison.compare import compare as compare_store
+    from qbench.store import Store
+
+    return compare_store(Store(Path(folder)))
+
+
+def tables(comparison: Comparison, format: str = "md", published: str | None = None) -> str:
+    """The delta tables as text: "md", "tex", "csv" or "html", beside a ``published`` set."""
+    from qbench.tables.write import render
+
+    return render(comparison, format=format, published=published)
+
+
+def load_records(folder: str | Path) -> pd.DataFrame:
+    """One row a score of every good record of a results folder's grid.
+
+    Columns: checkpoint, quantizer, method, precision, normalizer, task, metric, value, stderr,
+    documents, higher_is_better, bits_per_weight and key. Raises ResultsError.
+    """
+    import pandas as pd
+
+    from qbench.store import Store
+
+    rows = [
+        {
+            "checkpoint": record.checkpoint,
+            "quantizer": record.quantizer,
+            "method": record.method,
+            "precision": record.precision.name,
+            "normalizer": record.normalizer,
+            "task": score.task,
+            "metric": score.metric,
+            "value": score.value,
+            "stderr": score.stderr,
+            "documents": score.documents,
+            "higher_is_better": score.higher_is_better,
+            "bits_per_weight": record.audit.bits_per_weight if record.audit else None,
+            "key": record.key,
+        }
+        for record in Store(Path(folder)).records()
+        for score in record.scores
+    ]
+    return pd.DataFrame(rows)
+
+
+@contextmanager
+def _screen() -> Iterator[TextIO]:
+    """Standard error, out of reach of what is redirected while a cell is at work; in a notebook
+    it has no file descriptor, and is out of reach anyway."""
+    try:
+        screen = terminal()
+    except (io.UnsupportedOperation, AttributeError, OSError):
+        yield sys.stderr
+        return
+    with screen:
+        yield screen
