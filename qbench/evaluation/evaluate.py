@@ -12,14 +12,12 @@ import pandas as pd
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.labels import check_labels
-from qbench.evaluation.settings import ScoringSettings
+from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED, ScoringSettings
 from qbench.evaluation.tasks import LoadedTask
 from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
-
-NUMPY_SEED = TORCH_SEED = 1234  # lm-eval's defaults; that of random is 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +50,7 @@ def evaluate(model: LM, task: LoadedTask, settings: ScoringSettings) -> TaskResu
             bootstrap_iters=0,  # the standard errors are computed below, without 100,000 rounds
             log_samples=True,
             # Counted from lm-eval's defaults, so that seed 0 draws what lm-eval draws.
-            random_seed=settings.seed,
+            random_seed=RANDOM_SEED + settings.seed,
             numpy_random_seed=(NUMPY_SEED + settings.seed) % 2**32,
             torch_random_seed=TORCH_SEED + settings.seed,
             fewshot_random_seed=settings.fewshot_seed,

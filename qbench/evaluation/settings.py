@@ -13,7 +13,9 @@ Mode = Literal["exact", "fast", "lm-eval"]
 Asked = Literal["auto", "exact", "fast", "lm-eval"]
 SoftmaxDtype = Literal["float32", "model"]
 
-FEWSHOT_SEED = 1234  # lm-eval's own
+# lm-eval's own seeds: of few-shot examples, and of Python's, NumPy's and torch's generators.
+FEWSHOT_SEED = 1234
+RANDOM_SEED, NUMPY_SEED, TORCH_SEED = 0, 1234, 1234
 
 # Scores move with the size of a batch, so "auto" is a constant and not a measurement.
 BATCH_SIZE = {"cuda": 64, "cpu": 8}

@@ -6,7 +6,9 @@ import functools
 import hashlib
 import inspect
 import json
+import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from qbench.evaluation.data import read_rows
 from qbench.evaluation.definitions import read_definition
 from qbench.evaluation.modules import missing_module
 from qbench.evaluation.planned import PlannedTask, evaluation_split, fewshot_split
+from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -130,8 +133,40 @@ def _datasets(splits: dict[str, list[dict[str, Any]]]) -> DatasetDict:
 def _build(path: Path, overrides: dict[str, Any]) -> ConfigurableTask:
     from lm_eval.tasks._factory import TaskFactory
     from lm_eval.tasks._index import TaskIndex
+    from lm_eval.tasks._yaml_loader import load_yaml
 
+    process = load_yaml(path).get("process_docs")
+    if callable(process):
+        overrides = {**overrides, "process_docs": _once(process)}
+    _seed()
     return TaskFactory().build(TaskIndex.entry_from_path(path), overrides=overrides, registry={})
+
+
+def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """lm-eval asks for processed documents again and again. Of data on disk, datasets remembers
+    them; of data in memory, a definition that draws would make other ones each time, so that
+    answers met other choices than were asked about."""
+    known: list[tuple[Any, Any]] = []
+
+    @functools.wraps(process)
+    def process_docs(documents: Any) -> Any:
+        for seen, made in known:
+            if seen is documents:
+                return made
+        known.append((documents, process(documents)))
+        return known[-1][1]
+
+    return process_docs
+
+
+def _seed() -> None:
+    """As lm-eval does before it builds tasks: some shuffle their choices meanwhile (gpqa)."""
+    import numpy as np
+    import torch
+
+    random.seed(RANDOM_SEED)
+    np.random.seed(NUMPY_SEED)
+    torch.manual_seed(TORCH_SEED)
 
 
 def _reason(planned: PlannedTask, config: dict[str, Any], error: Exception) -> str:

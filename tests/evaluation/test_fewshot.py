@@ -1,8 +1,9 @@
-"""Few-shot prompts are those that lm-eval makes with its own defaults."""
+"""Prompts that chance decides are those that lm-eval makes with its own defaults."""
 
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from lm_eval import simple_evaluate
@@ -79,3 +80,38 @@ def test_five_shot_prompts_are_lm_evals(folder):
     assert ours(folder) == theirs  # the task object again, whose generator has gone on
     assert ours(folder, seed=7) == theirs
     assert ours(folder, fewshot_seed=0) != theirs
+
+
+SHUFFLE = """
+import random
+
+
+def shuffled(docs):
+    def one(doc):
+        options = list(doc["options"])
+        random.shuffle(options)
+        return {**doc, "options": options, "right": options.index("yes")}
+
+    return docs.map(one)
+"""
+
+
+def test_what_a_definition_draws_while_it_is_built_is_what_lm_eval_draws(folder):
+    """As gpqa does with its choices: lm-eval seeds before it builds tasks."""
+    definition = folder / "tasks" / "quiz.yaml"
+    shuffled = definition.read_text().replace(
+        "num_fewshot: 5", "process_docs: !function own.shuffled"
+    )
+    definition.write_text(shuffled.replace("training_split: train\n", ""))
+    (folder / "tasks" / "own.py").write_text(SHUFFLE)
+    random.seed(99)
+    drawn = ours(folder)
+    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    theirs = prompts_of(
+        scorer(llama(), "exact", max_length=400),
+        lambda lm: simple_evaluate(
+            model=lm, tasks=["quiz"], task_manager=manager, bootstrap_iters=0
+        ),
+    )
+    assert drawn == theirs
+    assert ours(folder) == drawn
