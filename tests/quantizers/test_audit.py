@@ -3,10 +3,8 @@
 import copy
 import dataclasses
 
-import bitsandbytes
 import pytest
 import torch
-from bitsandbytes import functional
 from quantizer_models import PROBE, llama, make, settings
 from torch import nn
 
@@ -14,7 +12,7 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import packed, parse
 from qbench.quantizers.audit import audit
 from qbench.quantizers.linears import linears, plain
-from qbench.quantizers.measure import digest, forward_weight, levels
+from qbench.quantizers.measure import forward_weight, levels
 from qbench.quantizers.packed import PackedLinear
 from qbench.record import Audit
 
@@ -134,55 +132,6 @@ def test_a_layer_that_is_left_out_and_changed_is_caught(rtn4):
     assert report.problems == (f"{LAYER}: neither quantized nor the original",)
 
 
-def blocks_of_64():
-    """A model whose widths suit bitsandbytes' packing for processors with AVX512-BF16."""
-    return llama(hidden=64, intermediate=128)
-
-
-@pytest.fixture
-def bnb4(tmp_path):
-    from qbench.quantizers.quantization import quantize
-
-    return quantize(
-        blocks_of_64(),
-        settings("bnb-4bit"),
-        calibration=None,
-        digest="0" * 64,
-        artifacts=tmp_path,
-    ).model
-
-
-def test_weights_repacked_for_avx512_are_caught(bnb4):
-    assert check(bnb4, settings("bnb-4bit"), blocks_of_64()).passed
-    module = bnb4.get_submodule(LAYER)
-    module.weight.data, _ = functional._convert_weight_packed_for_cpu(
-        module.weight.data, module.weight.quant_state
-    )
-    report = check(bnb4, settings("bnb-4bit"), blocks_of_64())
-    assert not report.passed
-    assert any(problem.startswith(LAYER) for problem in report.problems)
-
-
-def test_a_forward_that_uses_other_weights_than_are_stored_is_caught(bnb4):
-    """What repacking looks like where its kernel exists: the forward is right, the stored
-    weights, as a save or a later dequantization sees them, are not."""
-    module = bnb4.get_submodule(LAYER)
-    wanted = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-    module.weight.data, state = functional._convert_weight_packed_for_cpu(
-        module.weight.data, module.weight.quant_state
-    )
-    module.forward = lambda x: nn.functional.linear(x, wanted.to(x.dtype))
-    state.dtype, state.packing_format_for_cpu = torch.float32, True
-    state.absmax = state.absmax.float()
-    report = check(bnb4, settings("bnb-4bit"), blocks_of_64())
-    assert not report.passed
-    assert report.weight_error < 0.2
-    assert any(
-        problem.startswith(LAYER) and "off the stored ones" in problem
-        for problem in report.problems
-    )
-
-
 def test_a_zero_point_off_by_one_is_caught(rtn4):
     model = copy.deepcopy(rtn4)
     model.get_submodule(LAYER).zero += 1
@@ -253,56 +202,6 @@ def test_only_the_quantized_model_has_numbers_that_are_not_finite(rtn4):
     assert report.problems[0] == "model.norm.weight: 1 of 64 values are not finite"
 
 
-def digests(report):
-    return {module.name: module.digest for module in report.modules}
-
-
-def test_the_digest_says_whether_the_stored_bits_are_the_same(rtn4):
-    chosen = settings("rtn-4bit")
-    first, second = check(rtn4, chosen), check(copy.deepcopy(rtn4), chosen)
-    assert first.digest == second.digest
-    assert digests(first) == digests(second)
-    assert len(set(digests(first).values())) == 14
-    assert {len(digest) for digest in digests(first).values()} == {len(first.digest)} == {64}
-    model = copy.deepcopy(rtn4)
-    model.get_submodule(LAYER).scale[0, 0] *= 1.001
-    third = check(model, chosen)
-    assert third.digest != first.digest
-    different = {n for n, d in digests(third).items() if d != digests(first)[n]}
-    assert different == {LAYER}
-
-
-@pytest.mark.parametrize(
-    ("name", "stated"),
-    [
-        ("bnb-4bit", {"double_quant": True}),
-        ("bnb-8bit", {}),
-        ("hqq-3bit", {}),
-        ("gptq-4bit", {"backend": "torch", "desc_act": True}),
-        ("gptq-4bit", {}),
-    ],
-)
-def test_digests_are_the_same_when_quantized_again(name, stated, tmp_path):
-    chosen = settings(name, **stated)
-    first, second = (
-        check(make(chosen, tmp_path / part).model, chosen) for part in ("once", "again")
-    )
-    assert (first.digest, digests(first)) == (second.digest, digests(second))
-
-
-def test_a_digest_is_of_names_dtypes_shapes_and_bytes():
-    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3, dtype=torch.uint8)}
-    assert digest(one) == digest(dict(reversed(one.items())))
-    assert digest(one) == "4ada6d404ac49e8bebbc2829f61a582c1dfe92bcc09db74ee6207e2f792b16ad"
-    others = [
-        {**one, "a": one["a"].reshape(1, 2)},
-        {**one, "a": one["a"].view(torch.int32)},
-        {**one, "a": -one["a"]},
-        {"c": one["a"], "b": one["b"]},
-    ]
-    assert len({digest(other) for other in (one, *others)}) == 5
-
-
 def test_a_layer_that_raises_is_a_problem_not_a_crash(rtn4):
     model = copy.deepcopy(rtn4)
     model.get_submodule(LAYER).codes = torch.zeros(1, 1, dtype=torch.uint8)
@@ -341,33 +240,6 @@ def test_the_identity_reads_a_weight_off_its_forward(inputs):
     layer = nn.Linear(inputs, 3)
     assert torch.equal(forward_weight(layer, inputs, torch.float32), layer.weight)
     assert layer.bias is not None
-
-
-def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
-    """Where the processor has AVX512-BF16, a layer that asks would repack at its first forward."""
-    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
-    assert bitsandbytes.nn.Linear4bit(64, 64).support_avx512bf16_for_cpu
-    model = make(settings("bnb-4bit", double_quant=True), tmp_path).model
-    layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
-    assert len(layers) == 14
-    before = [functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in layers]
-    model(input_ids=PROBE)
-    after = [functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in layers]
-    assert not any(m.support_avx512bf16_for_cpu for m in layers)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert check(model, settings("bnb-4bit", double_quant=True)).passed
-
-
-@pytest.mark.skipif(not functional.has_avx512bf16(), reason="processor without AVX512-BF16")
-@pytest.mark.filterwarnings("ignore")  # it looks for a kernel package
-def test_where_the_library_repacks_by_itself_the_audit_catches_it(bnb4):
-    original = blocks_of_64()
-    assert check(bnb4, settings("bnb-4bit"), original).passed
-    for module in bnb4.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = True
-    bnb4(input_ids=PROBE)
-    assert not check(bnb4, settings("bnb-4bit"), original).passed
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,12 @@ from qbench.quantizers.bnb import BLOCK
 from qbench.quantizers.linears import plain
 
 WIDTHS = (16, 32, 48, 64, 96, 128, 160, 192)
+LAYER = "model.layers.1.mlp.up_proj"
 TABLES = [("nf4", False), ("fp4", False), ("nf4", True), ("fp4", True)]
+
+
+def check(quantized, chosen, original=None):
+    return audit(original or llama(), quantized, chosen, PROBE)
 
 
 def layer_of(width, *, dtype=torch.float32, table="nf4", double=False, height=40, bias=False):
@@ -113,3 +118,79 @@ def test_the_librarys_own_forward_is_caught_where_it_is_wrong(tmp_path, monkeypa
     monkeypatch.delattr(bnb_layers.Linear4, "forward")
     report = audit(llama(**shape), model, chosen, PROBE)
     assert any("off the stored ones" in problem for problem in report.problems)
+
+
+def blocks_of_64():
+    """A model whose widths suit bitsandbytes' packing for processors with AVX512-BF16."""
+    return llama(hidden=64, intermediate=128)
+
+
+@pytest.fixture
+def bnb4(tmp_path):
+    from qbench.quantizers.quantization import quantize
+
+    return quantize(
+        blocks_of_64(),
+        settings("bnb-4bit"),
+        calibration=None,
+        digest="0" * 64,
+        artifacts=tmp_path,
+    ).model
+
+
+def test_weights_repacked_for_avx512_are_caught(bnb4):
+    assert check(bnb4, settings("bnb-4bit"), blocks_of_64()).passed
+    module = bnb4.get_submodule(LAYER)
+    module.weight.data, _ = functional._convert_weight_packed_for_cpu(
+        module.weight.data, module.weight.quant_state
+    )
+    report = check(bnb4, settings("bnb-4bit"), blocks_of_64())
+    assert not report.passed
+    assert any(problem.startswith(LAYER) for problem in report.problems)
+
+
+def test_a_forward_that_uses_other_weights_than_are_stored_is_caught(bnb4):
+    """What repacking looks like where its kernel exists: the forward is right, the stored
+    weights, as a save or a later dequantization sees them, are not."""
+    module = bnb4.get_submodule(LAYER)
+    wanted = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    module.weight.data, state = functional._convert_weight_packed_for_cpu(
+        module.weight.data, module.weight.quant_state
+    )
+    module.forward = lambda x: nn.functional.linear(x, wanted.to(x.dtype))
+    state.dtype, state.packing_format_for_cpu = torch.float32, True
+    state.absmax = state.absmax.float()
+    report = check(bnb4, settings("bnb-4bit"), blocks_of_64())
+    assert not report.passed
+    assert report.weight_error < 0.2
+    assert any(
+        problem.startswith(LAYER) and "off the stored ones" in problem
+        for problem in report.problems
+    )
+
+
+def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
+    """Where the processor has AVX512-BF16, a layer that asks would repack at its first forward."""
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    assert bitsandbytes.nn.Linear4bit(64, 64).support_avx512bf16_for_cpu
+    model = make(settings("bnb-4bit", double_quant=True), tmp_path).model
+    layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 14
+    before = [functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in layers]
+    model(input_ids=PROBE)
+    after = [functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in layers]
+    assert not any(m.support_avx512bf16_for_cpu for m in layers)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert check(model, settings("bnb-4bit", double_quant=True)).passed
+
+
+@pytest.mark.skipif(not functional.has_avx512bf16(), reason="processor without AVX512-BF16")
+@pytest.mark.filterwarnings("ignore")  # it looks for a kernel package
+def test_where_the_library_repacks_by_itself_the_audit_catches_it(bnb4):
+    original = blocks_of_64()
+    assert check(bnb4, settings("bnb-4bit"), original).passed
+    for module in bnb4.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = True
+    bnb4(input_ids=PROBE)
+    assert not check(bnb4, settings("bnb-4bit"), original).passed

@@ -10,17 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as T
 from quantizer_models import VOCABULARY, calibration, ids, llama, settings
 from torch import nn
-from transformers import (
-    DynamicCache,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -43,16 +35,18 @@ SHAPE = {
     "max_position_embeddings": 128,
 }
 MODELS = {
-    "llama, eager": lambda: LlamaForCausalLM._from_config(
-        LlamaConfig(**SHAPE, intermediate_size=160, num_key_value_heads=1),
+    "llama, eager": lambda: T.LlamaForCausalLM._from_config(
+        T.LlamaConfig(**SHAPE, intermediate_size=160, num_key_value_heads=1),
         attn_implementation="eager",
     ),
-    "gpt-neox, parallel": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, intermediate_size=128)),
-    "gpt-neox, serial": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(**SHAPE, intermediate_size=128, use_parallel_residual=False)
+    "gpt-neox, parallel": lambda: T.GPTNeoXForCausalLM(
+        T.GPTNeoXConfig(**SHAPE, intermediate_size=128)
     ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(**SHAPE, ffn_dim=128, word_embed_proj_dim=64, pad_token_id=1)
+    "gpt-neox, serial": lambda: T.GPTNeoXForCausalLM(
+        T.GPTNeoXConfig(**SHAPE, intermediate_size=128, use_parallel_residual=False)
+    ),
+    "opt": lambda: T.OPTForCausalLM(
+        T.OPTConfig(**SHAPE, ffn_dim=128, word_embed_proj_dim=64, pad_token_id=1)
     ),
 }
 
@@ -181,7 +175,7 @@ def test_a_block_that_is_handed_a_cache_is_left_alone():
     route = walk(model, layers, calibration(), 1)
     block, rest, chosen = route.blocks[0], route.arguments[0, 1], set(layers.values())
     assert replay.learn(block, route.sample, rest, chosen, set()) is not None
-    rest = {**rest, "past_key_values": DynamicCache()}
+    rest = {**rest, "past_key_values": T.DynamicCache()}
     assert replay.learn(block, route.sample, rest, chosen, set()) is None
 
 
