@@ -1,0 +1,89 @@
+"""The analyses of a results folder: found, verified, written. Imports no torch.
+
+    DIR/analysis/grid.json                                which analyses are meant
+    DIR/analysis/<checkpoint>/<quantizer>/<key16>.json    one cell's, with its checksum
+    DIR/analysis/…/<key16>.log                            what the libraries printed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.record.analysis import Analysis, AnalysisGrid, AnalysisPlace
+from qbench.sealed import AGAIN
+from qbench.store import KEY_DIGITS, read, write
+
+REMEDY = "name a folder that `qbench analyze` wrote"
+
+
+class Analyses:
+    """Those in the results folder ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.folder = Path(directory) / "analysis"
+
+    def grid(self) -> AnalysisGrid:
+        """Raises ResultsError where nothing was analyzed, or the file is damaged."""
+        path = self.folder / "grid.json"
+        if not path.is_file():
+            raise ResultsError(f"{self.folder}: no grid.json here; {REMEDY}")
+        return read(path, AnalysisGrid)
+
+    def put_grid(self, grid: AnalysisGrid) -> None:
+        """Say which analyses are meant. Raises NewerSchemaError where a newer qbench did."""
+        try:
+            self.grid()
+        except NewerSchemaError:
+            raise
+        except ResultsError:
+            pass  # none, damaged or old: written anew
+        write(self.folder / "grid.json", grid)
+
+    def get(self, place: AnalysisPlace) -> Analysis | None:
+        """The analysis that ``place`` asks for, failed ones too; None where there is none.
+
+        Raises DamagedError and SchemaError as ``Store.get``.
+        """
+        path = self._path(place)
+        if not path.is_file():
+            return None
+        found = read(path, Analysis)
+        if (found.cell, found.key) != (place.cell, place.key):
+            raise DamagedError(f"{path}: is the analysis of another cell or key; {AGAIN}")
+        return found
+
+    def whole(self, place: AnalysisPlace, say: Callable[[str], None]) -> Analysis | None:
+        """As :meth:`get`, for who can make it again: None where it is damaged or old; ``say`` is
+        told. Raises NewerSchemaError for one that must not be replaced."""
+        try:
+            return self.get(place)
+        except NewerSchemaError:
+            raise
+        except (DamagedError, SchemaError) as error:
+            say(f"{place.cell}: made again: {str(error).removesuffix('; ' + AGAIN)}")
+            return None
+
+    def all(self) -> list[Analysis]:
+        """Those of the grid that are there, failed ones too, in its order."""
+        found = (self.get(place) for place in self.grid().cells)
+        return [one for one in found if one is not None]
+
+    def put(self, analysis: Analysis) -> None:
+        place = AnalysisPlace(
+            checkpoint=analysis.checkpoint, quantizer=analysis.quantizer, key=analysis.key
+        )
+        write(self._path(place), analysis)
+
+    def log(self, place: AnalysisPlace) -> Path:
+        return self._path(place).with_suffix(".log")
+
+    def lock_file(self, place: AnalysisPlace) -> Path:
+        """Held by the process that is at work on ``place``; its folder exists."""
+        path = self._path(place).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _path(self, place: AnalysisPlace) -> Path:
+        return self.folder / place.cell / f"{place.key[:KEY_DIGITS]}.json"

@@ -1,0 +1,143 @@
+"""Looking into a model while it reads: attention weights, hidden states, inputs of linears.
+
+The model computes what it computes when it is scored: its own attention function runs, and the
+weights are measured beside it by their definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qbench.analysis.attention import Observe, measure_weights
+from qbench.attention.interface import Mask
+from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.errors import UnavailableError
+
+NAME = "qbench-measured"
+
+
+@contextmanager
+def attention_observed(model: PreTrainedModel, observe: Observe) -> Iterator[None]:
+    """Call ``observe`` in every attention layer of each forward pass in the body.
+
+    For passes without padding and cache. Raises UnavailableError for a model whose attention is
+    not qbench's, since its weights could then be others than are measured.
+    """
+    running = model.config._attn_implementation
+    normalizer = getattr(model.config, "qbench_normalizer", None)
+    if normalizer is None or not str(running).startswith(f"qbench-{normalizer}-"):
+        raise UnavailableError(
+            f"its attention is {running}, whose weights cannot be measured; analyze a model that "
+            "attends with one of qbench's normalizers"
+        )
+    inner = ALL_ATTENTION_FUNCTIONS[running]
+    AttentionInterface.register(NAME, _measuring(inner, NORMALIZERS.get(normalizer), observe))
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[running])
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(running)
+
+
+def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Callable:
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Mask | None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        output, rest = inner(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        weights = measure_weights(
+            query,
+            key,
+            normalizer=normalizer.name,
+            parameters=_parameters(normalizer, module, options),
+            scale=scaling,
+            mask=attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask,
+        )
+        observe(module.layer_idx, weights, output)
+        return output, rest
+
+    return forward
+
+
+def _parameters(
+    normalizer: Normalizer, module: nn.Module, options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The normalizer's parameters; the attention function that ran has refused any others."""
+    found = {}
+    for parameter in normalizer.parameters:
+        tensor = options.get(parameter.keyword) if parameter.keyword else None
+        tensor = getattr(module, parameter.attribute, None) if tensor is None else tensor
+        if tensor is not None:
+            found[parameter.name] = tensor
+    return found
+
+
+@contextmanager
+def states_observed(
+    layers: Sequence[nn.Module], observe: Callable[[int, Tensor], None]
+) -> Iterator[None]:
+    """Call ``observe(layer, states)`` with what each decoder layer gives: [B, T, D]."""
+
+    def after(place: int) -> Callable:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            observe(place, output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for place, layer in enumerate(layers):
+            stack.callback(layer.register_forward_hook(after(place)).remove)
+        yield
+
+
+@contextmanager
+def inputs_observed(
+    modules: Mapping[str, nn.Module], observe: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call ``observe(name, input)`` with what each of ``modules`` receives."""
+
+    def before(name: str) -> Callable:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+            given = [*inputs, *options.values()]
+            observe(name, next(one for one in given if isinstance(one, torch.Tensor)))
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            handle = module.register_forward_pre_hook(before(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers, in order. Raises UnavailableError where they cannot be told."""
+    decoder = model.get_decoder()
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [
+        child
+        for child in decoder.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    if len(lists) != 1:
+        raise UnavailableError(
+            f"{type(model).__name__}: its {count} decoder layers cannot be told; analyze a model "
+            "that holds them in one list, such as LlamaForCausalLM"
+        )
+    return lists[0]

@@ -1,0 +1,215 @@
+"""One pass over a text, and all that is measured in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qbench.analysis.attention import (
+    DORMANT,
+    POSITIONS,
+    THRESHOLDS,
+    LayerAttention,
+    Weights,
+)
+from qbench.analysis.capture import (
+    attention_observed,
+    decoder_layers,
+    inputs_observed,
+    states_observed,
+)
+from qbench.analysis.hidden import MASSIVE_KEPT, Found, States, summary
+from qbench.analysis.inputs import Inputs, Look, look
+from qbench.errors import EvaluationError
+from qbench.record.analysis import Head, Layer, MassiveActivation, Measured, Sinks
+
+Progress = Callable[[int, int], None]  # texts read, texts in all
+
+
+@dataclass(kw_only=True, eq=False)
+class Pass:
+    """What has been seen so far."""
+
+    states: list[States]
+    inputs: dict[str, Inputs]
+    attention: dict[int, LayerAttention] = field(default_factory=dict)
+    found: list[Found] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)  # [B] each: nats a predicted token
+    left_out: set[str] = field(default_factory=set)
+    first: int = 0  # text of the batch that is read
+    shape: tuple[int, int] = (0, 0)  # B, T of it
+    last: tuple[Tensor, Look] | None = None  # the last input, and what was seen of it
+
+    def see_attention(self, layer: int, weights: Weights, output: Tensor) -> None:
+        self.attention.setdefault(layer, LayerAttention()).add(weights, output)
+
+    def see_states(self, layer: int, states: Tensor) -> None:
+        found = self.states[layer].add(states, layer=layer, first=self.first)
+        if found is not None:
+            self.found.append(found)
+
+    def see_input(self, name: str, given: Tensor) -> None:
+        """Layers with one input (q, k, v; gate, up) share what is measured of it."""
+        batch, length = self.shape
+        if given.numel() != batch * length * given.shape[-1]:
+            self.left_out.add(name)  # experts, which see some of the tokens
+            return
+        if self.last is None or given is not self.last[0]:
+            self.last = (given, look(given.reshape(batch, length, -1)))
+        self.inputs[name].looks.append(self.last[1])
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    linears: Sequence[str],
+    batch: int,
+    progress: Progress | None = None,
+) -> Measured:
+    """Let ``model`` read texts ``ids`` [N, T] int64, ``batch`` at a time, and measure.
+
+    ``linears``: names of the linear layers whose inputs are measured; those of the unquantized
+    model, whatever stands in their places. Raises UnavailableError for a model that cannot be
+    looked into, EvaluationError where its loss is not finite.
+    """
+    layers = decoder_layers(model)
+    modules = {name: model.get_submodule(name) for name in linears}
+    seen = Pass(states=[States() for _ in layers], inputs={name: Inputs() for name in linears})
+    device = next(model.parameters()).device
+    with (
+        attention_observed(model, seen.see_attention),
+        states_observed(layers, seen.see_states),
+        inputs_observed(modules, seen.see_input),
+    ):
+        for first in range(0, len(ids), batch):
+            tokens = ids[first : first + batch].to(device)
+            seen.first, seen.shape, seen.last = first, tuple(tokens.shape), None
+            logits = model(input_ids=tokens, use_cache=False).logits
+            seen.losses.append(_losses(logits, tokens))
+            if progress is not None:
+                progress(first + len(tokens), len(ids))
+    return _measured(seen, ids, tokenizer)
+
+
+def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean negative log-likelihood of each text's tokens but the first, in nats: [B]."""
+    return torch.stack(
+        [
+            torch.nn.functional.cross_entropy(rows[:-1].float(), one[1:]).double()
+            for rows, one in zip(logits, tokens, strict=True)
+        ]
+    ).cpu()
+
+
+def _measured(seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Measured:
+    loss = torch.cat(seen.losses).mean().item()
+    if not math.isfinite(loss):
+        raise EvaluationError(f"its loss on the text is {loss}: the model gives no numbers")
+    every = [seen.attention[layer] for layer in sorted(seen.attention)]
+    rows = {
+        name: torch.cat([one.of(name) for one in every], dim=1)
+        for name in ("attention", "attention_gu", "zeros", "mass", "silent", "entropy", "output")
+    }
+    return Measured(
+        perplexity=math.exp(loss),
+        sinks=_sinks(rows["attention"], rows["attention_gu"]),
+        zeros=rows["zeros"].mean().item(),
+        mass=rows["mass"].mean().item(),
+        entropy=_mean(rows["entropy"]),
+        silent_heads=(rows["silent"] == 1).double().mean().item(),
+        dormant_heads=(rows["output"] < DORMANT).double().mean().item(),
+        hidden=summary(seen.states),
+        layers=tuple(
+            Layer(
+                heads=_heads(seen.attention[place]) if place in seen.attention else (),
+                hidden=summary([states]),
+            )
+            for place, states in enumerate(seen.states)
+        ),
+        massive=_massive(seen.found, ids, tokenizer),
+        inputs=tuple(
+            inputs.summary(name)
+            for name, inputs in seen.inputs.items()
+            if inputs.looks and name not in seen.left_out
+        ),
+        inputs_left_out=tuple(
+            name
+            for name, inputs in seen.inputs.items()
+            if not inputs.looks or name in seen.left_out
+        ),
+    )
+
+
+def _sinks(attention: Tensor, attention_gu: Tensor) -> tuple[Sinks, ...]:
+    """Of [N, H, POSITIONS] by each definition, over texts and heads."""
+    return tuple(
+        Sinks(
+            position=position,
+            attention=attention[..., position].mean().item(),
+            rates=_rates(attention[..., position]),
+            attention_gu=attention_gu[..., position].mean().item(),
+            rates_gu=_rates(attention_gu[..., position]),
+        )
+        for position in range(POSITIONS)
+    )
+
+
+def _rates(means: Tensor) -> dict[str, float]:
+    return {str(least): (means > least).double().mean().item() for least in THRESHOLDS}
+
+
+def _heads(one: LayerAttention) -> tuple[Head, ...]:
+    attention, attention_gu = one.of("attention"), one.of("attention_gu")
+    rest = {name: one.of(name) for name in ("zeros", "mass", "silent", "entropy", "output")}
+    return tuple(
+        Head(
+            sinks=_sinks(attention[:, head : head + 1], attention_gu[:, head : head + 1]),
+            zeros=rest["zeros"][:, head].mean().item(),
+            mass=rest["mass"][:, head].mean().item(),
+            silent=rest["silent"][:, head].mean().item(),
+            entropy=_mean(rest["entropy"][:, head]),
+            output=rest["output"][:, head].mean().item(),
+            dormant=(rest["output"][:, head] < DORMANT).double().mean().item(),
+        )
+        for head in range(attention.shape[1])
+    )
+
+
+def _mean(values: Tensor) -> float | None:
+    """Over those that are there; None where there is none."""
+    there = values[~values.isnan()]
+    return there.mean().item() if len(there) else None
+
+
+def _massive(
+    found: list[Found], ids: Tensor, tokenizer: PreTrainedTokenizerBase
+) -> tuple[MassiveActivation, ...]:
+    every = []
+    for one in found:
+        for place, value, ratio in zip(
+            one.places.tolist(), one.values.tolist(), one.to_median.tolist(), strict=True
+        ):
+            sample, position, channel = place
+            token = int(ids[sample, position])
+            every.append(
+                MassiveActivation(
+                    layer=one.layer,
+                    sample=sample,
+                    position=position,
+                    token=token,
+                    text=tokenizer.decode([token]),
+                    channel=channel,
+                    value=value,
+                    to_median=ratio,
+                )
+            )
+    every.sort(key=lambda one: -abs(one.value))
+    return tuple(every[:MASSIVE_KEPT])

@@ -1,0 +1,116 @@
+"""Analysis cell → record: load, quantize, audit, then one pass over the text."""
+
+from __future__ import annotations
+
+import traceback
+from datetime import UTC, datetime
+
+from filelock import FileLock
+
+from qbench.analyses import Analyses
+from qbench.analysis.plan import AnalysisCell
+from qbench.plan import Plan
+from qbench.record.analysis import Analysis, AnalyzedText, Measured
+from qbench.run import Outcome, free, load, one_line, quantized_and_audited
+from qbench.running.environment import environment, measured
+from qbench.running.progress import Sink
+from qbench.running.quiet import redirected
+
+
+def analyze_if_needed(
+    cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink, *, force: bool
+) -> Analysis:
+    """The cell's good analysis, made now if need be; where another process is at work on it,
+    that one's."""
+    asked = datetime.now(UTC)
+    with FileLock(analyses.lock_file(cell.place)):
+        sink.begin(cell.name)
+        try:
+            known = analyses.whole(cell.place, sink.say)
+            made_meanwhile = known is not None and known.started >= asked
+            if known is not None and known.status == "ok" and (made_meanwhile or not force):
+                sink.say(f"{cell.name}: already there")
+                return known
+            found = analyze(cell, plan, analyses, sink)
+            sink.say(_said(found), "bold red" if found.status == "failed" else "")
+            return found
+        finally:
+            sink.end(cell.name)
+
+
+def analyze(cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink) -> Analysis:
+    """Analyze one cell and put the record into its place, whether it worked or not."""
+    gathered = Outcome(started=datetime.now(UTC))
+    log = analyses.log(cell.place)
+    error, text, found = None, None, None
+    with redirected(log):
+        try:
+            text, found = _analyze(cell, plan, gathered, sink)
+        except Exception as problem:
+            traceback.print_exc()
+            error = one_line(problem, log)
+        finally:
+            free(plan.device)
+    of = cell.cell
+    record = Analysis(
+        key=cell.key,
+        key_parts=cell.key_parts,
+        checkpoint=of.checkpoint_name,
+        quantizer=of.label,
+        method=of.quantizer.method,
+        title=of.quantizer.title,
+        precision=of.quantizer.precision,
+        normalizer=of.checkpoint.normalizer,
+        attention=f"{of.checkpoint.normalizer}/{of.attention}",
+        status="failed" if error else "ok",
+        error=error,
+        text=text,
+        measured=found,
+        stages=tuple(gathered.stages),
+        environment=environment(plan.device, of.quantizer.requirements()),
+        started=gathered.started,
+        finished=datetime.now(UTC),
+    )
+    analyses.put(record)
+    return record
+
+
+def _analyze(
+    cell: AnalysisCell, plan: Plan, gathered: Outcome, sink: Sink
+) -> tuple[AnalyzedText, Measured]:
+    from qbench.analysis.measure import measure
+    from qbench.analysis.tokens import read_tokens
+    from qbench.quantizers.linears import linearize, linears
+
+    of = cell.cell
+    sink.step(cell.name, "load")
+    with measured("load", plan.device, gathered.stages):
+        model, tokenizer = load(of, plan)
+        tokens = read_tokens(cell.settings, tokenizer)
+    linearize(model)  # GPT-2's Conv1D too; other models stay as they are
+    names = list(linears(model))
+    if of.quantizer.precision.quantized:
+        del model
+        free(plan.device)
+        model, tokenizer = load(of, plan)
+        model = quantized_and_audited(of, plan, model, tokenizer, gathered, sink)
+    sink.step(cell.name, "analyze", total=len(tokens.ids), unit="texts")
+    with measured("analyze", plan.device, gathered.stages):
+        found = measure(
+            model,
+            tokens.ids,
+            tokenizer=tokenizer,
+            linears=names,
+            batch=cell.settings.batch,
+            progress=lambda done, total: sink.advance(cell.name, done, total),
+        )
+    return tokens.text, found
+
+
+def _said(found: Analysis) -> str:
+    """One line on what an analysis gave and what it cost."""
+    if found.measured is None or found.text is None:
+        return f"{found.cell}: FAILED: {found.error}"
+    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in found.stages)
+    text = f"{found.text.samples} texts of {found.text.length} tokens"
+    return f"{found.cell}: analyzed on {text} ({cost})"

@@ -1,0 +1,130 @@
+"""What is analyzed and how, before anything is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qbench.errors import DataError, RecipeError
+from qbench.evaluation.data import read_rows
+from qbench.evaluation.planned import PlannedTask
+
+LENGTH = 512  # tokens of a text, unless a checkpoint has a shorter context
+SAMPLES = 16
+FIELD = "text"
+BATCH_TOKENS = 8192  # read at once; a longer text is read by itself
+ROLLING = "loglikelihood_rolling"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextFile:
+    """The ``field`` of each line of a JSON Lines file, as it stands."""
+
+    path: Path
+    field: str
+    digest: str  # SHA-256 of the file's bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.name}, field {self.field}"
+
+    def texts(self) -> list[str]:
+        """Raises DataError where the file is no longer the one that was planned."""
+        rows, digest = read_rows(self.path)
+        if digest != self.digest:
+            raise DataError(f"{self.path}: changed after this run began; run again")
+        return [_text(self.path, row.line, row.fields, self.field) for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskText:
+    """The documents of a task that scores whole texts, each as the task scores it."""
+
+    task: PlannedTask
+
+    @property
+    def name(self) -> str:
+        return f"task {self.task.name}"
+
+    @property
+    def digest(self) -> str:
+        return self.task.digest
+
+    def texts(self) -> list[str]:
+        from qbench.evaluation.tasks import load_task
+
+        loaded = load_task(self.task).task
+        return [loaded.doc_to_target(document) for document in loaded.eval_docs]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnalysisSettings:
+    """At most ``samples`` texts, each its first ``length`` tokens, BOS counted if ``bos``."""
+
+    source: TextFile | TaskText
+    samples: int
+    length: int
+    bos: bool
+
+    @property
+    def batch(self) -> int:
+        """Texts read at once."""
+        return max(1, BATCH_TOKENS // self.length)
+
+    def key_parts(self) -> dict[str, Any]:
+        field = self.source.field if isinstance(self.source, TextFile) else None
+        return {
+            "text": self.source.digest,
+            "field": field,
+            "samples": self.samples,
+            "length": self.length,
+            "bos": self.bos,
+            "batch": self.batch,
+        }
+
+
+def text_file(path: Path, field: str) -> TextFile:
+    """Raises DataError where a line is malformed or lacks ``field``."""
+    rows, digest = read_rows(path)
+    for row in rows:
+        _text(path, row.line, row.fields, field)
+    return TextFile(path=path, field=field, digest=digest)
+
+
+def task_text(tasks: tuple[PlannedTask, ...]) -> TaskText:
+    """The recipe's first task that scores whole texts; RecipeError where there is none."""
+    for task in tasks:
+        if task.output_type == ROLLING:
+            return TaskText(task=task)
+    raise RecipeError(
+        "tasks: none of the recipe's scores whole texts (as wikitext does), so that there is no "
+        "text to analyze; name one with --text FILE.jsonl"
+    )
+
+
+def settle_length(wanted: int | None, contexts: Mapping[str, int | None]) -> int:
+    """Tokens of a text: ``wanted``, or LENGTH where every checkpoint's context (by name, None: not
+    stated) has room, else the shortest context. Raises RecipeError for more than a context."""
+    known = {name: context for name, context in contexts.items() if context is not None}
+    if wanted is None:
+        return min([LENGTH, *known.values()])
+    for name, context in known.items():
+        if wanted > context:
+            raise RecipeError(
+                f"--length {wanted}: checkpoint {name} has a context of {context} tokens; say "
+                f"--length {min(known.values())} or less"
+            )
+    return wanted
+
+
+def _text(path: Path, line: int, fields: Mapping[str, Any], field: str) -> str:
+    text = fields.get(field)
+    if not isinstance(text, str):
+        known = ", ".join(name for name, value in fields.items() if isinstance(value, str))
+        raise DataError(
+            f"{path}:{line}: no text in field {field!r}; say --field with one of its texts: "
+            f"{known or 'it has none'}"
+        )
+    return text
