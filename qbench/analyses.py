@@ -1,8 +1,8 @@
 """The analyses of a results folder: found, verified, written. Imports no torch.
 
-    DIR/analysis/grid.json                                which analyses are meant
-    DIR/analysis/<checkpoint>/<quantizer>/<key16>.json    one cell's, with its checksum
-    DIR/analysis/…/<key16>.log                            what the libraries printed
+DIR/analysis/grid.json                                which analyses are meant
+DIR/analysis/<checkpoint>/<quantizer>/<key16>.json    one cell's, with its checksum
+DIR/analysis/…/<key16>.log                            what the libraries printed
 """
 
 from __future__ import annotations

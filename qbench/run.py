@@ -68,9 +68,9 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
             _run(cell, plan, store, gathered, sink, cache)
         except Exception as problem:
             traceback.print_exc()
-            error = _one_line(problem, log)
+            error = one_line(problem, log)
         finally:
-            _free(plan.device)
+            free(plan.device)
     record = _record(cell, plan, gathered, error)
     whole = error is None
     return store.put(
@@ -114,8 +114,7 @@ def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Rec
 def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink, cache: Path) -> None:
     _prepare(cell, plan, gathered, sink)
     model, tokenizer = _load(cell, plan, gathered, sink)
-    model = _quantize(cell, plan, model, tokenizer, gathered, sink, cache)
-    _audit(cell, plan, model, gathered, sink)
+    model = quantized(cell, plan, model, tokenizer, gathered, sink, cache)
     _evaluate(cell, plan, store, model, tokenizer, gathered, sink, cache)
 
 
@@ -161,6 +160,21 @@ def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
         device=plan.device,
         attention=cell.attention,
     )
+
+
+def quantized(
+    cell: Cell,
+    plan: Plan,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    gathered: Outcome,
+    sink: Sink,
+    cache: Path,
+) -> PreTrainedModel:
+    """``model`` quantized as the cell says; raises AuditError where it is not."""
+    model = _quantize(cell, plan, model, tokenizer, gathered, sink, cache)
+    _audit(cell, plan, model, gathered, sink)
+    return model
 
 
 def _quantize(
@@ -211,7 +225,7 @@ def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, si
         probe = _probe(original.config.vocab_size).to(plan.device)
         gathered.audit = audit(original, model, cell.quantizer, probe)
         del original
-        _free(plan.device)
+        free(plan.device)
     if not gathered.audit.passed:
         first, rest = gathered.audit.problems[:3], gathered.audit.problems[3:]
         more = f"; and {len(rest)} more, all in the record" if rest else ""
@@ -277,7 +291,8 @@ def _probe(vocabulary: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, PROBE_SHAPE, generator=generator)
 
 
-def _one_line(problem: Exception, log: Path) -> str:
+def one_line(problem: Exception, log: Path) -> str:
+    """What went wrong with a cell, for its record."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, QbenchError):
         return " ".join(lines)
@@ -285,7 +300,8 @@ def _one_line(problem: Exception, log: Path) -> str:
     return f"{type(problem).__name__}: {first} (the traceback is in {log.name})"
 
 
-def _free(device: str) -> None:
+def free(device: str) -> None:
+    """Give back what nobody holds any more."""
     gc.collect()
     if device == "cuda":
         import torch

@@ -58,9 +58,7 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
         scaling: float | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        output, rest = inner(
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
+        output, rest = inner(module, query, key, value, attention_mask, scaling=scaling, **options)
         weights = measure_weights(
             query,
             key,

@@ -11,7 +11,7 @@ from qbench.analyses import Analyses
 from qbench.analysis.plan import AnalysisCell
 from qbench.plan import Plan
 from qbench.record.analysis import Analysis, AnalyzedText, Measured
-from qbench.run import Outcome, free, load, one_line, quantized_and_audited
+from qbench.run import Outcome, cache_folder, free, load, one_line, quantized
 from qbench.running.environment import environment, measured
 from qbench.running.progress import Sink
 from qbench.running.quiet import redirected
@@ -93,7 +93,7 @@ def _analyze(
         del model
         free(plan.device)
         model, tokenizer = load(of, plan)
-        model = quantized_and_audited(of, plan, model, tokenizer, gathered, sink)
+        model = quantized(of, plan, model, tokenizer, gathered, sink, cache_folder())
     sink.step(cell.name, "analyze", total=len(tokens.ids), unit="texts")
     with measured("analyze", plan.device, gathered.stages):
         found = measure(

@@ -1,0 +1,61 @@
+"""A trained 27M pair against figures of an independent implementation (float32)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbench.analysis.measure import measure
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.quantizers.linears import linears
+
+SHARED = Path(__file__).parents[3] / "shared"
+PAGES = SHARED / "data" / "eval" / "wikitext" / "test_document_level.jsonl"
+
+pytestmark = pytest.mark.skipif(
+    not PAGES.is_file(), reason="the trained 27M pair and WikiText are not beside the project"
+)
+
+# perplexity, sink rates at ε 0.2 and 0.3, zeros, kurtosis of all values and by token
+FIGURES = {
+    "softmax": (37.467, 26 / 576, 12 / 576, 0.0, 47.3, 23.4),
+    "softpick": (36.494, 0.0, 0.0, 0.864, 34.8, 46.8),
+}
+
+
+@pytest.fixture(scope="module", params=FIGURES)
+def pair(request):
+    """The figures, and what is measured on the first 8 pages, <s> and 511 tokens of each."""
+    checkpoint = find(str(SHARED / "checkpoints" / f"{request.param}-27M"))
+    tokenizer = load_tokenizer(checkpoint)
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    rows = [
+        tokenizer.encode(json.loads(line)["page"], add_special_tokens=False)[:511]
+        for line in PAGES.read_text().splitlines()[:8]
+    ]
+    ids = torch.tensor([[tokenizer.bos_token_id, *row] for row in rows])
+    names = list(linears(model))
+    return FIGURES[request.param], measure(model, ids, tokenizer=tokenizer, linears=names, batch=4)
+
+
+def test_perplexity_is_that_of_an_independent_implementation(pair):
+    figures, found = pair
+    assert found.perplexity == pytest.approx(figures[0], abs=2e-3)
+
+
+def test_sink_rates_are_those_of_an_independent_implementation(pair):
+    figures, found = pair
+    assert found.sinks[0].rates["0.2"] == pytest.approx(figures[1], abs=1e-9)
+    assert found.sinks[0].rates["0.3"] == pytest.approx(figures[2], abs=1e-9)
+
+
+def test_sparsity_is_that_of_an_independent_implementation(pair):
+    figures, found = pair
+    assert found.zeros == pytest.approx(figures[3], abs=5e-4)
+
+
+def test_kurtosis_by_two_definitions_is_that_of_an_independent_implementation(pair):
+    figures, found = pair
+    assert found.hidden.kurtosis == pytest.approx(figures[4], abs=0.05)
+    assert found.hidden.kurtosis_token == pytest.approx(figures[5], abs=0.1)
