@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from qbench import __version__
-from qbench.commands import benchmarks, results, running
+from qbench.commands import analysis, benchmarks, results, running
 from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError
 from qbench.running.quiet import settle
@@ -40,7 +40,7 @@ app = typer.Typer(
     help="How much does a quantizer hurt a softpick model, how much a softmax model, and is the "
     "difference real?\n\nStart with `qbench run recipes/demo.yaml`.",
 )
-for _command in (running.run, running.plan, running.noise):
+for _command in (running.run, running.plan, running.noise, analysis.analyze):
     app.command(rich_help_panel="Run recipes")(_command)
 for _command in (
     results.tables,

@@ -9,7 +9,8 @@ from pathlib import Path
 # What these decide stands in the key itself (recipe, plan), or comes after the numbers. Every
 # other module counts, a new one too until it is named here.
 WITHOUT_EFFECT = (
-    "__init__.py", "__main__.py", "analyses.py", "analysis", "api.py", "cli.py", "code.py", "errors.py", "files.py", "hub.py",
+    "__init__.py", "__main__.py", "analyses.py", "api.py", "cli.py", "code.py", "errors.py",
+    "files.py", "hub.py", "analysis",  # whose digest its own keys hold
     "overrides.py", "plan.py", "recipe.py", "recipe_source.py", "registry.py", "sealed.py",
     "store.py", "bench", "commands", "comparison", "gate", "published", "record", "report",
     "running", "tables", "text",

@@ -1,1 +1,1 @@
-"""The commands of ``qbench``, a module for each of: running, results, benchmarks."""
+"""The commands of ``qbench``, a module for each of: running, results, analysis, benchmarks."""
