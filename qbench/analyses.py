@@ -31,15 +31,17 @@ class Analyses:
             raise ResultsError(f"{self.folder}: no grid.json here; {REMEDY}")
         return read(path, AnalysisGrid)
 
-    def put_grid(self, grid: AnalysisGrid) -> None:
-        """Say which analyses are meant. Raises NewerSchemaError where a newer qbench did."""
+    def put_grid(self, grid: AnalysisGrid) -> bool:
+        """Say which analyses are meant; whether others were until now. Raises NewerSchemaError
+        where a newer qbench wrote the grid that is there."""
         try:
-            self.grid()
+            others = self.grid().cells != grid.cells
         except NewerSchemaError:
             raise
         except ResultsError:
-            pass  # none, damaged or old: written anew
+            others = False  # none, damaged or old: written anew
         write(self.folder / "grid.json", grid)
+        return others
 
     def get(self, place: AnalysisPlace) -> Analysis | None:
         """The analysis that ``place`` asks for, failed ones too; None where there is none.

@@ -96,7 +96,7 @@ def analyze(
     settings = _settings(planned, text, field, samples, length, bos)
     cells = plan_analyses(planned, settings)
     analyses = Analyses(job.out)
-    analyses.put_grid(analysis_grid(planned, cells))
+    others = analyses.put_grid(analysis_grid(planned, cells))
     names = {cell.name for cell in wanted}
     todo = [cell for cell in cells if cell.name in names]
     with terminal() as screen, Display(screen, len(todo)) as display:
@@ -104,6 +104,11 @@ def analyze(
             f"{len(todo)} cells on {planned.device}: at most {samples} texts of "
             f"{settings.length} tokens of {settings.source.name}"
         )
+        if others:
+            display.say(
+                f"{analyses.folder} held analyses of other texts, settings or versions; their "
+                "records stay, its tables now show this one's (say --out to keep both)"
+            )
         found = [analyze_if_needed(cell, planned, analyses, display, force=force) for cell in todo]
     paths = write_analyses(Store(job.out))
     typer.echo(paths[0].read_text())

@@ -1,0 +1,203 @@
+"""``qbench analyze`` on the bundled pair: records, reuse, tables, refusals."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from small_recipe import DEMO, small_recipe
+
+from qbench.analyses import Analyses
+from qbench.cli import app
+from qbench.errors import DataError, RecipeError
+from qbench.tables.analyses import markdown
+
+SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+
+
+def qbench(*arguments):
+    """Exit code of a command run in this process."""
+    return app([str(a) for a in arguments], standalone_mode=False) or 0
+
+
+@pytest.fixture(scope="module")
+def analyzed(tmp_path_factory):
+    """A results folder with the unquantized pair analyzed, and its recipe."""
+    folder = tmp_path_factory.mktemp("analyzed")
+    path, out = small_recipe(folder), folder / "out"
+    assert qbench("analyze", path, "--out", out, *SHORT) == 0
+    return path, out
+
+
+@pytest.fixture
+def own(analyzed, tmp_path):
+    """A copy of it that may be changed."""
+    return analyzed[0], shutil.copytree(analyzed[1], tmp_path / "out")
+
+
+def finished(out):
+    return {one.cell: one.finished for one in Analyses(out).all()}
+
+
+def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
+    _, out = analyzed
+    found = Analyses(out).all()
+    assert [one.cell for one in found] == ["softmax/fp32", "softpick/fp32"]
+    for one in found:
+        assert one.status == "ok"
+        assert one.text.samples == 2
+        assert one.text.length == 32
+        assert one.key_parts["analysis"]["length"] == 32
+        assert {stage.name for stage in one.stages} == {"load", "analyze"}
+    assert found[0].measured.zeros == 0 < found[1].measured.zeros
+    assert found[0].text.tokens == found[1].text.tokens  # one tokenizer, one text
+    text = (out / "analysis" / "tables.md").read_text()
+    assert "2 texts of 32 tokens (BOS counted) of task demo_pages" in text
+    assert "| softpick/fp32 |" in text
+    assert "Beside the damage" not in text
+
+
+def test_csv_files_have_every_layer_head_and_linear_layer_in_full_precision(analyzed):
+    _, out = analyzed
+    found = Analyses(out).all()
+    rows = {
+        name: list(csv.DictReader((out / "analysis" / f"{name}.csv").read_text().splitlines()))
+        for name in ("cells", "layers", "heads", "inputs")
+    }
+    assert {name: len(table) for name, table in rows.items()} == {
+        "cells": 2, "layers": 2 * 4, "heads": 2 * 4 * 4, "inputs": 2 * 4 * 7,
+    }  # fmt: skip
+    assert float(rows["cells"][1]["zeros"]) == found[1].measured.zeros
+    assert float(rows["heads"][-1]["mass"]) == found[1].measured.layers[3].heads[3].mass
+    assert rows["heads"][-1]["key"] == found[1].key
+
+
+def test_a_second_analysis_computes_nothing_unless_forced(own):
+    path, out = own
+    before = finished(out)
+    assert qbench("analyze", path, "--out", out, *SHORT) == 0
+    assert finished(out) == before
+    assert qbench("analyze", path, "--out", out, *SHORT, "--only", "softpick/fp32", "--force") == 0
+    after = finished(out)
+    assert after["softmax/fp32"] == before["softmax/fp32"]
+    assert after["softpick/fp32"] > before["softpick/fp32"]
+
+
+def test_a_damaged_analysis_is_made_again(own, capfd):
+    path, out = own
+    before = finished(out)
+    (record,) = (out / "analysis" / "softmax" / "fp32").glob("*.json")
+    content = json.loads(record.read_text())
+    content["measured"]["zeros"] = 0.5
+    record.write_text(json.dumps(content))
+    assert qbench("analyze", path, "--out", out, *SHORT) == 0
+    assert "made again" in capfd.readouterr().err
+    after = finished(out)
+    assert after["softmax/fp32"] > before["softmax/fp32"]
+    assert after["softpick/fp32"] == before["softpick/fp32"]
+
+
+def test_another_text_or_length_is_another_key_and_the_old_analysis_stays(own, tmp_path, capfd):
+    path, out = own
+    keys = {one.cell: one.key for one in Analyses(out).all()}
+    text = tmp_path / "own.jsonl"
+    pages = (DEMO / "data" / "demo_pages" / "test.jsonl").read_text().splitlines()[:3]
+    text.write_text("\n".join([json.dumps({"page": "short"}), *pages]))
+    options = ("--text", text, "--field", "page", "--only", "softmax/fp32")
+    assert qbench("analyze", path, "--out", out, *SHORT, *options) == 0
+    assert "held analyses of other" in capfd.readouterr().err
+    (one,) = Analyses(out).all()
+    assert one.key != keys["softmax/fp32"]
+    assert (one.text.source, one.text.left_out) == ("own.jsonl, field page", 1)
+    assert qbench("analyze", path, "--out", out, *SHORT, *options, "--no-bos") == 0
+    (bare,) = Analyses(out).all()
+    assert bare.key != one.key
+    assert not bare.text.bos
+    assert len(list((out / "analysis" / "softmax" / "fp32").glob("*.json"))) == 3
+
+
+def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own):
+    path, out = own
+    assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*") == 0
+    only = ("--only", "softmax/rtn-4bit")
+    assert qbench("analyze", path, "--out", out, *SHORT, *only) == 0
+    found = {one.cell: one for one in Analyses(out).all()}
+    quantized, whole = found["softmax/rtn-4bit"], found["softmax/fp32"]
+    assert {stage.name for stage in quantized.stages} == {"load", "quantize", "audit", "analyze"}
+    assert [i.name for i in quantized.measured.inputs] == [i.name for i in whole.measured.inputs]
+    assert quantized.measured.hidden.kurtosis != whole.measured.hidden.kurtosis
+    text = (out / "analysis" / "tables.md").read_text()
+    assert "softmax/rtn-4bit" in text
+    beside = text.partition("## Beside the damage")[2]
+    row = next(line for line in beside.splitlines() if "softmax/fp32" in line)
+    assert float(row.split("|")[5]) > 0
+    softpick = next(line for line in beside.splitlines() if "softpick/fp32" in line)
+    assert softpick.split("|")[5].strip() == "—"
+
+
+def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, monkeypatch, capfd):
+    path, out = own
+    monkeypatch.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
+    only = ("--only", "softmax/fp32", "--force")
+    assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
+    assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
+    failed = Analyses(out).all()[0]
+    assert (failed.status, failed.measured) == ("failed", None)
+    assert "softmax/fp32: failed" in markdown([failed, *Analyses(out).all()])
+    monkeypatch.undo()
+    monkeypatch.setenv("QBENCH_CACHE", str(out / "cache"))
+    assert qbench("analyze", path, "--out", out, *SHORT) == 0  # tried again
+    assert Analyses(out).all()[0].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (("--length", 300), RecipeError, "context of 256 tokens; say --length 256 or less"),
+        (("--field", "page"), RecipeError, "--field: is that of --text"),
+        (("--only", "softmax/none"), RecipeError, "matches no cell"),
+        (("--text", "nowhere.jsonl"), DataError, "nowhere.jsonl: No such file"),
+        (
+            ("--text", DEMO / "data" / "demo_pages" / "test.jsonl"),
+            DataError,
+            ":1: no text in field",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, options, error, words):
+    with pytest.raises(error, match=words):
+        qbench("analyze", small_recipe(tmp_path), "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_without_whole_texts_or_unquantized_cells_says_what_to_name(tmp_path):
+    with pytest.raises(RecipeError, match="--text"):
+        qbench("analyze", small_recipe(tmp_path, tasks=["demo_choice"]), "--out", tmp_path / "out")
+    bits = [{"name": "rtn-4bit", "group_size": 64}]
+    with pytest.raises(RecipeError, match="--only"):
+        qbench("analyze", small_recipe(tmp_path, quantizers=bits), "--out", tmp_path / "out")
+
+
+def test_texts_that_are_all_too_short_fail_with_the_longest_ones_tokens(tmp_path, capfd):
+    text = tmp_path / "short.jsonl"
+    text.write_text('{"text": "Telino keeps a goat."}\n')
+    options = ("--out", tmp_path / "out", *SHORT, "--text", text)
+    assert qbench("analyze", small_recipe(tmp_path), *options) == 1
+    assert "lower --length" in capfd.readouterr().err
+
+
+def test_reading_analyses_loads_no_torch(analyzed):
+    code = (
+        "import sys; from pathlib import Path; from qbench.store import Store\n"
+        "from qbench.tables.analyses import write_analyses\n"
+        f"write_analyses(Store(Path({str(analyzed[1])!r}))); print(*sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "lm_eval"} & set(run.stdout.split())

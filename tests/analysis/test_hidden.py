@@ -1,0 +1,96 @@
+"""Kurtosis against scipy and plain loops; massive activations where they were put."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from qbench.analysis.hidden import MASSIVE_KEPT, States, summary
+
+
+def states(seed=0, shape=(3, 17, 24)):
+    draw = np.random.default_rng(seed)
+    values = draw.standard_t(5, shape) * np.exp(draw.normal(size=shape[-1])) + 0.3
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def seen(*layers, batch=2):
+    """States of layers, each taken in ``batch`` texts at a time."""
+    found = []
+    for place, layer in enumerate(layers):
+        one = States()
+        for first in range(0, len(layer), batch):
+            one.add(layer[first : first + batch], layer=place, first=first)
+        found.append(one)
+    return found
+
+
+def test_kurtosis_of_all_values_at_once_is_scipys_over_all_layers():
+    layers = states(0), 3 * states(1) + 1
+    pooled = np.concatenate([layer.double().numpy().ravel() for layer in layers])
+    expected = stats.kurtosis(pooled, fisher=False)
+    assert summary(seen(*layers)).kurtosis == pytest.approx(expected, rel=1e-9)
+
+
+def test_kurtosis_a_text_is_scipys_averaged_over_texts_and_layers():
+    layers = states(0), 3 * states(1) + 1
+    every = []
+    for text in [text for layer in layers for text in layer.double().flatten(1).numpy()]:
+        fourth = np.mean((text - text.mean()) ** 4)
+        every.append(fourth / (text.std(ddof=1) ** 4 + 1e-6))
+    assert summary(seen(*layers)).kurtosis_sequence == pytest.approx(np.mean(every), rel=1e-9)
+
+
+def test_kurtosis_a_token_is_uncentred_excess_and_never_negative():
+    layer = states()
+    layer[0, 0] = torch.tensor([1.0, -1.0] * 12)  # ratio 1, below 3: counts as 0
+    layer[0, 1] = 0.0
+    tokens = layer.double().reshape(-1, 24).numpy()
+    every = [max(0.0, np.mean(t**4) / np.mean(t**2) ** 2 - 3) if t.any() else 0.0 for t in tokens]
+    assert summary(seen(layer)).kurtosis_token == pytest.approx(np.mean(every), rel=1e-9)
+
+
+def test_extremes_and_medians_are_of_each_text():
+    layer = states()
+    layer[1] *= 10
+    texts = layer.double().flatten(1).numpy()
+    medians = [np.sort(np.abs(text))[(text.size - 1) // 2] for text in texts]
+    found = summary(seen(layer))
+    assert found.minimum == texts.min()
+    assert found.maximum == texts.max()
+    assert found.median == pytest.approx(np.median(medians))
+    ratios = [np.abs(text).max() / median for text, median in zip(texts, medians, strict=True)]
+    assert found.largest_to_median == pytest.approx(max(ratios))
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "massive"),
+    [
+        (-101.0, 0.05, True),
+        (99.0, 0.05, False),  # not above 100
+        (500.0, 1.0, False),  # not 1,000 times the median
+        (5000.0, 1.0, True),
+    ],
+)
+def test_an_activation_is_massive_above_100_and_1000_medians(value, scale, massive):
+    layer = torch.full((3, 17, 24), scale)
+    layer[2, 5, 7] = value
+    one = States()
+    assert one.add(layer[:2], layer=4, first=0) is None
+    found = one.add(layer[2:], layer=4, first=2)
+    assert one.massive == massive
+    if massive:
+        assert found.places.tolist() == [[2, 5, 7]]
+        assert found.values.tolist() == [value]
+        assert found.to_median.tolist() == pytest.approx([abs(value) / scale])
+    else:
+        assert found is None
+
+
+def test_of_many_massive_activations_the_largest_are_kept_and_all_are_counted():
+    layer = torch.full((1, 100, 100), 0.01)
+    layer[0, :2] = torch.arange(200.0, 400.0).reshape(2, 100)
+    one = States()
+    found = one.add(layer, layer=0, first=0)
+    assert one.massive == 200
+    assert sorted(found.values.tolist()) == list(range(400 - MASSIVE_KEPT, 400))

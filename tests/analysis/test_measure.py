@@ -1,0 +1,136 @@
+"""A pass over the bundled pair: the model computes what it computes, all of it is measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
+from qbench.analysis.measure import measure
+from qbench.attention.interface import attend
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.errors import EvaluationError, UnavailableError
+from qbench.quantizers.linears import linears
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+
+
+@pytest.fixture(scope="module", params=["softmax", "softpick"])
+def pair(request):
+    checkpoint = find(str(DEMO / request.param))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (5, 80), generator=draw)
+    return model, load_tokenizer(checkpoint), ids
+
+
+def measured(model, tokenizer, ids, batch=2):
+    names = list(linears(model))
+    return measure(model, ids, tokenizer=tokenizer, linears=names, batch=batch)
+
+
+def test_a_model_that_is_looked_into_computes_the_same_and_is_left_as_it_was(pair):
+    model, _, ids = pair
+    before, name = model(input_ids=ids).logits, model.config._attn_implementation
+    seen = []
+    with (
+        torch.no_grad(),
+        attention_observed(model, lambda *found: seen.append(found)),
+        states_observed(decoder_layers(model), lambda *found: seen.append(found)),
+    ):
+        inside = model(input_ids=ids).logits
+    assert torch.equal(inside, before)
+    assert len(seen) == 2 * model.config.num_hidden_layers
+    assert model.config._attn_implementation == name
+    count = len(seen)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert len(seen) == count
+
+
+def test_every_layer_head_and_linear_layer_is_measured(pair):
+    model, tokenizer, ids = pair
+    found = measured(model, tokenizer, ids)
+    assert [len(layer.heads) for layer in found.layers] == [4] * 4
+    assert [one.name for one in found.inputs] == list(linears(model))
+    assert found.inputs_left_out == ()
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    assert found.perplexity == pytest.approx(loss.exp().item(), rel=1e-5)
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert found.layers[0].hidden.maximum == pytest.approx(states[1].max().item())
+
+
+def test_means_over_heads_and_layers_are_the_models(pair):
+    model, tokenizer, ids = pair
+    found = measured(model, tokenizer, ids)
+    heads = [head for layer in found.layers for head in layer.heads]
+    for name in ("zeros", "mass"):
+        mean = sum(getattr(head, name) for head in heads) / len(heads)
+        assert getattr(found, name) == pytest.approx(mean)
+    rates = [head.sinks[0].rates_gu["0.2"] for head in heads]
+    assert found.sinks[0].rates_gu["0.2"] == pytest.approx(sum(rates) / len(rates))
+    assert found.hidden.maximum == max(layer.hidden.maximum for layer in found.layers)
+
+
+def test_the_batch_changes_nothing_beyond_rounding(pair):
+    model, tokenizer, ids = pair
+    one, all_at_once = (measured(model, tokenizer, ids, batch) for batch in (1, 5))
+    assert one.perplexity == pytest.approx(all_at_once.perplexity, rel=1e-5)
+    assert one.zeros == pytest.approx(all_at_once.zeros, abs=1e-4)
+    assert one.hidden.kurtosis == pytest.approx(all_at_once.hidden.kurtosis, rel=1e-4)
+    for left, right in zip(one.inputs, all_at_once.inputs, strict=True):
+        assert left.error_text == pytest.approx(right.error_text, rel=1e-2)
+
+
+def test_inputs_that_layers_share_are_measured_like_any_other(pair):
+    model, tokenizer, ids = pair
+    found = {one.name: one for one in measured(model, tokenizer, ids).inputs}
+    given = []
+    name = "model.layers.1.self_attn.v_proj"
+    handle = model.get_submodule(name).register_forward_pre_hook(
+        lambda module, inputs: given.append(inputs[0])
+    )
+    model(input_ids=ids)
+    handle.remove()
+    assert found[name].rms == pytest.approx(given[0].square().mean().sqrt().item(), rel=1e-5)
+    assert found[name].largest == pytest.approx(given[0].abs().max().item(), rel=1e-5)
+    key, gate = found["model.layers.1.self_attn.k_proj"], found["model.layers.1.mlp.gate_proj"]
+    assert key.rms == found[name].rms != gate.rms
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    if "sliding_window" in changes:
+        return MistralForCausalLM(MistralConfig(**sizes, **changes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, **changes)).eval()
+
+
+def test_what_a_sliding_window_hides_is_no_zero_weight(pair):
+    model = tiny(sliding_window=8)
+    model.config.qbench_normalizer = "softmax"
+    attend(model, normalizer="softmax")
+    found = measured(model, pair[1], torch.randint(0, 64, (2, 40)))
+    assert found.zeros == 0.0
+    assert found.mass == pytest.approx(1.0)
+    # queries from 8 on do not see the first key: at most 8 of 40 queries weigh it
+    assert max(head.sinks[0].attention for layer in found.layers for head in layer.heads) < 0.2
+
+
+def test_attention_that_is_not_ours_is_refused(pair):
+    with pytest.raises(UnavailableError, match="its attention is sdpa"):
+        measured(tiny(), pair[1], torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_a_model_that_gives_no_numbers_is_refused(pair):
+    model = tiny()
+    model.config.qbench_normalizer = "softmax"
+    attend(model, normalizer="softmax")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(EvaluationError, match="nan"):
+        measured(model, pair[1], torch.randint(0, 64, (2, 40)))
