@@ -23,12 +23,12 @@ from qbench.errors import RecipeError
 from qbench.evaluation.definitions import expand
 from qbench.evaluation.planned import PlannedTask, plan_task
 from qbench.evaluation.settings import ScoringSettings, resolve
+from qbench.machine.environment import hardware, versions
+from qbench.preflight import require_bos, require_room, require_texts
 from qbench.quantizers import Quantizer
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text
 from qbench.recipe import Column, Recipe, Task
 from qbench.record import Grid, GridCell
-from qbench.running.environment import hardware, versions
-from qbench.running.preflight import require_bos, require_room, require_texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

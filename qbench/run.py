@@ -15,11 +15,11 @@ import pandas as pd
 from qbench import hub
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, UnavailableError
+from qbench.machine.environment import environment, hardware, measured
+from qbench.machine.quiet import redirected
 from qbench.plan import Cell, Plan
 from qbench.record import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
-from qbench.running.environment import environment, hardware, measured
-from qbench.running.progress import Sink
-from qbench.running.quiet import redirected
+from qbench.sink import Sink
 from qbench.store import Store
 
 if TYPE_CHECKING:

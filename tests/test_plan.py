@@ -13,9 +13,9 @@ from small_recipe import DEMO, small_recipe
 
 from qbench import plan as planning
 from qbench.code import digest_of
+from qbench.machine import environment
 from qbench.plan import cell_names, plan, select
 from qbench.recipe import Recipe
-from qbench.running import environment
 
 CALIBRATED = ["fp32", {"name": "gptq-4bit", "group_size": 64}]
 

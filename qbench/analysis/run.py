@@ -9,12 +9,12 @@ from filelock import FileLock
 
 from qbench.analyses import Analyses
 from qbench.analysis.plan import AnalysisCell
+from qbench.machine.environment import environment, measured
+from qbench.machine.quiet import redirected
 from qbench.plan import Plan
 from qbench.record.analysis import Analysis, AnalyzedText, Measured
 from qbench.run import Outcome, cache_folder, free, load, one_line, quantized
-from qbench.running.environment import environment, measured
-from qbench.running.progress import Sink
-from qbench.running.quiet import redirected
+from qbench.sink import Sink
 
 
 def analyze_if_needed(

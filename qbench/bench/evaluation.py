@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from qbench.errors import RecipeError
 from qbench.evaluation.settings import ScoringSettings
+from qbench.machine.environment import environment
 from qbench.record import Environment, ScoringReport
-from qbench.running.environment import environment
 from qbench.text import markdown
 
 if TYPE_CHECKING:

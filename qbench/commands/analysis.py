@@ -21,8 +21,8 @@ from qbench.commands.running import make_job, named
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
+from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
-from qbench.running.quiet import terminal
 
 if TYPE_CHECKING:
     from qbench.analysis.settings import AnalysisSettings

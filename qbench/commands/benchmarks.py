@@ -22,8 +22,8 @@ from qbench.commands.running import make_job, named
 from qbench.commands.screen import show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
+from qbench.machine.quiet import redirected, terminal
 from qbench.overrides import Overrides
-from qbench.running.quiet import redirected, terminal
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure speeds, in one run on one machine, after checking results."

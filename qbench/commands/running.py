@@ -30,8 +30,8 @@ from qbench.commands.options import (
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
+from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
-from qbench.running.quiet import terminal
 
 if TYPE_CHECKING:
     from qbench.evaluation.planned import PlannedTask
@@ -92,8 +92,8 @@ def run(
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
     from qbench.commands.results import show_tables
+    from qbench.machine.devices import gpu_slots
     from qbench.plan import cell_names, select
-    from qbench.running.devices import gpu_slots
     from qbench.running.grid import run_cells, total
     from qbench.running.progress import Display
     from qbench.store import Store
@@ -184,8 +184,8 @@ def noise(
     from qbench.comparison.floors import FILE, to_bytes
     from qbench.evaluation.noise import measure_noise, scorer_of, table
     from qbench.evaluation.tasks import load_task
+    from qbench.machine.quiet import redirected
     from qbench.run import load
-    from qbench.running.quiet import redirected
     from qbench.store import write_atomically
 
     overrides = Overrides(
@@ -217,8 +217,8 @@ def noise(
 
 def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: str) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
+    from qbench.machine.devices import choose_device
     from qbench.recipe import Recipe
-    from qbench.running.devices import choose_device
 
     loaded = Recipe.load(recipe, overrides)
     return Job(

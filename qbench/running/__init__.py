@@ -1,1 +1,1 @@
-"""Where and how cells run: the grid, executors, progress, what is known of the machine."""
+"""Where and how cells run: the grid, executors, the work of a cell, progress."""

@@ -14,9 +14,9 @@ from qbench.plan import Cell, Plan
 from qbench.record import Record
 from qbench.run import cache_folder, distributions_folder
 from qbench.running.executors import SerialExecutor
-from qbench.running.progress import Silent, Sink
 from qbench.running.relay import Relay
 from qbench.running.work import give_up, run_cell, settled
+from qbench.sink import Silent, Sink
 from qbench.store import Store
 
 DIED = "its process was killed (out of memory?); see its log"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -15,26 +15,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-
-
-class Sink(Protocol):
-    """Where a cell at work says what it does; a display, or a line to the one that draws."""
-
-    def begin(self, cell: str) -> None: ...
-    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None: ...
-    def advance(self, cell: str, completed: float, total: float | None = None) -> None: ...
-    def end(self, cell: str) -> None: ...
-    def say(self, line: str, style: str = "") -> None: ...
-
-
-class Silent:
-    """A Sink that shows nothing."""
-
-    def begin(self, cell: str) -> None: ...
-    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None: ...
-    def advance(self, cell: str, completed: float, total: float | None = None) -> None: ...
-    def end(self, cell: str) -> None: ...
-    def say(self, line: str, style: str = "") -> None: ...
 
 
 class Display:

@@ -23,7 +23,7 @@ from multiprocessing.connection import (
 )
 from pathlib import Path
 
-from qbench.running.progress import Sink
+from qbench.sink import Sink
 
 SECONDS_BETWEEN_EVENTS = 0.1
 SECONDS_TO_SETTLE = 2.0  # until what was sent before a process died has been read

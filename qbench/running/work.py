@@ -16,12 +16,12 @@ from filelock import FileLock, Timeout
 
 from qbench.evaluation.base_file import base_rows_file, base_rows_usable
 from qbench.evaluation.tolerance import exceeded
+from qbench.machine.quiet import redirected
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder, failed, run
-from qbench.running.progress import Sink
-from qbench.running.quiet import redirected
 from qbench.running.relay import Address
+from qbench.sink import Sink
 from qbench.store import Store
 
 WARM = (

@@ -2,7 +2,7 @@
 
 import sys
 
-from qbench.running.quiet import settle
+from qbench.machine.quiet import settle
 
 settle()  # as the command does, before the libraries are imported
 

@@ -23,8 +23,9 @@ from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS
 from qbench.run import run
 from qbench.running.executors import Processes
 from qbench.running.grid import run_cells
-from qbench.running.progress import Display, Silent
+from qbench.running.progress import Display
 from qbench.running.work import give_up
+from qbench.sink import Silent
 from qbench.store import Store
 
 TASKS = ["demo_lastword"]

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from qbench.running.progress import Silent
 from qbench.running.relay import Relay
+from qbench.sink import Silent
 
 CHILD = """
 import os, pickle, signal, sys

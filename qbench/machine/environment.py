@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from qbench import __version__
+from qbench.machine.devices import device_name
 from qbench.record import Environment, Stage
-from qbench.running.devices import device_name
 
 GIB = 2**30
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")

@@ -13,7 +13,7 @@ from qbench.errors import DataError, RecipeError
 from qbench.plan import plan
 from qbench.recipe import Recipe
 
-DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+DEMO = Path(__file__).parents[1] / "recipes" / "demo"
 GENERATE = """
 task: {name}
 dataset_path: json

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from qbench.errors import RecipeError, UnavailableError
-from qbench.running import devices
+from qbench.machine import devices
 
 DRIVER = r"""
 #include <stdlib.h>
@@ -39,7 +39,7 @@ def driver(tmp_path_factory):
 
 
 def ask(driver, code, build="13.0", **answers):
-    code = f"from qbench.running import devices as d; d.torch_cuda = lambda: {build!r}; {code}"
+    code = f"from qbench.machine import devices as d; d.torch_cuda = lambda: {build!r}; {code}"
     told = {f"FAKE_{name.upper()}": str(value) for name, value in answers.items()}
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), **told}
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True,
@@ -70,7 +70,7 @@ def test_names_and_numbers_of_gpus_come_from_the_driver(driver):
 
 
 def test_without_a_driver_cuda_is_refused_in_one_line(tmp_path):
-    code = "from qbench.running import devices as d; d.torch_cuda = lambda: '13.0'\n"
+    code = "from qbench.machine import devices as d; d.torch_cuda = lambda: '13.0'\n"
     code += "d.DRIVER = 'libno_such_driver.so.1'; print(d.choose_device('auto'))\n"
     code += "try: d.choose_device('cuda')\nexcept Exception as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
