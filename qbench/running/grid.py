@@ -15,7 +15,7 @@ from qbench.record import Record
 from qbench.run import cache_folder, distributions_folder
 from qbench.running.executors import SerialExecutor
 from qbench.running.relay import Relay
-from qbench.running.work import give_up, run_cell, settled
+from qbench.running.work import complete, give_up, run_cell, settled
 from qbench.sink import Silent, Sink
 from qbench.store import Store
 
@@ -48,13 +48,14 @@ def run_cells(
     store, kept = Store(out), cache or cache_folder()
     put_grid(plan, store, shown)
     grid = _Grid(plan, store, shown, force, _without_distributions(wanted, store, kept))
+    missing = grid.take_what_is_there(wanted, kept)
     if executor is None:
         work = partial(run_cell, plan, out=out, sink=shown, cache=cache)
-        grid.run(list(wanted), SerialExecutor(), work, None)
-    else:
+        grid.run(missing, SerialExecutor(), work, None)
+    elif missing:
         with Relay(shown) as relay:
             work = partial(run_cell, plan, out=out, sink=relay.address, cache=cache)
-            grid.run(in_order(wanted), executor, work, relay)
+            grid.run(in_order(missing), executor, work, relay)
     return [grid.done[cell.name] for cell in wanted]
 
 
@@ -66,6 +67,21 @@ class _Grid:
         self.force, self.again = force, again
         self.begun = datetime.now(UTC)
         self.done: dict[str, Record] = {}
+
+    def take_what_is_there(self, cells: Sequence[Cell], cache: Path) -> list[Cell]:
+        """The cells that are left to run. Nobody starts a process to find a record."""
+        missing = []
+        for cell in cells:
+            forced = self.force or cell.name in self.again
+            known = None if forced else self.store.whole(cell.place)
+            if known is None or not complete(known, cell, self.store, cache):
+                missing.append(cell)
+                continue
+            self.sink.begin(cell.name)
+            self.sink.say(f"{cell.name}: already there")
+            self.sink.end(cell.name)
+            self.done[cell.name] = known
+        return missing
 
     def run(
         self, cells: Sequence[Cell], executor: Executor, work: partial, relay: Relay | None
