@@ -222,13 +222,18 @@ def alive(group):
     return [line for line in lines if line[0] == str(group) and not line[1].startswith("Z")]
 
 
+# The interpreter's own start is not ours: who interrupts that sees what Python says.
+BEGUN = "from qbench.__main__ import main; print('begun', flush=True); main()"
+
+
 def test_ctrl_c_while_a_run_starts_is_one_line_and_leaves_no_process(tmp_path):
     path, out = small_recipe(tmp_path), tmp_path / "out"
-    command = [sys.executable, "-m", "qbench", "run", path, "--out", out, "--device", "cpu",
+    command = [sys.executable, "-c", BEGUN, "run", path, "--out", out, "--device", "cpu",
                "--workers", "2"]  # fmt: skip
-    for delay in (0.3, 1.5, 4.0):
+    for delay in (0.05, 0.5, 1.5, 4.0):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
                                    stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+        assert process.stdout.readline() == "begun\n"
         time.sleep(delay)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
         shown, complaints = process.communicate(timeout=30)
