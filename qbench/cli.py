@@ -84,7 +84,7 @@ def _listing(what: Listing) -> list[str]:
     lines, explained = [], None
     for preset in map(QUANTIZERS.get, QUANTIZERS):
         lines.append(f"{preset.name:10} {preset.description}")
-        if preset.kind is explained:
+        if preset.kind is explained and preset.options:
             lines.append(f"{'':10}   options as above")
             continue
         explained = preset.kind

@@ -11,7 +11,7 @@ from pathlib import Path
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.base_file import base_rows_file, base_rows_usable
 from qbench.plan import Cell, Plan
-from qbench.record import Record
+from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder
 from qbench.running.executors import SerialExecutor
 from qbench.running.relay import Relay
@@ -98,6 +98,14 @@ class _Grid:
             for one in again:
                 begun = relay is None or one.name in relay.begun
                 self._give_up(one, DIED if begun else BROKEN)
+        if died or more:
+            submit(self._unmeasured(cells), forced=set(), wait=True)
+
+    def _unmeasured(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Cells scored while the unquantized cell that they are measured against had died, and
+        was still to be run once more."""
+        damages = ((cell, self.done[cell.name].damage) for cell in cells)
+        return [cell for cell, one in damages if isinstance(one, Unavailable) and one.retry]
 
     def _side_by_side(
         self,

@@ -22,9 +22,10 @@ class Display:
 
     def __init__(self, stream: TextIO, cells: int) -> None:
         self.console = Console(file=stream, highlight=False, soft_wrap=True)
-        self._cells, self._begun = cells, 0
+        self._cells = cells
         self._started = time.monotonic()
         self._numbers: dict[str, int] = {}
+        self._ended: set[str] = set()
         self._rows: dict[str, TaskID] = {}
         self._bars: Progress | None = None
         if self.console.is_terminal:
@@ -54,8 +55,7 @@ class Display:
         self.console.print(line, style=style, markup=False)
 
     def begin(self, cell: str) -> None:
-        self._begun += 1
-        self._numbers[cell] = self._begun
+        self._numbers.setdefault(cell, len(self._numbers) + 1)  # one that died begins again
         if self._bars:
             self._rows[cell] = self._bars.add_task(cell, total=None, unit="")
 
@@ -78,4 +78,5 @@ class Display:
     def end(self, cell: str) -> None:
         if self._bars:
             self._bars.remove_task(self._rows.pop(cell))
-            self._bars.advance(self._grid)
+            self._ended.add(cell)
+            self._bars.update(self._grid, completed=len(self._ended))

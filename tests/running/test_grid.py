@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from multiprocessing import get_context
 
@@ -21,7 +21,7 @@ from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS
 from qbench.run import run
-from qbench.running.executors import Processes
+from qbench.running.executors import Processes, SerialExecutor
 from qbench.running.grid import run_cells
 from qbench.running.progress import Display
 from qbench.running.work import give_up
@@ -76,6 +76,41 @@ def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path
     assert shown.getvalue().count(": done (") == 4
     assert "softpick/rtn-4bit: evaluate demo_lastword" in shown.getvalue()
     assert all(record.damage.tasks for record in records if record.quantized)
+
+
+class BreaksOnce(SerialExecutor):
+    """Breaks when it is first given the cell ``name``."""
+
+    def __init__(self, name):
+        self.broken = {name}
+
+    def submit(self, fn, name, **settings):
+        if name in self.broken:
+            self.broken.remove(name)
+            raise BrokenExecutor
+        return super().submit(fn, name, **settings)
+
+
+def test_cells_beside_an_unquantized_one_that_died_are_measured_when_it_is_there(
+    tmp_path, expected
+):
+    records = run_cells(
+        planned(tmp_path), out=tmp_path / "out", executor=BreaksOnce("softmax/fp32")
+    )
+    assert {record.cell: record.scores for record in records} == expected
+    assert {record.damage.status for record in records if record.quantized} == {"measured"}
+
+
+def test_a_cell_that_begins_again_keeps_its_number():
+    shown = io.StringIO()
+    with Display(shown, 2) as display:
+        for cell in ("a/fp32", "b/fp32", "a/fp32"):
+            display.begin(cell)
+            display.step(cell, "load")
+            display.end(cell)
+    assert [line.split("s ", 1)[1] for line in shown.getvalue().splitlines()] == [
+        "[1/2] a/fp32: load", "[2/2] b/fp32: load", "[1/2] a/fp32: load",
+    ]  # fmt: skip
 
 
 # What follows is about processes, locks and records. So that no process has to import torch, what
