@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -72,3 +73,27 @@ def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tm
         assert (store.directory / "tables.md").read_bytes() == tables
         assert whole.stat().st_mtime_ns == left
         assert len(store.records()) == 2
+
+
+def test_a_damaged_base_is_told_of_and_made_again(qbench, tmp_path):
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(recipe.read_text().replace(", damage: false", ""))
+    assert qbench("run")[0] == 0
+    (record,) = tmp_path.glob("out/records/softpick/rtn-4bit/*.json")
+    whole = json.loads(record.read_bytes())
+    (rows,) = tmp_path.glob("cache/distributions/*.safetensors")
+    rows.write_bytes(rows.read_bytes()[:-1] + b"x")
+    record.unlink()
+    code, said = qbench("run")
+    assert code == 0
+    assert f"softpick/fp32: made again for softpick/rtn-4bit: {rows}: its SHA-256" in said
+    assert json.loads(record.read_bytes())["damage"] == whole["damage"]
+
+
+def test_a_noise_floor_that_cannot_be_read_is_refused_before_work_begins(qbench, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "noise.json").write_text("{}")
+    code, said = qbench("run")
+    assert code == 2
+    assert "noise.json: damaged: it has no schema_version; run `qbench noise` again" in said
+    assert not (tmp_path / "out" / "grid.json").exists()

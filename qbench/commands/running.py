@@ -92,6 +92,7 @@ def run(
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
     from qbench.commands.results import show_tables
+    from qbench.comparison.floors import read_noise
     from qbench.machine.devices import gpu_slots
     from qbench.plan import cell_names, select
     from qbench.running.grid import run_cells, total
@@ -108,6 +109,7 @@ def run(
     )
     job = make_job(recipe, overrides, out=out, device=device)
     require_folder(job.out, "--out")
+    read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
     names = select(cell_names(job.recipe), only)
     slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[: len(names)]
     with terminal() as screen, _processes(slots, job.device) as executor:

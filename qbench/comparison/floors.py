@@ -36,16 +36,24 @@ def to_bytes(cells: Mapping[str, Mapping[str, Any]]) -> bytes:
     return seal({"schema_version": SCHEMA_VERSION, "cells": dict(cells)})
 
 
+def read_noise(store: Store) -> dict[str, Any] | None:
+    """The values of ``noise.json``, verified; None without the file. Raises ResultsError where
+    another version of qbench wrote it, or where it is damaged."""
+    path = store.directory / FILE
+    if not path.is_file():
+        return None
+    return unseal(path, path.read_bytes(), schema=SCHEMA_VERSION, again=AGAIN)
+
+
 def read_floors(store: Store, grid: Grid) -> Floors:
     """The floors of ``noise.json``, empty without the file. Raises ResultsError for a file that
     is not what ``qbench noise`` wrote."""
-    path = store.directory / FILE
-    if not path.is_file():
+    path, noise = store.directory / FILE, read_noise(store)
+    if noise is None:
         return Floors()
     keys = {cell.cell: cell.key for cell in grid.cells}
     of: dict[tuple[str, str, str], float] = {}
     stale = []
-    noise = unseal(path, path.read_bytes(), schema=SCHEMA_VERSION, again=AGAIN)
     try:
         for cell, measured in noise["cells"].items():
             checkpoint = cell.rpartition("/")[0]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from qbench.errors import NewerSchemaError, ResultsError
-from qbench.evaluation.base_file import base_rows_file, base_rows_usable
+from qbench.evaluation.base_file import base_rows_file, verified
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder
@@ -47,7 +47,7 @@ def run_cells(
     wanted, shown = plan.cells if cells is None else cells, sink or Silent()
     store, kept = Store(out), cache or cache_folder()
     put_grid(plan, store, shown)
-    grid = _Grid(plan, store, shown, force, _without_distributions(wanted, store, kept))
+    grid = _Grid(plan, store, shown, force, _without_distributions(wanted, store, kept, shown))
     missing = grid.take_what_is_there(wanted, kept)
     if executor is None:
         work = partial(run_cell, plan, out=out, sink=shown, cache=cache)
@@ -187,20 +187,27 @@ def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
     store.put_grid(plan.grid)
 
 
-def _without_distributions(cells: Sequence[Cell], store: Store, cache: Path) -> set[str]:
+def _without_distributions(
+    cells: Sequence[Cell], store: Store, cache: Path, sink: Sink
+) -> set[str]:
     """Unquantized cells to score again, because cells that are still to run measure against
-    their distributions, and those are gone."""
+    their distributions, and those are gone or damaged; ``sink`` is told why."""
     needed = {
-        cell.base.key
+        cell.base.key: cell.name
         for cell in cells
         if cell.base is not None and not settled(store.whole(cell.place), cell)
     }
-    folder = distributions_folder(cache)
-    return {
-        cell.name
-        for cell in cells
-        if cell.key in needed and not base_rows_usable(base_rows_file(folder, cell.key), cell.key)
-    }
+    folder, again = distributions_folder(cache), set()
+    for cell in cells:
+        if cell.key not in needed:
+            continue
+        try:
+            verified(base_rows_file(folder, cell.key), cell.key)
+        except ResultsError as error:
+            again.add(cell.name)
+            if settled(store.whole(cell.place), cell):
+                sink.say(f"{cell.name}: made again for {needed[cell.key]}: {error}")
+    return again
 
 
 def total(records: Sequence[Record], seconds: float) -> str:
