@@ -24,9 +24,11 @@ LEGEND = (
     "Benjamini–Hochberg's only. Brackets hold 95 % intervals, paired by document."
 )
 DAMAGE_LEGEND = (
-    "Damage: quantized minus unquantized, of the same checkpoint. Brackets hold 95 % intervals, "
-    "paired by document. ‡ and † as above, over all damages, and over all differences of damage."
+    "Damage: quantized minus unquantized, of the same checkpoint. It differs from 0 at 5 %: ‡ "
+    "after Holm's correction over all damages{differences}, † after Benjamini–Hochberg's only. "
+    "Brackets hold 95 % intervals, paired by document."
 )
+DIFFERENCES = " (of differences of damage: over all of them)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,13 +124,14 @@ def _damage(comparison: Comparison, table: Table) -> Layout:
         documents = {str(effect.documents) for effect in effects if effect}
         rows.append((*cells, "/".join(sorted(documents)) or NO_VALUE))
     claim = ", ".join(f"{other}’s {MINUS} {base}’s" for other in others)
+    legend = DAMAGE_LEGEND.format(differences=DIFFERENCES if others else "")
     return Layout(
         title=f"{table.name}: damage{', and ' + claim if claim else ''}",
         method=table.method,
         head=tuple(head),
         rows=tuple(rows),
         begins_task=tuple(begins),
-        notes=(DAMAGE_LEGEND, *_ratio_notes(table, "damages")),
+        notes=(legend, *_ratio_notes(table, "damages")),
         keys=(),
     )
 

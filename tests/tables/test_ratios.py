@@ -90,3 +90,13 @@ def test_table_13_is_shown_with_what_is_wrong_with_it(tmp_path):
         assert "Beware: Table 13: all 9 rows of 2-bit equal those of 3-bit" in text
         assert "as if nothing had been quantized" in text
         assert text.count("Beware: Table 13: all 9 rows") == 1  # not below BNB's table
+
+
+@pytest.mark.parametrize("checkpoints", [("softmax",), ("softmax", "softpick")])
+def test_the_marks_of_damage_are_explained_below_its_own_table(tmp_path, checkpoints):
+    store = make_store(tmp_path / "r", checkpoints=checkpoints, quantizers=("bf16", "hqq-2bit"),
+                       sizes={"arc_easy": 53})  # fmt: skip
+    below = render(compare(store)).rpartition("| arc_easy")[2]
+    assert "‡ after Holm's correction over all damages" in below
+    assert ("over all of them" in below) == (len(checkpoints) > 1)
+    assert "as above" not in below
