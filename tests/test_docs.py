@@ -1,0 +1,30 @@
+"""What the documents say of the layout is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "qbench"
+NAMED = re.compile(r"`([a-z_]+(?:/|\.py))`")
+LAYOUT = {"README.md": "## Layout", "docs/architecture.md": "## Rooms"}
+
+
+def named(document: str) -> set[str]:
+    """Modules and rooms that a document's section on the layout names."""
+    return set(NAMED.findall((ROOT / document).read_text().partition(LAYOUT[document])[2]))
+
+
+@pytest.mark.parametrize("document", LAYOUT)
+def test_what_is_named_is_there(document):
+    names = named(document) - {"qbench/", "results/"}
+    assert names
+    assert [name for name in sorted(names) if not (PACKAGE / name).exists()] == []
+
+
+def test_every_room_is_described():
+    rooms = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms - named("docs/architecture.md") == set()
