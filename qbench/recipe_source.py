@@ -18,6 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from qbench.checkpoints.find import HUB_ID
 from qbench.errors import RecipeError, shown
 from qbench.files import reason
 from qbench.overrides import Overrides
@@ -141,9 +142,11 @@ def read(path: Path) -> Source:
 
 
 def _found(source: str) -> str:
-    """An absolute path for a folder, a hub id as it is."""
+    """An absolute path for a folder, and for what is no hub id either: a command line's paths are
+    relative to where it is given, not to the recipe. A hub id as it is."""
     path = os.path.expanduser(source)
-    return os.path.realpath(path) if os.path.isdir(path) else source
+    folder = os.path.isdir(path) or not HUB_ID.fullmatch(source)
+    return os.path.realpath(path) if folder else source
 
 
 def _text(path: Path) -> str:

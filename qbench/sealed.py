@@ -1,8 +1,6 @@
 """Content that carries its own checksum, so that a changed byte is noticed. No torch.
 
-JSON objects keep it under ``checksum``: SHA-256 of the canonical JSON of all else. Other files
-(Parquet, safetensors) keep it in their metadata, in the place of ``BLANK``: SHA-256 of the whole
-file with ``BLANK`` there.
+JSON objects keep it under ``checksum``: SHA-256 of the canonical JSON of all else.
 """
 
 from __future__ import annotations
@@ -11,12 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.errors import DamagedError, NewerSchemaError, SchemaError
 from qbench.files import digest
 
 CHECKSUM = "checksum"
-MARK = b"qbench-sha256:"
-BLANK = MARK + b"0" * 64
 AGAIN = "run the recipe again"
 
 
@@ -69,22 +65,3 @@ def check_schema(path: Path, found: object, schema: int, again: str = AGAIN) -> 
             f"{path}: written by an older qbench (schema {found}, this one reads {schema}): "
             f"{again}{kept}"
         )
-
-
-def seal_file(payload: bytes) -> bytes:
-    """``payload``, which has ``BLANK`` once, with its checksum there: of the same length."""
-    assert payload.count(MARK) == 1, "BLANK belongs into the metadata, once"
-    assert payload.count(BLANK) == 1
-    return payload.replace(BLANK, MARK + digest(payload).encode())
-
-
-def check_file(path: Path, payload: bytes, *, again: str = AGAIN) -> None:
-    """Raise ResultsError where ``payload``, the content of ``path``, has no checksum, DamagedError
-    where it has changed since ``seal_file``. Look before a library parses it."""
-    start = payload.find(MARK)
-    if start < 0:
-        raise ResultsError(f"{path}: has no checksum of qbench's; {again}")
-    end = start + len(BLANK)
-    blanked = b"".join((payload[:start], BLANK, payload[end:]))
-    if payload[start:end] != MARK + digest(blanked).encode():
-        raise DamagedError(f"{path}: damaged: its content is not what was written; {again}")

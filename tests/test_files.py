@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qbench.errors import DamagedError, OutputError, ResultsError
+from qbench.errors import OutputError
 from qbench.files import (
     clean_temporaries,
     require_folder,
@@ -21,7 +21,6 @@ from qbench.files import (
     temporary,
     write_atomically,
 )
-from qbench.sealed import BLANK, check_file, seal_file
 
 
 def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path):
@@ -207,16 +206,3 @@ def test_temporaries_of_dead_processes_are_removed_and_no_others(tmp_path):
     assert clean_temporaries(tmp_path) == sorted(gone)
     assert all(path.exists() for path in kept)
     assert not any(path.exists() for path in gone)
-
-
-def test_a_sealed_file_shows_every_changed_byte():
-    payload = seal_file(b"head" + BLANK + bytes(range(256)))
-    check_file(Path("x.parquet"), payload)
-    for place in range(len(payload)):
-        changed = bytearray(payload)
-        changed[place] ^= 1
-        with pytest.raises(ResultsError, match=r"x\.parquet"):
-            check_file(Path("x.parquet"), bytes(changed))
-    for shorter in (payload[:-1], payload + b"x"):
-        with pytest.raises(DamagedError):
-            check_file(Path("x.parquet"), shorter)

@@ -1,6 +1,7 @@
 """What a recipe may say, and the one line that a user gets for what it may not."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,14 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
 def test_a_checkpoint_option_must_name_a_checkpoint_of_the_recipe(tmp_path):
     with pytest.raises(RecipeError, match="has no other; it has softmax, softpick"):
         Recipe.load(write(tmp_path), Overrides(checkpoints={"other": "x/y"}))
+
+
+@pytest.mark.parametrize("named", ["path/to/one", "./one", "one", "../one"])
+def test_a_folder_of_the_command_line_is_meant_from_where_it_is_given(tmp_path, monkeypatch, named):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    recipe = Recipe.load(write(tmp_path), Overrides(checkpoints={"softmax": named}))
+    assert recipe.checkpoints["softmax"].path == os.path.abspath(named)
 
 
 def test_a_checkpoint_without_a_default_asks_for_the_option(tmp_path):

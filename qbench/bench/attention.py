@@ -47,7 +47,7 @@ def bench_attention(
     nothing is timed.
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        raise UnavailableError("bench attention: the kernels need a CUDA device; use --device cuda")
+        raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
     checks = check_kernels(quick)
     repeat_ms = 20 if quick else 100
     shapes = SHAPES[:1] if quick else SHAPES
