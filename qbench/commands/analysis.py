@@ -86,6 +86,8 @@ def analyze(
 
     if field is not None and text is None:
         raise RecipeError("--field: is that of --text, which is not given")
+    if text is not None and not text.is_file():
+        raise RecipeError(f"--text {text}: no such file; name one of JSON Lines")
     overrides = Overrides(
         checkpoints=named(checkpoint), data=data, calibration=calibration, dtype=dtype
     )

@@ -163,7 +163,7 @@ def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, monkeypatch,
         (("--length", 300), RecipeError, "context of 256 tokens; say --length 256 or less"),
         (("--field", "page"), RecipeError, "--field: is that of --text"),
         (("--only", "softmax/none"), RecipeError, "matches no cell"),
-        (("--text", "nowhere.jsonl"), DataError, "nowhere.jsonl: No such file"),
+        (("--text", "nowhere.jsonl"), RecipeError, "--text nowhere.jsonl: no such file"),
         (
             ("--text", DEMO / "data" / "demo_pages" / "test.jsonl"),
             DataError,

@@ -132,6 +132,12 @@ def test_one_checkpoint_has_damage_and_no_delta(tmp_path):
     assert "No difference of damages: there is one checkpoint." in text
 
 
+def test_one_task_is_one_task(tmp_path):
+    store = make_store(tmp_path / "r", sizes={"arc_easy": 20}, quantizers=("bf16", "hqq-2bit"))
+    report.write(store, None)
+    assert "at 2 precisions on 1 task;" in (tmp_path / "r" / "report.html").read_text()
+
+
 def test_the_summary_counts_what_the_lines_say(written):
     sentences = report.summary(compare(written[0]))
     told = next(s for s in sentences if s.startswith("Quantization costs softpick less"))
