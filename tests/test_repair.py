@@ -97,3 +97,14 @@ def test_a_noise_floor_that_cannot_be_read_is_refused_before_work_begins(qbench,
     assert code == 2
     assert "noise.json: damaged: it has no schema_version; run `qbench noise` again" in said
     assert not (tmp_path / "out" / "grid.json").exists()
+
+
+def test_a_cache_that_cannot_be_written_to_is_refused_before_work_begins(
+    qbench, tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "file" / "cache"))
+    code, said = qbench("run")
+    assert code == 2
+    assert f"$QBENCH_CACHE {tmp_path}/file/cache: cannot be written to" in said
+    assert not (tmp_path / "out").exists()

@@ -95,6 +95,7 @@ def run(
     from qbench.comparison.floors import read_noise
     from qbench.machine.devices import gpu_slots
     from qbench.plan import cell_names, select
+    from qbench.run import cache_folder
     from qbench.running.grid import run_cells, total
     from qbench.running.progress import Display
     from qbench.store import Store
@@ -109,6 +110,7 @@ def run(
     )
     job = make_job(recipe, overrides, out=out, device=device)
     require_folder(job.out, "--out")
+    require_folder(cache_folder(), "$QBENCH_CACHE")
     read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
     names = select(cell_names(job.recipe), only)
     slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[: len(names)]

@@ -70,13 +70,15 @@ class _Grid:
 
     def take_what_is_there(self, cells: Sequence[Cell], cache: Path) -> list[Cell]:
         """The cells that are left to run. Nobody starts a process to find a record."""
-        missing = []
-        for cell in cells:
+        missing: list[Cell] = []
+        for cell in cells:  # unquantized ones first: what is measured against them comes after
             forced = self.force or cell.name in self.again
             known = None if forced else self.store.whole(cell.place)
-            if known is None or not complete(known, cell, self.store, cache):
+            awaited = cell.base is not None and cell.base.key in {one.key for one in missing}
+            if not (settled(known, cell) if awaited else complete(known, cell, self.store, cache)):
                 missing.append(cell)
                 continue
+            assert known is not None
             self.sink.begin(cell.name)
             self.sink.say(f"{cell.name}: already there")
             self.sink.end(cell.name)
