@@ -108,3 +108,13 @@ def test_a_cache_that_cannot_be_written_to_is_refused_before_work_begins(
     assert code == 2
     assert f"$QBENCH_CACHE {tmp_path}/file/cache: cannot be written to" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_under_a_tightened_tolerance_says_what_is_run_again(qbench, tmp_path):
+    recipe = tmp_path / "small.yaml"
+    text = recipe.read_text().replace("limit: 3", "limit: 3, scoring: fast")
+    recipe.write_text(text)
+    assert qbench("run")[0] == 0
+    assert qbench("plan")[1].count("there     softpick/") == 2
+    recipe.write_text(text.replace("limit: 3", "limit: 3, tolerance: {mean: 1.0e-12}"))
+    assert qbench("plan")[1].count("to retry  softpick/") == 2

@@ -146,6 +146,7 @@ def plan(
     device: DeviceOption = Device.auto,
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing."""
+    from qbench.running.work import passes
     from qbench.store import Store
 
     overrides = Overrides(
@@ -165,7 +166,8 @@ def plan(
         typer.echo(f"calibration  {text.samples} × {text.length} tokens of {text.path}")
     for cell in planned.select(only):
         record = store.whole(cell.place)
-        state = "to run" if record is None else {"ok": "there", "failed": "to retry"}[record.status]
+        there = "there" if passes(record, cell) else "to retry"
+        state = "to run" if record is None else there
         typer.echo(f"{state:9} {cell.name}  key {cell.key[:16]}")
     typer.echo(f"results go to {store.directory}")
 
