@@ -108,3 +108,12 @@ def cpu_seconds(command):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_worker_that_warms_up_leaves_torchs_compiler_aside():
+    """A third of its start; cells that quantize with hqq import hqq, which brings it."""
+    loaded = python(
+        "import sys; from qbench.running.work import warm_up; warm_up('cpu'); print(*sys.modules)"
+    ).split()
+    assert {"torch", "transformers", "lm_eval.evaluator"} <= set(loaded)
+    assert not {"hqq", "torch._inductor.compile_fx"} & set(loaded)

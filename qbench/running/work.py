@@ -119,6 +119,7 @@ def warm_up(device: str) -> int:
     What cannot be imported is left to the cell that needs it, which says so in its log.
     """
     with redirected(Path(os.devnull)), contextlib.suppress(Exception):
+        _import_caches_without_hqq()
         for module in WARM:
             importlib.import_module(module)
         if device == "cuda":
@@ -126,6 +127,19 @@ def warm_up(device: str) -> int:
 
             torch.zeros(1, device=device)
     return os.getpid()
+
+
+def _import_caches_without_hqq() -> None:
+    """transformers imports hqq where it is installed, and hqq torch's compiler, for a quantized
+    cache that nobody here asks for: a third of a worker's start. A cell that quantizes with hqq
+    imports it by itself."""
+    utils = importlib.import_module("transformers.utils")
+    available = utils.is_hqq_available
+    utils.is_hqq_available = lambda: False
+    try:
+        importlib.import_module("transformers.cache_utils")
+    finally:
+        utils.is_hqq_available = available
 
 
 def summary(record: Record) -> str:
