@@ -43,7 +43,7 @@ def test_every_number_stands_as_printed_in_the_paper(number, rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "softmax", "delta"),
+    ("name", "row", "softmax", "delta"),
     [
         ("softpick-340m", ("arc_easy", "acc_norm", "none", None), "56.61", "0.12"),
         ("softpick-340m", ("lambada_openai", "perplexity", "hqq", 2.0), "21857842.67",
@@ -52,8 +52,8 @@ def test_every_number_stands_as_printed_in_the_paper(number, rows):
         ("softpick-1.8b", ("wikitext", "word_perplexity", "gptq", 2.0), "4660.08", "-4323.86"),
     ],
 )  # fmt: skip
-def test_a_printed_number_is_found_by_our_words(name, place, softmax, delta):
-    found = printed(name)[place]
+def test_a_printed_number_is_found_by_our_words(name, row, softmax, delta):
+    found = printed(name)[row]
     assert found.values["softmax"] == Decimal(softmax)
     assert found.delta == Decimal(delta)
 
@@ -66,16 +66,16 @@ def test_a_set_has_all_precisions_of_the_paper():
 
 def test_table_13_is_found_to_repeat_itself_and_to_equal_table_3():
     graves = [finding for finding in check() if finding.grave]
-    kinds = {(finding.place, finding.kind) for finding in graves}
+    kinds = {(finding.where, finding.kind) for finding in graves}
     assert ("Table 13", "duplicate") in kinds
     alike = [f for f in graves if f.kind == "unquantized"]
-    assert [f.place for f in alike] == ["Table 13", "Table 13"]
+    assert [f.where for f in alike] == ["Table 13", "Table 13"]
     assert all("within 0.16 of the unquantized ones in Table 3" in f.text for f in alike)
 
 
 def test_tables_2_and_6_are_found_to_contradict_each_other_on_wikitext():
     found = [f for f in check() if f.kind == "contradiction" and f.grave]
-    assert {f.place for f in found} == {"Table 2, Wikitext, Word Perplexity"}
+    assert {f.where for f in found} == {"Table 2, Wikitext, Word Perplexity"}
     assert "softmax has 23.85 here and 204.94 in Table 6" in {f.text for f in found}
 
 
@@ -99,7 +99,7 @@ def test_a_delta_that_does_not_add_up_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "text", "grave"),
+    ("kind", "where", "text", "grave"),
     [
         ("step", "Table 7, Scalable-Softmax, 1983",
          "96.9 where the other 19 rates are multiples of 0.5, as of 200 trials", True),
@@ -115,9 +115,9 @@ def test_a_delta_that_does_not_add_up_is_found(monkeypatch):
          "72 rows and equal in 1", True),
     ],
 )  # fmt: skip
-def test_what_the_paper_tells_wrongly_is_found_once(kind, place, text, grave):
+def test_what_the_paper_tells_wrongly_is_found_once(kind, where, text, grave):
     found = [finding for finding in check() if finding.kind == kind]
-    assert [(one.place, one.text, one.grave) for one in found] == [(place, text, grave)]
+    assert [(one.where, one.text, one.grave) for one in found] == [(where, text, grave)]
     assert text in summary()
 
 

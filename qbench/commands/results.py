@@ -194,5 +194,5 @@ def published(
         typer.echo(papers.show(papers.table(name)))
     else:
         for one in papers.tables():
-            typer.echo(f"{one.name:22} {one.place}: {one.caption}")
+            typer.echo(f"{one.name:22} {one.source}: {one.caption}")
         typer.echo(f"sets for --published: {', '.join(papers.sets())}")

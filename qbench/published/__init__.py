@@ -36,7 +36,7 @@ class PublishedTable:
 
     name: str  # e.g. "softpick-table-09"
     paper: str
-    place: str  # e.g. "Table 9"
+    source: str  # e.g. "Table 9"
     caption: str
     scale: str | None  # "340M", "1.8B"
     method: str | None  # of quantization; "none" for unquantized scores, None for no scores
@@ -66,7 +66,7 @@ class Claim:
     """What a paper's text says that its tables show: one model better than another."""
 
     paper: str
-    place: str  # e.g. "Section 5, Quantization"
+    source: str  # e.g. "Section 5, Quantization"
     text: str  # as printed
     tables: tuple[str, ...]
     of: str  # those tables, in words
@@ -102,7 +102,7 @@ def table(name: str) -> PublishedTable:
     return PublishedTable(
         name=name,
         paper=index["papers"][about["paper"]],
-        place=about["place"],
+        source=about["source"],
         caption=about["caption"],
         scale=about.get("scale"),
         method=about.get("method"),
@@ -131,7 +131,7 @@ def printed(name: str) -> dict[tuple[str, str, str, float | None], Printed]:
             bits = row.get("quantization", "").removesuffix("-bit")
             name = (TASKS[row["task"]], METRICS[row["metric"]], str(one.method))
             found[*name, float(bits) if bits else None] = Printed(
-                source=one.place,
+                source=one.source,
                 values={model: Decimal(row[model]) for model in one.models},
                 delta=Decimal(row["delta"]),
             )
@@ -141,7 +141,7 @@ def printed(name: str) -> dict[tuple[str, str, str, float | None], Printed]:
 def show(one: PublishedTable) -> str:
     """A table in Markdown with its source, as ``qbench published`` prints it."""
     rows = [[row[column] for column in one.columns] for row in one.rows]
-    about = f"{one.paper}, {one.place}. {one.caption}"
+    about = f"{one.paper}, {one.source}. {one.caption}"
     align = "".join(
         "r" if any(map(_is_number, cells)) else "l" for cells in zip(*rows, strict=True)
     )

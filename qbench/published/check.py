@@ -33,12 +33,12 @@ def check() -> list[Finding]:
     return sorted(found, key=lambda finding: not finding.grave)
 
 
-def doubts(places: Collection[str]) -> list[str]:
-    """What is gravely wrong with the tables at ``places`` (such as "Table 13"), a line each."""
+def doubts(sources: Collection[str]) -> list[str]:
+    """What is gravely wrong with the tables at ``sources`` (such as "Table 13"), a line each."""
     return [
-        f"{finding.place}: {finding.text}"
+        f"{finding.where}: {finding.text}"
         for finding in check()
-        if finding.grave and finding.place.split(",")[0] in places
+        if finding.grave and finding.where.split(",")[0] in sources
     ]
 
 
@@ -47,7 +47,7 @@ def summary() -> str:
     rows = [row for one in tables() for row in one.rows if "delta" in row]
     findings = check()
     lines = [
-        f"{'GRAVE' if finding.grave else 'note '}  {finding.place}: {finding.text}"
+        f"{'GRAVE' if finding.grave else 'note '}  {finding.where}: {finding.text}"
         for finding in findings
     ]
     off = sum(finding.kind in ("delta", "rounding") for finding in findings)

@@ -19,11 +19,11 @@ class Finding:
     """``grave`` where rounding or another run cannot explain it."""
 
     kind: Kind
-    place: str
+    where: str
     text: str
     grave: bool
 
 
-def place_of(one: PublishedTable, row: Mapping[str, str]) -> str:
-    parts = [one.place, row["task"], row["metric"], row.get("quantization", "")]
+def where_in(one: PublishedTable, row: Mapping[str, str]) -> str:
+    parts = [one.source, row["task"], row["metric"], row.get("quantization", "")]
     return ", ".join(part for part in parts if part)

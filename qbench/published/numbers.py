@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
 
 from qbench.published import PublishedTable
-from qbench.published.finding import Finding, place_of
+from qbench.published.finding import Finding, where_in
 
 # Three roundings to 0.01 (two values and their difference) part printed and recomputed Δ by less
 # than 0.015, which at two decimals is 0.01.
@@ -28,7 +28,7 @@ def deltas(one: PublishedTable) -> Iterator[Finding]:
             grave = gap > ROUNDING
             yield Finding(
                 kind="delta" if grave else "rounding",
-                place=place_of(one, row),
+                where=where_in(one, row),
                 text=f"Δ is printed as {row['delta']}, the printed scores give {again:+}"
                 + ("" if grave else " (rounding explains it)"),
                 grave=grave,
@@ -48,7 +48,7 @@ def attainable(one: PublishedTable) -> Iterator[Finding]:
             if exact.quantize(value, ROUND_HALF_UP) != value:
                 yield Finding(
                     kind="attainable",
-                    place=place_of(one, row),
+                    where=where_in(one, row),
                     text=f"{model}'s {value} is no share of {documents} documents "
                     f"(nearest {exact:.4f})",
                     grave=abs(exact - value) > ROUNDING,
@@ -70,7 +70,7 @@ def steps(one: PublishedTable) -> Iterator[Finding]:
         for model, column, value in off:
             yield Finding(
                 kind="step",
-                place=f"{one.place}, {model}, {column}",
+                where=f"{one.source}, {model}, {column}",
                 text=f"{value} where the other {len(cells) - len(off)} rates are multiples of "
                 f"{step}, as of {100 / step:.0f} trials",
                 grave=True,

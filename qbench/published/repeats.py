@@ -7,7 +7,7 @@ from decimal import Decimal
 from itertools import combinations
 
 from qbench.published import PublishedTable
-from qbench.published.finding import Finding, place_of
+from qbench.published.finding import Finding, where_in
 
 # A 2- or 3-bit model whose every score is this close to the unquantized one was not quantized.
 SAME = Decimal("0.20")
@@ -25,7 +25,7 @@ def duplicates(one: PublishedTable) -> Iterator[Finding]:
         if by_precision[first] == by_precision[second]:
             yield Finding(
                 kind="duplicate",
-                place=one.place,
+                where=one.source,
                 text=f"all {len(by_precision[first])} rows of {first} equal those of {second}, for "
                 f"{' and '.join(one.models)}: two precisions never agree to the last digit",
                 grave=True,
@@ -43,7 +43,7 @@ def same_scores(one: PublishedTable) -> Iterator[Finding]:
                 values = " and ".join(f"{row[first]} {row['metric']}" for row in rows)
                 yield Finding(
                     kind="same scores",
-                    place=", ".join(part for part in (one.place, task, precision) if part),
+                    where=", ".join(part for part in (one.source, task, precision) if part),
                     text=f"{first} and {second} are identical, {values}: two models do not agree "
                     "in every metric to the last digit",
                     grave=True,
@@ -63,9 +63,9 @@ def unquantized(quantized: PublishedTable, plain: PublishedTable) -> Iterator[Fi
         if gaps and max(gaps) <= SAME:
             yield Finding(
                 kind="unquantized",
-                place=quantized.place,
+                where=quantized.source,
                 text=f"all {len(gaps)} scores of {bits} are within {max(gaps)} of the unquantized "
-                f"ones in {plain.place}: as if nothing had been quantized",
+                f"ones in {plain.source}: as if nothing had been quantized",
                 grave=True,
             )
 
@@ -83,8 +83,8 @@ def contradictions(one: PublishedTable, other: PublishedTable) -> Iterator[Findi
             grave = "Perplexity" in row["metric"] and max(a, b) / min(a, b) > PERPLEXITY_RATIO
             yield Finding(
                 kind="contradiction",
-                place=place_of(one, row),
-                text=f"{model} has {a} here and {b} in {other.place}"
+                where=where_in(one, row),
+                text=f"{model} has {a} here and {b} in {other.source}"
                 + ("" if grave else f" (apart by {abs(a - b)}: another run or version)"),
                 grave=grave,
             )

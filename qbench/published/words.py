@@ -19,9 +19,9 @@ def names(one: PublishedTable, other: PublishedTable) -> Iterator[Finding]:
     if len(shared) > SHARED and len(only) == len(elsewhere) == 1:
         yield Finding(
             kind="name",
-            place=f"{one.place} and {other.place}",
+            where=f"{one.source} and {other.source}",
             text=f"the model beside {', '.join(sorted(shared))} is called {ours[only[0]]} in "
-            f"{one.place} and {theirs[elsewhere[0]]} in {other.place}",
+            f"{one.source} and {theirs[elsewhere[0]]} in {other.source}",
             grave=False,
         )
 
@@ -34,7 +34,7 @@ def claim(one: Claim, tables: Sequence[PublishedTable]) -> Iterator[Finding]:
         equal = sum(_gain(row, one) == 0 for row in rows)
         yield Finding(
             kind="claim",
-            place=one.place,
+            where=one.source,
             text=f"“{one.text}”: in {one.of} {one.better} is worse than {one.than} in "
             f"{len(worse)} of {len(rows)} rows" + (f" and equal in {equal}" if equal else ""),
             grave=True,
