@@ -59,28 +59,28 @@ def require_writable(path: Path, option: str = "") -> None:
 
     Nothing stays behind. ``option``, such as ``--summary``, begins the message.
     """
-    place = f"{option} {path}".strip()
+    location = f"{option} {path}".strip()
     try:
         if path.is_dir():
-            raise OutputError(f"{place}: is a folder; name a file")
+            raise OutputError(f"{location}: is a folder; name a file")
         if path.exists() and not os.access(path, os.W_OK):
-            raise OutputError(f"{place}: is read-only; name another file")
+            raise OutputError(f"{location}: is read-only; name another file")
         if not _written_through(path):
             _try(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
-        raise OutputError(f"{place}: cannot be written ({reason(error)})") from None
+        raise OutputError(f"{location}: cannot be written ({reason(error)})") from None
 
 
 def require_folder(path: Path, option: str = "") -> None:
     """Raise OutputError where files could not be written into the folder ``path``, which need
     not exist. Nothing stays behind."""
-    place = f"{option} {path}".strip()
+    location = f"{option} {path}".strip()
     try:
         if path.exists() and not path.is_dir():
-            raise OutputError(f"{place}: is a file; name a folder")
+            raise OutputError(f"{location}: is a file; name a folder")
         _try(Path(os.path.realpath(path)) / "file")
     except (OSError, ValueError) as error:
-        raise OutputError(f"{place}: cannot be written to ({reason(error)})") from None
+        raise OutputError(f"{location}: cannot be written to ({reason(error)})") from None
 
 
 def temporary(path: Path) -> Path:

@@ -183,7 +183,7 @@ class Recipe(Strict):
         if not isinstance(value, list) or not value:
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
         dtype = known.data.get("compute_dtype", "bfloat16")
-        return tuple(_column(place, entry, dtype) for place, entry in enumerate(value))
+        return tuple(_column(index, entry, dtype) for index, entry in enumerate(value))
 
     @field_validator("folder", "data", "definitions", mode="after")
     @classmethod
@@ -234,27 +234,27 @@ class Recipe(Strict):
             )
 
 
-def _column(place: int, entry: Any, compute_dtype: str) -> Column:
+def _column(index: int, entry: Any, compute_dtype: str) -> Column:
     if not isinstance(entry, str | dict):
-        raise _problem((place,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
+        raise _problem((index,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     name, label = options.pop("name", None), options.pop("label", None)
     if not isinstance(name, str):
-        raise _problem((place,), "a quantizer is a name, or {name: …, option: value}")
+        raise _problem((index,), "a quantizer is a name, or {name: …, option: value}")
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
-        raise _problem((place,), f"label {shown(label)}: letters, digits and . _ + - only")
+        raise _problem((index,), f"label {shown(label)}: letters, digits and . _ + - only")
     if name in QUANTIZERS and "compute_dtype" in QUANTIZERS.get(name).options:
         options.setdefault("compute_dtype", compute_dtype)
     try:
         return Column(label=label or name, quantizer=parse(name, options))
     except QbenchError as error:
-        raise _problem((place,), str(error)) from None
+        raise _problem((index,), str(error)) from None
 
 
-def _problem(place: tuple[int | str, ...], message: str) -> ValidationError:
-    """A problem at ``place`` within what is validated."""
+def _problem(location: tuple[int | str, ...], message: str) -> ValidationError:
+    """A problem at ``location`` within what is validated."""
     kind = PydanticCustomError("recipe", "{message}", {"message": message})
-    details = InitErrorDetails(type=kind, loc=place, input=None)
+    details = InitErrorDetails(type=kind, loc=location, input=None)
     return ValidationError.from_exception_data("Recipe", [details])
 
 
@@ -264,7 +264,7 @@ def _lines(source: Source, error: ValidationError) -> list[str]:
     for problem in error.errors():
         if problem["type"] == "too_short" and problem["loc"] in within:
             continue  # pydantic counts only items that are well; the others are told of
-        place = "".join(
+        location = "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
         ).lstrip(".")
         message = problem["msg"].removeprefix("Value error, ")
@@ -278,19 +278,19 @@ def _lines(source: Source, error: ValidationError) -> list[str]:
             message = f"must be {allowed} (it is {shown(problem['input'])})"
         elif problem["type"] not in ("value_error", "missing", "recipe"):
             message += f" (it is {shown(problem['input'])})"
-        lines.append(f"{source.at(problem['loc'])}: {place}: {message}")
+        lines.append(f"{source.at(problem['loc'])}: {location}: {message}")
     return [" ".join(line.split("\n")) for line in lines]
 
 
-def _known_keys(place: tuple[int | str, ...]) -> str:
+def _known_keys(location: tuple[int | str, ...]) -> str:
     kinds = {
         "checkpoints": CheckpointSource,
         "calibration": CalibrationSource,
         "tasks": Task,
         "evaluation": Evaluation,
     }
-    kind = kinds.get(str(place[0]), Recipe) if len(place) > 1 else Recipe
+    kind = kinds.get(str(location[0]), Recipe) if len(location) > 1 else Recipe
     names = list(kind.model_fields)
-    if place[:2] == ("evaluation", "tolerance") and len(place) > 2:
+    if location[:2] == ("evaluation", "tolerance") and len(location) > 2:
         names = [field.name for field in fields(Tolerance)]
     return "known: " + ", ".join(name for name in names if name != "folder")

@@ -28,7 +28,7 @@ MOST_VALUES = 10_000  # in a recipe, aliases written out
 PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}  # noqa: E501  # fmt: skip
 MERGE, DATE, WORD = (f"tag:yaml.org,2002:{name}" for name in ("merge", "timestamp", "str"))
 
-Place = tuple[int | str, ...]  # as pydantic's ``loc``: ("checkpoints", "softmax", "path")
+Location = tuple[int | str, ...]  # as pydantic's ``loc``: ("checkpoints", "softmax", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Source:
 
     path: Path
     values: dict[str, Any]
-    lines: dict[Place, int]
+    lines: dict[Location, int]
 
-    def at(self, place: Place) -> str:
-        """``path:line`` of the innermost part of ``place`` that the file has."""
-        for end in range(len(place), 0, -1):
-            if place[:end] in self.lines:
-                line = self.lines[place[:end]]
+    def at(self, location: Location) -> str:
+        """``path:line`` of the innermost part of ``location`` that the file has."""
+        for end in range(len(location), 0, -1):
+            if location[:end] in self.lines:
+                line = self.lines[location[:end]]
                 return f"{self.path}:{line}" if line else str(self.path)
         return str(self.path)
 
@@ -69,8 +69,8 @@ class Source:
         """Put ``value`` in the place of ``part.key``; no line is named for it."""
         stated = self.values.get(part) or {}
         if not isinstance(stated, dict):
-            place = self.at((part,))
-            raise RecipeError(f"{place}: {part}: must be a mapping (it is {shown(stated)})")
+            location = self.at((part,))
+            raise RecipeError(f"{location}: {part}: must be a mapping (it is {shown(stated)})")
         self.values[part] = {**stated, key: value}
         self.lines[part, key] = 0
 
@@ -181,12 +181,12 @@ class _Nodes:
     """The tree before it is values: what is in it, how much, and in which lines."""
 
     def __init__(self, path: Path, constructor: Any) -> None:
-        self.lines: dict[Place, int] = {}
+        self.lines: dict[Location, int] = {}
         self._path = path
         self._constructor = constructor
         self._count = 0
 
-    def look(self, node: Node, place: Place) -> None:
+    def look(self, node: Node, location: Location) -> None:
         """Raises RecipeError for a tag, key or value that no recipe has."""
         self._count += 1
         if self._count > MOST_VALUES:
@@ -199,21 +199,21 @@ class _Nodes:
             self._look_at_value(node)
         elif isinstance(node, SequenceNode):
             for number, part in enumerate(node.value):
-                self.lines[*place, number] = _line(part)
-                self.look(part, (*place, number))
+                self.lines[*location, number] = _line(part)
+                self.look(part, (*location, number))
         elif isinstance(node, MappingNode):
-            self._look_at_mapping(node, place)
+            self._look_at_mapping(node, location)
 
-    def _look_at_mapping(self, node: MappingNode, place: Place) -> None:
+    def _look_at_mapping(self, node: MappingNode, location: Location) -> None:
         for key, value in node.value:
             if key.tag == MERGE:
                 for merged in value.value if isinstance(value, SequenceNode) else [value]:
-                    self.look(merged, place)
+                    self.look(merged, location)
                 continue
             if not isinstance(key, ScalarNode) or key.tag != WORD:
                 raise self._wrong(key, "a key must be a word; put others into quotes")
-            self.lines[*place, key.value] = _line(key)
-            self.look(value, (*place, key.value))
+            self.lines[*location, key.value] = _line(key)
+            self.look(value, (*location, key.value))
 
     def _look_at_value(self, node: ScalarNode) -> None:
         try:

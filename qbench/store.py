@@ -174,10 +174,10 @@ class Store:
 
     def _payload(self, record: Record, name: Table) -> bytes:
         """A Parquet file's content, verified before any library parses it."""
-        place = self._path(record.cell, record.key)
+        record_path = self._path(record.cell, record.key)
         if name not in record.files:
-            raise DamagedError(f"{place}: no {name} were written with this record; {AGAIN}")
-        path, stated = _table_path(place, record, name), record.files[name]
+            raise DamagedError(f"{record_path}: no {name} were written with this record; {AGAIN}")
+        path, stated = _table_path(record_path, record, name), record.files[name]
         try:
             payload = path.read_bytes()
         except FileNotFoundError:
@@ -214,9 +214,9 @@ def read(path: Path, kind: type[T]) -> T:
         return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        location = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
-        raise DamagedError(f"{path}: damaged: {place or 'all'}: {message}; {AGAIN}") from None
+        raise DamagedError(f"{path}: damaged: {location or 'all'}: {message}; {AGAIN}") from None
 
 
 def write(path: Path, thing: Written) -> None:

@@ -96,7 +96,7 @@ def test_a_path_that_cannot_be_is_no_recipe(path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "place"),
+    ("changes", "where"),
     [
         ({"evaluation": {"limit": 1e12}}, "evaluation.limit"),
         ({"evaluation": {"limit": 10**12}}, "evaluation.limit"),
@@ -136,14 +136,14 @@ def test_a_path_that_cannot_be_is_no_recipe(path):
         ({"name": ".."}, "name"),
     ],
 )
-def test_values_have_bounds_and_problems_have_lines(tmp_path, changes, place):
+def test_values_have_bounds_and_problems_have_lines(tmp_path, changes, where):
     path = write(tmp_path, **changes)
     with pytest.raises(RecipeError) as error:
         Recipe.load(path)
     (line,) = str(error.value).splitlines()
-    found = re.fullmatch(rf"{re.escape(str(path))}:(\d+): {re.escape(place)}(\.\[key\])?: .*", line)
+    found = re.fullmatch(rf"{re.escape(str(path))}:(\d+): {re.escape(where)}(\.\[key\])?: .*", line)
     assert found, line
-    key = re.findall(r"\w+|\.\./a", place)[-1]
+    key = re.findall(r"\w+|\.\./a", where)[-1]
     stands_in = path.read_text().splitlines()[int(found[1]) - 1]
     assert key in stands_in or stands_in.lstrip().startswith("-")
 
