@@ -24,7 +24,7 @@ class Walk:
     """How the model's own forward goes through its blocks.
 
     ``sample``: hidden states [1, length, hidden] that the first block receives for one sample.
-    ``arguments``: what a block receives beside them, by its place and the batch's size: its own
+    ``arguments``: what a block receives beside them, by its index and the batch's size: its own
     mask and rotary angles, which differ between blocks where layer types are mixed. ``groups``:
     of each block, the linear layers to quantize in the order they run, those with one input
     together; for Llama q, k, v; o; gate, up; down. Layers with one input have one Hessian.
@@ -44,13 +44,13 @@ class Walk:
     def own_arguments(self) -> Iterator[None]:
         """Let each block run with its own arguments, whatever it is called with."""
         with ExitStack() as stack:
-            for place, block in enumerate(self.blocks):
-                stack.enter_context(patched(block, self._with_own(place, block.forward)))
+            for index, block in enumerate(self.blocks):
+                stack.enter_context(patched(block, self._with_own(index, block.forward)))
             yield
 
-    def _with_own(self, place: int, inner: Callable) -> Callable:
+    def _with_own(self, index: int, inner: Callable) -> Callable:
         def run(hidden: Tensor, **_: Any) -> Any:
-            return inner(hidden, **self.arguments[place, len(hidden)])
+            return inner(hidden, **self.arguments[index, len(hidden)])
 
         return run
 
@@ -75,9 +75,9 @@ def walk(
         blocks=blocks,
         sample=_first(model, blocks[0], calibration.ids[:1])[0],
         arguments={
-            (place, size): rest
+            (index, size): rest
             for size, notes in looks.items()
-            for place, rest in enumerate(notes.arguments)
+            for index, rest in enumerate(notes.arguments)
         },
         groups=looks[1].groups,
     )
@@ -176,13 +176,13 @@ class _Notes:
             yield layer.register_forward_pre_hook(self._reach(name))
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        place = len(self.arguments)
-        if place >= len(self._blocks) or block is not self._blocks[place]:
+        index = len(self.arguments)
+        if index >= len(self._blocks) or block is not self._blocks[index]:
             raise QuantizationError(f"{self._root}: its blocks do not run once each, in order")
         hidden, rest = _split(block, args, kwargs)
         if self._output is not None and not _equal(hidden, self._output):
             raise QuantizationError(
-                f"{self._root}.{place}: receives something else than the block before it gives; "
+                f"{self._root}.{index}: receives something else than the block before it gives; "
                 "such a model cannot be calibrated block by block"
             )
         self.arguments.append(rest)
@@ -218,8 +218,8 @@ def _follow(
     if len(notes.arguments) < len(blocks):
         raise QuantizationError(f"{root}: its blocks do not run once each, in order")
     reached = {
-        f"{root}.{place}.{name}"
-        for place, groups in enumerate(notes.groups)
+        f"{root}.{index}.{name}"
+        for index, groups in enumerate(notes.groups)
         for group in groups
         for name in group
     }

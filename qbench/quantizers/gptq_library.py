@@ -156,10 +156,10 @@ def decode(module: nn.Module) -> torch.Tensor:
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [words, n] → float32 [words · 32 / bits, n]."""
-    places = torch.arange(32, device=words.device, dtype=torch.int32)
-    stream = ((words[:, None] >> places[:, None]) & 1).to(torch.uint8)
+    shifts = torch.arange(32, device=words.device, dtype=torch.int32)
+    stream = ((words[:, None] >> shifts[:, None]) & 1).to(torch.uint8)
     planes = stream.reshape(-1, bits, words.shape[1])
-    return sum(planes[:, place].float() * 2**place for place in range(bits))
+    return sum(planes[:, bit].float() * 2**bit for bit in range(bits))
 
 
 def require_auto_gptq() -> None:

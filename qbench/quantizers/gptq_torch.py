@@ -59,12 +59,12 @@ def _block_by_block(
         states.clear()
         if not settings.true_sequential:  # all see the inputs of the unquantized block
             hessians = [hessian(block, block.get_submodule(group[0]), batches) for group in groups]
-        for place, group in enumerate(groups):
-            progress(path, (index + place / len(groups)) / len(route.blocks))
+        for group_index, group in enumerate(groups):
+            progress(path, (index + group_index / len(groups)) / len(route.blocks))
             if settings.true_sequential:
                 moments = hessian(block, block.get_submodule(group[0]), batches)
             else:
-                moments = hessians[place]
+                moments = hessians[group_index]
             factor, order = _factor(moments, settings, f"{path}.{group[0]}")
             layers = [block.get_submodule(name) for name in group]
             # Rows are independent: layers with one Hessian are solved as one.

@@ -83,7 +83,7 @@ def decode(module: HQQLinear, settings: Hqq) -> Tensor:
     """
     words, bits, shape = module.W_q.data, settings.bits, module.meta["shape"]
     fit = 10 if bits == 3 else 8 // bits
-    parts = [(words >> bits * (fit - 1 - place)) & (2**bits - 1) for place in range(fit)]
+    parts = [(words >> bits * (fit - 1 - index)) & (2**bits - 1) for index in range(fit)]
     rows = settings.group_size if settings.axis == 0 else shape.numel() // settings.group_size
     codes = torch.cat(parts)[:rows].float()
     weight = (codes - module.meta["zero"].float()) * module.meta["scale"].float()

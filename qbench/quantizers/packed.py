@@ -25,8 +25,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         plane = (codes >> taken) & ((1 << width) - 1)
         parts = plane.chunk(8 // width, dim=1)
         byte = parts[0].clone()
-        for place, part in enumerate(parts[1:], start=1):
-            byte |= part << (place * width)
+        for index, part in enumerate(parts[1:], start=1):
+            byte |= part << (index * width)
         planes.append(byte)
         taken += width
     return torch.cat(planes, dim=1).contiguous()
@@ -39,7 +39,7 @@ def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
     for width in _PLANES[bits]:
         byte = packed[:, start : start + padded * width // 8]
         mask = (1 << width) - 1
-        parts = [(byte >> (place * width)) & mask for place in range(8 // width)]
+        parts = [(byte >> (index * width)) & mask for index in range(8 // width)]
         plane = torch.cat(parts, dim=1) if len(parts) > 1 else byte
         codes = plane if codes is None else codes | (plane << taken)
         start, taken = start + byte.shape[1], taken + width

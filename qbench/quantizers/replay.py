@@ -170,8 +170,8 @@ def replaying(
     chosen = set(layers)
     with ExitStack() as stack:
         found = [
-            (block, learn(block, walk.sample, walk.arguments[place, 1], chosen, final))
-            for place, block in enumerate(walk.blocks)
+            (block, learn(block, walk.sample, walk.arguments[index, 1], chosen, final))
+            for index, block in enumerate(walk.blocks)
         ]
         for block, replay in found:
             if replay is not None:
