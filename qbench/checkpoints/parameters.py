@@ -50,12 +50,12 @@ def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Ten
         return
     heads = model.config.num_attention_heads
     for name, tensor in tensors.items():
-        place, _, attribute = name.rpartition(".")
-        expected = parameter_shapes(normalizer, [place], heads, [name])[name]
+        path, _, attribute = name.rpartition(".")
+        expected = parameter_shapes(normalizer, [path], heads, [name])[name]
         try:
-            module = model.get_submodule(place)
+            module = model.get_submodule(path)
         except AttributeError:
-            raise CheckpointError(f"left over: {name}; the model has no {place}") from None
+            raise CheckpointError(f"left over: {name}; the model has no {path}") from None
         if list(tensor.shape) != expected:
             raise CheckpointError(f"misshapen: {name} {list(tensor.shape)} instead of {expected}")
         value = nn.Parameter(tensor.to(model.dtype), requires_grad=False)

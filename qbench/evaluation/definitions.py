@@ -225,9 +225,9 @@ def _near(name: str, definitions: Path | None) -> str:
 @functools.cache
 def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
     found = []
-    for place, _, names in os.walk(folder):
+    for path, _, names in os.walk(folder):
         found += [
-            Path(place) / name
+            Path(path) / name
             for name in names
             if name.endswith(".yaml") or (templates and name.endswith(("yaml", "yml")))
         ]

@@ -34,7 +34,7 @@ def check_labels(task: LoadedTask, limit: int | None = None) -> None:
         number, problem = problems[0]
         more = f" ({len(problems)} of {len(documents)} documents are like it)"
         raise DataError(
-            f"{task.name}: {task.place(number)}: {problem}{more if len(problems) > 1 else ''}; "
+            f"{task.name}: {task.location(number)}: {problem}{more if len(problems) > 1 else ''}; "
             "correct it, leave the document out, or use a split whose answers are public"
         )
 

@@ -20,16 +20,16 @@ def require_modules(name: str, definition: Definition) -> None:
                 raise DataError(missing_module(name, missing, f"{path}:{line}"))
 
 
-def missing_module(task: str, module: str, place: str) -> str:
-    """One line for a task whose code imports ``module`` at ``place`` and does not find it."""
+def missing_module(task: str, module: str, location: str) -> str:
+    """One line for a task whose code imports ``module`` at ``location`` and does not find it."""
     package = module.partition(".")[0]
     if package != module and importlib.util.find_spec(package) is not None:
         return (
-            f"{task}: its code in {place} imports {module}, which the installed {package} does "
+            f"{task}: its code in {location} imports {module}, which the installed {package} does "
             "not have (any more); leave the task out"
         )
     return (
-        f"{task}: its code in {place} imports {package}, which is not installed: "
+        f"{task}: its code in {location} imports {package}, which is not installed: "
         f"pip install {package}"
     )
 
@@ -59,12 +59,12 @@ def _missing(module: str, folder: Path) -> str | None:
         return names[0]
     if found is None:
         return names[0]
-    places = [Path(place) for place in found.submodule_search_locations or ()]
+    paths = [Path(path) for path in found.submodule_search_locations or ()]
     for depth, part in enumerate(names[1:], start=2):
-        if not places:
+        if not paths:
             return None  # a module, or a package made at run time: only importing tells
-        inside = [entry for place in places for entry in place.glob(f"{part}*")]
+        inside = [entry for path in paths for entry in path.glob(f"{part}*")]
         if not any(entry.name.partition(".")[0] == part for entry in inside):
             return ".".join(names[:depth])
-        places = [entry for entry in inside if entry.is_dir() and entry.name == part]
+        paths = [entry for entry in inside if entry.is_dir() and entry.name == part]
     return None

@@ -135,6 +135,6 @@ def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
 def hidden_size(config: Mapping[str, Any]) -> int:
     """A configuration's width, under the names that transformers' models have for it."""
     inner = config.get("text_config")
-    places = (config, inner) if isinstance(inner, Mapping) else (config,)
-    found = (place.get(n) for place in places for n in ("hidden_size", "n_embd", "d_model"))
+    levels = (config, inner) if isinstance(inner, Mapping) else (config,)
+    found = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))
     return next((n for n in found if isinstance(n, int) and n > 0), UNKNOWN_HIDDEN_SIZE)

@@ -45,7 +45,7 @@ class LoadedTask:
     def documents(self) -> int:
         return len(self.task.eval_docs)
 
-    def place(self, document: int) -> str:
+    def location(self, document: int) -> str:
         """Where a document stands, for messages: file and line, or its number."""
         if self.lines:
             path, line = self.lines[document]
@@ -70,8 +70,8 @@ def load_task(planned: PlannedTask) -> LoadedTask:
     except ModuleNotFoundError as error:
         if error.name is None:
             raise
-        place = str(planned.definition)
-        raise DataError(missing_module(planned.name, error.name, place)) from error
+        location = str(planned.definition)
+        raise DataError(missing_module(planned.name, error.name, location)) from error
     except Exception as error:
         raise DataError(_reason(planned, config, error)) from error
     if read_definition(planned.definition).digest != planned.definition_digest:

@@ -247,7 +247,7 @@ def test_each_document_knows_its_line(tmp_path):
     path = write(tmp_path, "copa", "validation", COPA)
     path.write_text("\n" + path.read_text())
     loaded = load_task(planned(tmp_path, "copa"))
-    assert [loaded.place(n) for n in range(2)] == [f"{path}:2", f"{path}:3"]
+    assert [loaded.location(n) for n in range(2)] == [f"{path}:2", f"{path}:3"]
 
 
 def test_coqa_names_what_its_code_lacks_not_the_datas_fields(tmp_path):
