@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
-from qbench.record.analysis import Analysis, AnalysisGrid, AnalysisPlace
+from qbench.record.analysis import Analysis, AnalysisGrid, AnalysisGridCell
 from qbench.sealed import AGAIN
 from qbench.store import KEY_DIGITS, read, write
 
@@ -43,49 +43,49 @@ class Analyses:
         write(self.folder / "grid.json", grid)
         return others
 
-    def get(self, place: AnalysisPlace) -> Analysis | None:
-        """The analysis that ``place`` asks for, failed ones too; None where there is none.
+    def get(self, cell: AnalysisGridCell) -> Analysis | None:
+        """The analysis that ``cell`` asks for, failed ones too; None where there is none.
 
         Raises DamagedError and SchemaError as ``Store.get``.
         """
-        path = self._path(place)
+        path = self._path(cell)
         if not path.is_file():
             return None
         found = read(path, Analysis)
-        if (found.cell, found.key) != (place.cell, place.key):
+        if (found.cell, found.key) != (cell.cell, cell.key):
             raise DamagedError(f"{path}: is the analysis of another cell or key; {AGAIN}")
         return found
 
-    def whole(self, place: AnalysisPlace, say: Callable[[str], None]) -> Analysis | None:
+    def whole(self, cell: AnalysisGridCell, say: Callable[[str], None]) -> Analysis | None:
         """As :meth:`get`, for who can make it again: None where it is damaged or old; ``say`` is
         told. Raises NewerSchemaError for one that must not be replaced."""
         try:
-            return self.get(place)
+            return self.get(cell)
         except NewerSchemaError:
             raise
         except (DamagedError, SchemaError) as error:
-            say(f"{place.cell}: made again: {str(error).removesuffix('; ' + AGAIN)}")
+            say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + AGAIN)}")
             return None
 
     def all(self) -> list[Analysis]:
         """Those of the grid that are there, failed ones too, in its order."""
-        found = (self.get(place) for place in self.grid().cells)
+        found = (self.get(cell) for cell in self.grid().cells)
         return [one for one in found if one is not None]
 
     def put(self, analysis: Analysis) -> None:
-        place = AnalysisPlace(
+        cell = AnalysisGridCell(
             checkpoint=analysis.checkpoint, quantizer=analysis.quantizer, key=analysis.key
         )
-        write(self._path(place), analysis)
+        write(self._path(cell), analysis)
 
-    def log(self, place: AnalysisPlace) -> Path:
-        return self._path(place).with_suffix(".log")
+    def log(self, cell: AnalysisGridCell) -> Path:
+        return self._path(cell).with_suffix(".log")
 
-    def lock_file(self, place: AnalysisPlace) -> Path:
-        """Held by the process that is at work on ``place``; its folder exists."""
-        path = self._path(place).with_suffix(".lock")
+    def lock_file(self, cell: AnalysisGridCell) -> Path:
+        """Held by the process that is at work on ``cell``; its folder exists."""
+        path = self._path(cell).with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _path(self, place: AnalysisPlace) -> Path:
-        return self.folder / place.cell / f"{place.key[:KEY_DIGITS]}.json"
+    def _path(self, cell: AnalysisGridCell) -> Path:
+        return self.folder / cell.cell / f"{cell.key[:KEY_DIGITS]}.json"

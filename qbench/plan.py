@@ -50,7 +50,7 @@ class Cell:
         return f"{self.checkpoint_name}/{self.label}"
 
     @property
-    def place(self) -> GridCell:
+    def grid_cell(self) -> GridCell:
         return GridCell(
             checkpoint=self.checkpoint_name,
             quantizer=self.label,
@@ -79,7 +79,7 @@ class Plan:
             checkpoints=tuple(self.recipe.checkpoints),
             quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
-            cells=tuple(cell.place for cell in self.cells),
+            cells=tuple(cell.grid_cell for cell in self.cells),
         )
 
     def cell(self, name: str) -> Cell:
@@ -136,7 +136,7 @@ def plan(recipe: Recipe, *, device: str) -> Plan:
             cells.append(cell)
             require_room(name, tasks, cell.scoring.max_length)
             if base is None and not _quantized(column) and recipe.evaluation.damage:
-                base = cell.place
+                base = cell.grid_cell
     return Plan(
         recipe=recipe,
         device=device,

@@ -61,7 +61,7 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
     ``cache`` keeps quantized weights and unquantized distributions.
     """
     gathered = Outcome(started=datetime.now(UTC))
-    log = store.log(cell.place)
+    log = store.log(cell.grid_cell)
     error = None
     with redirected(log):
         try:

@@ -130,9 +130,11 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
     qbench(*options)
     store = Store(out)
     (first,) = store.records()
-    (place,) = [cell for cell in store.grid().cells if cell.cell == "softmax/fp32"]
+    (grid_cell,) = [cell for cell in store.grid().cells if cell.cell == "softmax/fp32"]
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, store.lock_file(place)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, store.lock_file(grid_cell)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with holder:
         assert holder.stdout.readline() == "held\n"

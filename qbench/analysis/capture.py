@@ -92,15 +92,15 @@ def states_observed(
 ) -> Iterator[None]:
     """Call ``observe(layer, states)`` with what each decoder layer gives: [B, T, D]."""
 
-    def after(place: int) -> Callable:
+    def after(index: int) -> Callable:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            observe(place, output[0] if isinstance(output, tuple) else output)
+            observe(index, output[0] if isinstance(output, tuple) else output)
 
         return hook
 
     with ExitStack() as stack:
-        for place, layer in enumerate(layers):
-            stack.callback(layer.register_forward_hook(after(place)).remove)
+        for index, layer in enumerate(layers):
+            stack.callback(layer.register_forward_hook(after(index)).remove)
         yield
 
 

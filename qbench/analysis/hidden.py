@@ -17,10 +17,10 @@ BONDARENKO_EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """Massive activations: ``places`` int64 [M, 3] of sample, position, channel."""
+    """Massive activations: ``indices`` int64 [M, 3] of sample, position, channel."""
 
     layer: int
-    places: Tensor
+    indices: Tensor
     values: Tensor
     to_median: Tensor
 
@@ -66,17 +66,17 @@ class States:
         self.highest.append(flat.amax(1).cpu())
         self.medians.append(medians.double().cpu())
         limits = (medians * MASSIVE_TO_MEDIAN)[:, None, None]
-        places = ((magnitudes > MASSIVE_VALUE) & (magnitudes >= limits)).nonzero()
-        self.massive += len(places)
-        if not len(places):
+        indices = ((magnitudes > MASSIVE_VALUE) & (magnitudes >= limits)).nonzero()
+        self.massive += len(indices)
+        if not len(indices):
             return None
-        found = magnitudes[places.unbind(1)]
-        kept = found.topk(min(len(places), MASSIVE_KEPT)).indices
-        places = places[kept]
-        values = states[places.unbind(1)].double().cpu()
-        ratios = (found[kept] / medians[places[:, 0]]).double().cpu()
-        places[:, 0] += first
-        return Found(layer=layer, places=places.cpu(), values=values, to_median=ratios)
+        found = magnitudes[indices.unbind(1)]
+        kept = found.topk(min(len(indices), MASSIVE_KEPT)).indices
+        indices = indices[kept]
+        values = states[indices.unbind(1)].double().cpu()
+        ratios = (found[kept] / medians[indices[:, 0]]).double().cpu()
+        indices[:, 0] += first
+        return Found(layer=layer, indices=indices.cpu(), values=values, to_median=ratios)
 
 
 def pooled_kurtosis(powers: Tensor, values: int) -> float:

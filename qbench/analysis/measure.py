@@ -129,10 +129,10 @@ def _measured(seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Me
         hidden=summary(seen.states),
         layers=tuple(
             Layer(
-                heads=_heads(seen.attention[place]) if place in seen.attention else (),
+                heads=_heads(seen.attention[index]) if index in seen.attention else (),
                 hidden=summary([states]),
             )
-            for place, states in enumerate(seen.states)
+            for index, states in enumerate(seen.states)
         ),
         massive=_massive(seen.found, ids, tokenizer),
         inputs=tuple(
@@ -194,10 +194,10 @@ def _massive(
 ) -> tuple[MassiveActivation, ...]:
     every = []
     for one in found:
-        for place, value, ratio in zip(
-            one.places.tolist(), one.values.tolist(), one.to_median.tolist(), strict=True
+        for index, value, ratio in zip(
+            one.indices.tolist(), one.values.tolist(), one.to_median.tolist(), strict=True
         ):
-            sample, position, channel = place
+            sample, position, channel = index
             token = int(ids[sample, position])
             every.append(
                 MassiveActivation(

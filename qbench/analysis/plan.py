@@ -10,7 +10,7 @@ from qbench.analysis.settings import AnalysisSettings
 from qbench.code import digest_of
 from qbench.errors import RecipeError
 from qbench.plan import Cell, Plan, content_key
-from qbench.record.analysis import AnalysisGrid, AnalysisPlace
+from qbench.record.analysis import AnalysisGrid, AnalysisGridCell
 
 # Of a cell's key: what decides the model. Tasks, scoring and damage do not.
 MODEL_PARTS = (
@@ -33,8 +33,8 @@ class AnalysisCell:
         return self.cell.name
 
     @property
-    def place(self) -> AnalysisPlace:
-        return AnalysisPlace(
+    def grid_cell(self) -> AnalysisGridCell:
+        return AnalysisGridCell(
             checkpoint=self.cell.checkpoint_name, quantizer=self.cell.label, key=self.key
         )
 
@@ -67,4 +67,4 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
 
 
 def analysis_grid(plan: Plan, cells: tuple[AnalysisCell, ...]) -> AnalysisGrid:
-    return AnalysisGrid(name=plan.recipe.name, cells=tuple(cell.place for cell in cells))
+    return AnalysisGrid(name=plan.recipe.name, cells=tuple(cell.grid_cell for cell in cells))

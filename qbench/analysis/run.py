@@ -23,10 +23,10 @@ def analyze_if_needed(
     """The cell's good analysis, made now if need be; where another process is at work on it,
     that one's."""
     asked = datetime.now(UTC)
-    with FileLock(analyses.lock_file(cell.place)):
+    with FileLock(analyses.lock_file(cell.grid_cell)):
         sink.begin(cell.name)
         try:
-            known = analyses.whole(cell.place, sink.say)
+            known = analyses.whole(cell.grid_cell, sink.say)
             made_meanwhile = known is not None and known.started >= asked
             if known is not None and known.status == "ok" and (made_meanwhile or not force):
                 sink.say(f"{cell.name}: already there")
@@ -41,7 +41,7 @@ def analyze_if_needed(
 def analyze(cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink) -> Analysis:
     """Analyze one cell and put the record into its place, whether it worked or not."""
     gathered = Outcome(started=datetime.now(UTC))
-    log = analyses.log(cell.place)
+    log = analyses.log(cell.grid_cell)
     error, text, found = None, None, None
     with redirected(log):
         try:

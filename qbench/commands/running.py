@@ -165,7 +165,7 @@ def plan(
         text = planned.calibration
         typer.echo(f"calibration  {text.samples} × {text.length} tokens of {text.path}")
     for cell in planned.select(only):
-        record = store.whole(cell.place)
+        record = store.whole(cell.grid_cell)
         there = "there" if passes(record, cell) else "to retry"
         state = "to run" if record is None else there
         typer.echo(f"{state:9} {cell.name}  key {cell.key[:16]}")

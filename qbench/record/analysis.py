@@ -148,7 +148,7 @@ class Analysis(Written):
         return f"{self.checkpoint}/{self.quantizer}"
 
 
-class AnalysisPlace(Written):
+class AnalysisGridCell(Written):
     """Where an analysis belongs and which one is meant."""
 
     checkpoint: Name
@@ -167,4 +167,4 @@ class AnalysisGrid(Written):
     schema_version: int = SCHEMA_VERSION
     kind: Literal["analysis grid"] = "analysis grid"
     name: Line
-    cells: tuple[AnalysisPlace, ...] = Field(min_length=1)
+    cells: tuple[AnalysisGridCell, ...] = Field(min_length=1)

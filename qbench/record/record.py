@@ -8,7 +8,7 @@ record states their SHA-256, and its own file carries one of the record (see ``s
     nats for perplexities; ``weight`` is 1, or the words or bytes of the page where the
     aggregation divides by them (see ``Score.aggregation``).
 ``responses``  task, document, request, log_likelihood, greedy
-    Every scored continuation: ``request`` is its place among the document's requests,
+    Every scored continuation: ``request`` is its index among the document's requests,
     ``greedy`` whether it was the most likely one token by token.
 """
 

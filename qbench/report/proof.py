@@ -108,16 +108,16 @@ def audit(comparison: Comparison) -> Iterator[DataTable]:
     head = ["Cell", "Status", "Bits a weight", "Coverage", "Weight error", "Largest in a layer",
             "Levels", "Logits moved", "Left out", "Why"]  # fmt: skip
     rows = []
-    for place in comparison.grid.cells:
-        record = comparison.records.get(place.cell)
+    for cell in comparison.grid.cells:
+        record = comparison.records.get(cell.cell)
         status, reason = judge(record)
         found = record.audit if record else None
-        if status == "ok" and found is None and place.quantized:
+        if status == "ok" and found is None and cell.quantized:
             status, reason = "not audited", "nothing shows that it was quantized"
         worst = max(found.modules, key=lambda one: one.weight_error) if _layers(found) else None
         rows.append(
             [
-                Cell(text=place.cell),
+                Cell(text=cell.cell),
                 Cell(text=status),
                 plain(bits_per_weight(record) if record else None, "{:.2f}"),
                 plain(found and found.coverage, "{:.1%}"),

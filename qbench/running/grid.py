@@ -73,7 +73,7 @@ class _Grid:
         missing: list[Cell] = []
         for cell in cells:  # unquantized ones first: what is measured against them comes after
             forced = self.force or cell.name in self.again
-            known = None if forced else self.store.whole(cell.place)
+            known = None if forced else self.store.whole(cell.grid_cell)
             awaited = cell.base is not None and cell.base.key in {one.key for one in missing}
             if not (settled(known, cell) if awaited else complete(known, cell, self.store, cache)):
                 missing.append(cell)
@@ -197,7 +197,7 @@ def _without_distributions(
     needed = {
         cell.base.key: cell.name
         for cell in cells
-        if cell.base is not None and not settled(store.whole(cell.place), cell)
+        if cell.base is not None and not settled(store.whole(cell.grid_cell), cell)
     }
     folder, again = distributions_folder(cache), set()
     for cell in cells:
@@ -207,7 +207,7 @@ def _without_distributions(
             verified(base_rows_file(folder, cell.key), cell.key)
         except ResultsError as error:
             again.add(cell.name)
-            if settled(store.whole(cell.place), cell):
+            if settled(store.whole(cell.grid_cell), cell):
                 sink.say(f"{cell.name}: made again for {needed[cell.key]}: {error}")
     return again
 

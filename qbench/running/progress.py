@@ -67,8 +67,8 @@ class Display:
             )
         else:
             elapsed = time.monotonic() - self._started
-            place = f"[{self._numbers[cell]}/{self._cells}]"
-            self.say(f"{elapsed:7.1f}s {place} {cell}: {name}")
+            counter = f"[{self._numbers[cell]}/{self._cells}]"
+            self.say(f"{elapsed:7.1f}s {counter} {cell}: {name}")
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         """How far the step is; on bars alone, so that plain output stays a line a step."""

@@ -51,8 +51,8 @@ def run_cell(
     cell, store, kept = plan.cell(name), Store(out), cache or cache_folder()
     with _opened(sink) as told:
         try:
-            with FileLock(store.lock_file(cell.place), timeout=-1 if wait else 0):
-                known = store.whole(cell.place, told.say)
+            with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
+                known = store.whole(cell.grid_cell, told.say)
                 told.begin(cell.name)
                 if not force and complete(known, cell, store, kept):
                     told.say(f"{cell.name}: already there")
@@ -76,8 +76,8 @@ def give_up(
     is looked at again under the cell's lock, and a good record is never replaced by a failed one.
     """
     cell, store = plan.cell(name), Store(out)
-    with FileLock(store.lock_file(cell.place)):
-        known = store.whole(cell.place)
+    with FileLock(store.lock_file(cell.grid_cell)):
+        known = store.whole(cell.grid_cell)
         good = known is not None and known.status == "ok"
         if known is not None and good and (not force or known.started >= begun):
             return known

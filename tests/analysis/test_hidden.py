@@ -80,7 +80,7 @@ def test_an_activation_is_massive_above_100_and_1000_medians(value, scale, massi
     found = one.add(layer[2:], layer=4, first=2)
     assert one.massive == massive
     if massive:
-        assert found.places.tolist() == [[2, 5, 7]]
+        assert found.indices.tolist() == [[2, 5, 7]]
         assert found.values.tolist() == [value]
         assert found.to_median.tolist() == pytest.approx([abs(value) / scale])
     else:

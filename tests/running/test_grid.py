@@ -204,14 +204,14 @@ def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     plan_, out = planned(tmp_path), tmp_path / "out"
     name = "softmax/rtn-4bit"
     begun = datetime.now(UTC)
-    lock = FileLock(Store(out).lock_file(plan_.cell(name).place))
+    lock = FileLock(Store(out).lock_file(plan_.cell(name).grid_cell))
     with ThreadPoolExecutor(1) as late, lock:
         giving_up = late.submit(give_up, plan_, name, "killed", out=out, sink=Silent(),
                                 begun=begun, force=False)  # fmt: skip
         time.sleep(0.2)
         made = run(plan_.cell(name), plan_, Store(out), Silent(), tmp_path / "cache")
         assert made.status == "ok"
-    assert giving_up.result() == made == Store(out).get(plan_.cell(name).place)
+    assert giving_up.result() == made == Store(out).get(plan_.cell(name).grid_cell)
 
 
 def test_a_broken_executor_of_another_kind_ends_with_the_cells_that_were_not_run(tmp_path):
