@@ -115,13 +115,13 @@ def difference(store: Store, out: Path) -> Changes:
 
 def write(baseline: Baseline, out: Path) -> None:
     outcomes, frames = baseline.outcomes, []
-    for place, one in enumerate(outcomes.cells.values()):
+    for index, one in enumerate(outcomes.cells.values()):
         for number, column in enumerate(one.columns[name] for name in one.scores):
             scaled = np.round(column.values * 10**DECIMALS)
             frames.append(
                 pd.DataFrame(
                     {
-                        "cell": np.int32(place),
+                        "cell": np.int32(index),
                         "score": np.int32(number),
                         "document": column.documents,
                         "value": scaled.astype(np.int64),
@@ -257,11 +257,11 @@ def _unpacked(text: str) -> dict[str, Layers]:
 def _cells(about: dict[str, _Cell], table: pa.Table) -> dict[str, CellResults]:
     groups = dict(list(table.to_pandas().groupby(["cell", "score"], sort=False)))
     cells = {}
-    for place, (cell, one) in enumerate(about.items()):
+    for index, (cell, one) in enumerate(about.items()):
         scores = {(score.task, score.metric): score for score in one.scores}
         columns = {}
         for number, name in enumerate(scores):
-            rows = groups[place, number]
+            rows = groups[index, number]
             values = (rows["value"] / 10**DECIMALS).round(DECIMALS)
             columns[name] = Column.of(rows["document"].to_numpy(), values, rows["weight"])
         cells[cell] = CellResults(

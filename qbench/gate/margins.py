@@ -148,8 +148,8 @@ def _bound_of_flips(documents: int, missed: float) -> float:
     values[max(0, documents - won) :, 1] = 1
     names = ("old", "new")
     columns = {
-        name: Column.of(np.arange(documents), values[:, place], np.ones(documents))
-        for place, name in enumerate(names)
+        name: Column.of(np.arange(documents), values[:, index], np.ones(documents))
+        for index, name in enumerate(names)
     }
     found = effect(Panel.of(columns), {"new": 1, "old": -1}, "mean")
     return worsening(found, higher_is_better=True).high

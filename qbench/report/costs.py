@@ -201,21 +201,21 @@ def _stages(comparison: Comparison) -> Found | None:
         named=STAGES,
     )
     time, memory = grid[0]
-    places = range(len(names))
+    positions = range(len(names))
     start = [0.0] * len(records)
-    for place, stage in enumerate(STAGES):
+    for index, stage in enumerate(STAGES):
         seconds = [
             sum(step.seconds for step in record.stages if step.name == stage) for record in records
         ]
         time.barh(
-            places, seconds, left=start, color=SERIES[place], hatch=HATCHES[place], label=stage,
+            positions, seconds, left=start, color=SERIES[index], hatch=HATCHES[index], label=stage,
             height=0.7,
         )  # fmt: skip
         start = [before + more for before, more in zip(start, seconds, strict=True)]
     peaks = [max(step.peak_memory_gib for step in record.stages) for record in records]
-    memory.barh(places, peaks, color=SERIES[4], height=0.7)
+    memory.barh(positions, peaks, color=SERIES[4], height=0.7)
     memory.tick_params(labelleft=False)
-    time.set_yticks(places, names)
+    time.set_yticks(positions, names)
     time.set_ylim(len(records) - 0.4, -0.6)
     time.set_xlabel("seconds")
     memory.set_xlabel("memory (GiB)")

@@ -105,15 +105,15 @@ def _score_panel(axes: Axes, comparison: Comparison, lines: Sequence[Line]) -> N
         for index, line in enumerate(ordered)
     }
     values = []
-    for place, checkpoint in enumerate(comparison.checkpoints):
+    for index, checkpoint in enumerate(comparison.checkpoints):
         for method in methods:
             own = [line for line in ordered if line.method == method]
-            values += _score_points(axes, comparison, own, where, place, checkpoint)
+            values += _score_points(axes, comparison, own, where, index, checkpoint)
         for line in lines:
             score = line.entry(checkpoint).value
             if line.quantizer == comparison.unquantized and score is not None:
                 score *= 100 if line.percent else 1
-                axes.axhline(score, color=SERIES[place % len(SERIES)], linestyle=":", linewidth=1.2)
+                axes.axhline(score, color=SERIES[index % len(SERIES)], linestyle=":", linewidth=1.2)
                 values.append(score)
     _name_bits(axes, ordered, where)
     axes.set_title(_axis_title(lines[0]))
@@ -128,11 +128,11 @@ def _score_points(
     comparison: Comparison,
     lines: Sequence[Line],
     where: dict[str, float],
-    place: int,
+    index: int,
     checkpoint: str,
 ) -> list[float]:
     """One method's points of one checkpoint, joined; returns the values."""
-    shift = 0.12 * (place - (len(comparison.checkpoints) - 1) / 2)
+    shift = 0.12 * (index - (len(comparison.checkpoints) - 1) / 2)
     x, y, below, above = [], [], [], []
     for line in lines:
         interval, value = line.intervals.get(checkpoint), line.entry(checkpoint).value
@@ -144,8 +144,8 @@ def _score_points(
             above.append(max(0.0, (interval.high - value) * scale))
     if x:
         axes.errorbar(
-            x, y, yerr=[below, above], color=SERIES[place % len(SERIES)], label=checkpoint,
-            marker=MARKERS[place % len(MARKERS)], linestyle=DASHES[place % len(DASHES)],
+            x, y, yerr=[below, above], color=SERIES[index % len(SERIES)], label=checkpoint,
+            marker=MARKERS[index % len(MARKERS)], linestyle=DASHES[index % len(DASHES)],
             capsize=2.5, linewidth=1.2,
         )  # fmt: skip
     return y

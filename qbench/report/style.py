@@ -131,8 +131,8 @@ def inline(svg_text: str, *, label: str) -> str:
     text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in referred else "", text)
     for colour, variable in ((INK, "ink"), (LINE, "line")):
         text = text.replace(colour, f"var(--{variable})")
-    for place, colour in enumerate(SERIES):
-        text = text.replace(colour, f"var(--series-{place})")
+    for index, colour in enumerate(SERIES):
+        text = text.replace(colour, f"var(--series-{index})")
     return text.replace("<svg", f'<svg role="img" aria-label="{_attribute(label)}"', 1)
 
 

@@ -50,10 +50,10 @@ def _cells(one: Analysis) -> Iterator[Row]:
 
 def _layers(one: Analysis) -> Iterator[Row]:
     assert one.measured is not None
-    for place, layer in enumerate(one.measured.layers):
+    for index, layer in enumerate(one.measured.layers):
         heads = layer.heads
         yield {
-            "layer": place,
+            "layer": index,
             "attention_key_0": _mean(head.sinks[0].attention for head in heads),
             **{
                 f"sink_rate_key_0_{least}": _mean(head.sinks[0].rates[least] for head in heads)
@@ -69,10 +69,10 @@ def _layers(one: Analysis) -> Iterator[Row]:
 
 def _heads(one: Analysis) -> Iterator[Row]:
     assert one.measured is not None
-    for place, layer in enumerate(one.measured.layers):
+    for index, layer in enumerate(one.measured.layers):
         for number, head in enumerate(layer.heads):
             yield {
-                "layer": place,
+                "layer": index,
                 "head": number,
                 **_sinks(head.sinks),
                 **head.model_dump(exclude={"sinks"}),
