@@ -31,11 +31,11 @@
         for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", down ? "descending" : "ascending");
         const sorted = rows
-          .map((row, place) => ({ row, place, value: key(row.cells[column]) }))
+          .map((row, index) => ({ row, index, value: key(row.cells[column]) }))
           .sort((a, b) => {
             const empty = isNothing(a.value) - isNothing(b.value); // always last
             if (empty) return empty;
-            return (down ? -1 : 1) * order(a.value, b.value) || a.place - b.place;
+            return (down ? -1 : 1) * order(a.value, b.value) || a.index - b.index;
           });
         body.append(...sorted.map((entry) => entry.row));
       });
@@ -48,8 +48,8 @@
     input.addEventListener("input", () => {
       const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
       let shown = 0;
-      rows.forEach((row, place) => {
-        row.hidden = !words.every((word) => texts[place].includes(word));
+      rows.forEach((row, index) => {
+        row.hidden = !words.every((word) => texts[index].includes(word));
         if (!row.hidden) shown += 1;
       });
       output.textContent = `${shown} of ${rows.length} rows`;
