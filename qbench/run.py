@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +14,11 @@ import pandas as pd
 from qbench import hub
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, UnavailableError
-from qbench.machine.environment import environment, hardware, measured
+from qbench.machine.environment import hardware, measured
 from qbench.machine.quiet import redirected
+from qbench.outcome import Outcome
 from qbench.plan import Cell, Plan
-from qbench.record import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
+from qbench.record import Record
 from qbench.sink import Sink
 from qbench.store import Store
 
@@ -40,21 +40,6 @@ def distributions_folder(cache: Path) -> Path:
     return cache / "distributions"
 
 
-@dataclass(kw_only=True, slots=True)
-class Outcome:
-    """What is known of a cell so far; a failure leaves the rest as it is."""
-
-    started: datetime
-    stages: list[Stage] = field(default_factory=list)
-    documents: dict[str, str] = field(default_factory=dict)
-    audit: Audit | None = None
-    scores: list[Score] = field(default_factory=list)
-    outcomes: list[pd.DataFrame] = field(default_factory=list)
-    responses: list[pd.DataFrame] = field(default_factory=list)
-    scoring: ScoringReport | None = None
-    damage: Damage | Unavailable | None = None
-
-
 def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record:
     """Run one cell and put its record into the store, whether it worked or not.
 
@@ -71,7 +56,7 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
             error = one_line(problem, log)
         finally:
             free(plan.device)
-    record = _record(cell, plan, gathered, error)
+    record = gathered.record(cell, plan, error)
     whole = error is None
     return store.put(
         record,
@@ -82,33 +67,7 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
 
 def failed(cell: Cell, plan: Plan, error: str) -> Record:
     """The record of a cell that left none itself."""
-    return _record(cell, plan, Outcome(started=datetime.now(UTC)), error)
-
-
-def _record(cell: Cell, plan: Plan, gathered: Outcome, error: str | None) -> Record:
-    settings = cell.quantizer
-    return Record(
-        key=cell.key,
-        key_parts=cell.key_parts,
-        checkpoint=cell.checkpoint_name,
-        quantizer=cell.label,
-        method=settings.method,
-        title=settings.title,
-        precision=settings.precision,
-        normalizer=cell.checkpoint.normalizer,
-        attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
-        status="failed" if error else "ok",
-        error=error,
-        scores=() if error else tuple(gathered.scores),
-        documents=gathered.documents,
-        audit=gathered.audit,
-        scoring=gathered.scoring,
-        damage=gathered.damage,
-        stages=tuple(gathered.stages),
-        environment=environment(plan.device, settings.requirements()),
-        started=gathered.started,
-        finished=datetime.now(UTC),
-    )
+    return Outcome(started=datetime.now(UTC)).record(cell, plan, error)
 
 
 def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink, cache: Path) -> None:

@@ -11,9 +11,10 @@ from qbench.analyses import Analyses
 from qbench.analysis.plan import AnalysisCell
 from qbench.machine.environment import environment, measured
 from qbench.machine.quiet import redirected
+from qbench.outcome import Outcome
 from qbench.plan import Plan
 from qbench.record.analysis import Analysis, AnalyzedText, Measured
-from qbench.run import Outcome, cache_folder, free, load, one_line, quantized
+from qbench.run import cache_folder, free, load, one_line, quantized
 from qbench.sink import Sink
 
 

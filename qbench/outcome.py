@@ -1,0 +1,53 @@
+"""What a cell has given so far, and the record that is made of it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import pandas as pd
+
+from qbench.machine.environment import environment
+from qbench.plan import Cell, Plan
+from qbench.record import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What is known of a cell so far; a failure leaves the rest as it is."""
+
+    started: datetime
+    stages: list[Stage] = field(default_factory=list)
+    documents: dict[str, str] = field(default_factory=dict)
+    audit: Audit | None = None
+    scores: list[Score] = field(default_factory=list)
+    outcomes: list[pd.DataFrame] = field(default_factory=list)
+    responses: list[pd.DataFrame] = field(default_factory=list)
+    scoring: ScoringReport | None = None
+    damage: Damage | Unavailable | None = None
+
+    def record(self, cell: Cell, plan: Plan, error: str | None) -> Record:
+        """The record of ``cell``, finished now: failed with ``error``, where there is one."""
+        settings = cell.quantizer
+        return Record(
+            key=cell.key,
+            key_parts=cell.key_parts,
+            checkpoint=cell.checkpoint_name,
+            quantizer=cell.label,
+            method=settings.method,
+            title=settings.title,
+            precision=settings.precision,
+            normalizer=cell.checkpoint.normalizer,
+            attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
+            status="failed" if error else "ok",
+            error=error,
+            scores=() if error else tuple(self.scores),
+            documents=self.documents,
+            audit=self.audit,
+            scoring=self.scoring,
+            damage=self.damage,
+            stages=tuple(self.stages),
+            environment=environment(plan.device, settings.requirements()),
+            started=self.started,
+            finished=datetime.now(UTC),
+        )
