@@ -1,0 +1,67 @@
+"""lm-eval's definitions are found, opened and read as lm-eval reads them."""
+
+import random
+
+import pytest
+
+from qbench.errors import RecipeError
+from qbench.evaluation.definitions import (
+    Function,
+    definition_file,
+    expand,
+    read_definition,
+    task_names,
+)
+
+
+def test_own_task_definitions_are_found_first(tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: sciq\ndataset_path: json\n")
+    assert definition_file("sciq", tmp_path) == tmp_path / "mine.yaml"
+
+
+def test_a_leaf_task_stands_for_itself():
+    assert expand("arc_easy", None) == ["arc_easy"]
+
+
+@pytest.mark.parametrize("name", ["mmlu_abstract_algebra", "arc_easy", "wikitext"])
+def test_definitions_are_found_however_they_quote_their_name(name):
+    assert definition_file(name, None).is_file()
+
+
+def test_an_unknown_task_is_a_recipe_error():
+    with pytest.raises(RecipeError, match="no_such_task_at_all"):
+        definition_file("no_such_task_at_all", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [("mmlu", 57), ("mmlu_stem_tasks", 19), ("ai2_arc", 2), ("glue", 9), ("blimp", 67)],
+)
+def test_groups_and_tags_are_opened(name, members):
+    assert len(set(expand(name, None))) == members
+
+
+def test_definitions_read_as_lm_eval_reads_them():
+    """Includes, local keys before included ones, and functions as they are written."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    def plain(value):
+        if isinstance(value, Function):
+            return str(value.folder / value.name)
+        if isinstance(value, dict | list):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            read = {key: plain(inner) for key, inner in pairs}
+            return read if isinstance(value, dict) else list(read.values())
+        return value
+
+    names = random.Random(0).sample(task_names(), 100)
+    for name in ["arc_easy", "wikitext", "coqa", *names]:
+        path = definition_file(name, None)
+        assert plain(read_definition(path).config) == load_yaml(path, resolve_func=False), name
+
+
+def test_an_include_that_comes_back_to_itself_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("task: a\ninclude: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("include: a.yaml\n")
+    with pytest.raises(RecipeError, match="includes itself"):
+        read_definition(tmp_path / "a.yaml")
