@@ -1,4 +1,4 @@
-"""The errors that a user can meet. Each message gives place, value and remedy.
+"""The errors that a user can meet. Each message gives location, value and remedy.
 
 QbenchError                 anything a user can put right; the command line prints one line
 ├── RecipeError             a recipe or an option says something impossible        (exit 2)

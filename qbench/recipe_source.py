@@ -79,7 +79,7 @@ class Source:
         revision. Raises RecipeError for one that it does not have, or has no path for."""
         declared = self.values.get("checkpoints", {})
         if not isinstance(declared, dict):
-            return  # the schema says so, with its place
+            return  # the schema says so, with its location
         for name, source in sources.items():
             if name not in declared:
                 known = ", ".join(map(str, declared)) or "none"
@@ -104,7 +104,7 @@ class Source:
         unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
         quantizers = self.values.get("quantizers")
         if not isinstance(quantizers, list):
-            return  # the schema says so, with its place
+            return  # the schema says so, with its location
         changed: list[Any] = []
         for entry in quantizers:
             if isinstance(entry, dict):

@@ -30,7 +30,7 @@ FOLDER = {
     "grid": "grid.json",
     "noise": FILE,
 }
-KINDS = {**{kind: f"grid/{place}" for kind, place in FOLDER.items()}, "baseline": "base.parquet"}
+KINDS = {**{kind: f"grid/{path}" for kind, path in FOLDER.items()}, "baseline": "base.parquet"}
 RESPONSES = pd.DataFrame(
     [("arc_easy", n, 0, -1.5 - n, n % 2 == 0) for n in range(40)], columns=list(RESPONSE_COLUMNS)
 )
@@ -88,11 +88,11 @@ def test_one_changed_byte_is_noticed_or_changes_nothing(results, kind):
     messages = []
     for _ in range(FLIPS):
         changed = bytearray(good)
-        place = chosen.randrange(len(good))
-        changed[place] ^= chosen.randrange(1, 256)
+        index = chosen.randrange(len(good))
+        changed[index] ^= chosen.randrange(1, 256)
         path.write_bytes(changed)
         try:
-            assert content(results) == expected, f"byte {place}: other content"
+            assert content(results) == expected, f"byte {index}: other content"
         except ResultsError as error:
             messages.append(str(error))
     assert len(messages) > FLIPS / 2
@@ -130,12 +130,12 @@ def test_a_command_that_reads_a_damaged_file_says_so_in_one_line(
 ):
     path = the_file(results, kind)
     damaged = bytearray(path.read_bytes())
-    place = damaged.index(b'"key"') if path.suffix == ".json" else len(damaged) // 2
-    damaged[place + 2] ^= 1
+    index = damaged.index(b'"key"') if path.suffix == ".json" else len(damaged) // 2
+    damaged[index + 2] ^= 1
     path.write_bytes(damaged)
-    places = {"grid": results / "grid", "good": whole / "grid", "out": results / "new.parquet",
+    paths = {"grid": results / "grid", "good": whole / "grid", "out": results / "new.parquet",
               "baseline": whole / "base.parquet"}  # fmt: skip
-    assert main(monkeypatch, [part.format(**places) for part in COMMANDS[command]]) == 2
+    assert main(monkeypatch, [part.format(**paths) for part in COMMANDS[command]]) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert path.name in line

@@ -1,4 +1,4 @@
-"""Odd recipes: one line with its place within seconds, and bounds on every value."""
+"""Odd recipes: one line with its location within seconds, and bounds on every value."""
 
 import itertools
 import math

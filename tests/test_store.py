@@ -35,7 +35,7 @@ GRID = Grid(
 
 def make_record(status: str = "ok", key: str = CELL.key) -> Record:
     now = datetime.now(UTC)
-    place = Environment(
+    environment = Environment(
         python="3", platform="p", device="cpu", hardware="h", versions={}, git_revision=None,
         qbench="0",
     )  # fmt: skip
@@ -43,7 +43,7 @@ def make_record(status: str = "ok", key: str = CELL.key) -> Record:
         key=key, key_parts={"weights": "w"}, checkpoint="a", quantizer="rtn-4bit", method="rtn",
         title="RTN", precision=PRECISION, normalizer="softmax", attention="softmax/reference",
         status=status,
-        environment=place, started=now, finished=now,
+        environment=environment, started=now, finished=now,
     )  # fmt: skip
 
 

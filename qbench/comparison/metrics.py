@@ -25,6 +25,6 @@ def is_percentage(metric: str) -> bool:
 
 
 def rank(metric: str) -> int:
-    """Its place in the paper's order, filters aside."""
+    """Its index in the paper's order, filters aside."""
     base = base_metric(metric)
     return METRIC_ORDER.index(base) if base in METRIC_ORDER else len(METRIC_ORDER)

@@ -125,7 +125,7 @@ def _require_labels(name: str, field: str, path: Path, rows: Sequence[Row]) -> N
     """Test sets are published with their labels hidden as −1 or null."""
     for row in rows:
         if field not in row.fields:
-            return  # a template, or a fixed place among the choices
+            return  # a template, or a fixed index among the choices
         label = row.fields[field]
         hidden = label is None or label == "-1" or isinstance(label, bool)
         number = isinstance(label, int | float) and not isinstance(label, bool)

@@ -49,7 +49,7 @@ def read_calibration(
     """Windows of ``length`` tokens from a JSON Lines file with a ``text`` in each line.
 
     Documents are taken in an order drawn by ``seed``, without special tokens. A document of at
-    least ``length`` tokens gives one window, at a place drawn by ``seed``; shorter ones are joined
+    least ``length`` tokens gives one window, at an index drawn by ``seed``; shorter ones are joined
     to their successors, the end-of-text token between them, until they do. ``digest`` is what
     the SHA-256 of the file's bytes must be. Raises DataError for a malformed or changed file, or
     one with too little text.

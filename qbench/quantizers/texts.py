@@ -49,7 +49,7 @@ def file_digest(path: Path) -> str:
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
     """The ``text`` of each line, of the first ``most`` lines.
 
-    ``digest`` is what the bytes that are parsed must have. Raises DataError with the place.
+    ``digest`` is what the bytes that are parsed must have. Raises DataError with the location.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")

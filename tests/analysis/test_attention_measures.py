@@ -25,8 +25,8 @@ def tensors(heads, kv_heads, length, seed=0):
 
 
 def window_mask(length, window):
-    place = torch.arange(length)
-    behind = place[:, None] - place
+    position = torch.arange(length)
+    behind = position[:, None] - position
     return ((behind >= 0) & (behind < window))[None, None]
 
 

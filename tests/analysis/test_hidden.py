@@ -17,10 +17,10 @@ def states(seed=0, shape=(3, 17, 24)):
 def seen(*layers, batch=2):
     """States of layers, each taken in ``batch`` texts at a time."""
     found = []
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         one = States()
         for first in range(0, len(layer), batch):
-            one.add(layer[first : first + batch], layer=place, first=first)
+            one.add(layer[first : first + batch], layer=index, first=first)
         found.append(one)
     return found
 

@@ -48,9 +48,9 @@ def comparison(model, tokenizer):
 
 
 def test_every_mode_scores_every_task_and_all_together(comparison):
-    places = {(row.task, row.mode) for row in comparison.rows}
+    scored = {(row.task, row.mode) for row in comparison.rows}
     names = ("demo_choice", "demo_pages", "all")
-    assert places == {(t, m) for t in names for m in RUNS}
+    assert scored == {(t, m) for t in names for m in RUNS}
     for row in comparison.rows:
         assert row.documents == (10 if row.task == "all" else 5)
         assert row.seconds >= row.scoring_seconds > 0

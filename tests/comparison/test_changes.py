@@ -48,7 +48,7 @@ def test_folders_without_a_common_cell_are_refused(tmp_path):
 
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
     store = grid(tmp_path / "a")
-    a, b = (store.get(store.grid().cells[place]) for place in (0, 1))
+    a, b = (store.get(store.grid().cells[index]) for index in (0, 1))
     assert [one.part for one in explain(a, b)] == ["quantizer.name", "quantizer.bits"]
     assert "quantizer.name  bf16  →  hqq-4bit" in text(a, b)
 
@@ -76,12 +76,12 @@ def test_a_record_is_found_by_cell_or_by_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("address", "said"),
     [("bf16", "write DIR/CHECKPOINT/QUANTIZER"), ("a/softmax/nf4", "no cell softmax/nf4"),
      ("a/softmax/hqq-4bit", "no record yet"), ("nowhere/softmax/bf16", "no grid.json here"),
      ("a/grid.json", "not a record")],
 )  # fmt: skip
-def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, place, said):
+def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, address, said):
     monkeypatch.chdir(tmp_path)
     make_store(
         Store(tmp_path / "a").directory,
@@ -90,7 +90,7 @@ def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, place
         missing=("softmax/hqq-4bit",),
     )
     with pytest.raises(ResultsError, match=said):
-        find_record(place)
+        find_record(address)
 
 
 def test_documents_that_only_one_side_saw_are_counted_on_both_sides(tmp_path):

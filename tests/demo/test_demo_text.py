@@ -105,9 +105,9 @@ def test_the_right_choice_of_a_recall_question_is_the_fact_of_the_world(made):
 def test_choices_are_four_different_texts_and_the_right_place_is_no_clue(made):
     rows = made[1]["demo_choice"]
     assert all(len(set(row["choices"])) == 4 for row in rows)
-    places = Counter(row["answer"] for row in rows)
-    assert set(places) == {0, 1, 2, 3}
-    assert max(places.values()) < 70
+    answers = Counter(row["answer"] for row in rows)
+    assert set(answers) == {0, 1, 2, 3}
+    assert max(answers.values()) < 70
     assert sum(len({len(c) for c in row["choices"]}) > 1 for row in rows) > 150
 
 

@@ -74,8 +74,8 @@ class Planned:
 
     def __call__(self, batch):
         self.forward.stopped = self.stopped
-        places = (i for i, pack in enumerate(self.packs) if pack.groups is batch.groups)
-        return self.instead(batch, next(places, None), self.forward)
+        indexes = (i for i, pack in enumerate(self.packs) if pack.groups is batch.groups)
+        return self.instead(batch, next(indexes, None), self.forward)
 
 
 def test_packs_side_by_side_give_the_same_bits_as_one_by_one(two_threads, monkeypatch):

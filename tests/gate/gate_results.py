@@ -24,11 +24,11 @@ def of(result: Verdict, cell: str, task: str | None = None) -> list[Gate]:
 
 def update(store: Store, cell: str, **fields) -> None:
     """Write the record of ``cell`` again with other ``fields``."""
-    place = next(one for one in store.grid().cells if one.cell == cell)
-    record = store.get(place)
+    grid_cell = next(one for one in store.grid().cells if one.cell == cell)
+    record = store.get(grid_cell)
     store.put(record.model_copy(update=fields), store.outcomes(record), None)
 
 
 def audit_of(store: Store, cell: str):
-    place = next(one for one in store.grid().cells if one.cell == cell)
-    return store.get(place).audit
+    grid_cell = next(one for one in store.grid().cells if one.cell == cell)
+    return store.get(grid_cell).audit

@@ -103,14 +103,14 @@ def test_a_changed_byte_anywhere_is_noticed(tmp_path, good, standard):
     whole = standard.read_bytes()
     path = tmp_path / "baseline.parquet"
     unnoticed = []
-    for place in range(7, len(whole), len(whole) // 150):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x11]) + whole[place + 1 :])
+    for index in range(7, len(whole), len(whole) // 150):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 0x11]) + whole[index + 1 :])
         try:
             found = baseline.read(path)
         except ResultsError:
             continue
         if not alike(found, baseline.read(standard)):
-            unnoticed.append(place)
+            unnoticed.append(index)
     assert unnoticed == []
 
 

@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def place(root, chosen, seed=1, digest=DIGEST, attention="qbench-softmax-reference", device=CPU):
+def artifact_of(
+    root, chosen, seed=1, digest=DIGEST, attention="qbench-softmax-reference", device=CPU
+):
     used = calibration(seed) if chosen.needs_calibration else None
     return artifact(
         root,
@@ -35,7 +37,7 @@ def place(root, chosen, seed=1, digest=DIGEST, attention="qbench-softmax-referen
 
 
 def folder(*arguments, **named):
-    return place(*arguments, **named).folder
+    return artifact_of(*arguments, **named).folder
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_two_processes_quantize_the_same_once(tmp_path):
 
 
 def _hold(root, held, release):
-    at = place(Path(root), settings("rtn-4bit"))
+    at = artifact_of(Path(root), settings("rtn-4bit"))
     with at.locked(lambda: None):
         held.set()
         release.wait(20)
@@ -199,7 +201,7 @@ def test_waiting_for_another_process_is_told(tmp_path):
     other.start()
     try:
         assert held.wait(20)
-        at = place(tmp_path, settings("rtn-4bit"))
+        at = artifact_of(tmp_path, settings("rtn-4bit"))
         told = []
 
         def waiting():

@@ -171,17 +171,17 @@ def test_numbers_that_are_not_finite_are_caught_and_not_written(rtn4, value):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", ["embed_tokens", "norm", "layers.0.mlp.up_proj"])
-def test_a_weight_that_is_not_finite_is_named_though_the_probe_never_meets_it(value, place):
+@pytest.mark.parametrize("path", ["embed_tokens", "norm", "layers.0.mlp.up_proj"])
+def test_a_weight_that_is_not_finite_is_named_though_the_probe_never_meets_it(value, path):
     model = llama()
-    weight = model.get_submodule(f"model.{place}").weight.data
+    weight = model.get_submodule(f"model.{path}").weight.data
     unmet = [token for token in range(len(weight)) if token not in PROBE] if weight.dim() > 1 else 3
     weight[unmet] = value
     report = check(copy.deepcopy(model), parse("fp32"), model)
     assert not report.passed
-    assert report.problems[0].startswith(f"the unquantized model: model.{place}.weight: ")
+    assert report.problems[0].startswith(f"the unquantized model: model.{path}.weight: ")
     assert report.problems[0].endswith("values are not finite")
-    assert report.weight_error == (float("inf") if place.startswith("layers") else 0)
+    assert report.weight_error == (float("inf") if path.startswith("layers") else 0)
 
 
 def test_a_weight_that_is_not_finite_is_not_quantized(tmp_path):
@@ -251,12 +251,12 @@ def test_zeroed_columns_pass_only_as_inputs_that_calibration_never_saw(
     tmp_path, name, columns, passes
 ):
     """GPTQ zeroes the columns of inputs that are always zero; softpick heads can be such."""
-    place = "model.layers.1.self_attn.o_proj"
+    path = "model.layers.1.self_attn.o_proj"
     chosen = settings(name, backend="torch") if name.startswith("gptq") else settings(name)
     model = llama()
-    linears(model)[place].weight.data[:, :columns] = 0
+    linears(model)[path].weight.data[:, :columns] = 0
     report = check(make(chosen, tmp_path, model=model).model, chosen)
-    (module,) = [one for one in report.modules if one.name == place]
+    (module,) = [one for one in report.modules if one.name == path]
     assert module.dead_inputs == columns
     assert report.passed is passes, report.problems
 

@@ -284,8 +284,8 @@ def test_nothing_stays_behind_even_if_quantizing_fails(backend, failing, monkeyp
     def alive(tensors):
         return len({id(tensor()) for tensor in tensors if tensor() is not None})
 
-    def progress(place, _):
-        if place.endswith(".1"):  # what a block kept goes with it
+    def progress(path, _):
+        if path.endswith(".1"):  # what a block kept goes with it
             assert not alive(seen[0])
             assert alive(states) <= 1  # of the sample that shows what blocks do
 
