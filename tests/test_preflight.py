@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 
 from qbench.errors import DataError, RecipeError
 from qbench.plan import plan
+from qbench.quantizers import texts
 from qbench.recipe import Recipe
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo"
@@ -64,6 +66,18 @@ GOOD = b'{"text": "a b c"}\n'
 def test_a_malformed_calibration_text_is_refused_with_its_line(tmp_path, content, words):
     with pytest.raises(DataError, match=words):
         calibrated(tmp_path, content)
+
+
+def test_a_line_of_gigabytes_in_a_small_gzip_file_is_refused_without_unpacking_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(texts, "LONGEST_LINE", 2**20)
+    packed = gzip.compress(b'{"text": "' + bytes(2**26), mtime=0)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="line 1: longer than 1 MiB"):
+        calibrated(tmp_path, packed)
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
 
 
 def test_a_good_calibration_text_is_not(tmp_path):

@@ -15,6 +15,7 @@ from typing import BinaryIO
 from qbench import hub
 from qbench.errors import DataError, RecipeError
 
+LONGEST_LINE = 64 * 2**20  # bytes, unpacked
 HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
 
 
@@ -69,7 +70,14 @@ def _parsed(file: BinaryIO, path: Path, most: int | None) -> list[str]:
     texts = []
     lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
     try:
-        for number, line in enumerate(islice(lines, most), start=1):
+        # never more than one line's limit at once: gzip packs gigabytes into a few megabytes
+        read = iter(lambda: lines.readline(LONGEST_LINE + 1), b"")
+        for number, line in enumerate(islice(read, most), start=1):
+            if len(line) > LONGEST_LINE:
+                raise DataError(
+                    f"{path}: line {number}: longer than {LONGEST_LINE // 2**20} MiB; one JSON "
+                    "object a line is needed"
+                )
             if line.strip():
                 texts.append(_text(line, path, number))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
