@@ -67,11 +67,12 @@ def test_the_modules_that_show_results_start_in_under_two_seconds():
 
 @pytest.mark.parametrize(
     ("arguments", "seconds"),
-    [(["--help"], 0.5), (["run", "--help"], 0.5), (["list", "quantizers"], 1.0)],
+    [(["--help"], 0.7), (["run", "--help"], 0.8), (["list", "quantizers"], 1.2)],
 )
 def test_help_starts_at_once(arguments, seconds):
-    """CPU seconds of the whole process, the interpreter's own start included."""
-    best = min(cpu_seconds([sys.executable, "-m", "qbench", *arguments]) for _ in range(2))
+    """CPU seconds of the whole process, the interpreter's own start included: 0.3, 0.4 and 0.4 on
+    a machine that does nothing else, up to half as many again beside other work."""
+    best = min(cpu_seconds([sys.executable, "-m", "qbench", *arguments]) for _ in range(4))
     assert best < seconds
 
 
