@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # GPTQ is twenty times slower on contended cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,3 +13,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 from qbench.machine.quiet import settle
 
 settle()
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Quantized weights and kept rows of one test alone."""
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))

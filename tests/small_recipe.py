@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from qbench.cli import app
+
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 
 
@@ -26,3 +28,8 @@ def small_recipe(folder: Path, **changes: Any) -> Path:
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+def qbench(*arguments: object) -> int:
+    """Exit code of a command run in this process."""
+    return app([str(argument) for argument in arguments], standalone_mode=False) or 0

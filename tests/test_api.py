@@ -18,9 +18,7 @@ ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"```python\n(from qbench\.api import .*?)```", re.DOTALL)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_the_readmes_snippet_runs_as_it_stands(tmp_path):

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_recipe import DEMO, small_recipe
+from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.cli import app
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.running.grid import run_cells
@@ -20,14 +19,7 @@ from qbench.store import Store
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-
-
-def qbench(*arguments):
-    """Exit code of a command run in this process."""
-    return app([str(a) for a in arguments], standalone_mode=False) or 0
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_a_run_killed_while_it_scores_goes_on_and_loses_no_finished_cell(tmp_path):

@@ -6,23 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_recipe import small_recipe
+from small_recipe import qbench, small_recipe
 
-from qbench.cli import app
 from qbench.errors import RecipeError
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-
-
-def qbench(*arguments):
-    """Exit code of a command run in this process."""
-    return app([str(a) for a in arguments], standalone_mode=False) or 0
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_path, capfd):

@@ -17,9 +17,7 @@ from qbench.tables.analyses import markdown
 SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def qbench(*arguments):

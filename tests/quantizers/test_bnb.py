@@ -185,7 +185,6 @@ def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(not functional.has_avx512bf16(), reason="processor without AVX512-BF16")
-@pytest.mark.filterwarnings("ignore")  # it looks for a kernel package
 def test_where_the_library_repacks_by_itself_the_audit_catches_it(bnb4):
     original = blocks_of_64()
     assert check(bnb4, settings("bnb-4bit"), original).passed

@@ -31,9 +31,7 @@ from qbench.store import Store
 TASKS = ["demo_lastword"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def planned(folder, **changes):
