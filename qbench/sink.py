@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Sink(Protocol):
@@ -13,6 +13,19 @@ class Sink(Protocol):
     def advance(self, cell: str, completed: float, total: float | None = None) -> None: ...
     def end(self, cell: str) -> None: ...
     def say(self, line: str, style: str = "") -> None: ...
+
+
+class Line(Sink, Protocol):
+    """A Sink over a connection, which ends."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """Where a Sink is that lies in another process: it can be pickled and sent there."""
+
+    def open(self) -> Line: ...
 
 
 class Silent:

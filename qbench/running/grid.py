@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from qbench.errors import NewerSchemaError, ResultsError
-from qbench.evaluation.base_file import base_rows_file, verified
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
-from qbench.run import cache_folder, distributions_folder
+from qbench.run import cache_folder
 from qbench.running.executors import SerialExecutor
 from qbench.running.relay import Relay
-from qbench.running.work import complete, give_up, run_cell, settled
-from qbench.sink import Silent, Sink
+from qbench.running.work import Work, complete, give_up, rows_problem, settled
+from qbench.sink import Elsewhere, Silent, Sink
 from qbench.store import Store
 
 DIED = "its process was killed (out of memory?); see its log"
@@ -45,18 +46,46 @@ def run_cells(
     them.
     """
     wanted, shown = plan.cells if cells is None else cells, sink or Silent()
-    store, kept = Store(out), cache or cache_folder()
+    store = Store(out)
+    remote = executor if isinstance(executor, Remote) else None
+    problem = remote.rows_problem if remote else rows_problem(cache or cache_folder())
     put_grid(plan, store, shown)
-    grid = _Grid(plan, store, shown, force, _without_distributions(wanted, store, kept, shown))
-    missing = grid.take_what_is_there(wanted, kept)
+    grid = _Grid(plan, store, shown, force, _without_distributions(wanted, store, problem, shown))
+    missing = grid.take_what_is_there(wanted, problem)
     if executor is None:
-        work = partial(run_cell, plan, out=out, sink=shown, cache=cache)
+        work = Work(plan=plan, out=out, sink=shown, cache=cache)
         grid.run(missing, SerialExecutor(), work, None)
     elif missing:
-        with Relay(shown) as relay:
-            work = partial(run_cell, plan, out=out, sink=relay.address, cache=cache)
+        with remote.relay(shown) if remote else Relay(shown) as relay:
+            work = Work(plan=plan, out=out, sink=relay.address, cache=cache)
             grid.run(in_order(missing), executor, work, relay)
     return [grid.done[cell.name] for cell in wanted]
+
+
+class Told(Protocol):
+    """Where cells elsewhere tell what they do, and what is known from it."""
+
+    @property
+    def address(self) -> Elsewhere: ...
+
+    @property
+    def begun(self) -> set[str]:
+        """Cells that were ever at work."""
+
+    def beside(self, cell: str) -> frozenset[str] | None:
+        """Which cells were at work in the process of ``cell`` when that died; None where it never
+        said that it began."""
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """An executor over other hosts: progress and caches are not where the run is."""
+
+    def relay(self, sink: Sink) -> AbstractContextManager[Told]: ...
+
+    def rows_problem(self, key: str) -> str | None:
+        """Why the rows of the unquantized cell ``key`` can be used nowhere; None where they can
+        somewhere."""
 
 
 class _Grid:
@@ -68,14 +97,17 @@ class _Grid:
         self.begun = datetime.now(UTC)
         self.done: dict[str, Record] = {}
 
-    def take_what_is_there(self, cells: Sequence[Cell], cache: Path) -> list[Cell]:
+    def take_what_is_there(
+        self, cells: Sequence[Cell], problem: Callable[[str], str | None]
+    ) -> list[Cell]:
         """The cells that are left to run. Nobody starts a process to find a record."""
         missing: list[Cell] = []
         for cell in cells:  # unquantized ones first: what is measured against them comes after
             forced = self.force or cell.name in self.again
             known = None if forced else self.store.whole(cell.grid_cell)
             awaited = cell.base is not None and cell.base.key in {one.key for one in missing}
-            if not (settled(known, cell) if awaited else complete(known, cell, self.store, cache)):
+            whole = complete(known, cell, self.store, problem)
+            if not (settled(known, cell) if awaited else whole):
                 missing.append(cell)
                 continue
             assert known is not None
@@ -86,7 +118,7 @@ class _Grid:
         return missing
 
     def run(
-        self, cells: Sequence[Cell], executor: Executor, work: partial, relay: Relay | None
+        self, cells: Sequence[Cell], executor: Executor, work: Work, relay: Told | None
     ) -> None:
         forced = {cell.name for cell in cells if self.force or cell.name in self.again}
         submit = partial(self._side_by_side, executor=executor, work=work, relay=relay)
@@ -114,8 +146,8 @@ class _Grid:
         cells: Sequence[Cell],
         *,
         executor: Executor,
-        work: partial,
-        relay: Relay | None,
+        work: Work,
+        relay: Told | None,
         forced: set[str],
         wait: bool,
     ) -> tuple[list[Cell], list[Cell]]:
@@ -190,7 +222,7 @@ def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
 
 
 def _without_distributions(
-    cells: Sequence[Cell], store: Store, cache: Path, sink: Sink
+    cells: Sequence[Cell], store: Store, problem: Callable[[str], str | None], sink: Sink
 ) -> set[str]:
     """Unquantized cells to score again, because cells that are still to run measure against
     their distributions, and those are gone or damaged; ``sink`` is told why."""
@@ -199,16 +231,13 @@ def _without_distributions(
         for cell in cells
         if cell.base is not None and not settled(store.whole(cell.grid_cell), cell)
     }
-    folder, again = distributions_folder(cache), set()
+    again = set()
     for cell in cells:
-        if cell.key not in needed:
+        if cell.key not in needed or (why := problem(cell.key)) is None:
             continue
-        try:
-            verified(base_rows_file(folder, cell.key), cell.key)
-        except ResultsError as error:
-            again.add(cell.name)
-            if settled(store.whole(cell.grid_cell), cell):
-                sink.say(f"{cell.name}: made again for {needed[cell.key]}: {error}")
+        again.add(cell.name)
+        if settled(store.whole(cell.grid_cell), cell):
+            sink.say(f"{cell.name}: made again for {needed[cell.key]}: {why}")
     return again
 
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from qbench.evaluation.base_file import base_rows_file, base_rows_usable
+from qbench.errors import ResultsError
+from qbench.evaluation.base_file import base_rows_file, verified
 from qbench.evaluation.tolerance import exceeded
 from qbench.machine.quiet import redirected
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder, failed, run
-from qbench.running.relay import Address
-from qbench.sink import Sink
+from qbench.sink import Elsewhere, Sink
 from qbench.store import Store
 
 WARM = (
@@ -32,12 +33,28 @@ WARM = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the cells of one run have in common. It can be pickled, and called with a cell's name:
+    the unit of work that executors are given."""
+
+    plan: Plan
+    out: Path
+    sink: Sink | Elsewhere
+    cache: Path | None = None
+
+    def __call__(self, name: str, *, force: bool = False, wait: bool = True) -> Record | None:
+        return run_cell(
+            self.plan, name, out=self.out, sink=self.sink, cache=self.cache, force=force, wait=wait
+        )
+
+
 def run_cell(
     plan: Plan,
     name: str,
     *,
     out: Path,
-    sink: Sink | Address,
+    sink: Sink | Elsewhere,
     cache: Path | None = None,
     force: bool = False,
     wait: bool = True,
@@ -54,7 +71,7 @@ def run_cell(
             with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
                 known = store.whole(cell.grid_cell, told.say)
                 told.begin(cell.name)
-                if not force and complete(known, cell, store, kept):
+                if not force and complete(known, cell, store, rows_problem(kept)):
                     told.say(f"{cell.name}: already there")
                     record = known
                 else:
@@ -102,15 +119,29 @@ def settled(known: Record | None, cell: Cell) -> bool:
     return not (isinstance(known.damage, Unavailable) and known.damage.retry)
 
 
-def complete(known: Record | None, cell: Cell, store: Store, cache: Path) -> bool:
-    """Whether a record is good, and has the damage that can be had by now."""
+def complete(
+    known: Record | None, cell: Cell, store: Store, problem: Callable[[str], str | None]
+) -> bool:
+    """Whether a record is good, and has the damage that can be had by now. ``problem`` says why
+    the rows of an unquantized cell, by its key, cannot be used; None where they can."""
     if not passes(known, cell) or settled(known, cell):
         return settled(known, cell)
     assert cell.base is not None
     base = store.whole(cell.base)
-    key = cell.base.key
-    present = base_rows_usable(base_rows_file(distributions_folder(cache), key), key)
-    return base is None or base.status != "ok" or not present
+    return base is None or base.status != "ok" or problem(cell.base.key) is not None
+
+
+def rows_problem(cache: Path) -> Callable[[str], str | None]:
+    """Why the rows of an unquantized cell in this host's ``cache`` cannot be used, by its key."""
+
+    def problem(key: str) -> str | None:
+        try:
+            verified(base_rows_file(distributions_folder(cache), key), key)
+        except ResultsError as error:
+            return str(error)
+        return None
+
+    return problem
 
 
 def warm_up(device: str) -> int:
@@ -157,9 +188,9 @@ def summary(record: Record) -> str:
 
 
 @contextlib.contextmanager
-def _opened(sink: Sink | Address) -> Iterator[Sink]:
+def _opened(sink: Sink | Elsewhere) -> Iterator[Sink]:
     """A connection is the cell's own and ends with it: all that it said has been read by then."""
-    if not isinstance(sink, Address):
+    if not isinstance(sink, Elsewhere):
         yield sink
         return
     sender = sink.open()
