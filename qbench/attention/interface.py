@@ -7,6 +7,8 @@ asked for normalizers that were registered later. What a model under these names
 - no mask: causal, the last query aligned with the last key (also chunked prefill and decode);
 - ``attention_mask`` [B, T] of 0/1: padding on either side, or holes, also with a KV cache;
 - packed ``position_ids`` [B, T] (0 1 2 0 1 …) without mask and cache: no sequence sees another;
+  under torch.compile, whether given positions are packed is not known, so a dense mask is made:
+  leave out those that only count, and set the attention by :func:`attend`, which sees to that;
 - ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 [S + 1]), ``max_length_q``, ``max_length_k``, batch
   1, no mask and no cache: the same, and the cheapest way for many sequences; pass
   ``position_ids`` too, since the rotary embedding needs them;
@@ -19,39 +21,22 @@ normalizer's parameters are taken from the attention module, or from what transf
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
 
 from qbench.attention import reference
 from qbench.attention.implementation import choose
+from qbench.attention.masks import Mask, mask_function, watch_positions
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
 from qbench.errors import UnavailableError
 
 # What transformers hands to attention functions that changes the weights: refused, unless it is
 # a parameter of the normalizer.
 CHANGING = ("softcap", "position_bias", "s_aux", "cache")
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks:
-    never for packed sequences with ``cu_seq_lens``, nor where the kernels are given ``spans``,
-    the sequences inside the padding (see :mod:`qbench.attention.kernels.spans`)."""
-
-    make: Callable[[], Tensor]
-    made: list[Tensor]
-    spans: Tensor | None = None
-
-    def dense(self) -> Tensor:
-        if not self.made:
-            self.made.append(self.make())
-        return self.made[0]
 
 
 def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
@@ -78,75 +63,8 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
             f"{type(model).__name__} does not take its attention from AttentionInterface; "
             "use a model class of transformers that does, such as LlamaForCausalLM"
         )
+    watch_positions(model)
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
-
-
-def _mask(implementation: str) -> Callable[..., Tensor | Mask | None]:
-    """The function that transformers calls once a forward pass."""
-
-    def mask(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        attention_mask: Tensor | None = None,
-        local_size: int | None = None,
-        allow_is_causal_skip: bool = True,
-        use_vmap: bool = False,
-        **options: Any,
-    ) -> Tensor | Mask | None:
-        """None where the mask is plain causality, aligned at the last key; else who sees whom."""
-        make = _dense_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size,
-            options | {"use_vmap": use_vmap},
-        )  # fmt: skip
-        if torch.compiler.is_compiling():  # values of a padding mask are not known yet
-            plain = attention_mask is None
-        else:
-            plain = attention_mask is None or bool(attention_mask.all())
-        fixed = isinstance(q_offset, int)
-        aligned = fixed and q_offset + q_length == kv_offset + kv_length
-        causal = allow_is_causal_skip and (local_size is None or kv_length < local_size)
-        if causal and plain and aligned:
-            return None
-        if torch.compiler.is_compiling():
-            return make()
-        spans = None
-        if implementation == "triton" and causal and fixed and attention_mask is not None:
-            from qbench.attention.kernels.spans import padded_spans
-
-            padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-            if padding.shape[1] == kv_length:
-                spans = padded_spans(padding, q_length, q_offset - kv_offset)
-        return Mask(make, [], spans)
-
-    return mask
-
-
-def _dense_mask(
-    batch: int,
-    queries: int,
-    keys: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-    local_size: int | None,
-    options: dict[str, Any],
-) -> Callable[[], Tensor]:
-    def make() -> Tensor:
-        return sdpa_mask(
-            batch_size=batch,
-            q_length=queries,
-            kv_length=keys,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            attention_mask=padding,
-            local_size=local_size,
-            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )
-
-    return make
 
 
 def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tensor, None]]:
@@ -178,10 +96,13 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k,
             )  # fmt: skip
             return output.transpose(1, 2), None
-        spans = {}
+        band = {}
         if isinstance(attention_mask, Mask):
-            if implementation == "triton" and attention_mask.spans is not None:
-                spans, attention_mask = {"spans": attention_mask.spans}, None
+            if attention_mask.banded:
+                band = {"window": attention_mask.window}
+                if attention_mask.spans is not None:
+                    band["spans"] = attention_mask.spans
+                attention_mask = None
             else:
                 attention_mask = attention_mask.dense()
         if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -198,7 +119,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             scale=scaling,
             mask=attention_mask,
             causal=causal and attention_mask is None,
-            **spans,
+            **band,
         )
         return output.transpose(1, 2), None
 
@@ -264,5 +185,5 @@ def _packed(
 def _registered(normalizer: str, implementation: str) -> str:
     name = f"qbench-{normalizer}-{implementation}"
     AttentionInterface.register(name, _attention(normalizer, implementation))
-    AttentionMaskInterface.register(name, _mask(implementation))
+    AttentionMaskInterface.register(name, mask_function(implementation))
     return name

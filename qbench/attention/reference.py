@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.normalizers import NORMALIZERS, Normalizer
 
 CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's cache holds
 
@@ -46,11 +46,38 @@ def attention(
     ``parameters``: the normalizer's, by name. ``scale``: factor of the scores, 1/√D by default.
     ``mask``: bool, [B or 1, Hq or 1, Tq, Tk], True = attend. ``causal`` aligns the last query
     with the last key; ``window`` lets a query see that many keys up to and with its own. A query
-    with nothing to attend to gives 0. Returns [B, Hq, Tq, Dv]. Raises RecipeError for an unknown
-    normalizer, UnavailableError for a parameter that it does not have or that is missing,
-    ValueError for shapes that do not fit.
+    with nothing to attend to gives 0. Returns [B, Hq, Tq, Dv], in the dtype of torch.autocast where
+    that is on. Raises RecipeError for an unknown normalizer, UnavailableError for a parameter that
+    it does not have or that is missing, ValueError for shapes that do not fit.
     """
-    chosen = NORMALIZERS.get(normalizer)
+    query, key, value = autocast(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return _attention(
+            query, key, value, NORMALIZERS.get(normalizer), parameters, scale, mask, causal, window
+        )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``tensors`` in the dtype of torch.autocast, where it is on: as torch's own attention does.
+    float64 stays, as everywhere under autocast."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Normalizer,
+    parameters: Mapping[str, Tensor] | None,
+    scale: float | None,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
     check(query, key, value, mask)
     given = chosen.checked(parameters, query.shape[1])
     if not window and not given:

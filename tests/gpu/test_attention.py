@@ -239,6 +239,16 @@ def test_auto_is_triton_on_cuda():
     assert attend(small_model(), normalizer="softpick") == "softpick/triton"
 
 
+@pytest.fixture
+def dynamo(monkeypatch):
+    """Other tests do without, see conftest.py."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("train", [False, True])
 def test_a_compiled_model_has_no_graph_break(train):
     model = small_model(torch.bfloat16)
@@ -251,6 +261,41 @@ def test_a_compiled_model_has_no_graph_break(train):
     if train:
         got.float().square().mean().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, monkeypatch):
+    """float32 queries and keys after RoPE, bf16 values; which kernels ran, and without a mask."""
+    from qbench.attention.kernels import launch
+
+    model = small_model()
+    attend(model, normalizer=normalizer, implementation="triton")
+    asked = []
+    for name in ("forward", "backward"):
+        real = getattr(launch, name)
+
+        def spy(*inputs, real=real, name=name, **settings):
+            mask = inputs[3 if name == "forward" else 7]
+            dtypes = {tensor.dtype for tensor in inputs[:3]}
+            asked.append((name, mask is None, dtypes == {torch.bfloat16}))
+            return real(*inputs, **settings)
+
+        monkeypatch.setattr(launch, name, spy)
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    ids = torch.randint(0, 101, (2, 200), device="cuda")
+    profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with profiled as profile:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = run(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.cuda.synchronize()
+    assert asked == [("forward", True, True)] * 2 + [("backward", True, True)] * 2
+    ran = {event.name for event in profile.events()}
+    assert {"forward_kernel", "query_kernel", "key_kernel"} <= ran
+    assert not any("fmha" in name or "flash" in name for name in ran)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_lengths_and_batch_sizes_do_not_compile_again():

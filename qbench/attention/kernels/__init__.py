@@ -42,8 +42,9 @@ def attention(
     from qbench.attention.kernels import operator
     from qbench.attention.kernels.families import require
     from qbench.attention.normalizers import NORMALIZERS
-    from qbench.attention.reference import check
+    from qbench.attention.reference import autocast, check
 
+    query, key, value = autocast(query, key, value)
     check(query, key, value, mask)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
     learning = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))

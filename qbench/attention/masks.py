@@ -1,0 +1,159 @@
+"""The function that transformers asks once a forward pass who may attend to whom.
+
+Where it is plain causality no mask is made, so that the causal kernels run. Under torch.compile a
+mask's values are not known when that is decided, and transformers cannot tell the positions that
+a model counts by itself from packed ones that it was given. So :func:`watch_positions` has the
+model say whether it was given any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks:
+    never for packed sequences with ``cu_seq_lens``, nor where the kernels are given ``spans``,
+    the sequences inside the padding (see :mod:`qbench.attention.kernels.spans`), or ``window``,
+    how many keys up to its own a query sees. Where ``banded``, these two say all there is to say
+    beside causality."""
+
+    make: Callable[[], Tensor]
+    made: list[Tensor]
+    banded: bool = False
+    spans: Tensor | None = None
+    window: int | None = None
+
+    def dense(self) -> Tensor:
+        if not self.made:
+            self.made.append(self.make())
+        return self.made[0]
+
+
+class _Counted:
+    """The configuration of the model whose forward pass counts its positions itself."""
+
+    config: PreTrainedConfig | None = None
+
+
+_counted = _Counted()
+
+
+def watch_positions(model: PreTrainedModel) -> None:
+    """Makes forward passes of ``model`` tell :func:`mask_function` whether positions were given."""
+    decoder = model.get_decoder()
+    if _before not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        decoder.register_forward_hook(_after)
+
+
+def _before(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    given = len(inputs) > 1 or options.get("position_ids") is not None
+    _counted.config = None if given else module.config
+
+
+def _after(module: nn.Module, inputs: Any, output: Any) -> None:
+    _counted.config = None
+
+
+def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
+    """For AttentionMaskInterface; ``implementation``: ``reference`` or ``triton``."""
+
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Callable | None = None,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        use_vmap: bool = False,
+        config: PreTrainedConfig | None = None,
+        **options: Any,
+    ) -> Tensor | Mask | None:
+        """None where the mask is plain causality, aligned at the last key; else who sees whom."""
+        options |= {"use_vmap": use_vmap, "config": config}
+        if mask_function is not None:
+            options["mask_function"] = mask_function
+        make = _dense_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size,
+            options,
+        )  # fmt: skip
+        compiling = torch.compiler.is_compiling()
+        if compiling:  # values of a padding mask are not known yet
+            plain = attention_mask is None
+            if plain and not use_vmap and _is_packed(mask_function):
+                allow_is_causal_skip |= config is not None and _counted.config is config
+        else:
+            plain = attention_mask is None or bool(attention_mask.all())
+        fixed = isinstance(q_offset, int)
+        aligned = fixed and q_offset + q_length == kv_offset + kv_length
+        wide = local_size is None or kv_length < local_size
+        if allow_is_causal_skip and wide and plain and aligned:
+            return None
+        window = None if wide else _window(local_size, config)
+        banded = (
+            allow_is_causal_skip and (wide or window is not None) and implementation == "triton"
+        )
+        if banded and plain and aligned:
+            return Mask(make, [], banded=True, window=window)
+        if compiling:
+            return make()
+        spans = None
+        if banded and fixed and attention_mask is not None:
+            from qbench.attention.kernels.spans import padded_spans
+
+            padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+            if padding.shape[1] == kv_length:
+                spans = padded_spans(padding, q_length, q_offset - kv_offset)
+        return Mask(make, [], banded=spans is not None, spans=spans, window=window)
+
+    return mask
+
+
+def _is_packed(mask_function: Callable | None) -> bool:
+    """Whether transformers may have cut a causal mask by positions, and not joined it with blocks
+    that see each other both ways, which it does by another function."""
+    return mask_function is not None and mask_function.__name__ == "and_mask"
+
+
+def _window(local_size: int | None, config: PreTrainedConfig | None) -> int | None:
+    """The sliding window, where ``local_size`` is that and not the size of chunks."""
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return None
+    return local_size if getattr(config, "sliding_window", None) == local_size else None
+
+
+def _dense_mask(
+    batch: int,
+    queries: int,
+    keys: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+    local_size: int | None,
+    options: dict[str, Any],
+) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        return sdpa_mask(
+            batch_size=batch,
+            q_length=queries,
+            kv_length=keys,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            attention_mask=padding,
+            local_size=local_size,
+            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
+
+    return make

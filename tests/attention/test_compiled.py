@@ -1,0 +1,161 @@
+"""What a model's attention is handed under torch.compile and under autocast."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from qbench.attention import interface
+from qbench.attention.interface import attend
+from qbench.attention.masks import mask_function
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 32, "vocab_size": 61, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def dynamo(monkeypatch):
+    """Other tests do without, see conftest.py."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def mistral():
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(sliding_window=5, **SIZES))
+
+
+def received(monkeypatch, implementation="triton"):
+    """What reaches the attention function of ``implementation``: mask, causal, window."""
+    seen = []
+
+    def function(query, key, value, *, mask=None, causal=False, window=None, **settings):
+        seen.append((mask is not None, causal, window))
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )
+
+    monkeypatch.setattr(interface, "_function", lambda _: function)
+    monkeypatch.setattr(interface, "choose", lambda *_: implementation)
+    return seen
+
+
+CAUSAL, MASKED = (False, True, None), (True, False, None)
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "expected"),
+    [
+        (llama, {}, CAUSAL),
+        (llama, {"position_ids": PACKED}, MASKED),
+        (llama, {"position_ids": torch.arange(9)[None]}, MASKED),  # not known to be plain
+        (llama, {"attention_mask": torch.ones(2, 9, dtype=torch.long)}, MASKED),
+        (mistral, {}, (False, True, 5)),
+        (mistral, {"position_ids": PACKED}, MASKED),
+    ],
+)
+def test_what_is_plain_causality_runs_as_such_in_a_compiled_model(
+    monkeypatch, make, inputs, expected
+):
+    seen = received(monkeypatch)
+    model = make()
+    attend(model, normalizer="softmax")
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for _ in range(2):
+        compiled(ids, use_cache=False, **inputs).logits.sum().backward()
+    assert seen == [expected] * 4  # two layers, two passes
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(9)[None], PACKED])
+@pytest.mark.parametrize("make", [llama, mistral])
+def test_a_compiled_model_gives_what_the_model_gives(make, positions):
+    model = make()
+    attend(model, normalizer="softpick")
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    inputs = {"use_cache": False, "position_ids": positions}
+    got = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs).logits
+    torch.testing.assert_close(got, model(ids, **inputs).logits)
+
+
+def test_a_model_that_was_not_told_to_watch_its_positions_gets_a_mask(monkeypatch):
+    """Even right after another of the same configuration that was."""
+    seen = received(monkeypatch)
+    watched = llama()
+    attend(watched, normalizer="softmax")
+    other = LlamaForCausalLM(watched.config)
+    ids = torch.arange(9)[None]
+    for model, expected in ((watched, CAUSAL), (other, MASKED)):
+        torch.compile(model, fullgraph=True, backend="eager")(ids, use_cache=False)
+        assert seen == [expected] * 2
+        seen.clear()
+
+
+def test_blocks_that_see_each_other_are_no_plain_causality(monkeypatch):
+    from transformers.masking_utils import create_causal_mask
+
+    from qbench.attention import masks
+
+    received(monkeypatch)
+    model = llama()
+    attend(model, normalizer="softmax")
+    states, blocks = torch.zeros(1, 6, 32), torch.tensor([[-1, 0, 0, 0, -1, -1]])
+
+    def make(states, positions):
+        masks._counted.config = model.config
+        return create_causal_mask(
+            model.config, states, None, None, positions, block_sequence_ids=blocks
+        )
+
+    got = torch.compile(make, fullgraph=True, backend="eager")(states, torch.arange(6)[None])
+    masks._counted.config = None
+    expected = torch.ones(6, 6, dtype=torch.bool).tril()
+    expected[1:4, 1:4] = True
+    assert torch.equal(got[0, 0], expected)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_mixed_dtypes_under_autocast_are_cast_as_torchs_own_attention_casts_them(normalizer):
+    from qbench.attention import reference
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 7, 16, generator=generator) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = reference.attention(query, key, value.bfloat16(), normalizer=normalizer, causal=True)
+    expected = reference.attention(
+        query.bfloat16(), key.bfloat16(), value.bfloat16(), normalizer=normalizer, causal=True
+    )
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_trains_under_autocast(compiled):
+    model = llama()
+    attend(model, normalizer="softpick")
+    run = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    ids = torch.arange(9)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = run(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_window_is_told_from_chunks_by_the_configuration():
+    class Chunked:
+        sliding_window, attention_chunk_size = 4, 4
+
+    mask = mask_function("triton")
+    made = mask(1, 9, 9, local_size=4, config=Chunked())
+    assert not made.banded
+    Chunked.attention_chunk_size = None
+    assert mask(1, 9, 9, local_size=4, config=Chunked()).window == 4
