@@ -24,7 +24,7 @@ from qbench.evaluation.definitions import expand
 from qbench.evaluation.planned import PlannedTask, plan_task
 from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.machine.environment import hardware, versions
-from qbench.preflight import require_bos, require_room, require_texts
+from qbench.preflight import require_able, require_bos, require_room, require_texts
 from qbench.quantizers import Quantizer
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text
 from qbench.recipe import Column, Recipe, Task
@@ -163,6 +163,7 @@ def _cell(
     base: GridCell | None,
 ) -> Cell:
     quantizer = column.quantizer
+    require_able(name, checkpoint, column, device)
     wanted = recipe.evaluation.attention
     attention = choose(checkpoint.normalizer, wanted, device)
     scoring = resolve(

@@ -26,7 +26,7 @@ from qbench.errors import QbenchError, RecipeError, RecipeProblems, shown
 from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
-from qbench.quantizers import QUANTIZERS, Quantizer, parse
+from qbench.quantizers import Quantizer, quantizer_of
 from qbench.quantizers.texts import HUB_FILE
 from qbench.recipe_source import Source, read
 from qbench.record import Line, Name, TaskName
@@ -238,17 +238,17 @@ def _column(index: int, entry: Any, compute_dtype: str) -> Column:
     if not isinstance(entry, str | dict):
         raise _problem((index,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
-    name, label = options.pop("name", None), options.pop("label", None)
-    if not isinstance(name, str):
-        raise _problem((index,), "a quantizer is a name, or {name: …, option: value}")
+    label = options.pop("label", None)
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
         raise _problem((index,), f"label {shown(label)}: letters, digits and . _ + - only")
-    if name in QUANTIZERS and "compute_dtype" in QUANTIZERS.get(name).options:
-        options.setdefault("compute_dtype", compute_dtype)
     try:
-        return Column(label=label or name, quantizer=parse(name, options))
+        quantizer = quantizer_of(options, compute_dtype=compute_dtype)
     except QbenchError as error:
         raise _problem((index,), str(error)) from None
+    label = label or options.get("name") or quantizer.name
+    if not LABEL.fullmatch(label):
+        raise _problem((index,), f"{label} is too long a name; give it a label")
+    return Column(label=label, quantizer=quantizer)
 
 
 def _problem(location: tuple[int | str, ...], message: str) -> ValidationError:

@@ -23,6 +23,7 @@ from qbench.errors import RecipeError, shown
 from qbench.files import reason
 from qbench.overrides import Overrides
 
+UNQUANTIZED = ("bf16", "fp16", "fp32")
 LARGEST = 256 * 1024  # bytes; the largest of ours has 2,000
 MOST_VALUES = 10_000  # in a recipe, aliases written out
 PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}  # noqa: E501  # fmt: skip
@@ -107,12 +108,9 @@ class Source:
             return  # the schema says so, with its location
         changed: list[Any] = []
         for entry in quantizers:
-            if isinstance(entry, dict):
-                entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
-                if entry.get("name") in ("bf16", "fp32"):
-                    entry["name"] = unquantized
-            elif entry in ("bf16", "fp32"):
-                entry = unquantized
+            entry = _in_dtype(entry, unquantized)
+            if isinstance(entry, dict) and "weights" in entry:
+                entry["weights"] = _in_dtype(entry["weights"], unquantized)
             changed.append(entry)
         if changed.count(unquantized) > 1:
             raise RecipeError(
@@ -139,6 +137,16 @@ def read(path: Path) -> Source:
         raise RecipeError(f"{path}:{mark.line + 1 if mark else 1}: {said}") from None
     except YAMLError as error:
         raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _in_dtype(entry: Any, unquantized: str) -> Any:
+    """A quantizer of a recipe without a dtype of its own, or ``unquantized``."""
+    if isinstance(entry, dict):
+        entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
+        if entry.get("name") in UNQUANTIZED:
+            entry["name"] = unquantized
+        return entry
+    return unquantized if entry in UNQUANTIZED else entry
 
 
 def _found(source: str) -> str:

@@ -24,7 +24,8 @@ SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as t
 
 @torch.no_grad()
 def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor) -> Audit:
-    """Compare ``quantized`` with the ``original`` it was made from, on one device.
+    """Compare ``quantized`` with the ``original`` it was made from, on one device; ``original`` is
+    consumed.
 
     ``probe``: token ids [batch, time], a text on which the logits must have moved. Never raises
     for a bad quantization: ``passed`` is False then, and ``problems`` says why, a line each.
@@ -35,7 +36,18 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     problems += wrong
     if quantizer.precision.quantized and moved == 0:
         problems.append("the logits are those of the unquantized model")
-    wanted = matrices(original)
+    quantizer.treat(original, quantized)
+    with quantizer.weights_alone(quantized):
+        return _of_weights(matrices(original), quantized, quantizer, moved, problems)
+
+
+def _of_weights(
+    wanted: Mapping[str, Matrix],
+    quantized: nn.Module,
+    quantizer: Quantizer,
+    moved: float,
+    problems: list[str],
+) -> Audit:
     if quantizer.precision.weights is None:
         return _audit_unquantized(wanted, quantized, quantizer, moved, problems)
     stored = quantizer.evidence(quantized).weights
@@ -48,7 +60,7 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
             continue
         try:
             module = quantized.get_submodule(name)
-            measured.append(measure(wanted[name], module, stored[name], quantizer))
+            measured.append(measure(wanted[name], module, stored[name], quantizer.of_weights))
             problems += measured[-1].problems
         except Exception as error:  # whatever a broken layer raises is what is wrong with it
             problems.append(f"{name}: cannot be measured: {_line(error)}")

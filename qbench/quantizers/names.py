@@ -19,7 +19,7 @@ class Preset:
     """One name: the class of its settings, what the name itself states, and a line about it."""
 
     name: str
-    kind: type[Quantizer]
+    kind: type[Any]
     fixed: dict[str, Any]
     description: str
 
@@ -34,32 +34,48 @@ class Preset:
         return f"{schema.get('description', option)} ({_possibilities(schema)})"
 
 
-QUANTIZERS: Registry[Preset] = Registry("quantizer")
+class Presets(Registry[Preset]):
+    """Names of one kind of settings, and how what a recipe states beside one becomes settings."""
+
+    def register(self, name: str, kind: type, description: str, **fixed: Any) -> None:
+        """Give ``kind`` a name that recipes can say; ``fixed`` are the settings that it stands
+        for."""
+        self.add(name, Preset(name=name, kind=kind, fixed=fixed, description=description))
+
+    def parse(self, name: str, stated: Mapping[str, Any] | None = None) -> Any:
+        """The settings that ``name`` and ``stated`` options give, defaults filled in.
+
+        Raises RecipeError for an unknown name or option, a wrong type or an impossible value,
+        saying what is possible.
+        """
+        preset = self.get(name)
+        stated, known = dict(stated or {}), preset.options
+        for key in stated:
+            if key not in known:
+                offer = f"it has {', '.join(known)}" if known else "it has no options"
+                raise RecipeError(f"{name}: unknown option {key!r}; {offer}")
+        try:
+            return preset.kind(**preset.fixed, **stated)
+        except ValidationError as error:
+            raise RecipeError(f"{name}: {_first(error, preset.kind)}") from None
+
+
+QUANTIZERS = Presets("quantizer")
 
 
 def register(name: str, kind: type[Quantizer], description: str, **fixed: Any) -> None:
     """Give ``kind`` a name that recipes can say; ``fixed`` are the settings that it stands for."""
-    QUANTIZERS.add(name, Preset(name=name, kind=kind, fixed=fixed, description=description))
+    QUANTIZERS.register(name, kind, description, **fixed)
 
 
 def parse(name: str, stated: Mapping[str, Any] | None = None) -> Quantizer:
     """The quantizer that ``name`` and ``stated`` options give, defaults filled in.
 
-    Raises RecipeError for an unknown name or option, a wrong type or an impossible value, saying
-    what is possible.
+    Raises RecipeError as ``Presets.parse``.
     """
     if name not in QUANTIZERS:
         _refuse_bits(str(name))
-    preset = QUANTIZERS.get(name)
-    stated, known = dict(stated or {}), preset.options
-    for key in stated:
-        if key not in known:
-            offer = f"it has {', '.join(known)}" if known else "it has no options"
-            raise RecipeError(f"{name}: unknown option {key!r}; {offer}")
-    try:
-        return preset.kind(**preset.fixed, **stated)
-    except ValidationError as error:
-        raise RecipeError(f"{name}: {_first(error, preset.kind)}") from None
+    return QUANTIZERS.parse(name, stated)
 
 
 def _refuse_bits(name: str) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -58,23 +59,66 @@ class Stored:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What quantized values can be, said so that who did not quantize them can find them again.
+
+    ``kind``: ``symmetric`` (codes −(2^(bits−1)−1) … 2^(bits−1)−1 times a scale), ``asymmetric``
+    (codes 0 … 2^bits−1 less a zero point, times a scale), or the name of a floating-point format
+    of the elements (``e4m3``, ``e2m1``). ``scale_format``: what a scale is rounded to (``float32``,
+    ``e8m0``, ``e4m3``).
+    """
+
+    kind: str
+    bits: float
+    scale_format: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationEvidence:
+    """How the input of one module is quantized.
+
+    ``groups`` rearranges an input [..., in] into [groups, values in a group], values of one scale
+    together. ``scale``: the fixed scale, where it is not taken from the values; with ``zero`` in
+    an asymmetric grid.
+    """
+
+    grid: Grid
+    groups: Callable[[Tensor], Tensor]
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVEvidence:
+    """How the cache of one attention module is quantized: what the audit measures it with."""
+
+    bits: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the audit judges. ``weights``: by the name of the module that multiplies by them."""
+    """What the audit judges. ``weights``: by the name of the module that multiplies by them;
+    ``activations``: by the name of the module that takes them in; ``kv_cache``: by the name of
+    the attention module."""
 
     weights: Mapping[str, Stored] = field(default_factory=dict)
+    activations: Mapping[str, ActivationEvidence] = field(default_factory=dict)
+    kv_cache: Mapping[str, KVEvidence] = field(default_factory=dict)
 
 
 class Quantizer(ABC):
     """The settings of one quantizer and what can be asked of it.
 
     ``method`` groups names (``gptq``); ``title`` is what tables write. ``mixes_batches``: a score
-    depends on what it is batched with. ``threads``: of the processor while quantizing on it.
+    depends on what it is batched with; ``sees_future``: a token's logits on later tokens.
+    ``threads``: of the processor while quantizing on it.
     """
 
     method: ClassVar[str]
     title: ClassVar[str]
     needs_calibration: ClassVar[bool] = False
     mixes_batches: ClassVar[bool] = False
+    sees_future: ClassVar[bool] = False
     compute_dtype: str  # of the model that it is given: bfloat16, float16 or float32
     threads: int
     leave_out: tuple[str, ...]
@@ -106,6 +150,24 @@ class Quantizer(ABC):
 
     def require(self) -> None:  # noqa: B027 (nothing to require is the usual case)
         """Raise UnavailableError where what it needs is not there."""
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:  # noqa: B027
+        """Raise RecipeError for what a model of this ``config.json``, or this ``device`` ("cpu" or
+        "cuda"), cannot do; asked before any work starts."""
+
+    @property
+    def of_weights(self) -> Quantizer:
+        """What quantizes the weights: itself, or a part of it."""
+        return self
+
+    def weights_alone(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within it a layer's forward is its product and nothing else: no activation is changed.
+        The audit reads weights off it."""
+        return nullcontext()
+
+    def treat(self, original: PreTrainedModel, quantized: PreTrainedModel) -> None:  # noqa: B027
+        """Change ``original``, in place, to the model that ``quantized`` has its weights from:
+        as an outlier treatment has made it."""
 
     @abstractmethod
     def make(

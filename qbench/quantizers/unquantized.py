@@ -28,12 +28,13 @@ class Unquantized(Quantizer):
     leave_out: ClassVar[tuple[str, ...]] = ()
 
     dtype: Annotated[
-        Literal["bfloat16", "float32"], Field(description="dtype of weights and activations")
+        Literal["bfloat16", "float16", "float32"],
+        Field(description="dtype of weights and activations"),
     ] = "bfloat16"
 
     @property
     def name(self) -> str:
-        return {"bfloat16": "bf16", "float32": "fp32"}[self.dtype]
+        return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[self.dtype]
 
     @property
     def compute_dtype(self) -> str:  # type: ignore[override]
@@ -56,4 +57,5 @@ class Unquantized(Quantizer):
 
 
 register("bf16", Unquantized, "unquantized, bfloat16", dtype="bfloat16")
+register("fp16", Unquantized, "unquantized, float16", dtype="float16")
 register("fp32", Unquantized, "unquantized, float32 (for CPUs)", dtype="float32")

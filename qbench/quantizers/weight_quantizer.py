@@ -30,7 +30,7 @@ GroupSize = Annotated[
 ROUNDING_BOUND = {2: 1.0, 3: 0.7, 4: 0.4, 8: 0.05}
 
 
-def _pattern(text: str) -> str:
+def pattern(text: str) -> str:
     if not re.fullmatch(r"[\w.*?\[\]!-]+", text):
         raise ValueError("a part of names, such as experts, or a pattern, such as '*.o_proj'")
     return text
@@ -49,7 +49,7 @@ class WeightQuantizer(Quantizer):
         Field(description="dtype of the unquantized weights, activations and matrix products"),
     ] = "bfloat16"
     leave_out: Annotated[
-        tuple[Annotated[str, AfterValidator(_pattern)], ...],
+        tuple[Annotated[str, AfterValidator(pattern)], ...],
         Field(
             strict=False,
             description="weight matrices to leave unquantized: parts of their names, such as "

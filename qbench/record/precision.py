@@ -13,11 +13,13 @@ class Part(Written):
     """The format of one of the three.
 
     ``bits`` are those of one code, scales and zeros left out; ``scheme`` says the rest in the
-    field's words, such as ``int4 in groups of 128`` or ``int8 per token``.
+    field's words, such as ``int4 in groups of 128`` or ``int8 per token``. ``simulated``: values
+    are rounded to the format and computed with in a wider one; None where nothing is said of it.
     """
 
     bits: float = Field(gt=0, le=32)
     scheme: str
+    simulated: bool | None = None
 
 
 class Precision(Written):

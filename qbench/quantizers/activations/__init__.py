@@ -1,0 +1,1 @@
+"""Quantizers of activations: what products with weight matrices take in."""

@@ -1,0 +1,36 @@
+"""Cells in parts: weights, activations, KV cache, and what is done about outliers.
+
+Imports no torch. A plug-in derives from ``ActivationQuantizer``, ``KVQuantizer`` or
+``OutlierTreatment`` and registers its names, as ``ACTIVATIONS.register("name", Class, "a line")``.
+"""
+
+from qbench.quantizers.activations import integers  # noqa: F401  (it registers)
+from qbench.quantizers.parts.combined import Combined
+from qbench.quantizers.parts.entry import quantizer_of
+from qbench.quantizers.parts.registries import (
+    ACTIVATIONS,
+    COMBINATIONS,
+    KV_CACHES,
+    OUTLIERS,
+    register_combination,
+)
+from qbench.quantizers.parts.settings import (
+    ActivationQuantizer,
+    KVQuantizer,
+    OutlierTreatment,
+    PartSettings,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "COMBINATIONS",
+    "KV_CACHES",
+    "OUTLIERS",
+    "ActivationQuantizer",
+    "Combined",
+    "KVQuantizer",
+    "OutlierTreatment",
+    "PartSettings",
+    "quantizer_of",
+    "register_combination",
+]
