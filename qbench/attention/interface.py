@@ -90,6 +90,9 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         if dropout:
             raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        rotation = getattr(module, "qbench_rotation", None)  # of a treated model, see quantizers
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
         if cu_seq_lens_q is not None:
             output = _packed(
                 implementation, normalizer, parameters, query, key, value, scaling, causal,

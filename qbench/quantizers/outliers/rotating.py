@@ -1,0 +1,120 @@
+"""Rotating a decoder: Q = D H / √n, with a Hadamard matrix H and a diagonal D of random signs.
+
+A linear layer whose input is rotated takes W Q, one whose output is to be rotated Qᵀ W; an RMS
+norm without a weight commutes with Q.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.outliers import hadamard
+from qbench.quantizers.outliers.anatomy import Anatomy, anatomy
+
+if TYPE_CHECKING:
+    from qbench.quantizers.outliers.rotation import Rotation
+
+
+def signs(model: PreTrainedModel, settings: Rotation) -> dict[str, Tensor]:
+    """The diagonal of D, int8 [hidden]; checks that ``model`` can be rotated.
+
+    Raises QuantizationError for an unknown class and for widths without a Hadamard matrix.
+    """
+    parts = anatomy(model, settings.name)
+    widths = {"hidden size": parts.hidden}
+    if settings.values or settings.queries_keys:
+        widths["head width"] = parts.head_dim
+    if settings.online:
+        widths["input of down_proj"] = parts.blocks[0].mlp.down_proj.in_features
+    for what, width in widths.items():
+        if hadamard.factors(width) is None:
+            raise QuantizationError(
+                f"{settings.name}: {what} {width:,}: no Hadamard matrix of that order by "
+                "Sylvester's and Paley's constructions"
+                + ("; set online: false" if what.startswith("input") else "")
+            )
+    draw = torch.Generator().manual_seed(settings.seed)
+    return {"signs": (torch.randint(0, 2, (parts.hidden,), generator=draw) * 2 - 1).to(torch.int8)}
+
+
+@torch.no_grad()
+def rotate(model: PreTrainedModel, settings: Rotation, diagonal: Tensor) -> None:
+    """``model`` in the basis of Q. An LM head that shares the embeddings gets weights of its own:
+    only it takes the last norm's."""
+    parts = anatomy(model, settings.name)
+    diagonal = diagonal.to(model.device, torch.float64)
+    if parts.head.weight is parts.embeddings.weight:
+        parts.head.weight = nn.Parameter(parts.head.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+    _set(parts.embeddings.weight, _rotated(parts.embeddings.weight, diagonal))
+    _inputs(parts.norm, (parts.head,), diagonal)
+    for block in parts.blocks:
+        attention, mlp = block.attention, block.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        _inputs(block.attention_norm, projections, diagonal)
+        _inputs(block.mlp_norm, (mlp.gate_proj, mlp.up_proj), diagonal)
+        for layer in (attention.o_proj, mlp.down_proj):
+            _outputs(layer, diagonal)
+        if settings.values:
+            _values(attention, parts)
+        if settings.online:
+            weight = mlp.down_proj.weight
+            _set(weight, hadamard.transform(weight.double()))
+            block.block.mlp = RotatedMlp(mlp)
+        if settings.queries_keys:
+            attention.qbench_rotation = online
+
+
+def online(x: Tensor) -> Tensor:
+    """x H / √n along the last axis, summed in float32, in x's dtype."""
+    return hadamard.transform(x.float()).to(x.dtype)
+
+
+class RotatedMlp(nn.Module):
+    """An MLP whose down_proj sees rotated inputs; its layers keep their names."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(online(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def _inputs(norm: nn.Module, layers: tuple[nn.Linear, ...], diagonal: Tensor) -> None:
+    """Layers after a norm take its weight and rotated inputs."""
+    factor = norm.weight.double()
+    for layer in layers:
+        _set(layer.weight, _rotated(layer.weight.double() * factor, diagonal))
+    _set(norm.weight, torch.ones_like(factor))
+
+
+def _outputs(layer: nn.Linear, diagonal: Tensor) -> None:
+    _set(layer.weight, _rotated(layer.weight.T, diagonal).T)
+    if layer.bias is not None:
+        _set(layer.bias, _rotated(layer.bias, diagonal))
+
+
+def _values(attention: nn.Module, parts: Anatomy) -> None:
+    """Values rotated within each head, and back within o_proj."""
+    made, used, width = attention.v_proj, attention.o_proj, parts.head_dim
+    columns = made.weight.double().T.unflatten(1, (-1, width))
+    _set(made.weight, hadamard.transform(columns).flatten(1).T)
+    if made.bias is not None:
+        _set(made.bias, hadamard.transform(made.bias.double().view(-1, width)).flatten())
+    columns = used.weight.double().unflatten(1, (-1, width))
+    _set(used.weight, hadamard.transform(columns).flatten(1))
+
+
+def _rotated(x: Tensor, diagonal: Tensor) -> Tensor:
+    return hadamard.transform(x.double() * diagonal)
+
+
+def _set(parameter: nn.Parameter, value: Tensor) -> None:
+    parameter.data = value.to(parameter.dtype).contiguous()

@@ -1,0 +1,59 @@
+"""Hadamard rotation (QuaRot, Ashkboos et al. 2024): outliers spread over all channels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.quantizers.outliers.treatment import OutlierTreatment
+from qbench.quantizers.quantizer import SETTINGS, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from qbench.quantizers.calibration import Calibration
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Rotation(OutlierTreatment):
+    """The residual stream in another basis, by a Hadamard matrix with random signs.
+
+    Norms' weights go into the layers after them; embeddings, linear layers and the LM head are
+    rotated offline. The paper's Hadamard across heads before o_proj is left out: o_proj sees
+    values that are rotated within their heads.
+    """
+
+    name: ClassVar[str] = "rotation"
+    title: ClassVar[str] = "Hadamard rotation"
+
+    seed: Annotated[
+        int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
+    ] = 0
+    values: Annotated[
+        bool, Field(description="rotate values within each head: v_proj and o_proj, offline")
+    ] = True
+    online: Annotated[
+        bool, Field(description="rotate the input of down_proj while the model runs")
+    ] = True
+    queries_keys: Annotated[
+        bool,
+        Field(
+            description="rotate queries and keys after RoPE while the model runs, for a quantized "
+            "KV cache"
+        ),
+    ] = False
+
+    def make(
+        self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress
+    ) -> dict[str, Tensor]:
+        from qbench.quantizers.outliers.rotating import signs
+
+        return signs(model, self)
+
+    def apply(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+        from qbench.quantizers.outliers.rotating import rotate
+
+        rotate(model, self, tensors["signs"])

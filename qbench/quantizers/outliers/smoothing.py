@@ -1,0 +1,143 @@
+"""SmoothQuant's arithmetic: largest values seen, scales, and where they are folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.outliers.anatomy import Anatomy, Block, anatomy
+from qbench.quantizers.quantizer import Progress
+
+if TYPE_CHECKING:
+    from qbench.quantizers.outliers.smoothquant import SmoothQuant
+
+TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """Linear ``layers`` with one input of C channels, whose scales ``before`` takes the inverse of:
+    a norm, or the linear layer whose outputs they are.
+
+    ``repeats``: each output channel of ``before`` feeds that many of the input's, head by head of
+    ``width`` channels: values that query heads share.
+    """
+
+    name: str
+    before: nn.Module
+    layers: tuple[nn.Linear, ...]
+    repeats: int = 1
+    width: int = 1
+
+    def shared(self, channels: Tensor) -> Tensor:
+        """The largest of the input's channels [C] that one channel of ``before`` feeds."""
+        return channels.view(-1, self.repeats, self.width).amax(1).flatten()
+
+    def spread(self, channels: Tensor) -> Tensor:
+        """A channel of ``before`` to all of the input's that it feeds: the scales [C]."""
+        heads = channels.view(-1, 1, self.width)
+        return heads.expand(-1, self.repeats, -1).flatten()
+
+
+def groups(parts: Anatomy, chosen: tuple[str, ...]) -> Iterator[Group]:
+    """The groups to smooth, block by block."""
+    for block in parts.blocks:
+        for kind in chosen:
+            yield _group(block, kind, parts)
+
+
+def _group(block: Block, kind: str, parts: Anatomy) -> Group:
+    attention, mlp = block.attention, block.mlp
+    name = f"{block.name}.{kind}"
+    if kind == "attention":
+        layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return Group(name=name, before=block.attention_norm, layers=layers)
+    if kind == "mlp":
+        return Group(name=name, before=block.mlp_norm, layers=(mlp.gate_proj, mlp.up_proj))
+    if kind == "o_proj":
+        return Group(
+            name=name,
+            before=attention.v_proj,
+            layers=(attention.o_proj,),
+            repeats=parts.heads // parts.kv_heads,
+            width=parts.head_dim,
+        )
+    assert kind == "down_proj"
+    return Group(name=name, before=mlp.up_proj, layers=(mlp.down_proj,))
+
+
+@torch.no_grad()
+def scales(
+    model: PreTrainedModel, settings: SmoothQuant, calibration: Calibration, progress: Progress
+) -> dict[str, Tensor]:
+    """s = max|X|^α / max|W|^(1 − α) by channel of each group (Xiao et al. 2022, equation 4):
+    float32 by the group's name. Channels that calibration never reaches keep 1: their scale
+    would be next to nothing, and blow up what is met later."""
+    found = list(groups(anatomy(model, settings.name), settings.layers))
+    seen = _largest_inputs(model, found, settings.batch_size, calibration, progress)
+    result = {}
+    for group in found:
+        inputs = group.shared(seen[group.name])
+        weights = torch.stack([layer.weight.abs().amax(0) for layer in group.layers]).amax(0)
+        weights = group.shared(weights.double()).clamp(min=TINIEST)
+        scale = inputs.double() ** settings.alpha / weights ** (1 - settings.alpha)
+        usable = (inputs > 0) & torch.isfinite(scale) & (scale > 0)
+        result[group.name] = torch.where(usable, scale, torch.ones_like(scale)).float()
+    return result
+
+
+def _largest_inputs(
+    model: PreTrainedModel,
+    found: list[Group],
+    batch_size: int,
+    calibration: Calibration,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """max|X| [C] by group over all calibration tokens."""
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str):
+        def hook(_: nn.Module, arguments: tuple) -> None:
+            largest = arguments[0].abs().flatten(0, -2).amax(0).float()
+            seen[name] = torch.maximum(seen[name], largest) if name in seen else largest
+
+        return hook
+
+    handles = [group.layers[0].register_forward_pre_hook(note(group.name)) for group in found]
+    try:
+        for start in range(0, calibration.samples, batch_size):
+            progress("largest activations", start / calibration.samples)
+            ids = calibration.ids[start : start + batch_size].to(model.device)
+            model.get_decoder()(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+@torch.no_grad()
+def fold(model: PreTrainedModel, settings: SmoothQuant, found: dict[str, Tensor]) -> None:
+    """Divide each group's input by its scales, at its origin, and multiply its weights by them."""
+    for group in groups(anatomy(model, settings.name), settings.layers):
+        scale = found[group.name].double()
+        _divide(group.before, scale)
+        for layer in group.layers:
+            _set(layer.weight, layer.weight.double() * group.spread(scale))
+
+
+def _divide(module: nn.Module, scale: Tensor) -> None:
+    """The outputs of a norm or of a linear layer, by ``scale`` [C]."""
+    linear = isinstance(module, nn.Linear)
+    _set(module.weight, module.weight.double() / (scale[:, None] if linear else scale))
+    if getattr(module, "bias", None) is not None:
+        _set(module.bias, module.bias.double() / scale)
+
+
+def _set(parameter: nn.Parameter, value: Tensor) -> None:
+    parameter.data = value.to(parameter.dtype)

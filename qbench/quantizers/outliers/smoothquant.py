@@ -1,0 +1,68 @@
+"""SmoothQuant (Xiao et al. 2022): outliers of activations moved into the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.outliers.treatment import OutlierTreatment
+from qbench.quantizers.quantizer import SETTINGS, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from qbench.quantizers.calibration import Calibration
+
+Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class SmoothQuant(OutlierTreatment):
+    """Inputs of linear layers divided by a scale a channel, their weights multiplied by it.
+
+    The scales of q, k, v and of gate and up go into the norm before them, those of o_proj into
+    v_proj, those of down_proj into up_proj. All four keep the function: attention weights and the
+    gate multiply a channel of values, or of up_proj, without mixing it with others.
+    """
+
+    name: ClassVar[str] = "smoothquant"
+    title: ClassVar[str] = "SmoothQuant"
+    needs_calibration: ClassVar[bool] = True
+
+    alpha: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="how much of the difficulty moves to the weights: 0 none, 1 all",
+        ),
+    ] = 0.5
+    layers: Annotated[
+        tuple[Smoothed, ...],
+        Field(
+            strict=False,
+            description="whose inputs: attention is q, k, v, mlp is gate and up, as in the paper; "
+            "o_proj and down_proj through v_proj and up_proj",
+        ),
+    ] = ("attention", "mlp", "o_proj", "down_proj")
+    batch_size: Annotated[
+        int, Field(ge=1, le=65536, description="calibration samples in one forward")
+    ] = 8
+
+    def make(
+        self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress
+    ) -> dict[str, Tensor]:
+        from qbench.quantizers.outliers.smoothing import scales
+
+        if calibration is None:
+            raise QuantizationError(f"{self.name}: needs calibration text; the recipe has none")
+        return scales(model, self, calibration, progress)
+
+    def apply(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+        from qbench.quantizers.outliers.smoothing import fold
+
+        fold(model, self, tensors)

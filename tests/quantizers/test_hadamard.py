@@ -1,0 +1,51 @@
+"""Hadamard matrices of every order that models have, and none where none is known."""
+
+import math
+
+import pytest
+import torch
+
+from qbench.quantizers.outliers import hadamard
+
+# Head widths, hidden and intermediate sizes of models, and small orders of each construction.
+ORDERS = [1, 2, 4, 8, 12, 20, 28, 36, 64, 100, 108, 128, 148, 344, 384, 896, 1024, 1536, 2560]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_transform_is_a_hadamard_matrix_over_the_root_of_its_order(order):
+    matrix = hadamard.transform(torch.eye(order, dtype=torch.float64))
+    assert torch.equal((matrix * math.sqrt(order)).round().abs(), torch.ones_like(matrix))
+    identity = torch.eye(order, dtype=torch.float64)
+    torch.testing.assert_close(matrix @ matrix.T, identity, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [12, 28, 64, 384, 2816])
+def test_the_inverse_undoes_it(order):
+    x = torch.randn(3, 2, order, generator=torch.Generator().manual_seed(order)).double()
+    there = hadamard.transform(x)
+    torch.testing.assert_close(there.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(hadamard.transform(there, inverse=True), x)
+
+
+@pytest.mark.parametrize(
+    ("order", "parts"),
+    [
+        (384, (12, 32)),
+        (1024, (64, 16)),
+        (2816, (44, 64)),
+        (5632, (44, 64, 2)),
+        (11008, (344, 32)),
+        (14336, (28, 64, 8)),
+        (18944, (148, 64, 2)),
+    ],
+)
+def test_an_order_is_a_paley_matrix_times_powers_of_two(order, parts):
+    assert hadamard.factors(order) == parts
+    assert math.prod(parts) == order
+
+
+@pytest.mark.parametrize("order", [3, 6, 50, 92, 1001])
+def test_orders_without_a_known_matrix_are_none(order):
+    assert hadamard.factors(order) is None
+    with pytest.raises(ValueError, match=f"order {order}"):
+        hadamard.transform(torch.zeros(order))

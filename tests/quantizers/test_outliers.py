@@ -1,0 +1,183 @@
+"""Treated models compute what they did: SmoothQuant and rotation, folded into other weights."""
+
+import pytest
+import torch
+from quantizer_models import calibration, ids, logits
+from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+from treated_models import CONFIGS, decoder
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.outliers import Rotation, SmoothQuant
+
+TEXT = ids(3, 2, 40)
+TREATMENTS = {
+    "smoothquant": SmoothQuant(),
+    "smoothquant-paper": SmoothQuant(layers=("attention", "mlp")),
+    "smoothquant-alpha": SmoothQuant(alpha=0.8, layers=("o_proj", "down_proj")),
+    "rotation": Rotation(),
+    "rotation-offline": Rotation(online=False, seed=3),
+    "rotation-residual": Rotation(online=False, values=False),
+    "rotation-all": Rotation(queries_keys=True),
+}
+
+
+def say_nothing(what: str, done: float) -> None:
+    pass
+
+
+def treated(treatment, model):
+    tensors = treatment.make(model, calibration(), say_nothing)
+    treatment.apply(model, tensors)
+    return model
+
+
+def relative(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(
+    ("which", "normalizer"),
+    [*((which, "softmax") for which in CONFIGS), ("llama-biases", "softpick")],
+)
+@pytest.mark.parametrize("name", TREATMENTS)
+def test_a_treated_model_gives_the_same_logits(name, which, normalizer):
+    """Within 1e-5 of their norm in float32, whose rounding alone gives about 1e-6."""
+    original = decoder(which, normalizer)
+    model = treated(TREATMENTS[name], decoder(which, normalizer))
+    assert relative(logits(model, TEXT), logits(original, TEXT)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["smoothquant", "rotation-all"])
+def test_in_bfloat16_the_difference_is_that_of_rounding(name):
+    exact = logits(decoder("llama-biases"), TEXT)
+    plain = relative(logits(decoder("llama-biases", dtype=torch.bfloat16), TEXT), exact)
+    model = treated(TREATMENTS[name], decoder("llama-biases", dtype=torch.bfloat16))
+    assert relative(logits(model, TEXT), exact) < 2 * plain
+
+
+@pytest.mark.parametrize("name", TREATMENTS)
+def test_making_leaves_the_model_as_it_was(name):
+    model = decoder("llama-biases")
+    TREATMENTS[name].make(model, calibration(), say_nothing)
+    assert torch.equal(logits(model, TEXT), logits(decoder("llama-biases"), TEXT))
+
+
+@pytest.mark.parametrize("name", TREATMENTS)
+def test_what_is_stored_is_small_and_gives_the_same_model_again(name):
+    model = decoder("llama")
+    tensors = TREATMENTS[name].make(model, calibration(), say_nothing)
+    assert sum(t.numel() for t in tensors.values()) < 0.02 * model.num_parameters()
+    first, second = decoder("llama"), decoder("llama")
+    TREATMENTS[name].apply(first, tensors)
+    TREATMENTS[name].apply(second, {n: t.clone() for n, t in tensors.items()})
+    for (n, one), two in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, two), n
+
+
+def largest_over_mean(model):
+    """Of the inputs of the first q_proj, largest magnitude over the mean."""
+    seen = []
+    layer = model.model.layers[0].self_attn.q_proj
+    handle = layer.register_forward_pre_hook(lambda _, x: seen.append(x[0].abs()))
+    logits(model, TEXT)
+    handle.remove()
+    return float(seen[0].max() / seen[0].mean())
+
+
+@pytest.mark.parametrize(("name", "share"), [("smoothquant", 0.6), ("rotation", 0.5)])
+def test_outliers_of_the_inputs_shrink(name, share):
+    before = largest_over_mean(decoder("llama"))
+    assert largest_over_mean(treated(TREATMENTS[name], decoder("llama"))) < share * before
+
+
+def test_smoothing_keeps_channels_that_calibration_never_reaches():
+    """A head of softpick can be silent on all text; its scale would be next to nothing."""
+    model = decoder("llama")
+    model.model.layers[1].self_attn.v_proj.weight[:12] = 0
+    scales = SmoothQuant().make(model, calibration(), say_nothing)["model.layers.1.o_proj"]
+    assert torch.equal(scales[:12], torch.ones(12))
+    assert (scales[12:] != 1).all()
+
+
+def test_alpha_zero_takes_scales_from_the_weights_alone():
+    model = decoder("llama")
+    scales = SmoothQuant(alpha=0.0, layers=("mlp",)).make(model, calibration(), say_nothing)
+    mlp = model.model.layers[0].mlp
+    largest = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).abs().amax(0)
+    torch.testing.assert_close(scales["model.layers.0.mlp"], 1 / largest)
+
+
+def test_heads_that_share_values_share_scales():
+    model = decoder("llama")
+    scales = SmoothQuant(layers=("o_proj",)).make(model, calibration(), say_nothing)
+    assert scales["model.layers.0.o_proj"].shape == (24,)  # two of four heads, 12 wide
+
+
+def test_rotating_unties_the_head_from_the_embeddings():
+    model = treated(Rotation(), decoder("llama-tied"))
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert not model.config.tie_word_embeddings
+
+
+def test_seeds_give_different_rotations():
+    first, second = (treated(Rotation(seed=s), decoder("llama")) for s in (0, 1))
+    assert not torch.equal(first.model.embed_tokens.weight, second.model.embed_tokens.weight)
+
+
+def test_down_proj_keeps_its_name_and_sees_rotated_inputs():
+    model = treated(Rotation(), decoder("llama"))
+    seen = []
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    layer.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 3, 48)
+    mlp(x)
+    plain = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+    torch.testing.assert_close(seen[0].norm(dim=-1), plain.norm(dim=-1))
+    assert not torch.allclose(seen[0], plain, atol=1e-2)
+
+
+def falcon():
+    config = FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=4)
+    return FalconForCausalLM(config)
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=97))
+
+
+@pytest.mark.parametrize("make", [falcon, gpt2])
+@pytest.mark.parametrize("treatment", [SmoothQuant(), Rotation()])
+def test_classes_that_are_not_known_are_refused_by_name(treatment, make):
+    model = make()
+    with pytest.raises(QuantizationError) as raised:
+        treatment.make(model, calibration(), say_nothing)
+    assert str(raised.value).startswith(
+        f"{treatment.name}: the blocks of {type(model).__name__} are not known to it; it knows "
+        "LlamaForCausalLM"
+    )
+
+
+def test_a_block_with_something_more_is_refused():
+    model = decoder("llama")
+    model.model.layers[1].mlp.gate_norm = torch.nn.Identity()
+    with pytest.raises(
+        QuantizationError, match=r"rotation: model\.layers\.1\.mlp \(LlamaMLP\).*gate_norm"
+    ):
+        Rotation().make(model, None, say_nothing)
+
+
+def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
+    CONFIGS["odd"] = type(CONFIGS["llama"])(
+        **CONFIGS["llama"].to_dict() | {"intermediate_size": 92}
+    )
+    try:
+        model = decoder("odd")
+    finally:
+        del CONFIGS["odd"]
+    with pytest.raises(QuantizationError) as raised:
+        Rotation().make(model, None, say_nothing)
+    assert str(raised.value) == (
+        "rotation: input of down_proj 92: no Hadamard matrix of that order by Sylvester's and "
+        "Paley's constructions; set online: false"
+    )
+    Rotation(online=False).make(model, None, say_nothing)

@@ -1,0 +1,67 @@
+"""Small decoders of the classes that treatments of outliers know, with all that folds across."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from qbench.attention.interface import attend
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+WIDE_HEADS = {"head_dim": 16}  # times four heads: 64, not the hidden size
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-all-heads": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "llama-biases": LlamaConfig(**SIZES, **BIASES),
+    "llama-tied": LlamaConfig(**SIZES | {"tie_word_embeddings": True}, **WIDE_HEADS),
+    "mistral": MistralConfig(**SIZES, **WIDE_HEADS),
+    "qwen2-biases": Qwen2Config(**SIZES),
+    "qwen3-head-norms": Qwen3Config(**SIZES, **WIDE_HEADS),
+}
+
+
+def decoder(
+    which: str,
+    normalizer: str = "softmax",
+    *,
+    dtype: torch.dtype = torch.float32,
+    outliers: bool = True,
+) -> PreTrainedModel:
+    """Random weights. Norms' weights and biases are far from 1 and 0; with ``outliers`` four
+    channels of the residual stream are thirty times the others."""
+    draw = torch.Generator().manual_seed(0)
+    config = type(CONFIGS[which])(**CONFIGS[which].to_dict())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=draw)
+            if "norm" in name:
+                parameter.copy_(1 + 0.4 * values)
+            else:
+                parameter.copy_(values / (parameter.shape[-1] ** 0.5 if values.dim() > 1 else 1))
+        if outliers:
+            model.get_input_embeddings().weight[:, :4] *= 30
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model = model.eval().requires_grad_(False)
+    attend(model, normalizer=normalizer, implementation="reference")
+    return model
