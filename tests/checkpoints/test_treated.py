@@ -24,6 +24,6 @@ def test_a_rotated_checkpoint_gives_the_same_logits_from_both_formats(attention,
         for checkpoint in (first, second):
             treated = load_model(checkpoint, dtype=torch.float32, device="cpu")
             treatment = Rotation()
-            treatment.apply(treated, treatment.make(treated, None, lambda what, done: None))
+            treatment.treat(treated, treatment.calibrate(treated, None, lambda what, done: None))
             assert not torch.equal(treated.lm_head.weight, model.lm_head.weight)
             torch.testing.assert_close(treated(TEXT).logits, wanted, rtol=1e-4, atol=1e-5)

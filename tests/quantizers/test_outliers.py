@@ -26,8 +26,8 @@ def say_nothing(what: str, done: float) -> None:
 
 
 def treated(treatment, model):
-    tensors = treatment.make(model, calibration(), say_nothing)
-    treatment.apply(model, tensors)
+    tensors = treatment.calibrate(model, calibration(), say_nothing)
+    treatment.treat(model, tensors)
     return model
 
 
@@ -58,18 +58,18 @@ def test_in_bfloat16_the_difference_is_that_of_rounding(name):
 @pytest.mark.parametrize("name", TREATMENTS)
 def test_making_leaves_the_model_as_it_was(name):
     model = decoder("llama-biases")
-    TREATMENTS[name].make(model, calibration(), say_nothing)
+    TREATMENTS[name].calibrate(model, calibration(), say_nothing)
     assert torch.equal(logits(model, TEXT), logits(decoder("llama-biases"), TEXT))
 
 
 @pytest.mark.parametrize("name", TREATMENTS)
 def test_what_is_stored_is_small_and_gives_the_same_model_again(name):
     model = decoder("llama")
-    tensors = TREATMENTS[name].make(model, calibration(), say_nothing)
+    tensors = TREATMENTS[name].calibrate(model, calibration(), say_nothing)
     assert sum(t.numel() for t in tensors.values()) < 0.02 * model.num_parameters()
     first, second = decoder("llama"), decoder("llama")
-    TREATMENTS[name].apply(first, tensors)
-    TREATMENTS[name].apply(second, {n: t.clone() for n, t in tensors.items()})
+    TREATMENTS[name].treat(first, tensors)
+    TREATMENTS[name].treat(second, {n: t.clone() for n, t in tensors.items()})
     for (n, one), two in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(one, two), n
 
@@ -94,14 +94,14 @@ def test_smoothing_keeps_channels_that_calibration_never_reaches():
     """A head of softpick can be silent on all text; its scale would be next to nothing."""
     model = decoder("llama")
     model.model.layers[1].self_attn.v_proj.weight[:12] = 0
-    scales = SmoothQuant().make(model, calibration(), say_nothing)["model.layers.1.o_proj"]
+    scales = SmoothQuant().calibrate(model, calibration(), say_nothing)["model.layers.1.o_proj"]
     assert torch.equal(scales[:12], torch.ones(12))
     assert (scales[12:] != 1).all()
 
 
 def test_alpha_zero_takes_scales_from_the_weights_alone():
     model = decoder("llama")
-    scales = SmoothQuant(alpha=0.0, layers=("mlp",)).make(model, calibration(), say_nothing)
+    scales = SmoothQuant(alpha=0.0, layers=("mlp",)).calibrate(model, calibration(), say_nothing)
     mlp = model.model.layers[0].mlp
     largest = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).abs().amax(0)
     torch.testing.assert_close(scales["model.layers.0.mlp"], 1 / largest)
@@ -109,7 +109,7 @@ def test_alpha_zero_takes_scales_from_the_weights_alone():
 
 def test_heads_that_share_values_share_scales():
     model = decoder("llama")
-    scales = SmoothQuant(layers=("o_proj",)).make(model, calibration(), say_nothing)
+    scales = SmoothQuant(layers=("o_proj",)).calibrate(model, calibration(), say_nothing)
     assert scales["model.layers.0.o_proj"].shape == (24,)  # two of four heads, 12 wide
 
 
@@ -150,7 +150,7 @@ def gpt2():
 def test_classes_that_are_not_known_are_refused_by_name(treatment, make):
     model = make()
     with pytest.raises(QuantizationError) as raised:
-        treatment.make(model, calibration(), say_nothing)
+        treatment.calibrate(model, calibration(), say_nothing)
     assert str(raised.value).startswith(
         f"{treatment.name}: the blocks of {type(model).__name__} are not known to it; it knows "
         "LlamaForCausalLM"
@@ -163,7 +163,7 @@ def test_a_block_with_something_more_is_refused():
     with pytest.raises(
         QuantizationError, match=r"rotation: model\.layers\.1\.mlp \(LlamaMLP\).*gate_norm"
     ):
-        Rotation().make(model, None, say_nothing)
+        Rotation().calibrate(model, None, say_nothing)
 
 
 def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
@@ -175,9 +175,9 @@ def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
     finally:
         del CONFIGS["odd"]
     with pytest.raises(QuantizationError) as raised:
-        Rotation().make(model, None, say_nothing)
+        Rotation().calibrate(model, None, say_nothing)
     assert str(raised.value) == (
         "rotation: input of down_proj 92: no Hadamard matrix of that order by Sylvester's and "
         "Paley's constructions; set online: false"
     )
-    Rotation(online=False).make(model, None, say_nothing)
+    Rotation(online=False).calibrate(model, None, say_nothing)

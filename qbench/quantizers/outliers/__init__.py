@@ -5,6 +5,5 @@ What is named here imports no torch.
 
 from qbench.quantizers.outliers.rotation import Rotation
 from qbench.quantizers.outliers.smoothquant import SmoothQuant
-from qbench.quantizers.outliers.treatment import OutlierTreatment
 
-__all__ = ["OutlierTreatment", "Rotation", "SmoothQuant"]
+__all__ = ["Rotation", "SmoothQuant"]

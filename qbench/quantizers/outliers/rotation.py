@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from qbench.quantizers.outliers.treatment import OutlierTreatment
+from qbench.quantizers.parts.registries import OUTLIERS
+from qbench.quantizers.parts.settings import OutlierTreatment
 from qbench.quantizers.quantizer import SETTINGS, Progress
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ class Rotation(OutlierTreatment):
     values that are rotated within their heads.
     """
 
-    name: ClassVar[str] = "rotation"
-    title: ClassVar[str] = "Hadamard rotation"
+    method: ClassVar[str] = "rotation"
 
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
@@ -46,14 +47,23 @@ class Rotation(OutlierTreatment):
         ),
     ] = False
 
-    def make(
+    @property
+    def name(self) -> str:
+        return self.method
+
+    def calibrate(
         self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress
     ) -> dict[str, Tensor]:
         from qbench.quantizers.outliers.rotating import signs
 
         return signs(model, self)
 
-    def apply(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    def treat(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         from qbench.quantizers.outliers.rotating import rotate
 
         rotate(model, self, tensors["signs"])
+
+
+OUTLIERS.register(
+    "rotation", Rotation, "the residual stream in a Hadamard basis, QuaRot's: outliers spread out"
+)

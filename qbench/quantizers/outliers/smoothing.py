@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,7 +102,7 @@ def _largest_inputs(
     """max|X| [C] by group over all calibration tokens."""
     seen: dict[str, Tensor] = {}
 
-    def note(name: str):
+    def note(name: str) -> Callable:
         def hook(_: nn.Module, arguments: tuple) -> None:
             largest = arguments[0].abs().flatten(0, -2).amax(0).float()
             seen[name] = torch.maximum(seen[name], largest) if name in seen else largest
@@ -122,7 +122,7 @@ def _largest_inputs(
 
 
 @torch.no_grad()
-def fold(model: PreTrainedModel, settings: SmoothQuant, found: dict[str, Tensor]) -> None:
+def fold(model: PreTrainedModel, settings: SmoothQuant, found: Mapping[str, Tensor]) -> None:
     """Divide each group's input by its scales, at its origin, and multiply its weights by them."""
     for group in groups(anatomy(model, settings.name), settings.layers):
         scale = found[group.name].double()

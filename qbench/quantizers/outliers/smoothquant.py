@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from qbench.errors import QuantizationError
-from qbench.quantizers.outliers.treatment import OutlierTreatment
+from qbench.quantizers.parts.registries import OUTLIERS
+from qbench.quantizers.parts.settings import OutlierTreatment
 from qbench.quantizers.quantizer import SETTINGS, Progress
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ class SmoothQuant(OutlierTreatment):
     gate multiply a channel of values, or of up_proj, without mixing it with others.
     """
 
-    name: ClassVar[str] = "smoothquant"
-    title: ClassVar[str] = "SmoothQuant"
-    needs_calibration: ClassVar[bool] = True
+    method: ClassVar[str] = "smoothquant"
 
     alpha: Annotated[
         float,
@@ -53,16 +52,28 @@ class SmoothQuant(OutlierTreatment):
         int, Field(ge=1, le=65536, description="calibration samples in one forward")
     ] = 8
 
-    def make(
+    @property
+    def name(self) -> str:
+        return self.method
+
+    @property
+    def needs_calibration(self) -> bool:
+        return True
+
+    def calibrate(
         self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress
     ) -> dict[str, Tensor]:
         from qbench.quantizers.outliers.smoothing import scales
 
-        if calibration is None:
-            raise QuantizationError(f"{self.name}: needs calibration text; the recipe has none")
+        assert calibration is not None
         return scales(model, self, calibration, progress)
 
-    def apply(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    def treat(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         from qbench.quantizers.outliers.smoothing import fold
 
         fold(model, self, tensors)
+
+
+OUTLIERS.register(
+    "smoothquant", SmoothQuant, "activation outliers moved into weights by a scale a channel"
+)

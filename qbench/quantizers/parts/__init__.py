@@ -5,6 +5,7 @@ Imports no torch. A plug-in derives from ``ActivationQuantizer``, ``KVQuantizer`
 """
 
 from qbench.quantizers.activations import integers  # noqa: F401  (it registers)
+from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
 from qbench.quantizers.parts.combined import Combined
 from qbench.quantizers.parts.entry import quantizer_of
 from qbench.quantizers.parts.registries import (
