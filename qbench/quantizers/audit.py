@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qbench.quantizers.matrices import Matrix, left_out, matrices
 from qbench.quantizers.measure import Measured, measure
+from qbench.quantizers.outliers.check import treat
 from qbench.quantizers.quantizer import Quantizer
 from qbench.record import Audit
 
@@ -36,9 +37,13 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     problems += wrong
     if quantizer.precision.quantized and moved == 0:
         problems.append("the logits are those of the unquantized model")
-    quantizer.treat(original, quantized)
+    treatment_error = None
+    if quantizer.treats:
+        treatment_error, wrong = treat(original, quantized, quantizer, probe)
+        problems += wrong
     with quantizer.weights_alone(quantized):
-        return _of_weights(matrices(original), quantized, quantizer, moved, problems)
+        found = _of_weights(matrices(original), quantized, quantizer, moved, problems)
+    return found.model_copy(update={"treatment_error": treatment_error})
 
 
 def _of_weights(

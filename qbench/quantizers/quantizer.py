@@ -110,7 +110,8 @@ class Quantizer(ABC):
     """The settings of one quantizer and what can be asked of it.
 
     ``method`` groups names (``gptq``); ``title`` is what tables write. ``mixes_batches``: a score
-    depends on what it is batched with; ``sees_future``: a token's logits on later tokens.
+    depends on what it is batched with; ``sees_future``: a token's logits on later tokens;
+    ``treats``: weights are changed to equal ones before they are quantized, by ``treat``.
     ``threads``: of the processor while quantizing on it.
     """
 
@@ -119,6 +120,7 @@ class Quantizer(ABC):
     needs_calibration: ClassVar[bool] = False
     mixes_batches: ClassVar[bool] = False
     sees_future: ClassVar[bool] = False
+    treats: ClassVar[bool] = False
     compute_dtype: str  # of the model that it is given: bfloat16, float16 or float32
     threads: int
     leave_out: tuple[str, ...]

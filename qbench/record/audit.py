@@ -33,3 +33,5 @@ class Audit(Written):
     problems: tuple[str, ...] = ()  # one line each
     modules: tuple[ModuleAudit, ...] = ()
     digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized
+    # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
+    treatment_error: float | None = None

@@ -32,6 +32,9 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama-all-heads": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama-biases": LlamaConfig(**SIZES, **BIASES),
+    "llama-wide": LlamaConfig(
+        **SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
+    ),
     "llama-tied": LlamaConfig(**SIZES | {"tie_word_embeddings": True}, **WIDE_HEADS),
     "mistral": MistralConfig(**SIZES, **WIDE_HEADS),
     "qwen2-biases": Qwen2Config(**SIZES),

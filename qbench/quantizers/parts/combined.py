@@ -118,6 +118,10 @@ class Combined(Quantizer):
     def sees_future(self) -> bool:  # type: ignore[override]
         return self.weights.sees_future or any(p.sees_future for p in self.parts.values())
 
+    @property
+    def treats(self) -> bool:  # type: ignore[override]
+        return self.outliers is not None
+
     def requirements(self) -> tuple[str, ...]:
         named = [n for part in self.parts.values() for n in part.requirements()]
         return tuple(dict.fromkeys([*self.weights.requirements(), *named]))

@@ -1,0 +1,120 @@
+"""Cells with a treatment of outliers: any weight quantizer on the treated model, audited."""
+
+import pytest
+import torch
+from quantizer_models import DIGEST, calibration, damage, ids
+from treated_models import decoder
+
+from qbench.quantizers import quantizer_of
+from qbench.quantizers.audit import audit
+from qbench.quantizers.outliers.rotating import RotatedMlp
+from qbench.quantizers.quantization import quantize
+
+PROBE = ids(2, 2, 23)
+GPTQ = {"name": "gptq-4bit", "backend": "torch", "group_size": 16}
+WEIGHTS = {
+    "unquantized": None,
+    "gptq": GPTQ,
+    "gptqmodel": {**GPTQ, "backend": "gptqmodel"},
+    "rtn": {"name": "rtn-4bit", "group_size": 16},
+    "hqq": {"name": "hqq-4bit", "group_size": 16},
+    "bnb": "bnb-4bit",
+}
+OUTLIERS = {"smoothquant": "smoothquant", "rotation": {"name": "rotation", "seed": 5}}
+
+
+def quantizer(weights, outliers, activations="int8-token", dtype="float32"):
+    entry = {"weights": weights, "activations": activations, "outliers": outliers}
+    return quantizer_of({k: v for k, v in entry.items() if v is not None}, compute_dtype=dtype)
+
+
+def make(chosen, folder, which="llama-biases", normalizer="softmax"):
+    dtype = getattr(torch, chosen.compute_dtype)
+    return quantize(
+        decoder(which, normalizer, dtype=dtype),
+        chosen,
+        calibration=calibration() if chosen.needs_calibration else None,
+        digest=DIGEST,
+        artifacts=folder,
+    )
+
+
+def judged(chosen, model, which="llama-biases", normalizer="softmax"):
+    dtype = getattr(torch, chosen.compute_dtype)
+    return audit(decoder(which, normalizer, dtype=dtype), model, chosen, PROBE)
+
+
+@pytest.mark.parametrize("outliers", OUTLIERS)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(weights, outliers, tmp_path):
+    which = "llama-wide"  # gptqmodel takes multiples of 32
+    chosen = quantizer(WEIGHTS[weights], OUTLIERS[outliers])
+    report = judged(chosen, make(chosen, tmp_path, which).model, which)
+    assert report.problems == ()
+    assert report.coverage == (0.0 if weights == "unquantized" else 1.0)
+    assert report.treatment_error < 1e-5
+    assert report.weight_error < 0.2
+
+
+def test_against_the_untreated_weights_the_audit_would_fail(tmp_path):
+    chosen = quantizer(WEIGHTS["rtn"], OUTLIERS["rotation"])
+    model = make(chosen, tmp_path).model
+    without = quantizer(WEIGHTS["rtn"], None)
+    report = judged(without, model)
+    assert not report.passed
+    assert report.weight_error > 1
+
+
+@pytest.mark.parametrize("outliers", OUTLIERS)
+@pytest.mark.parametrize("which", ["llama-tied", "qwen3-head-norms"])
+def test_other_classes_and_tied_heads_pass_in_bfloat16(which, outliers, tmp_path):
+    chosen = quantizer(WEIGHTS["gptq"], OUTLIERS[outliers], dtype="bfloat16")
+    report = judged(chosen, make(chosen, tmp_path, which, "softpick").model, which, "softpick")
+    assert report.problems == ()
+    assert 0 < report.treatment_error < 0.1
+
+
+def test_an_artifact_is_used_again_and_gives_the_same_model(tmp_path):
+    chosen = quantizer(WEIGHTS["gptq"], OUTLIERS["rotation"])
+    first, second = make(chosen, tmp_path), make(chosen, tmp_path)
+    assert second.detail.startswith("artifact reused")
+    for (name, one), two in zip(
+        first.model.state_dict().items(), second.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, two), name
+    assert isinstance(second.model.model.layers[0].mlp, RotatedMlp)
+
+
+@pytest.mark.parametrize("part", ["norm", "embeddings", "head"])
+def test_a_part_that_is_not_the_treated_original_fails(part, tmp_path):
+    chosen = quantizer(WEIGHTS["rtn"], OUTLIERS["rotation"])
+    model = make(chosen, tmp_path).model
+    tensor = {
+        "norm": model.model.layers[1].input_layernorm.weight,
+        "embeddings": model.model.embed_tokens.weight,
+        "head": model.lm_head.weight,
+    }[part]
+    tensor.data[0] += 0.5
+    report = judged(chosen, model)
+    assert any("not what the treatment" in line for line in report.problems)
+
+
+def test_a_treatment_that_changes_the_function_fails(tmp_path, monkeypatch):
+    from qbench.quantizers.outliers import rotating
+
+    monkeypatch.setattr(rotating, "_values", lambda *of: of[0].v_proj.weight.data.mul_(1.01))
+    chosen = quantizer(WEIGHTS["rtn"], OUTLIERS["rotation"])
+    report = judged(chosen, make(chosen, tmp_path).model)
+    assert any("treating outliers moved" in line for line in report.problems)
+
+
+@pytest.mark.parametrize("weights", [None, GPTQ])
+@pytest.mark.parametrize("outliers", OUTLIERS)
+def test_treating_outliers_spares_four_bit_activations(weights, outliers, tmp_path):
+    """Damage is against the untreated, unquantized model."""
+    original = decoder("llama-biases")
+    harm = [
+        damage(make(quantizer(weights, each, "int4-token"), tmp_path).model, original)
+        for each in (None, OUTLIERS[outliers])
+    ]
+    assert harm[1] < 0.8 * harm[0]
