@@ -2,87 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from qbench.attention import reference
+from qbench.attention.normalizers import NORMALIZERS
 
 POSITIONS = 4  # first key positions whose sinks are measured
 GU_LENGTH = 64  # T of Gu et al. 2024
 THRESHOLDS = (0.2, 0.3, 0.4)  # ε: the softpick paper's two (its section 6.2), and one above
 DORMANT = 0.01  # of the mean output norm of a layer's heads
-CHUNK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 27}  # held at once: 4 MiB and 512 MiB in float32
+CHUNK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # held at once: 4 MiB and 256 MiB in float32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D], and what turns
+    them into weights. ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None:
+    causal. ``scale``: factor of the scores, None: 1/√D. ``output``: [B, T, Hq, Dv], before the
+    output projection."""
+
+    query: Tensor
+    key: Tensor
+    normalizer: str
+    parameters: Mapping[str, Tensor] | None = None
+    scale: float | None = None
+    mask: Tensor | None = None
+    output: Tensor | None = None
 
 
 @dataclass(kw_only=True, eq=False)
 class Weights:
-    """Sums over the queries of one layer, on the model's device, float64.
+    """Sums of one layer's weights over all queries, on the model's device.
 
-    ``columns``, ``columns_gu`` [B, H, POSITIONS]: Σ over queries of the weight on the first keys,
-    over all of them and over the first GU_LENGTH. ``zeros``, ``mass``, ``silent``, ``entropy``
-    [B, H] as in :func:`add`. ``pairs``: query and key pairs that attention allows, of one head.
+    ``columns`` [B, H, T]: Σ over queries of the weight on each key; ``columns_gu``
+    [B, H, POSITIONS]: on the first keys, over the first GU_LENGTH queries; both float64.
+    ``mass``, ``entropy``, ``largest`` [B, H, T], float32: of each query, as in :func:`add`.
+    ``nonzero`` [B, H], ``pairs`` [B or 1, 1]: counts of pairs of query and key, int64, ``pairs``
+    of those that attention allows one head.
     """
 
     columns: Tensor
     columns_gu: Tensor
-    zeros: Tensor
-    mass: Tensor
-    silent: Tensor
-    entropy: Tensor
+    nonzero: Tensor
     pairs: Tensor
+    mass: Tensor
+    entropy: Tensor
+    largest: Tensor
     queries: int = 0
 
     @classmethod
-    def empty(cls, batch: int, heads: int, device: torch.device) -> Weights:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=device)
+    def empty(cls, batch: int, heads: int, length: int, device: torch.device) -> Weights:
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
 
-        sums = [zeros(batch, heads) for _ in range(4)]
-        columns, columns_gu = (zeros(batch, heads, POSITIONS) for _ in range(2))
+        mass, entropy, largest = (
+            zeros(batch, heads, length, dtype=torch.float32) for _ in range(3)
+        )
         return cls(
-            columns=columns,
-            columns_gu=columns_gu,
-            zeros=sums[0],
-            mass=sums[1],
-            silent=sums[2],
-            entropy=sums[3],
-            pairs=zeros(batch, 1),
+            columns=zeros(batch, heads, length),
+            columns_gu=zeros(batch, heads, POSITIONS),
+            nonzero=zeros(batch, heads, dtype=torch.int64),
+            pairs=zeros(1, 1, dtype=torch.int64),
+            mass=mass,
+            entropy=entropy,
+            largest=largest,
         )
 
     def add(self, weights: Tensor, allowed: Tensor) -> None:
-        """Take in the next queries' ``weights`` [B, H, R, N]; ``allowed`` bool [B or 1, 1, R, N]:
-        which of the pairs attention may use, N keys from the first on.
+        """Take in the next queries' ``weights`` [B, H, R, N], which are overwritten; ``allowed``
+        bool [B or 1, 1, R, N]: which of the pairs attention may use, N keys from the first on.
 
-        ``zeros`` counts weights of exactly 0 among these pairs, the softpick paper's sparsity
-        (section 6.1, table 4: "exact zeros in the lower triangle"); its published script counts
-        |a| ≤ 1e-5 unless told otherwise. ``mass`` is Σ_k a(q, k), 1 for softmax. ``entropy`` is
-        −Σ p ln p with p = a / Σ a, in nats, of queries with any weight; ``silent`` counts others.
+        ``largest`` is max_k a(q, k) and ``mass`` Σ_k a(q, k), 1 for softmax. ``entropy`` is
+        −Σ p ln p with p = a / Σ a, in nats; NaN of a query without any weight. Each measure
+        reads the weights once, and only the last one writes.
         """
-        first = weights[..., :POSITIONS].double()
-        room = first.shape[-1]
-        self.columns[..., :room] += first.sum(2)
+        keys = weights.shape[-1]
+        rows = slice(self.queries, self.queries + weights.shape[2])
+        self.columns[..., :keys] += weights.sum(2)
         early = max(0, min(weights.shape[2], GU_LENGTH - self.queries))
-        self.columns_gu[..., :room] += first[:, :, :early].sum(2)
-        self.zeros += ((weights == 0) & allowed).sum((2, 3))
-        self.pairs += allowed.sum((2, 3))
-        mass = weights.sum(-1, dtype=torch.float64)
-        self.mass += mass.sum(-1)
-        self.silent += (mass == 0).sum(-1)
+        if early:
+            first = weights[:, :, :early, :POSITIONS]
+            self.columns_gu[..., : first.shape[-1]] += first.sum(2, dtype=torch.float64)
+        self.nonzero += torch.count_nonzero(weights, dim=(2, 3))
+        self.pairs = self.pairs + allowed.sum((2, 3))
+        mass = weights.sum(-1)
+        self.mass[:, :, rows] = mass
+        self.largest[:, :, rows] = weights.amax(-1)
         # −Σ (a/S) ln (a/S) = (Σ −a ln a) / S + ln S
-        some = mass > 0
-        safe = torch.where(some, mass, 1.0)
-        entropy = torch.special.entr(weights).sum(-1, dtype=torch.float64) / safe + safe.log()
-        self.entropy += torch.where(some, entropy, 0.0).sum(-1)
-        self.queries += weights.shape[2]
+        terms = torch.special.entr(weights, out=weights).sum(-1)
+        self.entropy[:, :, rows] = (terms / mass + mass.log()).where(mass > 0, torch.nan)
+        self.queries = rows.stop
+
+    @property
+    def zeros(self) -> Tensor:
+        """Share of the allowed pairs whose weight is exactly 0, [B, H]: the softpick paper's
+        sparsity (section 6.1, table 4: "exact zeros in the lower triangle"); its published script
+        counts |a| ≤ 1e-5 unless told otherwise."""
+        return 1 - self.nonzero / self.pairs
 
 
 def column_means(columns: Tensor, queries: int) -> Tensor:
     """The softpick paper's measure of a sink (section 6.2): α_k, "the average value of the first
-    column in A", for the first keys k: Σ_q A(q, k) / T over all T queries, those that cannot see
-    the key too. ``columns`` [B, H, POSITIONS] are the sums. A head of a text has a sink at k
+    column in A", here of each key k: Σ_q A(q, k) / T over all T queries, those that cannot see
+    the key too. ``columns`` [B, H, N] are the sums over queries. A head of a text has a sink at k
     where α_k > ε; the sink rate is the share of such heads, averaged over texts."""
     return columns / queries
 
@@ -97,41 +122,68 @@ def column_means_gu(columns: Tensor, queries: int) -> Tensor:
     return columns / seen.clamp(min=1)
 
 
-@torch.no_grad()
-def measure_weights(
-    query: Tensor,
-    key: Tensor,
-    *,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None,
-    scale: float | None,
-    mask: Tensor | None,
-) -> Weights:
-    """Every weight of causal self-attention of query [B, Hq, T, D] over key [B, Hkv, T, D], by
-    the normalizer's definition in float32 (``reference.weights``), a chunk of queries at a time.
+def delimiter_means(columns: Tensor, delimiters: Tensor) -> tuple[Tensor, Tensor]:
+    """How much delimiters are weighed: full stops and other signs that part sentences or lines.
 
-    ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None: causal.
+    Sun et al. 2024 (arXiv 2402.17762, section 2) find massive activations, and with them sinks,
+    on the starting token and on "the first delimiter token", so that a rate of the first key
+    alone can miss sinks. ``columns`` [B, H, T] are sums over queries, ``delimiters`` bool [B, T].
+    Returns, each [B, H]: the mean over queries of the weight on all delimiters but the first key;
+    and the most that one of them has, as the mean over the queries that see it (Gu et al.'s α_k,
+    over the whole text), of those that GU_LENGTH queries or half of the text see, whichever are
+    fewer. 0 where there is none.
     """
-    batch, heads, length, _ = query.shape
-    total = Weights.empty(batch, heads, query.device)
+    length = columns.shape[-1]
+    there = delimiters.clone()
+    there[:, 0] = False
+    total = (columns * there[:, None]).sum(-1) / length
+    seen = torch.arange(length, 0, -1, device=columns.device)
+    judged = there & (seen >= min(GU_LENGTH, length // 2))
+    means = (columns / seen).masked_fill(~judged[:, None], 0.0)
+    return total, means.amax(-1)
+
+
+def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every weight [B, H, R, N] of ``call`` by the normalizer's definition in float32, R queries
+    at a time over the N keys that causality lets any of them see; and which pairs attention
+    allows, bool [B or 1, 1, R, N]."""
+    normalizer = NORMALIZERS.get(call.normalizer)
+    batch, heads, length, width = call.query.shape
+    kv_heads = call.key.shape[1]
+    given = normalizer.checked(call.parameters, heads)
+    query = call.query.float() * (width**-0.5 if call.scale is None else call.scale)
+    key = call.key.float().transpose(2, 3)
     room = CHUNK_WEIGHTS["cuda" if query.is_cuda else "cpu"]
     step = max(1, min(length, room // (batch * heads * length)))
     positions = torch.arange(length, device=query.device)
     for start in range(0, length, step):
         stop = min(start + step, length)
-        if mask is None:
+        if call.mask is None:
             allowed = (positions[:stop] <= positions[start:stop, None])[None, None]
         else:
-            allowed = mask[:, :, start:stop, :stop]
-        weights = reference.weights(
-            query[:, :, start:stop],
-            key[:, :, :stop],
-            normalizer=normalizer,
-            parameters=parameters,
-            scale=scale,
-            mask=None if mask is None else allowed,
-            causal=mask is None,
-        )
+            allowed = call.mask[:, :, start:stop, :stop]
+        # Heads that share keys are rows of one product.
+        rows = query[:, :, start:stop].reshape(batch, kv_heads, -1, width)
+        scores = (rows @ key[..., :stop]).view(batch, heads, stop - start, stop)
+        settings = {
+            "allowed": allowed,
+            "parameters": given,
+            "distances": positions[start:stop, None] - positions[:stop],
+        }
+        fraction = normalizer.fraction(scores, **settings)
+        if fraction is None:
+            yield normalizer.weights(scores, **settings), allowed
+        else:
+            above, below = fraction
+            yield above.div_(below), allowed
+
+
+@torch.no_grad()
+def measure_weights(call: Call) -> Weights:
+    """Sums over every weight of ``call``."""
+    batch, heads, length, _ = call.query.shape
+    total = Weights.empty(batch, heads, length, call.query.device)
+    for weights, allowed in chunks(call):
         total.add(weights, allowed)
     return total
 
@@ -152,29 +204,47 @@ def output_ratios(output: Tensor) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class LayerAttention:
-    """What was measured of one layer's heads, a row a text; float64 on the CPU."""
+    """What was measured of one layer's heads, a row a text; on the model's device.
 
+    ``stretch``: positions of the stretches over which queries are averaged, see :meth:`add`.
+    """
+
+    stretch: int
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, weights: Weights, output: Tensor) -> None:
-        """Take in one batch; ``output`` as in :func:`output_ratios`."""
+    def add(self, weights: Weights, output: Tensor, delimiters: Tensor) -> None:
+        """Take in one batch; ``output`` as in :func:`output_ratios`, ``delimiters`` bool [B, T].
+
+        Of each text and head: means over queries, and over those of each stretch [B, H, S] of
+        mass, entropy and largest weight.
+        """
         queries = weights.queries
-        spoke = queries - weights.silent
+        on_delimiters, most = delimiter_means(weights.columns, delimiters)
         measures = {
-            "attention": column_means(weights.columns, queries),
+            "attention": _first(column_means(weights.columns, queries)),
             "attention_gu": column_means_gu(weights.columns_gu, queries),
-            "zeros": weights.zeros / weights.pairs,
-            "mass": weights.mass / queries,
-            "silent": weights.silent / queries,
-            "entropy": weights.entropy / spoke,  # NaN where no query has any weight
+            "delimiters": on_delimiters,
+            "delimiter": most,
+            "zeros": weights.zeros,
+            "silent": (weights.mass == 0).double().mean(-1),
             "output": output_ratios(output),
         }
-        for name, values in measures.items():
-            self.rows.setdefault(name, []).append(values.cpu())
+        for name in ("mass", "entropy", "largest"):
+            values = getattr(weights, name).double()
+            # NaN where no query has any weight, which has no entropy then
+            measures[name] = values.nanmean(-1)
+            parts = values.split(self.stretch, dim=-1)
+            measures[f"{name}_stretch"] = torch.stack([part.nanmean(-1) for part in parts], -1)
+        for name, found in measures.items():
+            self.rows.setdefault(name, []).append(found)
 
     def of(self, name: str) -> Tensor:
-        """A measure of every text: [N, H], or [N, H, POSITIONS] for attention on positions."""
-        return torch.cat(self.rows[name])
+        """A measure of every text, float64 on the CPU: [N, H]; [N, H, POSITIONS] for attention on
+        positions, [N, H, S] of stretches."""
+        return torch.cat(self.rows[name]).cpu()
 
 
-Observe = Callable[[int, Weights, Tensor], None]  # layer, what was measured, output [B, T, H, D]
+def _first(columns: Tensor) -> Tensor:
+    """The first POSITIONS keys; 0 for those that are not there."""
+    missing = max(0, POSITIONS - columns.shape[-1])
+    return torch.nn.functional.pad(columns[..., :POSITIONS], (0, missing))

@@ -1,7 +1,7 @@
-"""Looking into a model while it reads: attention weights, hidden states, inputs of linears.
+"""Looking into a model while it reads: attention, hidden states, inputs of linear layers.
 
-The model computes what it computes when it is scored: its own attention function runs, and the
-weights are measured beside it by their definition.
+The model computes what it computes when it is scored: its own attention function runs, and who
+looks on computes the weights beside it by their definition.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.analysis.attention import Observe, measure_weights
+from qbench.analysis.attention import Call
 from qbench.attention.interface import Mask
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
 from qbench.errors import UnavailableError
 
 NAME = "qbench-measured"
+Observe = Callable[[int, Call], None]  # layer, and its call
 
 
 @contextmanager
@@ -59,15 +60,17 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
         **options: Any,
     ) -> tuple[Tensor, None]:
         output, rest = inner(module, query, key, value, attention_mask, scaling=scaling, **options)
-        weights = measure_weights(
-            query,
-            key,
+        mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+        call = Call(
+            query=query,
+            key=key,
             normalizer=normalizer.name,
             parameters=_parameters(normalizer, module, options),
             scale=scaling,
-            mask=attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask,
+            mask=mask,
+            output=output,
         )
-        observe(module.layer_idx, weights, output)
+        observe(module.layer_idx, call)
         return output, rest
 
     return forward

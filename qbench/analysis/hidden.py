@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qbench.analysis.quantiles import counts, quantiles
 from qbench.record.analysis import Hidden
 
 MASSIVE_VALUE = 100.0  # Sun et al. 2024, section 2
@@ -27,9 +28,10 @@ class Found:
 
 @dataclass(kw_only=True, eq=False)
 class States:
-    """What is kept of one layer's hidden states, a row a text; float64 on the CPU.
+    """What is kept of one layer's hidden states, a row a text; on the model's device, float64.
 
-    ``powers`` [N, 4]: Σ x, Σ x², Σ x³, Σ x⁴ over the T · D values of each text.
+    ``powers`` [N, 4]: Σ x, Σ x², Σ x³, Σ x⁴ over the T · D values of each text. ``counts``: as
+    :func:`qbench.analysis.quantiles.counts` has them.
     """
 
     values: int = 0  # of one text
@@ -38,6 +40,8 @@ class States:
     lowest: list[Tensor] = field(default_factory=list)
     highest: list[Tensor] = field(default_factory=list)
     medians: list[Tensor] = field(default_factory=list)
+    counts: Tensor | None = None
+    dtype: torch.dtype = torch.float32
     massive: int = 0
 
     @torch.no_grad()
@@ -51,22 +55,29 @@ class States:
         of one layer and text [T, D].
         """
         wide = states.double()
-        flat = wide.flatten(1)
-        self.values = flat.shape[1]
-        squares = flat.square()
+        squares = wide.square()
+        cubes = (squares * wide).flatten(1).sum(1)
+        self.values, self.dtype = wide[0].numel(), states.dtype
+        by_token = squares.sum(-1)
+        fourth = squares.square_().sum(-1)  # [B, T]
         self.powers.append(
-            torch.stack(
-                [flat.sum(1), squares.sum(1), (squares * flat).sum(1), squares.square().sum(1)], 1
-            ).cpu()
+            torch.stack([wide.flatten(1).sum(1), by_token.sum(1), cubes, fourth.sum(1)], 1)
         )
-        self.token_kurtosis.append(token_kurtosis(wide).mean(1).cpu())
-        magnitudes = states.float().abs()
+        self.token_kurtosis.append(excess(by_token, fourth, states.shape[-1]).mean(1))
+        more = counts(states)
+        self.counts = more if self.counts is None else self.counts + more
+        magnitudes = states.abs()
         medians = magnitudes.flatten(1).median(1).values
-        self.lowest.append(flat.amin(1).cpu())
-        self.highest.append(flat.amax(1).cpu())
-        self.medians.append(medians.double().cpu())
-        limits = (medians * MASSIVE_TO_MEDIAN)[:, None, None]
-        indices = ((magnitudes > MASSIVE_VALUE) & (magnitudes >= limits)).nonzero()
+        lowest, highest = states.flatten(1).aminmax(dim=1)
+        self.lowest.append(lowest.double())
+        self.highest.append(highest.double())
+        self.medians.append(medians.double())
+        limits = (medians.double() * MASSIVE_TO_MEDIAN).clamp(min=MASSIVE_VALUE)
+        largest = torch.maximum(-lowest, highest).double()
+        if not (largest >= limits).any():
+            return None
+        limits = limits[:, None, None]
+        indices = ((magnitudes > MASSIVE_VALUE) & (magnitudes.double() >= limits)).nonzero()
         self.massive += len(indices)
         if not len(indices):
             return None
@@ -74,7 +85,7 @@ class States:
         kept = found.topk(min(len(indices), MASSIVE_KEPT)).indices
         indices = indices[kept]
         values = states[indices.unbind(1)].double().cpu()
-        ratios = (found[kept] / medians[indices[:, 0]]).double().cpu()
+        ratios = (found[kept].double() / medians[indices[:, 0]].double()).cpu()
         indices[:, 0] += first
         return Found(layer=layer, indices=indices.cpu(), values=values, to_median=ratios)
 
@@ -104,13 +115,12 @@ def sequence_kurtosis(powers: Tensor, values: int) -> Tensor:
     return fourth / (unbiased.square() + BONDARENKO_EPSILON)
 
 
-def token_kurtosis(states: Tensor) -> Tensor:
+def excess(squares: Tensor, fourth: Tensor, width: int) -> Tensor:
     """OSP, Park et al. 2025 (arXiv 2506.19697): excess kurtosis of each token's vector, without
     taking off its mean: max(0, E[x⁴] / E[x²]² − 3); to be averaged over tokens and layers.
-    ``states`` [..., D], float64. Returns [...]."""
-    squares = states.square()
-    spread = squares.mean(-1).square()
-    ratio = squares.square().mean(-1) / spread
+    ``squares``, ``fourth`` [...]: Σ x², Σ x⁴ over the vector's ``width`` values, float64."""
+    spread = squares.square()
+    ratio = fourth * width / spread.where(spread > 0, 1.0)
     return torch.where(spread > 0, (ratio - 3).clamp(min=0), 0.0)
 
 
@@ -126,13 +136,13 @@ def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
 
 def summary(layers: list[States]) -> Hidden:
     """Of one layer's hidden states, or of those of several taken together."""
-    powers = torch.cat([tensor for one in layers for tensor in one.powers])
-    values = layers[0].values
-    lowest, highest, medians, tokens = (
-        torch.cat([tensor for one in layers for tensor in getattr(one, name)])
-        for name in ("lowest", "highest", "medians", "token_kurtosis")
+    powers, lowest, highest, medians, tokens = (
+        torch.cat([tensor for one in layers for tensor in getattr(one, name)]).cpu()
+        for name in ("powers", "lowest", "highest", "medians", "token_kurtosis")
     )
+    values = layers[0].values
     largest = torch.maximum(lowest.abs(), highest.abs())
+    every = torch.stack([one.counts for one in layers if one.counts is not None]).sum(0)
     return Hidden(
         kurtosis=pooled_kurtosis(powers, values),
         kurtosis_sequence=sequence_kurtosis(powers, values).mean().item(),
@@ -142,4 +152,5 @@ def summary(layers: list[States]) -> Hidden:
         median=medians.median().item(),
         largest_to_median=(largest / medians).max().item(),
         massive=sum(one.massive for one in layers),
+        quantiles=quantiles(every, exact=layers[0].dtype == torch.bfloat16),
     )

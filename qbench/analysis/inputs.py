@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,58 +14,61 @@ BITS = (8, 4)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """One look at an input: number of values, max |x|, Σ x², and Σ (Q(x) − x)² by the number of
-    values that share a scale and the grid's bits. Scalars on the input's device."""
+    """One look at an input: number of values, max |x|, and float64 sums [1 + 2 · len(BITS)] of x²
+    and of (Q(x) − x)², with a scale a token and a scale a text, by bits. On the input's device."""
 
     elements: int
     largest: Tensor
-    squares: Tensor
-    errors: dict[tuple[str, int], Tensor]
+    sums: Tensor
 
 
 @torch.no_grad()
 def look(batch: Tensor) -> Look:
-    """At what a linear layer receives of some texts, [B, T, D]. Sums are float64."""
+    """At what a linear layer receives of some texts, [B, T, D]."""
     wide = batch.float()
     tokens = wide.abs().amax(-1, keepdim=True)
     texts = tokens.amax(1, keepdim=True)
-    return Look(
-        elements=wide.numel(),
-        largest=texts.max(),
-        squares=wide.square().sum(dtype=torch.float64),
-        errors={
-            (kind, bits): (on_grid(wide, peaks, bits) - wide).square().sum(dtype=torch.float64)
-            for kind, peaks in (("token", tokens), ("text", texts))
-            for bits in BITS
-        },
-    )
+    sums = [wide.square().sum(-1).sum(dtype=torch.float64)]
+    sums += [error(wide, peaks, bits) for peaks in (tokens, texts) for bits in BITS]
+    return Look(elements=wide.numel(), largest=texts.max(), sums=torch.stack(sums))
 
 
 @dataclass(kw_only=True, eq=False)
 class Inputs:
-    """All looks at what one linear layer receives."""
+    """All looks at what one linear layer receives, added up."""
 
-    looks: list[Look] = field(default_factory=list)
+    elements: int = 0
+    largest: Tensor | None = None
+    sums: Tensor | None = None
+
+    def add(self, one: Look) -> None:
+        self.elements += one.elements
+        if self.largest is None or self.sums is None:
+            self.largest, self.sums = one.largest, one.sums
+        else:
+            self.largest, self.sums = torch.maximum(self.largest, one.largest), self.sums + one.sums
 
     def summary(self, name: str) -> LinearInput:
-        total = sum(one.squares.item() for one in self.looks)
-
-        def errors(kind: str) -> dict[str, float]:
-            sums = {bits: sum(one.errors[kind, bits].item() for one in self.looks) for bits in BITS}
-            return {str(bits): (sums[bits] / total) ** 0.5 if total else 0.0 for bits in BITS}
-
+        assert self.largest is not None
+        assert self.sums is not None
+        total, *wrong = self.sums.tolist()
+        errors = [(one / total) ** 0.5 if total else 0.0 for one in wrong]
         return LinearInput(
             name=name,
-            largest=max(one.largest.item() for one in self.looks),
-            rms=(total / sum(one.elements for one in self.looks)) ** 0.5,
-            error_token=errors("token"),
-            error_text=errors("text"),
+            largest=self.largest.item(),
+            rms=(total / self.elements) ** 0.5,
+            error_token={str(bits): error for bits, error in zip(BITS, errors, strict=False)},
+            error_text={
+                str(bits): error for bits, error in zip(BITS, errors[len(BITS) :], strict=True)
+            },
         )
 
 
-def on_grid(values: Tensor, peaks: Tensor, bits: int) -> Tensor:
-    """``values`` rounded to the symmetric grid of ``bits`` bits whose end is ``peaks`` = max |x|:
-    Δ = max |x| / (2^(bits − 1) − 1), Q(x) = Δ · round(x / Δ). SmoothQuant, Xiao et al. 2023
-    (arXiv 2211.10438), equation 1. Where ``peaks`` is 0, so is the result."""
+def error(values: Tensor, peaks: Tensor, bits: int) -> Tensor:
+    """Σ (Q(x) − x)² over ``values`` [B, T, D] on the symmetric grid of ``bits`` bits whose end is
+    ``peaks`` = max |x| [B, T or 1, 1]: Δ = max |x| / (2^(bits − 1) − 1), Q(x) = Δ · round(x / Δ).
+    SmoothQuant, Xiao et al. 2023 (arXiv 2211.10438), equation 1. A scalar, float64."""
     step = peaks / (2 ** (bits - 1) - 1)
-    return torch.where(step > 0, (values / step).round() * step, 0.0)
+    steps = values / step.where(step > 0, 1.0)
+    wrong = (steps.round().sub_(steps)).square_().sum(-1, keepdim=True)  # [B, T, 1], in Δ²
+    return (wrong.double() * step.double().square()).sum()

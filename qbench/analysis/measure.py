@@ -14,8 +14,9 @@ from qbench.analysis.attention import (
     DORMANT,
     POSITIONS,
     THRESHOLDS,
+    Call,
     LayerAttention,
-    Weights,
+    measure_weights,
 )
 from qbench.analysis.capture import (
     attention_observed,
@@ -26,8 +27,18 @@ from qbench.analysis.capture import (
 from qbench.analysis.hidden import MASSIVE_KEPT, Found, States, summary
 from qbench.analysis.inputs import Inputs, Look, look
 from qbench.errors import EvaluationError
-from qbench.record.analysis import Head, Layer, MassiveActivation, Measured, Sinks
+from qbench.record.analysis import (
+    Delimiters,
+    Head,
+    Layer,
+    MassiveActivation,
+    Measured,
+    Sinks,
+    Stretch,
+)
 
+STRETCH = 128  # positions over which losses and weights are averaged
+DELIMITERS = frozenset(".,;:!?\n\r")  # what a delimiter token consists of, spaces aside
 Progress = Callable[[int, int], None]  # texts read, texts in all
 
 
@@ -39,14 +50,18 @@ class Pass:
     inputs: dict[str, Inputs]
     attention: dict[int, LayerAttention] = field(default_factory=dict)
     found: list[Found] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)  # [B] each: nats a predicted token
+    losses: list[Tensor] = field(default_factory=list)  # [B, T − 1] each: nats
+    delimiters: Tensor | None = None  # bool [B, T] of the batch that is read
     left_out: set[str] = field(default_factory=set)
     first: int = 0  # text of the batch that is read
     shape: tuple[int, int] = (0, 0)  # B, T of it
     last: tuple[Tensor, Look] | None = None  # the last input, and what was seen of it
 
-    def see_attention(self, layer: int, weights: Weights, output: Tensor) -> None:
-        self.attention.setdefault(layer, LayerAttention()).add(weights, output)
+    def see_attention(self, layer: int, call: Call) -> None:
+        assert call.output is not None
+        assert self.delimiters is not None
+        seen = self.attention.setdefault(layer, LayerAttention(stretch=STRETCH))
+        seen.add(measure_weights(call), call.output, self.delimiters)
 
     def see_states(self, layer: int, states: Tensor) -> None:
         found = self.states[layer].add(states, layer=layer, first=self.first)
@@ -61,7 +76,7 @@ class Pass:
             return
         if self.last is None or given is not self.last[0]:
             self.last = (given, look(given.reshape(batch, length, -1)))
-        self.inputs[name].looks.append(self.last[1])
+        self.inputs[name].add(self.last[1])
 
 
 @torch.inference_mode()
@@ -84,6 +99,7 @@ def measure(
     modules = {name: model.get_submodule(name) for name in linears}
     seen = Pass(states=[States() for _ in layers], inputs={name: Inputs() for name in linears})
     device = next(model.parameters()).device
+    parting = delimiters(ids, tokenizer)
     with (
         attention_observed(model, seen.see_attention),
         states_observed(layers, seen.see_states),
@@ -92,31 +108,44 @@ def measure(
         for first in range(0, len(ids), batch):
             tokens = ids[first : first + batch].to(device)
             seen.first, seen.shape, seen.last = first, tuple(tokens.shape), None
+            seen.delimiters = parting[first : first + batch].to(device)
             logits = model(input_ids=tokens, use_cache=False).logits
             seen.losses.append(_losses(logits, tokens))
             if progress is not None:
                 progress(first + len(tokens), len(ids))
-    return _measured(seen, ids, tokenizer)
+    return _measured(seen, ids, tokenizer, parting)
+
+
+def delimiters(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Which of ``ids`` stand for nothing but signs that part sentences, parts of them, or lines:
+    bool of their shape."""
+    known, places = ids.unique(return_inverse=True)
+    texts = [tokenizer.decode([token]).strip(" \t") for token in known.tolist()]
+    marks = torch.tensor([bool(text) and set(text) <= DELIMITERS for text in texts])
+    return marks[places]
 
 
 def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean negative log-likelihood of each text's tokens but the first, in nats: [B]."""
+    """Negative log-likelihood of each text's tokens but the first, in nats: [B, T − 1]."""
     return torch.stack(
         [
-            torch.nn.functional.cross_entropy(rows[:-1].float(), one[1:]).double()
+            torch.nn.functional.cross_entropy(rows[:-1].float(), one[1:], reduction="none")
             for rows, one in zip(logits, tokens, strict=True)
         ]
-    ).cpu()
+    )
 
 
-def _measured(seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Measured:
-    loss = torch.cat(seen.losses).mean().item()
+def _measured(
+    seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase, parting: Tensor
+) -> Measured:
+    losses = torch.cat(seen.losses).double().cpu()
+    loss = losses.mean().item()
     if not math.isfinite(loss):
         raise EvaluationError(f"its loss on the text is {loss}: the model gives no numbers")
-    every = [seen.attention[layer] for layer in sorted(seen.attention)]
+    layers = {index: _rows(seen.attention[index]) for index in sorted(seen.attention)}
     rows = {
-        name: torch.cat([one.of(name) for one in every], dim=1)
-        for name in ("attention", "attention_gu", "zeros", "mass", "silent", "entropy", "output")
+        name: torch.cat([one[name] for one in layers.values()], dim=1)
+        for name in next(iter(layers.values()), {})
     }
     return Measured(
         perplexity=math.exp(loss),
@@ -129,7 +158,7 @@ def _measured(seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Me
         hidden=summary(seen.states),
         layers=tuple(
             Layer(
-                heads=_heads(seen.attention[index]) if index in seen.attention else (),
+                heads=_heads(layers[index]) if index in layers else (),
                 hidden=summary([states]),
             )
             for index, states in enumerate(seen.states)
@@ -138,14 +167,48 @@ def _measured(seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Me
         inputs=tuple(
             inputs.summary(name)
             for name, inputs in seen.inputs.items()
-            if inputs.looks and name not in seen.left_out
+            if inputs.elements and name not in seen.left_out
         ),
         inputs_left_out=tuple(
             name
             for name, inputs in seen.inputs.items()
-            if not inputs.looks or name in seen.left_out
+            if not inputs.elements or name in seen.left_out
         ),
+        delimiters=_delimiters(rows["delimiters"], rows["delimiter"]),
+        delimiter_tokens=parting[:, 1:].double().mean().item(),
+        stretches=_stretches(losses, rows),
     )
+
+
+def _rows(one: LayerAttention) -> dict[str, Tensor]:
+    return {name: one.of(name) for name in one.rows}
+
+
+def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[Stretch, ...]:
+    """Of ``losses`` [N, T − 1], whose first is of position 1, and what attention had there."""
+    texts, length = losses.shape[0], losses.shape[1] + 1
+    found = []
+    for index, first in enumerate(range(0, length, STRETCH)):
+        last = min(first + STRETCH, length) - 1
+        own = losses[:, max(0, first - 1) : last].mean(1)
+        there = last > 0
+        found.append(
+            Stretch(
+                first=first,
+                last=last,
+                loss=own.mean().item() if there else None,
+                loss_stderr=(own.std() / texts**0.5).item() if there and texts > 1 else None,
+                mass=rows["mass_stretch"][..., index].mean().item(),
+                largest=rows["largest_stretch"][..., index].mean().item(),
+                entropy=_mean(rows["entropy_stretch"][..., index]),
+            )
+        )
+    return tuple(found)
+
+
+def _delimiters(total: Tensor, most: Tensor) -> Delimiters:
+    """Of [N, H] each, see :func:`qbench.analysis.attention.delimiter_means`."""
+    return Delimiters(attention=total.mean().item(), rates=_rates(most))
 
 
 def _sinks(attention: Tensor, attention_gu: Tensor) -> tuple[Sinks, ...]:
@@ -166,21 +229,24 @@ def _rates(means: Tensor) -> dict[str, float]:
     return {str(least): (means > least).double().mean().item() for least in THRESHOLDS}
 
 
-def _heads(one: LayerAttention) -> tuple[Head, ...]:
-    attention, attention_gu = one.of("attention"), one.of("attention_gu")
-    rest = {name: one.of(name) for name in ("zeros", "mass", "silent", "entropy", "output")}
-    return tuple(
-        Head(
-            sinks=_sinks(attention[:, head : head + 1], attention_gu[:, head : head + 1]),
-            zeros=rest["zeros"][:, head].mean().item(),
-            mass=rest["mass"][:, head].mean().item(),
-            silent=rest["silent"][:, head].mean().item(),
-            entropy=_mean(rest["entropy"][:, head]),
-            output=rest["output"][:, head].mean().item(),
-            dormant=(rest["output"][:, head] < DORMANT).double().mean().item(),
+def _heads(rows: dict[str, Tensor]) -> tuple[Head, ...]:
+    heads = []
+    for head in range(rows["zeros"].shape[1]):
+        own = {name: values[:, head : head + 1] for name, values in rows.items()}
+        heads.append(
+            Head(
+                sinks=_sinks(own["attention"], own["attention_gu"]),
+                zeros=own["zeros"].mean().item(),
+                mass=own["mass"].mean().item(),
+                silent=own["silent"].mean().item(),
+                entropy=_mean(own["entropy"]),
+                output=own["output"].mean().item(),
+                dormant=(own["output"] < DORMANT).double().mean().item(),
+                largest=own["largest"].mean().item(),
+                delimiters=_delimiters(own["delimiters"], own["delimiter"]),
+            )
         )
-        for head in range(attention.shape[1])
-    )
+    return tuple(heads)
 
 
 def _mean(values: Tensor) -> float | None:

@@ -43,6 +43,17 @@ class Sinks(Written):
     rates_gu: dict[str, float]
 
 
+class Delimiters(Written):
+    """Attention on tokens that part sentences or lines, the first token left out.
+
+    ``attention``: mean weight on all of them together. ``rates``: by threshold ε, the share of
+    texts (and heads) that weigh one of them more than ε, in the mean over the queries that see it.
+    """
+
+    attention: float
+    rates: dict[str, float]
+
+
 class Head(Written):
     """One query head."""
 
@@ -53,6 +64,8 @@ class Head(Written):
     entropy: float | None  # nats, mean over queries with any weight; None where there is none
     output: float  # mean norm of its output, as a ratio to the mean of its layer's heads
     dormant: float  # share of texts on which that ratio is below DORMANT
+    largest: float | None = None  # mean over queries of their largest weight
+    delimiters: Delimiters | None = None
 
 
 class Hidden(Written):
@@ -66,6 +79,7 @@ class Hidden(Written):
     median: float  # of |x|: the median over texts of each text's
     largest_to_median: float  # the largest over texts of max |x| / median |x|
     massive: int  # how many values are massive activations
+    quantiles: dict[str, float] = Field(default_factory=dict)  # by level, of all values at once
 
 
 class Layer(Written):
@@ -102,6 +116,22 @@ class LinearInput(Written):
         return self.largest / self.rms if self.rms else None
 
 
+class Stretch(Written):
+    """A stretch of a text's positions, BOS being 0; means over texts, heads and queries there.
+
+    ``loss`` is that of predicting the tokens at these positions, in nats, with its standard error
+    over texts; None where there is none to predict, or one text only.
+    """
+
+    first: int
+    last: int
+    loss: float | None
+    loss_stderr: float | None
+    mass: float  # Σ weights
+    largest: float  # a query's largest weight
+    entropy: float | None  # nats
+
+
 class Measured(Written):
     """All measurements of one pass over the text."""
 
@@ -117,6 +147,9 @@ class Measured(Written):
     massive: tuple[MassiveActivation, ...]  # the largest first, at most MASSIVE_KEPT
     inputs: tuple[LinearInput, ...]
     inputs_left_out: tuple[str, ...] = ()  # linear layers that did not see every token once
+    delimiters: Delimiters | None = None  # means over all heads of the model
+    delimiter_tokens: float | None = None  # share of the tokens after the first that are such
+    stretches: tuple[Stretch, ...] = ()
 
 
 class Analysis(Written):

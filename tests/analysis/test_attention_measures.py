@@ -9,9 +9,11 @@ from qbench.analysis import attention
 from qbench.analysis.attention import (
     GU_LENGTH,
     POSITIONS,
+    Call,
     LayerAttention,
     column_means,
     column_means_gu,
+    delimiter_means,
     measure_weights,
     output_ratios,
 )
@@ -48,9 +50,7 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
     monkeypatch.setitem(attention.CHUNK_WEIGHTS, "cpu", chunk)
     query, key = tensors(heads, kv_heads, length)
     mask = None if window is None else window_mask(length, window)
-    found = measure_weights(
-        query, key, normalizer=normalizer, parameters=None, scale=None, mask=mask
-    )
+    found = measure_weights(Call(query=query, key=key, normalizer=normalizer, mask=mask))
     whole = reference.weights(
         query, key, normalizer=normalizer, causal=mask is None, mask=mask
     ).double()
@@ -70,15 +70,19 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
             pairs = [
                 rows[q, k].item() for q in range(length) for k in range(length) if allowed[q, k]
             ]
-            assert found.pairs[b, 0] == len(pairs)
-            assert found.zeros[b, h] == sum(weight == 0 for weight in pairs)
-            assert found.mass[b, h] == pytest.approx(sum(pairs))
+            assert found.pairs.expand(2, 1)[b, 0] == len(pairs)
+            assert found.nonzero[b, h] == sum(weight != 0 for weight in pairs)
             masses = rows.sum(-1).tolist()
-            assert found.silent[b, h] == sum(mass == 0 for mass in masses)
-            entropy = 0.0
-            for row, mass in zip(rows.tolist(), masses, strict=True):
-                entropy -= sum(w / mass * math.log(w / mass) for w in row if w)
-            assert found.entropy[b, h] == pytest.approx(entropy, rel=1e-5, abs=1e-5)
+            assert found.mass[b, h].tolist() == pytest.approx(masses, rel=1e-5)
+            assert found.largest[b, h].tolist() == pytest.approx(rows.amax(-1).tolist(), rel=1e-5)
+            assert found.columns[b, h].tolist() == pytest.approx(rows.sum(0).tolist(), rel=1e-5)
+            entropies = [
+                -sum(w / mass * math.log(w / mass) for w in row if w) if mass else math.nan
+                for row, mass in zip(rows.tolist(), masses, strict=True)
+            ]
+            assert found.entropy[b, h].tolist() == pytest.approx(
+                entropies, rel=1e-5, abs=1e-5, nan_ok=True
+            )
 
 
 def test_softmax_rows_weigh_one_and_have_no_zeros_while_softpick_rows_may_be_silent():
@@ -86,26 +90,24 @@ def test_softmax_rows_weigh_one_and_have_no_zeros_while_softpick_rows_may_be_sil
     key[..., 0] += 50  # one large negative product for every query of the first text
     query[0, :, :, 0] = -1
     softmax, softpick = (
-        measure_weights(query, key, normalizer=name, parameters=None, scale=None, mask=None)
+        measure_weights(Call(query=query, key=key, normalizer=name))
         for name in ("softmax", "softpick")
     )
-    assert torch.allclose(softmax.mass, torch.full((2, 2), 40.0, dtype=torch.float64))
+    assert torch.allclose(softmax.mass, torch.ones(2, 2, 40))
     assert softmax.zeros.sum() == 0
-    assert (softpick.silent[0] > 30).all()
-    assert (softpick.zeros[0] / softpick.pairs[0] > 0.9).all()
+    assert ((softpick.mass[0] == 0).sum(-1) > 30).all()
+    assert (softpick.zeros[0] > 0.9).all()
 
 
 def test_a_head_without_any_weight_has_no_entropy_and_no_output():
     query, key = tensors(2, 2, 20)
     query, key = -query.abs(), key.abs()
     query[:, 1], key[:, 1] = query[:, 1].abs(), key[:, 1]
-    weights = measure_weights(
-        query, key, normalizer="softpick", parameters=None, scale=None, mask=None
-    )
+    weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
     output = torch.ones(2, 20, 2, 8)
     output[:, :, 0] = 0
-    layer = LayerAttention()
-    layer.add(weights, output)
+    layer = LayerAttention(stretch=8)
+    layer.add(weights, output, torch.zeros(2, 20, dtype=torch.bool))
     assert layer.of("silent")[:, 0].tolist() == [1.0, 1.0]
     assert layer.of("entropy")[:, 0].isnan().all()
     assert not layer.of("entropy")[:, 1].isnan().any()
@@ -118,3 +120,29 @@ def test_output_ratios_are_mean_norms_over_their_layers_mean():
     output[0, :, 1] = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # norms 1 and 0
     assert output_ratios(output)[0].tolist() == pytest.approx([3 / 1.75, 0.5 / 1.75])
     assert output_ratios(torch.zeros(1, 2, 2, 2)).tolist() == [[0.0, 0.0]]
+
+
+def test_stretches_are_means_over_their_own_queries():
+    query, key = tensors(2, 2, 20)
+    weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
+    layer = LayerAttention(stretch=8)
+    layer.add(weights, torch.ones(2, 20, 2, 8), torch.zeros(2, 20, dtype=torch.bool))
+    found = layer.of("mass_stretch")
+    assert found.shape == (2, 2, 3)
+    assert found[1, 0, 2].item() == pytest.approx(weights.mass[1, 0, 16:].mean().item())
+    assert layer.of("mass")[1, 0].item() == pytest.approx(weights.mass[1, 0].mean().item())
+
+
+def test_delimiters_are_weighed_together_and_one_by_one_without_the_first_key_and_the_last():
+    matrix = torch.zeros(10, 10)
+    matrix[:, 0] = 0.1  # a delimiter too, but the first key
+    matrix[2:, 2] = 0.5
+    matrix[4:, 4] = 0.2
+    matrix[9, 9] = 0.9  # seen by one query
+    marks = torch.zeros(1, 10, dtype=torch.bool)
+    marks[0, [0, 2, 4, 9]] = True
+    total, most = delimiter_means(matrix.double().sum(0)[None, None], marks)
+    assert total.item() == pytest.approx((8 * 0.5 + 6 * 0.2 + 0.9) / 10)
+    assert most.item() == pytest.approx(0.5)
+    none = delimiter_means(matrix.double().sum(0)[None, None], torch.zeros_like(marks))
+    assert [one.item() for one in none] == [0.0, 0.0]

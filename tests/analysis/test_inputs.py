@@ -3,26 +3,41 @@
 import pytest
 import torch
 
-from qbench.analysis.inputs import Inputs, look, on_grid
+from qbench.analysis.inputs import BITS, Inputs, error, look
 
 
-@pytest.mark.parametrize(("bits", "end"), [(8, 127), (4, 7)])
-def test_the_grid_is_symmetric_with_its_end_at_the_largest_value(bits, end):
-    values = torch.linspace(-3, 3, 1001)[None]
-    rounded = on_grid(values, values.abs().amax(-1, keepdim=True), bits)
-    levels = (rounded / 3 * end).round()
-    assert torch.allclose(rounded, levels * 3 / end)
-    assert sorted(set(levels[0].int().tolist())) == list(range(-end, end + 1))
-    assert (rounded - values).abs().max() <= 3 / end / 2 + 1e-6
+def on_grid(values, peaks, bits):
+    """The definition, value by value."""
+    step = peaks / (2 ** (bits - 1) - 1)
+    return torch.where(step > 0, (values / step).round() * step, 0.0)
+
+
+def seen(*batches):
+    found = Inputs()
+    for batch in batches:
+        found.add(look(batch))
+    return found
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shared", ["token", "text"])
+def test_errors_are_those_of_a_symmetric_grid_that_ends_at_the_largest_value(bits, shared):
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 17, 32, generator=draw)
+    values[1, 4] *= 100
+    values[2, 5] = 0
+    peaks = values.abs().amax(-1, keepdim=True)
+    peaks = peaks if shared == "token" else peaks.amax(1, keepdim=True)
+    expected = (on_grid(values, peaks, bits) - values).double().square().sum()
+    assert error(values, peaks, bits).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_values_on_the_grid_have_no_error_and_zeros_stay_zeros():
     values = torch.arange(-7.0, 8.0).repeat(2, 3, 1)
     values[0, 1] = 0.0
-    seen = Inputs(looks=[look(values)])
-    found = seen.summary("layer")
+    found = seen(values).summary("layer")
     assert found.error_token["4"] == pytest.approx(0, abs=1e-6)
-    empty = Inputs(looks=[look(torch.zeros(1, 2, 4))]).summary("empty")
+    empty = seen(torch.zeros(1, 2, 4)).summary("empty")
     assert (empty.error_token["4"], empty.error_text["8"], empty.largest_to_rms) == (0, 0, None)
 
 
@@ -42,15 +57,15 @@ def test_an_outlier_spoils_its_own_token_or_its_whole_text():
     assert error["spoiled", "token"] == pytest.approx(error["plain", "token"], rel=0.1)
     assert error["plain", "text"] < 0.02
     assert error["spoiled", "text"] == pytest.approx(1.0, abs=0.01)  # rounded to nothing
-    found = Inputs(looks=[look(spoiled)]).summary("layer")
+    found = seen(spoiled).summary("layer")
     assert found.error_token["8"] < 0.01 < 0.03 < found.error_text["8"]
 
 
 def test_several_batches_are_summed_like_one():
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(5, 9, 16, generator=draw)
-    one = Inputs(looks=[look(values)]).summary("layer")
-    several = Inputs(looks=[look(values[:2]), look(values[2:])]).summary("layer")
+    one = seen(values).summary("layer")
+    several = seen(values[:2], values[2:]).summary("layer")
     assert several.largest == one.largest == values.abs().max().item()
     assert several.rms == pytest.approx(values.square().mean().sqrt().item())
     for kind in ("error_token", "error_text"):

@@ -1,5 +1,6 @@
 """A pass over the bundled pair: the model computes what it computes, all of it is measured."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
-from qbench.analysis.measure import measure
+from qbench.analysis.measure import DELIMITERS, delimiters, measure
 from qbench.attention.interface import attend
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
@@ -134,3 +135,28 @@ def test_a_model_that_gives_no_numbers_is_refused(pair):
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(EvaluationError, match="nan"):
         measured(model, pair[1], torch.randint(0, 64, (2, 40)))
+
+
+def test_delimiters_and_stretches_of_positions_are_measured(pair):
+    model, tokenizer, _ = pair
+    page = json.loads((DEMO / "data" / "demo_pages" / "test.jsonl").read_text().splitlines()[0])
+    words = tokenizer.encode(page["page"], add_special_tokens=False)[:199]
+    ids = torch.tensor([[tokenizer.bos_token_id, *words], [tokenizer.bos_token_id, *words]])
+    marks = delimiters(ids, tokenizer)
+    texts = {tokenizer.decode([token]).strip(" ") for token in ids[marks].tolist()}
+    assert "." in texts
+    assert all(set(text) <= DELIMITERS for text in texts)
+    found = measured(model, tokenizer, ids)
+    assert found.delimiter_tokens == pytest.approx(marks[0, 1:].double().mean().item())
+    assert found.delimiters.attention > 0
+    assert [(one.first, one.last) for one in found.stretches] == [(0, 127), (128, 199)]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none"
+    )
+    assert found.stretches[0].loss == pytest.approx(losses[:, :127].mean().item(), rel=1e-5)
+    assert found.stretches[1].loss == pytest.approx(losses[:, 127:].mean().item(), rel=1e-5)
+    assert found.stretches[1].loss_stderr == pytest.approx(0, abs=1e-6)  # the same text twice
+    mean = sum(one.mass * (one.last - one.first + 1) for one in found.stretches) / 200
+    assert mean == pytest.approx(found.mass)

@@ -1,0 +1,40 @@
+"""Quantiles from counts of bit patterns against sorted values."""
+
+import numpy as np
+import pytest
+import torch
+
+from qbench.analysis.quantiles import BINS, LEVELS, counts, quantiles
+
+
+def values(seed=0, size=9973):
+    draw = np.random.default_rng(seed)
+    return torch.tensor(draw.standard_t(2, size) * 10.0 ** draw.integers(-3, 3, size))
+
+
+def at(ordered, level):
+    """The value that a share ``level`` of them is no larger than."""
+    return ordered[int(np.ceil(level * len(ordered))) - 1]
+
+
+def test_of_bfloat16_they_are_values_of_the_sorted_sample():
+    sample = values().bfloat16()
+    sample[:5] = -0.0
+    found = quantiles(counts(sample[:5000]) + counts(sample[5000:]), exact=True)
+    ordered = np.sort(sample.float().numpy())
+    assert found == {str(level): at(ordered, level) for level in LEVELS}
+
+
+def test_of_float32_they_are_within_four_thousandths():
+    sample = values(1).float()
+    found = quantiles(counts(sample), exact=False)
+    ordered = np.sort(sample.numpy())
+    for level in LEVELS:
+        assert found[str(level)] == pytest.approx(at(ordered, level), rel=4e-3)
+
+
+def test_of_one_value_all_quantiles_are_it():
+    one = counts(torch.full((3, 4), -2.0))
+    assert one.shape == (BINS,)
+    assert set(quantiles(one, exact=True).values()) == {-2.0}
+    assert set(quantiles(counts(torch.zeros(7)), exact=False).values()) == {0.0}
