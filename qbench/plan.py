@@ -28,7 +28,7 @@ from qbench.preflight import require_able, require_bos, require_room, require_te
 from qbench.quantizers import Quantizer
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text
 from qbench.recipe import Column, Recipe, Task
-from qbench.record import Grid, GridCell
+from qbench.record import Grid, GridCell, passkey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ def plan(recipe: Recipe, *, device: str) -> Plan:
         )
         for name, source in recipe.checkpoints.items()
     }
-    tasks = _tasks(recipe)
+    tasks = _tasks(recipe, checkpoints.values())
     calibration = _calibration(recipe)
     shared = {
         "tasks": {task.name: task.digest for task in tasks},
@@ -219,7 +219,7 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _tasks(recipe: Recipe) -> tuple[PlannedTask, ...]:
+def _tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> tuple[PlannedTask, ...]:
     definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
     data = recipe.resolve(recipe.data) if recipe.data else None
     return tuple(
@@ -230,21 +230,35 @@ def _tasks(recipe: Recipe) -> tuple[PlannedTask, ...]:
             files=task.files,
             num_fewshot=task.num_fewshot,
         )
-        for task in _leaf_tasks(recipe.tasks, definitions)
+        for task in _leaf_tasks(recipe.tasks, definitions, _trained(recipe, checkpoints))
     )
 
 
-def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None) -> list[Task]:
+def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
+    """The longest context that a checkpoint was trained with, as far as recipe and files say."""
+    stated = [one.max_length for one in checkpoints if one.max_length is not None]
+    limit = recipe.evaluation.max_length
+    known = stated if limit is None else [min(limit, length) for length in stated] or [limit]
+    return max(known, default=passkey.SHORTEST)
+
+
+def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None, trained: int) -> list[Task]:
     """Tasks with groups and tags opened into their members."""
     leaves = [
         task.model_copy(update={"name": leaf})
         for task in tasks
-        for leaf in expand(task.name, definitions)
+        for leaf in _members(task.name, definitions, trained)
     ]
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise RecipeError(f"tasks: {', '.join(twice)} is there twice, once in a group or tag")
     return leaves
+
+
+def _members(name: str, definitions: Path | None, trained: int) -> list[str]:
+    if name == passkey.GROUP:
+        return [passkey.task_name(length) for length in passkey.task_lengths(trained)]
+    return [name] if passkey.task_length(name) is not None else expand(name, definitions)
 
 
 def _calibration(recipe: Recipe) -> CalibrationText | None:

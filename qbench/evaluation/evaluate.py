@@ -11,13 +11,15 @@ import numpy as np
 import pandas as pd
 
 from qbench.errors import EvaluationError
+from qbench.evaluation import passkey
 from qbench.evaluation.labels import check_labels
 from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED, ScoringSettings
 from qbench.evaluation.tasks import LoadedTask
 from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
 
 if TYPE_CHECKING:
-    from lm_eval.api.model import LM
+    from qbench.evaluation.scoring.scorer import Scorer
+    from qbench.evaluation.scoring.yardstick import Yardstick
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +31,15 @@ class TaskResult:
     responses: pd.DataFrame
 
 
-def evaluate(model: LM, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
+def evaluate(model: Scorer | Yardstick, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
     """Score one task with lm-eval; requests of one task alone, so batches depend on no other.
+    Passkey retrieval is decoded by our own loop, see :mod:`qbench.evaluation.passkey`.
 
     Raises DataError where a document has no right answer, EvaluationError where a
     log-likelihood or a score is not a number.
     """
+    if task.kind == passkey.KIND:
+        return _passkey(model, task, settings)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -62,6 +67,39 @@ def evaluate(model: LM, task: LoadedTask, settings: ScoringSettings) -> TaskResu
     responses = _responses(task.name, samples)
     _refuse_not_a_number(task.name, scores, responses)
     return TaskResult(scores=scores, outcomes=outcomes, responses=responses)
+
+
+def _passkey(model: Scorer | Yardstick, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
+    """Exact match of the greedily decoded key, and how many of its digits stand in their places."""
+    tokenizer = model.hflm.tokenizer
+    asked = passkey.prompts(task.task, tokenizer, limit=settings.limit, add_bos=settings.add_bos)
+    tokens = model.greedy(asked.ids, max(asked.answers))
+    answers = [
+        tokenizer.decode(own[:count]) for own, count in zip(tokens, asked.answers, strict=True)
+    ]
+    columns = zip(("exact_match", "acc_digits"), passkey.scores(answers, asked.keys), strict=True)
+    outcomes = pd.DataFrame(
+        [
+            (task.name, document, metric, value, 1.0)
+            for metric, values in columns
+            for document, value in enumerate(values)
+        ],
+        columns=list(OUTCOME_COLUMNS),
+    ).astype({"document": "int64"})
+    scores = []
+    for metric, values in outcomes.groupby("metric", sort=False)["value"]:
+        score = Score(
+            task=task.name,
+            label=task.label,
+            metric=str(metric),
+            value=float(values.mean()),
+            stderr=_standard_error("mean", values),
+            higher_is_better=True,
+            aggregation="mean",
+            documents=len(values),
+        )
+        scores.append(score)
+    return TaskResult(scores=tuple(scores), outcomes=outcomes, responses=_responses(task.name, []))
 
 
 def _outcomes(task: str, samples: list[dict[str, Any]]) -> pd.DataFrame:

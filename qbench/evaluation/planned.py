@@ -17,6 +17,7 @@ from qbench.errors import DataError
 from qbench.evaluation.data import DataFile, read_rows, require_fields
 from qbench.evaluation.definitions import Definition, definition_file, read_definition
 from qbench.evaluation.modules import require_modules
+from qbench.record.passkey import DOCUMENTS, task_length
 
 MAX_GEN_TOKS = 256  # lm-eval's, where a task states none
 LOCAL_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")  # of datasets.load_dataset
@@ -78,6 +79,8 @@ def plan_task(
     ``files`` are the stems that may stand for the evaluation split, the first that exists is
     used. Raises RecipeError for an unknown task, DataError where its data cannot be had.
     """
+    if task_length(name) is not None:
+        return _passkey(name)
     path = definition_file(name, definitions)
     definition = read_definition(path)
     require_modules(name, definition)
@@ -104,6 +107,26 @@ def plan_task(
         documents=documents,
         output_type=config.get("output_type", "generate_until"),
         max_gen_toks=int(generation.get("max_gen_toks", MAX_GEN_TOKS)),
+    )
+
+
+def _passkey(name: str) -> PlannedTask:
+    """A task of our own, which needs no data."""
+    from qbench.evaluation import passkey
+
+    return PlannedTask(
+        name=name,
+        label=name,
+        definition=Path(passkey.__file__),
+        definition_digest=passkey.definition_digest(passkey.require_length(name)),
+        own=False,
+        stated_fewshot=None,
+        num_fewshot=0,
+        files=(),
+        hub_data=None,
+        documents=DOCUMENTS,
+        output_type=passkey.KIND,
+        max_gen_toks=passkey.DIGITS,
     )
 
 

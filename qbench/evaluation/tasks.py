@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qbench import hub
 from qbench.errors import DataError
+from qbench.evaluation import passkey
 from qbench.evaluation.data import read_rows
 from qbench.evaluation.definitions import read_definition
 from qbench.evaluation.modules import missing_module
@@ -37,7 +38,7 @@ class LoadedTask:
 
     name: str
     label: str
-    task: ConfigurableTask
+    task: ConfigurableTask | passkey.Passkey
     digest: str  # of what is asked and of its documents, wherever they came from
     lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
 
@@ -52,6 +53,11 @@ class LoadedTask:
             return f"{path}:{line}"
         return f"document {document}"
 
+    @property
+    def kind(self) -> str:
+        """lm-eval's word for how a task is asked, or ``passkey``."""
+        return self.task.OUTPUT_TYPE
+
 
 @functools.lru_cache(maxsize=KEPT)
 def load_task(planned: PlannedTask) -> LoadedTask:
@@ -60,6 +66,10 @@ def load_task(planned: PlannedTask) -> LoadedTask:
     Raises DataError where definition or data are no longer those that were planned, or where
     lm-eval cannot use them.
     """
+    if planned.output_type == passkey.KIND:
+        task = passkey.Passkey(passkey.require_length(planned.name))
+        digest = planned.definition_digest
+        return LoadedTask(name=planned.name, label=planned.label, task=task, digest=digest)
     config = read_definition(planned.definition).config
     config["num_fewshot"] = planned.num_fewshot
     overrides, lines = _overrides(planned, config)

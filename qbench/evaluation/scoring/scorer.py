@@ -25,6 +25,7 @@ from qbench.evaluation.scoring.answers import Answer, in_order
 from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.forward import decoder_and_head
 from qbench.evaluation.scoring.generation import generate, pinned_hflm
+from qbench.evaluation.scoring.greedy import greedy
 from qbench.evaluation.scoring.head import Projection, try_out
 from qbench.evaluation.scoring.memory import (
     free_cached_memory,
@@ -145,6 +146,10 @@ class Scorer(LM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate(self.hflm, requests, disable_tqdm)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """See :func:`qbench.evaluation.scoring.greedy.greedy`."""
+        return greedy(self.hflm.model, prompts, tokens, progress=self._progress)
 
     def _observed(
         self, instances: Sequence[Any], requests: Sequence[Request], *, windows: bool

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.model import LM
 
 from qbench.errors import RecipeError
 from qbench.evaluation.scoring.generation import generate, pinned_hflm
+from qbench.evaluation.scoring.greedy import greedy
 from qbench.evaluation.scoring.memory import peak_memory_gib, reset_peak_memory
 from qbench.evaluation.settings import ScoringSettings
 from qbench.record import ScoringReport
@@ -38,6 +40,10 @@ class Yardstick(LM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate(self.hflm, requests, disable_tqdm)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """See :func:`qbench.evaluation.scoring.greedy.greedy`."""
+        return greedy(self.hflm.model, prompts, tokens)
 
     def report(self) -> ScoringReport:
         """How the scores were made."""

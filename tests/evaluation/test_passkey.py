@@ -1,0 +1,130 @@
+"""Passkey retrieval: prompts, greedy decoding beside transformers' own, and a run's records."""
+
+import pytest
+import torch
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.errors import DataError, RecipeError
+from qbench.evaluation.passkey import FILLER, Passkey, key, prompts, scores
+from qbench.evaluation.planned import plan_task
+from qbench.evaluation.scoring import greedy as decoding
+from qbench.evaluation.scoring.greedy import at_once, greedy, reserved_cache
+from qbench.overrides import Overrides
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.record.passkey import DOCUMENTS, depth, task_length, task_lengths
+from qbench.store import Store
+
+
+@pytest.fixture(scope="module", params=["softmax", "softpick"])
+def loaded(request):
+    checkpoint = find(str(DEMO / request.param))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    return model, load_tokenizer(checkpoint)
+
+
+@pytest.mark.parametrize("length", [256, 301])
+def test_prompts_are_alike_long_and_hide_their_key_at_its_depth(loaded, length):
+    tokenizer = loaded[1]
+    asked = prompts(Passkey(length), tokenizer, limit=8, add_bos=True)
+    assert {len(ids) for ids in asked.ids} == {length}
+    places = []
+    for ids, wanted, tokens in zip(asked.ids, asked.keys, asked.answers, strict=True):
+        assert ids[0] == tokenizer.bos_token_id
+        text = tokenizer.decode(ids[1:])
+        line = f"The pass key is {wanted}. Remember it. {wanted} is the pass key."
+        assert text.count(line) == 1
+        assert text.startswith("There is an important info hidden")
+        assert text.endswith("\nWhat is the pass key? The pass key is")
+        end = tokenizer.encode(text + " " + wanted, add_special_tokens=False)
+        assert tokenizer.decode(end[-tokens:]).strip() == wanted
+        places.append(text.index(line) / len(text))
+    order = sorted(range(8), key=lambda document: depth(document))
+    assert sorted(range(8), key=lambda document: places[document]) == order
+    assert places[1] == pytest.approx(0.5, abs=0.15)
+
+
+def test_filler_goes_on_where_a_line_with_the_key_stands(loaded):
+    text = loaded[1].decode(prompts(Passkey(400), loaded[1], limit=2, add_bos=False).ids[0])
+    assert text.count(FILLER) > 3
+
+
+def test_depths_of_any_first_documents_are_spread_evenly():
+    for count in (4, 16, DOCUMENTS):
+        depths = sorted(depth(document) for document in range(count))
+        assert depths[0] == 0
+        assert max(b - a for a, b in zip(depths, [*depths[1:], 1.0], strict=True)) <= 2 / count
+    assert len({key(256, document) for document in range(DOCUMENTS)}) > 190
+    assert key(256, 3) == key(256, 3) != key(512, 3)
+
+
+def test_answers_must_be_the_key_to_the_digit():
+    keys = ["12345"] * 5
+    exact, digits = scores([" 12345", "12346", "1234", " 54321", "123456"], keys)
+    assert exact == [1, 0, 0, 0, 0]
+    assert digits == pytest.approx([1, 0.8, 0.8, 0.2, 1])
+
+
+def test_a_tokenizer_that_needs_more_tokens_is_refused(loaded):
+    with pytest.raises(DataError, match="tokens for the prompt without filler"):
+        prompts(Passkey(60), loaded[1], limit=1, add_bos=False)
+    with pytest.raises(RecipeError, match="passkey_256 or longer"):
+        plan_task("passkey_100", data=None, definitions=None)
+
+
+def test_greedy_decoding_gives_what_transformers_gives_one_by_one(loaded, monkeypatch):
+    model, tokenizer = loaded
+    asked = prompts(Passkey(256), tokenizer, limit=5, add_bos=True).ids
+    expected = [
+        model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6,
+            min_new_tokens=6, do_sample=False, pad_token_id=0,
+        )[0, len(ids) :].tolist()
+        for ids in asked
+    ]  # fmt: skip
+    assert greedy(model, asked, 6) == expected
+    monkeypatch.setitem(decoding.PROMPT_TOKENS, "cpu", 2 * 262)
+    assert at_once(model, 262) == 2
+    steps = []
+    assert greedy(model, asked, 6, progress=lambda *done: steps.append(done)) == expected
+    assert steps == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_the_cache_takes_its_memory_once(loaded):
+    model = loaded[0]
+    cache = reserved_cache(model, 40)
+    with torch.no_grad():
+        model(torch.ones(2, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
+        memory = cache.layers[0].keys.data_ptr()
+        model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    assert cache.layers[0].keys.data_ptr() == memory
+    assert cache.get_seq_length() == 31
+
+
+def test_a_group_has_lengths_up_to_four_times_the_context(tmp_path):
+    assert task_lengths(2048) == [256, 512, 1024, 2048, 4096, 8192]
+    assert task_lengths(100) == [256]
+    assert (task_length("passkey_890"), task_length("passkey_x")) == (890, None)
+    recipe = Recipe.load(small_recipe(tmp_path, tasks=["passkey"]), Overrides())
+    names = [task.name for task in plan(recipe, device="cpu").tasks]
+    assert names == ["passkey_256", "passkey_512", "passkey_1024"]  # the demo's context is 256
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_run_scores_it_like_any_task(tmp_path):
+    path = small_recipe(tmp_path, tasks=["passkey_256", "passkey_300"])
+    out = tmp_path / "out"
+    assert qbench("run", path, "--out", out, "--device", "cpu") == 0
+    records = Store(out).records()
+    assert len(records) == 4
+    for record in records:
+        assert [(s.task, s.metric, s.documents) for s in record.scores] == [
+            ("passkey_256", "exact_match", 3), ("passkey_256", "acc_digits", 3),
+            ("passkey_300", "exact_match", 3), ("passkey_300", "acc_digits", 3),
+        ]  # fmt: skip
+        assert record.key_parts["tasks"].keys() == {"passkey_256", "passkey_300"}
+        assert len(Store(out).outcomes(record)) == 12
+    quantized = next(record for record in records if record.cell == "softpick/rtn-4bit")
+    flips = quantized.damage.tasks["passkey_256"].flips["exact_match"]
+    assert (flips.documents, flips.right_to_wrong) == (3, 0)
