@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from qbench import __version__
 from qbench.commands import analysis, benchmarks, results, running
 from qbench.commands.screen import complain, refuse
-from qbench.errors import QbenchError
+from qbench.errors import QbenchError, RecipeError
 from qbench.machine.quiet import settle
 
 STOPPED = "stopped; finished cells are kept, run the same command to go on"
@@ -58,12 +58,26 @@ app.add_typer(benchmarks.app, name="bench", rich_help_panel="Measure and look up
 class Listing(StrEnum):
     quantizers = "quantizers"
     normalizers = "normalizers"
+    models = "models"
     tasks = "tasks"
 
 
 @app.command("list", rich_help_panel="Measure and look up")
-def list_command(what: Annotated[Listing, typer.Argument(help="What to list.")]) -> None:
-    """List the quantizers with their options, the normalizers, or lm-eval's tasks."""
+def list_command(
+    what: Annotated[Listing, typer.Argument(help="What to list.")],
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The models as the README's table.")
+    ] = False,
+) -> None:
+    """List the quantizers with their options, the normalizers, the classes of models that were
+    tried, or lm-eval's tasks."""
+    if markdown and what is not Listing.models:
+        raise RecipeError(f"list {what.value}: --markdown is for models")
+    if markdown:
+        from qbench.commands.models import model_table
+
+        typer.echo(model_table(), nl=False)
+        return
     for line in _listing(what):
         typer.echo(line)
 
@@ -73,12 +87,17 @@ def _listing(what: Listing) -> list[str]:
         from qbench.evaluation.definitions import task_names
 
         return task_names()
+    if what is Listing.models:
+        from qbench.commands.models import model_lines
+
+        return model_lines()
     if what is Listing.normalizers:
         from qbench.attention.normalizers import NORMALIZERS
 
         known = [NORMALIZERS.get(name) for name in NORMALIZERS]
         pairs = ((f"{one.name:10} {one.description}", f"{'':10}   {one.traits}") for one in known)
-        return [line for pair in pairs for line in pair]
+        native = f"{'native':10} what a model's own class in transformers computes, by its own code"
+        return [*(line for pair in pairs for line in pair), native]
     from qbench.quantizers import QUANTIZERS
 
     lines, explained = [], None

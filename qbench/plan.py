@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench import __version__
-from qbench.attention.implementation import choose
+from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.code import code_digest
@@ -24,7 +24,13 @@ from qbench.evaluation.definitions import expand
 from qbench.evaluation.planned import PlannedTask, plan_task
 from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.machine.environment import hardware, versions
-from qbench.preflight import require_able, require_bos, require_room, require_texts
+from qbench.preflight import (
+    model_choices,
+    require_able,
+    require_bos,
+    require_room,
+    require_texts,
+)
 from qbench.quantizers import Quantizer
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text
 from qbench.recipe import Column, Recipe, Task
@@ -39,11 +45,12 @@ class Cell:
     checkpoint: Checkpoint
     label: str  # of the quantizer in its recipe
     quantizer: Quantizer
-    attention: str  # "reference" or "triton"
+    attention: str  # "reference" or "triton"; of a native checkpoint "sdpa" or "eager"
     scoring: ScoringSettings
     key: str
     key_parts: dict[str, Any]
     base: GridCell | None  # the unquantized cell that damage is taken against
+    notes: tuple[str, ...] = ()  # what was chosen for this model that a user would not expect
 
     @property
     def name(self) -> str:
@@ -163,15 +170,17 @@ def _cell(
     base: GridCell | None,
 ) -> Cell:
     quantizer = column.quantizer
+    model = model_choices(name, checkpoint, recipe.evaluation, device)
+    checkpoint, attention = model.checkpoint, model.attention
     require_able(name, checkpoint, column, device)
-    wanted = recipe.evaluation.attention
-    attention = choose(checkpoint.normalizer, wanted, device)
     scoring = resolve(
         recipe.evaluation,
         device=device,
         config=checkpoint.config,
         max_length=checkpoint.max_length,
         mixes_batches=quantizer.mixes_batches,
+        fastest=model.fastest,
+        slower=f"checkpoints.{name}: {model.slower}",
     )
     compiled = ("triton",) if attention == "triton" or device == "cuda" else ()
     parts: dict[str, Any] = {
@@ -185,9 +194,10 @@ def _cell(
         "versions": {**versions((*quantizer.requirements(), *compiled)), "qbench": __version__},
         "code": code_digest(),
     }
-    normalizer = NORMALIZERS.get(checkpoint.normalizer)
-    if normalizer.source is not None:
-        parts["normalizer source"] = normalizer.source
+    if checkpoint.normalizer != NATIVE:
+        source = NORMALIZERS.get(checkpoint.normalizer).source
+        if source is not None:
+            parts["normalizer source"] = source
     if gpu is not None:
         parts["gpu"] = gpu
     if quantizer.needs_calibration:
@@ -210,6 +220,7 @@ def _cell(
         scoring=scoring,
         key=content_key(parts),
         key_parts=parts,
+        notes=model.notes(scoring.mode, device),
     )
 
 

@@ -1,20 +1,75 @@
-"""What would fail in a cell and can be seen before a model is loaded."""
+"""What would fail in a cell, or has to be chosen for a model, before it is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qbench.attention.implementation import NATIVE
+from qbench.checkpoints.attention import choose_attention
 from qbench.errors import RecipeError
+from qbench.evaluation.settings import Mode
 from qbench.quantizers.texts import read_texts
 
 if TYPE_CHECKING:
     from qbench.checkpoints import Checkpoint
     from qbench.evaluation.planned import PlannedTask
-    from qbench.recipe import Column
+    from qbench.recipe import Column, Evaluation
 
 CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelChoices:
+    """What a checkpoint's class decides: ``attention`` and, in ``checkpoint``, its normalizer;
+    the ``fastest`` mode that it can be scored in, and why that is ``slower`` than fast."""
+
+    checkpoint: Checkpoint
+    attention: str
+    native: str  # why it runs on its own attention, "" where it does not
+    fastest: Mode
+    slower: str
+    tried: bool
+
+    def notes(self, mode: Mode, device: str) -> tuple[str, ...]:
+        """What is chosen for the model that another one would not get, a line each."""
+        notes = []
+        if not self.tried:
+            notes.append(
+                f"{self.checkpoint.abilities.name} is none of the classes that were tried (qbench "
+                "list models); its attention is compared with transformers' own when it is loaded"
+            )
+        if self.native:
+            notes.append(f"attention native/{self.attention}: {self.native}")
+        if self.slower and (device == "cuda" or mode == "lm-eval"):
+            notes.append(f"scoring {mode}: {self.slower}")
+        return tuple(notes)
+
+
+def model_choices(
+    name: str, checkpoint: Checkpoint, evaluation: Evaluation, device: str
+) -> ModelChoices:
+    """What the class of the checkpoint ``name`` decides about its cells.
+
+    Raises RecipeError where ``evaluation`` asks for an attention that it cannot have.
+    """
+    can = checkpoint.abilities
+    chosen = choose_attention(name, checkpoint, evaluation.attention, device)
+    fastest, slower = can.scoring, can.slower
+    if chosen.normalizer == NATIVE and fastest == "fast":
+        fastest, slower = "exact", "packs need our attention"
+    if not can.tried and evaluation.scoring != "auto":  # as asked; the scorer looks at it closely
+        fastest, slower = "fast", ""
+    return ModelChoices(
+        checkpoint=replace(checkpoint, normalizer=chosen.normalizer),
+        attention=chosen.implementation,
+        native=chosen.why,
+        fastest=fastest,
+        slower=slower,
+        tried=can.tried,
+    )
 
 
 def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import QbenchError, RecipeError, RecipeProblems, shown
 from qbench.evaluation.settings import FEWSHOT_SEED
@@ -73,8 +74,9 @@ class CheckpointSource(Strict):
     @field_validator("normalizer")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in NORMALIZERS:
-            raise ValueError(f"unknown normalizer {shown(value)}; known: {', '.join(NORMALIZERS)}")
+        known = (*NORMALIZERS, NATIVE)
+        if value is not None and value not in known:
+            raise ValueError(f"unknown normalizer {shown(value)}; known: {', '.join(known)}")
         return value
 
 
@@ -111,7 +113,7 @@ class Evaluation(Strict):
     fewshot_seed: Seed = FEWSHOT_SEED  # draws few-shot examples
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
     tolerance: Tolerance = Tolerance()  # of fast scoring's difference from exact
-    attention: Literal["auto", "reference", "triton"] = "auto"
+    attention: Literal["auto", "reference", "triton", "native"] = "auto"
     damage: Flag = True
 
     @field_validator("batch_size", mode="before")

@@ -10,6 +10,9 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, UnavailableError
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
+# In a normalizer's place: a model's class attends as it does in transformers, by its own code.
+NATIVE = "native"
+OWN = ("sdpa", "eager")  # what implements that
 
 
 def choose(normalizer: str, wanted: str, device: str) -> str:

@@ -61,7 +61,7 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
     if model.config._attn_implementation != name:
         raise UnavailableError(
             f"{type(model).__name__} does not take its attention from AttentionInterface; "
-            "use a model class of transformers that does, such as LlamaForCausalLM"
+            "say attention: native to run it on its own"
         )
     watch_positions(model)
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
@@ -124,7 +124,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             causal=causal and attention_mask is None,
             **band,
         )
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward
 

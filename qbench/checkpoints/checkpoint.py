@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qbench.checkpoints import flash_linear_attention as fla
+from qbench.checkpoints.abilities import Abilities, abilities
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
@@ -22,6 +25,12 @@ class Checkpoint:
     config: dict[str, Any]
     digest: str
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
+
+    @property
+    def abilities(self) -> Abilities:
+        """Whose attention it can run on, and how fast it can be scored."""
+        known = fla.llama_settings(self.config) if fla.recognizes(self.config) else self.config
+        return abilities(known)
 
     @property
     def max_length(self) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qbench.checkpoints.weights import Header
-from qbench.errors import CheckpointError
+from qbench.errors import CheckpointError, QbenchError, UnavailableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,19 +83,66 @@ def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, He
 
 
 @torch.inference_mode()
-def require_causal(model: PreTrainedModel) -> None:
-    """Raise CheckpointError where later tokens change the logits of earlier ones.
-
-    Two rows of token ids [2, PROBE] that share their first half, through the model's own
-    attention, before ours, which is causal by its mask, is set.
-    """
+def own_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Logits [2, PROBE, vocabulary] of two rows of token ids that share their first half."""
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(2 * PROBE).reshape(2, PROBE) * 7 % size
     ids[1, : PROBE // 2] = ids[0, : PROBE // 2]
-    logits = model(ids.to(model.device), use_cache=False).logits[:, : PROBE // 2].float()
-    change = float((logits[0] - logits[1]).abs().max())
-    if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(logits.abs().max()):
+    return model(ids.to(model.device), use_cache=False).logits.float()
+
+
+def require_causal(model: PreTrainedModel, logits: torch.Tensor) -> None:
+    """Raise CheckpointError where later tokens change the logits of earlier ones.
+
+    ``logits`` are those of :func:`own_logits`, through the model's own attention, before ours,
+    which is causal by its mask, is set.
+    """
+    first = logits[:, : PROBE // 2]
+    change = float((first[0] - first[1]).abs().max())
+    if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(first.abs().max()):
         raise CheckpointError(
             f"later tokens change the logits of earlier ones (by {change:.3g}): it is not a "
             "causal language model, so it gives no probability of a text"
         )
+
+
+def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
+    """Raise UnavailableError where our attention, set by now, is not what the model runs on, or
+    does not compute what its own does, which gave ``logits``."""
+    name = type(model).__name__
+    remedy = "say attention: native to run it on its own"
+    try:
+        with counted(model.config._attn_implementation) as calls:
+            ours = own_logits(model)
+    except QbenchError:
+        raise
+    except Exception as error:  # whatever a class does with a mask or an output that is not its own
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnavailableError(f"{name} fails on our attention ({line}); {remedy}") from error
+    if not calls:
+        raise UnavailableError(f"{name} does not call the attention that it is given; {remedy}")
+    off = float((ours - logits).abs().max())
+    if off > NOISE.get(model.dtype, NOISE_OF_HALF) * float(logits.abs().max()):
+        raise UnavailableError(
+            f"our attention moves the logits of {name} by {off:.3g}: its own has something that "
+            f"ours lacks; {remedy}"
+        )
+
+
+@contextmanager
+def counted(name: str) -> Iterator[list[None]]:
+    """Counts the calls of the attention function that transformers knows as ``name``."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function, calls = ALL_ATTENTION_FUNCTIONS[name], []
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return function(*args, **kwargs)
+
+    AttentionInterface.register(name, count)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(name, function)

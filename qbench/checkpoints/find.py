@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench import hub
+from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.checkpoint import Checkpoint
@@ -70,7 +71,7 @@ def _found(source: str, folder: Path, normalizer: str | None) -> Checkpoint:
 
 def _require_tensors(config: dict[str, Any], headers: dict[str, Header], normalizer: str) -> None:
     settings = fla.llama_settings(config)
-    found = {fla.llama_name(name): header.shape for name, header in headers.items()}
+    found = fla.llama_shapes({name: header.shape for name, header in headers.items()})
     expected = fla.expected_shapes(settings)
     expected |= parameter_shapes(
         normalizer, fla.attention_modules(settings), settings["num_attention_heads"], found
@@ -128,6 +129,8 @@ def _normalizer(config: dict[str, Any], stated: str | None) -> str:
     if fla.recognizes(config):
         own = _of_attention(config, own, stated)
     own = own or "softmax"  # what the classes of transformers compute
+    if stated == NATIVE and own == "softmax":
+        return NATIVE
     if stated not in (None, own):
         raise CheckpointError(
             f"it was trained with {own}, the recipe says normalizer: {stated}; "
@@ -139,7 +142,7 @@ def _normalizer(config: dict[str, Any], stated: str | None) -> str:
 def _of_attention(config: dict[str, Any], own: str | None, stated: str | None) -> str:
     """The normalizer that ``attn_impl`` names; without it, what the config or recipe states."""
     if config.get("attn_impl") is None:
-        if own is None and stated != "softmax":
+        if own is None and stated not in ("softmax", NATIVE):
             raise CheckpointError(
                 "config.json has no attn_impl, so it does not say its normalizer; if it was "
                 "trained with softmax, let the recipe say normalizer: softmax; else write "

@@ -1,20 +1,24 @@
-"""The format of flash-linear-attention's ``transformer`` models, as ``LlamaForCausalLM``.
+"""The format of flash-linear-attention's ``transformer`` models, as a stock class of transformers.
 
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one
-to one under other names. Its GatedMLP bypasses ``down_proj.forward`` when fused, which would
+to one under other names. With ``window_size`` it is Mistral's, with ``qkv_bias`` Qwen 2's, with
+``qk_norm`` Qwen 3's. Its GatedMLP bypasses ``down_proj.forward`` when fused, which would
 hide that layer from quantizers; the conversion also rids us of that.
 
 Every field of a config is used, or known to be without effect on logits, or has the one value
-that Llama computes; all else is refused by name.
+that these classes compute; all else is refused by name.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qbench.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 NORMALIZER_OF = {
     "flash_attn": "softmax",
@@ -24,7 +28,13 @@ NORMALIZER_OF = {
     "naive_softpick_attn": "softpick",
     "parallel_rectified_attn": "rectified",
     "naive_rectified_attn": "rectified",
+    "parallel_scaled_attn": "scalable-softmax",
+    "naive_scaled_attn": "scalable-softmax",
+    "parallel_scaled_softpick_attn": "scalable-softpick",
+    "naive_scaled_softpick_attn": "scalable-softpick",
 }
+WINDOWED = ("flash_attn", None)  # the only implementations that look at window_size
+QK_NORM_EPS = 1e-5  # of queries' and keys' norms, whatever norm_eps says
 RENAMED = (
     (r"^model\.embeddings\.", "model.embed_tokens."),
     (r"^(model\.layers\.\d+)\.attn_norm\.", r"\1.input_layernorm."),
@@ -43,10 +53,12 @@ LAYER = {  # tensors of a layer, by the names of their sizes
     "mlp.up_proj": ("inner", "hidden"),
     "mlp.down_proj": ("hidden", "inner"),
 }
+BIASES = {"self_attn.q_proj": "width", "self_attn.k_proj": "shared", "self_attn.v_proj": "shared"}
 
 USED = frozenset({
     "model_type", "attn_impl", "qbench_normalizer", "vocab_size", "hidden_size", "hidden_ratio",
     "intermediate_size", "num_hidden_layers", "num_heads", "num_kv_heads", "norm_eps",
+    "window_size", "qkv_bias", "qk_norm",
     "rope_theta", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
     "eos_token_id", "pad_token_id",
 })  # fmt: skip
@@ -67,10 +79,9 @@ ONLY: dict[
     str, tuple[tuple[Any, ...], str]
 ] = {  # the values that Llama computes, and what others are
     "hidden_act": (("swish", "silu"), "another activation than x·sigmoid(x)"),
-    "qk_norm": ((False, None), "normalized queries and keys"),
-    "qkv_bias": ((False, None), "biased projections"),
     "attention_bias": ((False, None), "biased projections"),
-    "window_size": ((None,), "sliding-window attention"),
+    "attnres_block_size": ((None,), "attention over earlier layers' outputs"),
+    "use_myopic_loss": ((False, None), "a second head"),
     "elementwise_affine": ((True,), "norms without weights"),
     "norm_first": ((False, None), "norms within the projections"),
     "norm_bias": ((False, None), "biased norms"),
@@ -93,9 +104,10 @@ def normalizer(config: dict[str, Any]) -> str:
 
 
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``LlamaConfig``. Raises CheckpointError for what Llama lacks, for
-    unknown fields, and for sizes that are none."""
+    """``model_type`` and the fields of its configuration in transformers. Raises CheckpointError
+    for what no class there computes, for unknown fields, and for sizes that are none."""
     _require_known(config)
+    kind, ours = _kind(config)
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_heads")
     shared = heads if config.get("num_kv_heads") is None else _size(config, "num_kv_heads")
     if hidden % heads or (hidden // heads) % 2 or heads % shared:
@@ -108,6 +120,7 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     else:
         inner = _size(config, "intermediate_size")
     return {
+        "model_type": kind,
         "vocab_size": _size(config, "vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -126,9 +139,30 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": _token(config, "bos_token_id", 1),
         "eos_token_id": _token(config, "eos_token_id", 2),
         "pad_token_id": _token(config, "pad_token_id", None),
-        "attention_bias": False,
-        "mlp_bias": False,
+        **ours,
     }
+
+
+def _kind(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The ``model_type`` of transformers that computes the same, and its fields for that."""
+    norm, bias = _flag(config, "qk_norm"), _flag(config, "qkv_bias")
+    window = config.get("window_size")
+    if window is not None:
+        window = _size(config, "window_size")
+        if config.get("attn_impl") not in WINDOWED:
+            raise CheckpointError(
+                f"config.json: window_size {window}, which attn_impl {config['attn_impl']} does "
+                "not look at; write null if the model was trained without a window"
+            )
+    if not norm and not bias:
+        if window is not None:
+            return "mistral", {"sliding_window": window}
+        return "llama", {"attention_bias": False, "mlp_bias": False}
+    fields: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
+    if window is not None:
+        layers = ["sliding_attention"] * _size(config, "num_hidden_layers")
+        fields = {"use_sliding_window": True, "sliding_window": window, "layer_types": layers}
+    return ("qwen3", {**fields, "attention_bias": bias}) if norm else ("qwen2", fields)
 
 
 def llama_name(name: str) -> str:
@@ -138,6 +172,23 @@ def llama_name(name: str) -> str:
         if changed:
             break
     return name
+
+
+def llama_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Shapes by Llama name. Of the scaled variants: ``s`` [H, 1] is one number a head, and
+    ``logn`` a table of logarithms that follows from the positions."""
+    kept = {llama_name(n): shape for n, shape in shapes.items() if not n.endswith(".attn.logn")}
+    return {n: shape[:1] if _is_scale(n, shape) else shape for n, shape in kept.items()}
+
+
+def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by Llama name, as :func:`llama_shapes`."""
+    kept = {llama_name(n): one for n, one in tensors.items() if not n.endswith(".attn.logn")}
+    return {n: one[:, 0] if _is_scale(n, list(one.shape)) else one for n, one in kept.items()}
+
+
+def _is_scale(name: str, shape: list[int]) -> bool:
+    return name.endswith(".self_attn.s") and len(shape) == 2 and shape[1] == 1
 
 
 def attention_modules(settings: dict[str, Any]) -> list[str]:
@@ -160,8 +211,14 @@ def expected_shapes(settings: dict[str, Any]) -> dict[str, list[int]]:
     if not settings["tie_word_embeddings"]:
         shapes[HEAD] = [settings["vocab_size"], sizes["hidden"]]
     for layer in range(settings["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
         for name, shape in LAYER.items():
-            shapes[f"model.layers.{layer}.{name}.weight"] = [sizes[part] for part in shape]
+            shapes[f"{prefix}.{name}.weight"] = [sizes[part] for part in shape]
+        if settings["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                shapes[f"{prefix}.self_attn.{name}.weight"] = [settings["head_dim"]]
+        if settings["model_type"] == "qwen2" or settings.get("attention_bias"):
+            shapes |= {f"{prefix}.{name}.bias": [sizes[size]] for name, size in BIASES.items()}
     return shapes
 
 
@@ -188,6 +245,13 @@ def _size(config: dict[str, Any], name: str) -> int:
             + ("; write the longest context in tokens" if name.startswith("max_position") else "")
         )
     return value
+
+
+def _flag(config: dict[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"config.json: {name} {value!r:.60}: write true or false")
+    return bool(value)
 
 
 def _token(config: dict[str, Any], name: str, default: int | None) -> int | None:

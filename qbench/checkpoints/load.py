@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import flash_linear_attention as fla
+from qbench.checkpoints.abilities import class_names
+from qbench.checkpoints.attention import choose_attention
 from qbench.checkpoints.checkpoint import Checkpoint
 from qbench.checkpoints.files import stamps
 from qbench.checkpoints.parameters import attach, is_parameter
@@ -27,14 +31,22 @@ def load_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, attention: str = "auto"
 ) -> PreTrainedModel:
     """The model in ``dtype`` on ``device``, in evaluation mode, attending with the checkpoint's
-    normalizer through ``attention`` (auto, reference or triton).
+    normalizer through ``attention``: reference or triton, and where the normalizer is
+    ``native``, sdpa or eager, which are the class's own; auto is what a plan would choose.
 
     Raises CheckpointError where tensors are left over or missing, where weights are not finite,
     where the model is not causal or the files are no longer those that were found;
     UnavailableError where the attention cannot be had.
     """
     from qbench.attention.interface import attend
-    from qbench.checkpoints.checks import require_causal, require_finite
+    from qbench.checkpoints.checks import own_logits, require_causal, require_finite, require_ours
+
+    if attention == "auto":
+        chosen = choose_attention(checkpoint.source, checkpoint, attention, device)
+        checkpoint = replace(checkpoint, normalizer=chosen.normalizer)
+        attention = chosen.implementation
+    native = checkpoint.normalizer == NATIVE
+    fla_format = checkpoint.format == "flash-linear-attention"
 
     try:
         if stamps(checkpoint.folder) != checkpoint.files:
@@ -42,18 +54,24 @@ def load_model(
                 "its files changed after this run began; run again, so that every cell is scored "
                 "under the key of what it loads"
             )
-        if checkpoint.format == "flash-linear-attention":
+        if fla_format:
             model = _load_flash_linear_attention(checkpoint, dtype)
         else:
             model = _load_transformers(checkpoint, dtype)
         model = model.to(device).eval().requires_grad_(False)
         require_finite(model)
-        if checkpoint.format != "flash-linear-attention":
-            require_causal(model)
+        if native:
+            model.set_attn_implementation(attention)
+        logits = None if fla_format else own_logits(model)
+        if logits is not None:
+            require_causal(model, logits)
+        model.config.qbench_normalizer = checkpoint.normalizer
+        if not native:
+            attend(model, normalizer=checkpoint.normalizer, implementation=attention)
+            if logits is not None and "qbench_normalizer" not in checkpoint.config:
+                require_ours(model, logits)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {checkpoint.source}: {error}") from error
-    model.config.qbench_normalizer = checkpoint.normalizer
-    attend(model, normalizer=checkpoint.normalizer, implementation=attention)
     return model
 
 
@@ -74,31 +92,52 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig
 
     from qbench.checkpoints.checks import require_tied
 
     settings = fla.llama_settings(checkpoint.config)
     try:
-        state = {
-            fla.llama_name(name): tensor
-            for file in weight_files(checkpoint.folder)
-            for name, tensor in load_file(checkpoint.folder / file).items()
-        }
+        state = fla.llama_tensors(
+            {
+                name: tensor
+                for file in weight_files(checkpoint.folder)
+                for name, tensor in load_file(checkpoint.folder / file).items()
+            }
+        )
     except (SafetensorError, OSError) as error:
         raise CheckpointError(_first_line(error)) from error
     if settings["tie_word_embeddings"] and fla.HEAD in state:
         require_tied(fla.HEAD, state.pop(fla.HEAD), state[fla.EMBEDDINGS])
     known = fla.expected_shapes(settings)
     own = {name: state.pop(name) for name in list(state) if name not in known}
-    config = LlamaConfig(**settings)
-    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    model = _of_class(settings, state, dtype)
     attach(model, checkpoint.normalizer, own)
     if (checkpoint.folder / "generation_config.json").is_file():  # as transformers would read it
         try:
             model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
         except Exception as error:  # whatever odd values make of transformers
             raise CheckpointError(f"generation_config.json: {_first_line(error)}") from error
+    return model
+
+
+def _of_class(
+    settings: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The stock class that ``settings`` name, with the weights of ``state``."""
+    import transformers
+
+    kind = settings["model_type"]
+    config = transformers.AutoConfig.for_model(**settings)
+    if kind == "qwen3" and settings["attention_bias"]:  # its output projection has one, too
+        for layer in range(config.num_hidden_layers):
+            zeros = next(iter(state.values())).new_zeros(config.hidden_size)
+            state[f"model.layers.{layer}.self_attn.o_proj.bias"] = zeros
+    model_class = getattr(transformers, class_names()[kind])
+    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    for name, module in model.named_modules():
+        if name.endswith((".q_norm", ".k_norm")):
+            module.variance_epsilon = fla.QK_NORM_EPS
     return model
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.implementation import NATIVE
+from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def parameter_shapes(
     ``heads`` query heads; of those that it can do without, only where some are ``present``."""
     names, there = tuple(modules), set(present)
     shapes: dict[str, list[int]] = {}
-    for parameter in NORMALIZERS.get(normalizer).parameters:
+    for parameter in _parameters(normalizer):
         shape = [heads if axis == "H" else int(axis) for axis in parameter.shape]
         wanted = {f"{name}.{parameter.attribute}": shape for name in names}
         if parameter.required or there & set(wanted):
@@ -34,8 +35,13 @@ def parameter_shapes(
 
 def is_parameter(normalizer: str, name: str) -> bool:
     """Whether a tensor's name ends as those of a parameter of ``normalizer``."""
-    attributes = [parameter.attribute for parameter in NORMALIZERS.get(normalizer).parameters]
+    attributes = [parameter.attribute for parameter in _parameters(normalizer)]
     return name.rpartition(".")[2] in attributes
+
+
+def _parameters(normalizer: str) -> tuple[Parameter, ...]:
+    """None where the model's class attends by itself, with tensors that it reads itself."""
+    return () if normalizer == NATIVE else NORMALIZERS.get(normalizer).parameters
 
 
 def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:

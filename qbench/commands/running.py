@@ -169,6 +169,8 @@ def plan(
         there = "there" if passes(record, cell) else "to retry"
         state = "to run" if record is None else there
         typer.echo(f"{state:9} {cell.name}  key {cell.key[:16]}")
+    for line in notes(planned.select(only)):
+        typer.echo(line)
     typer.echo(f"results go to {store.directory}")
 
 
@@ -270,8 +272,19 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     display.say(
         f"{count} on {planned.device}, attention {first.attention}, scoring {first.scoring.mode}"
     )
+    for line in notes(cells):
+        display.say(line)
     if planned.calibration is not None:
         display.say(f"calibration text: {planned.calibration.path}")
+
+
+def notes(cells: Sequence[Cell]) -> list[str]:
+    """What was chosen for models that others would not get: each once, with their names."""
+    names: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for note in cell.notes:
+            names.setdefault(note, {})[cell.checkpoint_name] = None
+    return [f"{', '.join(of)}: {note}" for note, of in names.items()]
 
 
 def named(pairs: Sequence[str]) -> dict[str, str]:

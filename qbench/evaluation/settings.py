@@ -11,6 +11,7 @@ from qbench.evaluation.tolerance import Tolerance
 
 Mode = Literal["exact", "fast", "lm-eval"]
 Asked = Literal["auto", "exact", "fast", "lm-eval"]
+MODES: tuple[Mode, ...] = ("fast", "exact", "lm-eval")  # the fastest first
 SoftmaxDtype = Literal["float32", "model"]
 
 # lm-eval's own seeds: of few-shot examples, and of Python's, NumPy's and torch's generators.
@@ -86,13 +87,16 @@ def resolve(
     config: Mapping[str, Any],
     max_length: int | None,
     mixes_batches: bool,
+    fastest: Mode = "fast",
+    slower: str = "",
 ) -> ScoringSettings:
     """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
 
     ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration, ``max_length`` the
     longest context in tokens that it states: beyond it positions were never trained, so it is a
     bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring
-    regroups. Raises RecipeError for what cannot be.
+    regroups. ``fastest``: the fastest mode that works for the model, ``slower`` why that is not
+    fast. Raises RecipeError for what cannot be.
     """
     lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
     if not lengths:
@@ -103,8 +107,14 @@ def resolve(
             "evaluation.scoring: fast: this quantizer's scores depend on batch-mates, which fast "
             "scoring regroups; say scoring: auto or exact"
         )
+    if mode != "auto" and MODES.index(mode) < MODES.index(fastest):
+        raise RecipeError(
+            f"evaluation.scoring: {mode}: this model cannot be scored so ({slower}); say scoring: "
+            f"auto or {fastest}"
+        )
     if mode == "auto":
-        mode = "fast" if device == "cuda" and not mixes_batches else "exact"
+        wanted: Mode = "fast" if device == "cuda" and not mixes_batches else "exact"
+        mode = max(wanted, fastest, key=MODES.index)
     automatic = evaluation.batch_size == "auto"
     return ScoringSettings(
         mode=mode,

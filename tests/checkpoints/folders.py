@@ -29,7 +29,7 @@ def fla_name(name: str) -> str:
 def random_tensors(config: dict = CONFIG) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        fla_name(name): torch.randn(shape, generator=generator) / 8
+        fla_name(name): torch.randn(shape, generator=generator) / 8 + (1 if "norm" in name else 0)
         for name, shape in expected_shapes(llama_settings(config)).items()
     }
 

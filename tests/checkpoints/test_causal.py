@@ -8,7 +8,7 @@ import torch
 from checkpoints.folders import write
 
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.checks import require_causal
+from qbench.checkpoints.checks import own_logits, require_causal
 from qbench.checkpoints.config import ENCODERS
 from qbench.errors import CheckpointError
 
@@ -66,10 +66,10 @@ def test_what_a_model_does_is_checked_too(dtype, decoder):
     config = BertConfig(**SIZES, is_decoder=decoder, initializer_range=0.2)
     model = BertLMHeadModel(config).to(dtype).eval()
     if decoder:
-        require_causal(model)
+        require_causal(model, own_logits(model))
     else:
         with pytest.raises(CheckpointError, match="later tokens change the logits of earlier"):
-            require_causal(model)
+            require_causal(model, own_logits(model))
 
 
 def test_a_bidirectional_model_of_an_unknown_kind_is_refused_when_loaded(tmp_path, monkeypatch):

@@ -1,0 +1,121 @@
+"""flash-linear-attention's settings of attention: read as the class that computes the same.
+
+The logits are compared with a forward that is written out here from that library's definition.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints.folders import CONFIG, random_tensors, write
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.checkpoints import find, load_model
+from qbench.checkpoints.flash_linear_attention import NORMALIZER_OF
+from qbench.errors import CheckpointError
+
+VARIANTS = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 1},
+    "norm": {"qk_norm": True},
+    "bias": {"qkv_bias": True, "num_kv_heads": 1},
+    "norm and bias": {"qk_norm": True, "qkv_bias": True},
+    "window": {"window_size": 5, "attn_impl": "flash_attn"},
+    "window, norm": {"window_size": 5, "attn_impl": "flash_attn", "qk_norm": True},
+    "window, bias": {"window_size": 5, "attn_impl": "flash_attn", "qkv_bias": True},
+    "window, as upstream writes it": {"window_size": 5, "attn_impl": None},
+    "tied": {"tie_word_embeddings": True},
+    "naive": {"attn_impl": "naive_rectified_attn", "num_kv_heads": 1},
+}
+CLASS = {
+    "norm": "Qwen3", "bias": "Qwen2", "norm and bias": "Qwen3", "window": "Mistral",
+    "window, norm": "Qwen3", "window, bias": "Qwen2", "window, as upstream writes it": "Mistral",
+}  # fmt: skip
+
+
+def rms(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x, theta):
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[-2])[:, None] * theta ** (-torch.arange(half) / half)
+    first, second = x.chunk(2, -1)
+    sin, cos = angles.sin(), angles.cos()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+def logits(ids, config, tensors, normalizer):
+    """[T, vocabulary] of one sequence, float32, by the names of flash-linear-attention."""
+    heads, eps = config["num_heads"], config["norm_eps"]
+    shared, time = config["num_kv_heads"] or heads, len(ids)
+    x = tensors["model.embeddings.weight"][ids]
+    layer = {k.removeprefix("model.layers.0."): v for k, v in tensors.items()}
+    h = rms(x, layer["attn_norm.weight"], eps)
+
+    def projected(name, count):
+        bias = layer.get(f"attn.{name}_proj.bias")
+        out = functional.linear(h, layer[f"attn.{name}_proj.weight"], bias)
+        out = out.view(time, count, -1).transpose(0, 1)
+        if config.get("qk_norm") and name != "v":
+            out = rms(out, layer[f"attn.{name}_norm.weight"], 1e-5)
+        return rotated(out, config["rope_theta"]) if name != "v" else out
+
+    q, k, v = projected("q", heads), projected("k", shared), projected("v", shared)
+    k, v = (each.repeat_interleave(heads // shared, 0) for each in (k, v))
+    apart = torch.arange(time)[:, None] - torch.arange(time)
+    allowed = (apart >= 0) & (apart < (config.get("window_size") or time))
+    scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    weights = NORMALIZERS.get(normalizer).weights(scores, allowed=allowed)
+    x = x + (weights @ v).transpose(0, 1).reshape(time, -1) @ layer["attn.o_proj.weight"].T
+    h = rms(x, layer["mlp_norm.weight"], eps)
+    inner = functional.silu(h @ layer["mlp.gate_proj.weight"].T) * (
+        h @ layer["mlp.up_proj.weight"].T
+    )
+    x = rms(x + inner @ layer["mlp.down_proj.weight"].T, tensors["model.norm.weight"], eps)
+    return x @ tensors.get("lm_head.weight", tensors["model.embeddings.weight"]).T
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_gives_the_logits_of_its_definition(tmp_path, name):
+    config = {k: v for k, v in {**CONFIG, **VARIANTS[name]}.items() if v is not None or k[0] == "n"}
+    tensors = random_tensors(config)
+    if config.get("qk_norm"):  # so small that the norms' epsilon counts
+        for part in ("q", "k"):
+            tensors[f"model.layers.0.attn.{part}_proj.weight"] /= 100
+    folder = write(tmp_path / "c", config, tensors)
+    stated = None if "attn_impl" in config else "softmax"
+    found = find(str(folder), normalizer=stated)
+    model = load_model(found, dtype=torch.float32, device="cpu")
+    assert type(model).__name__ == f"{CLASS.get(name, 'Llama')}ForCausalLM"
+    ids = torch.randint(0, 32, (23,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = model(ids[None], use_cache=False).logits[0]
+    expected = logits(ids, config, tensors, found.normalizer)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert found.abilities.scoring == ("exact" if "window" in name else "fast")
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_the_tensors_of_a_variant_are_checked(tmp_path, change):
+    config = {**CONFIG, "qk_norm": True, "qkv_bias": True}
+    folder, name = write(tmp_path / "c", config, random_tensors(config)), "attn.q_norm.weight"
+    tensors = load_file(folder / "model.safetensors")
+    (full,) = [key for key in tensors if key.endswith(name)]
+    tensors[full] = tensors[full][:3]
+    if change == "missing":
+        del tensors[full]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{change}: .*q_norm\.weight"):
+        find(str(folder))
+
+
+@pytest.mark.parametrize("implementation", [n for n in NORMALIZER_OF if n != "flash_attn"])
+def test_a_window_that_the_implementation_would_not_see_is_refused(tmp_path, implementation):
+    config = {**CONFIG, "attn_impl": implementation, "window_size": 4}
+    with pytest.raises(
+        CheckpointError, match=r"window_size 4, which attn_impl .* does not look at"
+    ):
+        find(str(write(tmp_path / "c", config, random_tensors(CONFIG))))

@@ -1,0 +1,59 @@
+"""Every class that ``qbench list models`` names: scored as lm-eval scores it, and quantized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scoring_models import choices, scorer
+from tiny import CONFIGS, write_tiny
+from transformers import AutoModelForCausalLM
+
+from qbench.checkpoints import find, load_model
+from qbench.checkpoints.abilities import class_names
+from qbench.checkpoints.classes import CLASSES
+from qbench.errors import UnavailableError
+from qbench.evaluation.settings import MODES
+from qbench.evaluation.tolerance import Tolerance
+
+LOOSE = Tolerance(mean=1e-3, largest=1e-3, changed=0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Writes each tiny checkpoint once."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def folder(kind):
+        if kind not in made:
+            made[kind] = write_tiny(root / kind, kind)
+        return made[kind]
+
+    return folder
+
+
+def answers(model, mode):
+    found = scorer(model, mode, tolerance=LOOSE).loglikelihood(choices(3), disable_tqdm=True)
+    return [value for value, _ in found]
+
+
+def test_every_class_of_the_table_is_tried():
+    assert set(CONFIGS) == set(CLASSES)
+    assert {kind: row.name for kind, row in CLASSES.items()}.items() <= class_names().items()
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_the_table_says(kind, folders):
+    found = find(str(folders(kind)))
+    can = found.abilities
+    theirs = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32).eval()
+    expected = answers(theirs, "lm-eval")
+    ours = load_model(found, dtype=torch.float32, device="cpu")
+    runs_on = ours.config._attn_implementation
+    assert runs_on == (can.own if can.native else "qbench-softmax-reference")
+    assert ours.config.qbench_normalizer == ("native" if can.native else "softmax")
+    for mode in MODES:
+        if MODES.index(mode) >= MODES.index(can.scoring):
+            assert answers(ours, mode) == pytest.approx(expected, abs=2e-4), mode
+        else:
+            with pytest.raises(UnavailableError):
+                answers(ours, mode)

@@ -1,0 +1,101 @@
+"""Classes that nobody tried: taken for what transformers' source says, and held against it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from tiny import SMALL, tiny_model, write_tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qbench.checkpoints import find, load_model
+from qbench.checkpoints.abilities import abilities
+from qbench.checkpoints.checks import own_logits, require_ours
+from qbench.checkpoints.classes import CLASSES
+from qbench.errors import UnavailableError
+
+
+def written(folder, kind, **changes):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return find(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [
+        ("diffllama", None),
+        ("doge", None),
+        ("vaultgemma", "soft-capped scores"),
+        ("openai-gpt", "nobody tried this class"),
+        ("xlstm", "its class computes attention itself"),
+        ("of-a-later-transformers", "nobody tried this class"),
+    ],
+)
+def test_it_is_taken_for_what_the_source_of_transformers_says(kind, native):
+    can = abilities({"model_type": kind})
+    assert (can.native, can.scoring, can.tried) == (native, "exact", False)
+
+
+def test_one_that_fails_on_our_attention_is_refused_when_loaded(tmp_path):
+    found = written(tmp_path, "doge")
+    with pytest.raises(UnavailableError, match=r"fails on our attention \(.*say attention: native"):
+        load_model(found, dtype=torch.float32, device="cpu")
+    native = dataclasses.replace(found, normalizer="native")
+    own = found.abilities.own
+    model = load_model(native, dtype=torch.float32, device="cpu", attention=own)
+    assert model.config._attn_implementation == own
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("mamba", "does not call the attention that it is given"),
+        ("bloom", "does not take its attention from AttentionInterface"),
+        ("gpt_oss", "attention has no s_aux"),
+        ("gemma2", "attention has no softcap"),
+    ],
+)
+def test_what_our_attention_lacks_is_never_left_out_in_silence(tmp_path, kind, words, monkeypatch):
+    """As if the table said that the class ran on ours."""
+    row = dataclasses.replace(CLASSES[kind], native="")
+    monkeypatch.setitem(CLASSES, kind, row)
+    found = find(str(write_tiny(tmp_path, kind)))
+    with pytest.raises(UnavailableError, match=words):
+        load_model(found, dtype=torch.float32, device="cpu")
+
+
+def test_other_logits_than_its_own_are_refused():
+    model = tiny_model("llama")
+    logits = own_logits(model)
+    require_ours(model, logits)
+    with pytest.raises(UnavailableError, match="moves the logits of LlamaForCausalLM"):
+        require_ours(model, logits + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated", "scoring"),
+    [
+        ("mistral", {"sliding_window": 4096}, "exact"),
+        ("mistral", {}, "exact"),  # the class's default is a window
+        ("mistral", {"sliding_window": None}, "fast"),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": False}, "fast"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "exact"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "exact"),
+        ("granite", {"logits_scaling": 1.0}, "fast"),
+        ("granite", {"logits_scaling": 8.0}, "lm-eval"),
+        ("gemma2", {"attn_logit_softcapping": None}, "lm-eval"),
+        ("cohere", {}, "lm-eval"),
+    ],
+)
+def test_the_configuration_decides_how_fast_it_can_be_scored(kind, stated, scoring):
+    can = abilities(json.loads(json.dumps({"model_type": kind, **stated})))
+    assert (can.scoring, bool(can.slower)) == (scoring, scoring != "fast")
+
+
+def test_gemma_2_without_its_cap_runs_on_our_attention():
+    assert abilities({"model_type": "gemma2"}).native
+    assert abilities({"model_type": "gemma2", "attn_logit_softcapping": None}).native is None

@@ -1,0 +1,136 @@
+"""What a model's class decides is decided when the run is planned, and shown."""
+
+from __future__ import annotations
+
+import pytest
+from small_recipe import DEMO, qbench, small_recipe
+from tiny import write_tiny
+
+from qbench.errors import CheckpointError, RecipeError
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.store import Store
+
+KINDS = ("bloom", "gpt_oss", "granite", "llama", "mistral")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: str(write_tiny(root / kind, kind)) for kind in KINDS}
+
+
+def recipe(tmp_path, checkpoints, quantizers=("fp32",), **evaluation):
+    """Of one task of three documents that the tiny models' own tokenizer reads."""
+    return small_recipe(
+        tmp_path,
+        checkpoints=checkpoints,
+        quantizers=list(quantizers),
+        tasks=["demo_choice"],
+        evaluation={"limit": 3, "max_length": 64, **evaluation},
+    )
+
+
+def cell(path, device="cpu"):
+    (only,) = plan(Recipe.load(path), device=device).cells
+    return only
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "normalizer", "attention"),
+    [
+        ("llama", "auto", "softmax", "reference"),
+        ("llama", "native", "native", "sdpa"),
+        ("bloom", "auto", "native", "eager"),
+        ("bloom", "native", "native", "eager"),
+        ("gpt_oss", "auto", "native", "eager"),
+    ],
+)
+def test_the_attention_is_chosen_for_the_class(
+    tmp_path, models, kind, asked, normalizer, attention
+):
+    found = cell(recipe(tmp_path, {"a": models[kind]}, attention=asked))
+    assert (found.checkpoint.normalizer, found.attention) == (normalizer, attention)
+    assert found.key_parts["normalizer"] == normalizer
+    assert found.key_parts["attention"] == attention
+    assert any("native/" in note for note in found.notes) == (normalizer == "native")
+
+
+def test_a_checkpoint_may_ask_for_its_own_attention(tmp_path, models):
+    source = {"path": models["llama"], "normalizer": "native"}
+    found = cell(recipe(tmp_path, {"a": source}))
+    assert (found.checkpoint.normalizer, found.attention) == ("native", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("source", "attention", "words"),
+    [
+        ("bloom", "reference", "BloomForCausalLM, which runs on its own attention alone"),
+        ("gpt_oss", "reference", r"\(learned sinks\); say attention: auto or native"),
+        ("softpick", "native", "trained with softpick, which LlamaForCausalLM of transformers"),
+        ({"normalizer": "native"}, "auto", "trained with softpick, the recipe says normalizer"),
+    ],
+)
+def test_an_attention_that_cannot_be_had_is_refused(tmp_path, models, source, attention, words):
+    softpick = str(DEMO / "softpick")
+    if isinstance(source, dict):
+        source = {"path": softpick, **source}
+    else:
+        source = softpick if source == "softpick" else models[source]
+    with pytest.raises((RecipeError, CheckpointError), match=words):
+        cell(recipe(tmp_path, {"a": source}, attention=attention))
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "device", "mode"),
+    [
+        ("llama", "auto", "cuda", "fast"),
+        ("mistral", "auto", "cuda", "fast"),
+        ("bloom", "auto", "cuda", "exact"),
+        ("bloom", "auto", "cpu", "exact"),
+        ("granite", "auto", "cuda", "lm-eval"),
+        ("granite", "auto", "cpu", "lm-eval"),
+        ("granite", "lm-eval", "cuda", "lm-eval"),
+        ("bloom", "exact", "cuda", "exact"),
+    ],
+)
+def test_auto_is_the_fastest_scoring_that_works_for_the_model(
+    tmp_path, models, monkeypatch, kind, asked, device, mode
+):
+    monkeypatch.setattr("qbench.plan.hardware", lambda _: "a GPU")  # the driver is not asked
+    monkeypatch.setattr("qbench.checkpoints.attention.choose", lambda *_: "reference")
+    found = cell(recipe(tmp_path, {"a": models[kind]}, scoring=asked), device)
+    assert found.scoring.mode == mode
+    shown = any(note.startswith(f"scoring {mode}") for note in found.notes)
+    assert shown == (mode != "fast" and (device == "cuda" or mode == "lm-eval"))
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("bloom", "fast"), ("granite", "exact")])
+def test_a_scoring_that_the_model_cannot_have_is_refused_with_the_reason(
+    tmp_path, models, kind, asked
+):
+    with pytest.raises(RecipeError, match=rf"scoring: {asked}: .*checkpoints\.a: .*say scoring"):
+        cell(recipe(tmp_path, {"a": models[kind]}, scoring=asked))
+
+
+def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, monkeypatch, capfd):
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    path = recipe(tmp_path, {"a": models["bloom"], "b": models["gpt_oss"]})
+    assert qbench("plan", path, "--out", tmp_path / "out") == 0
+    shown = capfd.readouterr().out
+    assert "a: attention native/eager: its class computes attention itself" in shown
+    assert "b: attention native/eager: learned sinks" in shown
+    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 0
+    assert "b: attention native/eager: learned sinks" in capfd.readouterr().err
+    for record in Store(tmp_path / "out").records():
+        assert (record.normalizer, record.attention) == ("native", "native/eager")
+
+
+def test_the_table_of_models_is_made_by_a_command(capfd):
+    assert qbench("list", "models", "--markdown") == 0
+    table = capfd.readouterr().out
+    assert "| `gpt_oss` | gpt-oss | native (eager): learned sinks | exact" in table
+    assert qbench("list", "models") == 0
+    assert "GPT2LMHeadModel: GPT-2" in capfd.readouterr().out
+    with pytest.raises(RecipeError, match="--markdown is for models"):
+        qbench("list", "tasks", "--markdown")
