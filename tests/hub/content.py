@@ -51,7 +51,7 @@ def fill(hub: Hub, content: Files) -> None:
 def checkpoint(attention: str, seed: int) -> dict[str, bytes]:
     """Files of a tiny model with random weights and the demo's tokenizer, in two shards."""
     config = json.loads((DEMO / "softpick" / "config.json").read_text())
-    config |= {"attn_impl": attention, "hidden_size": 128, "num_heads": 2, "num_hidden_layers": 1,
+    config |= {"attn_impl": attention, "hidden_size": 128, "num_heads": 1, "num_hidden_layers": 1,
                "intermediate_size": 128, "max_position_embeddings": 4096}  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

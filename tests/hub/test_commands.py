@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hub.content import C4, SHARD, SOFTMAX, SOFTPICK
+import yaml
+from hub.content import C4, DOCUMENTS, SHARD, SOFTMAX, SOFTPICK
 from hub.server import Fault
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -59,24 +60,55 @@ def test_a_cell_of_the_shipped_recipe_is_scored_and_kept_and_then_needs_no_hub(
     assert hub.requests == []
 
 
+def cells_of(folder):
+    """Every record below a results folder, by cell."""
+    records = [json.loads(path.read_text()) for path in (folder / "records").rglob("*.json")]
+    return {f"{record['checkpoint']}/{record['quantizer']}": record for record in records}
+
+
 @pytest.mark.slow
-def test_gptq_cells_of_the_pair_are_quantized_audited_and_scored(qbench, tmp_path):
-    text = GPTQ.read_text()
-    smaller = {"samples: 128": "samples: 4", "length: 2048": "length: 64"}
-    for shipped, ours in smaller.items():
-        assert shipped in text
-        text = text.replace(shipped, ours)
-    (tmp_path / "gptq.yaml").write_text(text)
-    ended = qbench(
-        "run", "gptq.yaml", "--only", "*/[bg][fp][1t]*[64]*", "--limit", "3", "--device", "cpu"
-    )
-    assert ended.code == 0, ended.errors
-    records = (tmp_path / "results" / "gptq" / "records").rglob("*.json")
-    found = {"/".join(path.parts[-3:-1]): json.loads(path.read_text()) for path in records}
-    assert set(found) == {f"{name}/{quantizer}" for name in ("softmax", "softpick")
-                          for quantizer in ("bf16", "gptq-4bit")}  # fmt: skip
-    assert {record["status"] for record in found.values()} == {"ok"}
-    assert all(record["audit"]["passed"] for record in found.values() if record["audit"])
+def test_both_recipes_run_whole_as_they_are_shipped(hub, qbench, tmp_path):
+    """28 cells: 128 × 2,048 tokens of calibration, every document; 35 s and 20 s on two cores."""
+    for recipe, methods in ((APPENDIX, ("BNB", "GPTQ", "HQQ")), (GPTQ, ("GPTQ",))):
+        ended = qbench("run", recipe, "--device", "cpu", "--workers", "2")
+        assert ended.code == 0, ended.errors
+        folder = tmp_path / "results" / recipe.stem
+        found = cells_of(folder)
+        labels = yaml.safe_load(recipe.read_text())["quantizers"]
+        labels = [one if isinstance(one, str) else one["name"] for one in labels]
+        assert set(found) == {f"{name}/{label}" for name in ("softmax", "softpick")
+                              for label in labels}  # fmt: skip
+        for name, record in found.items():
+            assert record["status"] == "ok", record["error"]
+            scored = {score["task"]: score["documents"] for score in record["scores"]}
+            assert scored == dict.fromkeys(TASKS, DOCUMENTS), name
+            quantized = not name.endswith("/bf16")
+            assert record["audit"]["passed"]
+            assert record["audit"]["coverage"] == quantized
+            assert (record["damage"] or {}).get("status") == ("measured" if quantized else None)
+            normalizer = name.partition("/")[0]
+            assert record["attention"] == f"{normalizer}/reference"
+        for name in ("softmax", "softpick"):
+            errors = [found[f"{name}/gptq-{bits}bit"]["audit"]["weight_error"]
+                      for bits in (2, 3, 4, 8)]  # fmt: skip
+            assert errors == sorted(errors, reverse=True)
+        shown = (folder / "tables.md").read_text()
+        assert ended.output == shown
+        assert all(f"| {task} " in shown for task in TASKS)
+        assert {label for label in labels if label in shown} == set(labels)
+        heads = re.findall(r"^### (\w+): ", shown, re.MULTILINE)
+        assert heads == [method for method in methods for _ in ("Δ", "damage")]
+        assert "missing" not in shown
+    reused = [record["stages"][1]["detail"] for name, record in found.items() if "gptq" in name]
+    assert set(reused) == {
+        "artifact reused: gptqmodel, PyTorch kernel"
+    }  # quantized for the other recipe, with its settings
+    hub.requests.clear()
+    again = qbench("run", GPTQ, "--device", "cpu", HF_HUB_OFFLINE="1")
+    assert again.code == 0, again.errors
+    assert again.errors.count("already there") == 10
+    assert again.output == ended.output
+    assert hub.requests == []
 
 
 def test_a_checkpoint_that_is_gated_ends_the_command_with_one_line(hub, qbench):

@@ -141,3 +141,25 @@ def test_the_console_stays_silent(browsed):
     told, logged = browsed
     assert told["errors"] == []
     assert not re.search(r"CONSOLE|Refused to|violates", logged)
+
+
+@pytest.mark.skipif(CHROMIUM is None or not shutil.which("pdftotext"),
+                    reason="needs Chromium and pdftotext")  # fmt: skip
+def test_a_printed_table_has_its_head_on_every_page(page, tmp_path):
+    """With 20 times as many rows, so that it needs several pages."""
+    first, body, rest = re.split(r"(?<=<tbody id=\"body-scores-points\">)(.*?)(?=</tbody>)", page,
+                                 maxsplit=1, flags=re.DOTALL)  # fmt: skip
+    path, printed = tmp_path / "page.html", tmp_path / "page.pdf"
+    path.write_text(first + 20 * body + rest)
+    subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer",
+         f"--user-data-dir={tmp_path / 'profile'}", f"--print-to-pdf={printed}", path.as_uri()],
+        capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    text = subprocess.run(["pdftotext", "-layout", printed, "-"], capture_output=True, text=True,
+                          check=True).stdout  # fmt: skip
+    row = re.compile(r"^ *(arc_easy|lambada_openai|wikitext) +(Acc|Perp|Word)", re.MULTILINE)
+    heads = [bool(re.search("^ *Task +Metric +Quantizer", one, re.MULTILINE))
+             for one in text.split("\f") if len(row.findall(one)) > 20]  # fmt: skip
+    assert len(heads) > 4
+    assert all(heads)
