@@ -12,12 +12,14 @@ from qbench import __version__
 from qbench.commands import analysis, benchmarks, results, running
 from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError, RecipeError
+from qbench.machine.memory import settle_memory
 from qbench.machine.quiet import settle
 
 STOPPED = "stopped; finished cells are kept, run the same command to go on"
 INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
 
 settle()
+settle_memory()
 
 
 class Commands(TyperGroup):

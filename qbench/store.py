@@ -169,7 +169,7 @@ class Store:
         from pyarrow import parquet
 
         # without threads: where there is no memory for one, pyarrow waits for it for ever
-        file = parquet.ParquetFile(io.BytesIO(self._payload(record, name)))
+        file = parquet.ParquetFile(io.BytesIO(self._payload(record, name)), pre_buffer=False)
         return file.read(use_threads=False).to_pandas(use_threads=False)
 
     def _payload(self, record: Record, name: Table) -> bytes:

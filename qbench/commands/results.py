@@ -14,6 +14,7 @@ import typer
 from qbench.commands.options import Folder, Published, to_file, to_folder
 from qbench.commands.screen import show_written
 from qbench.files import require_folder
+from qbench.machine.memory import require_memory
 
 if TYPE_CHECKING:
     from qbench.store import Store
@@ -52,6 +53,7 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
+    require_memory()
     from qbench.comparison.compare import compare
     from qbench.tables import write_tables
     from qbench.tables.write import render
@@ -73,6 +75,7 @@ def report(
     published: Published = None,
 ) -> None:
     """Write report.html, one file that opens without a network, and its figures."""
+    require_memory()
     from qbench.report import write
     from qbench.store import Store
 
@@ -121,6 +124,7 @@ def check(
     flips 3 per cent of the answers by chance, passes on all lines 95 times of 100. With 50 lines
     that is 7.2 points on 200 documents and 1.7 on 2,400.
     """
+    require_memory()
     from qbench.gate.check import check as judge
     from qbench.gate.margins import parse_margins
     from qbench.gate.verdict import as_markdown, write_verdict
@@ -146,6 +150,7 @@ def baseline(
     ] = False,
 ) -> None:
     """Make the baseline that `qbench check` holds later results to."""
+    require_memory()
     from qbench.gate.baseline import make
     from qbench.store import Store
     from qbench.tables.changes import changes_table
@@ -161,6 +166,7 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Another, of the same recipe.")],
 ) -> None:
     """What changed between two results of one recipe, paired by document."""
+    require_memory()
     from qbench.comparison.changes import compare_results
     from qbench.store import Store
     from qbench.tables.changes import changes_table

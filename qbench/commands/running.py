@@ -30,6 +30,7 @@ from qbench.commands.options import (
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
+from qbench.machine.memory import require_memory
 from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
 
@@ -225,6 +226,7 @@ def noise(
 
 def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: str) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
+    require_memory()
     from qbench.machine.devices import choose_device
     from qbench.recipe import Recipe
 

@@ -22,7 +22,10 @@ def complain(line: str) -> None:
     """
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(text, style="bold red", markup=False)
+    try:
+        console.print(text, style="bold red", markup=False)
+    except MemoryError:  # what is complained of: plainly, then
+        sys.stderr.write(f"{text}\n")
 
 
 def refuse(error: Exception) -> NoReturn:
