@@ -75,17 +75,20 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEvidence:
-    """How the input of one module is quantized.
+    """How the input of one module is quantized, as far as the audit must be told.
 
-    ``groups`` rearranges an input [..., in] into [groups, values in a group], values of one scale
-    together. ``scale``: the fixed scale, where it is not taken from the values; with ``zero`` in
-    an asymmetric grid.
+    ``scale_of``: what shares a scale: ``group`` values along the last axis (−1: all of them), the
+    whole ``tensor``, or ``text``: it is fixed at ``scale``, with ``zero`` in an asymmetric grid.
+    With ``e4m3`` scales ``tensor`` and ``text`` speak of the scale above those of the groups.
+    ``inside``: the module itself quantizes, so that no hook sees its quantized input.
     """
 
     grid: Grid
-    groups: Callable[[Tensor], Tensor]
+    scale_of: str
+    group: int = -1
     scale: Tensor | None = None
     zero: Tensor | None = None
+    inside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +164,11 @@ class Quantizer(ABC):
     def of_weights(self) -> Quantizer:
         """What quantizes the weights: itself, or a part of it."""
         return self
+
+    @property
+    def activations_left_out(self) -> tuple[str, ...]:
+        """Layers whose inputs its settings leave unquantized, as ``leave_out`` names them."""
+        return ()
 
     def weights_alone(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within it a layer's forward is its product and nothing else: no activation is changed.

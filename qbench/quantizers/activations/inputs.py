@@ -9,77 +9,123 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from qbench.errors import QuantizationError
+from qbench.quantizers.activations.quantize import Fixed, fixed_by
 from qbench.quantizers.matrices import left_out
+from qbench.quantizers.quantizer import ActivationEvidence, Grid
 
-Quantize = Callable[[Tensor, Any], Tensor]  # an input and its fixed range, if any → as quantized
+Quantize = Callable[[Tensor, Fixed | None], Tensor]
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
 
 class Inputs:
-    """What quantizes the inputs of one model. ``ranges``: what is fixed for each module's."""
+    """What quantizes the inputs of one model's ``names``; ``fixed``: their scales, where those do
+    not depend on the input."""
 
-    def __init__(self, quantize: Quantize, ranges: Mapping[str, Any]) -> None:
-        self.quantize, self.ranges = quantize, dict(ranges)
+    def __init__(self, quantize: Quantize, fixed: Mapping[str, Fixed], names: Iterable[str]):
+        self.quantize, self.fixed, self.names = quantize, dict(fixed), tuple(names)
         self.paused = False
-        # by thread: an input, its version and range, and what became of it
-        self._last: dict[int, tuple[weakref.ref[Tensor], int, Any, Tensor]] = {}
+        # by thread: an input, its version and scale, and what became of it
+        self._last: dict[int, tuple[weakref.ref[Tensor], int, Fixed | None, Tensor]] = {}
 
-    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
         """The forward pre-hook of the module ``name``."""
-        fixed = self.ranges.get(name)
+        fixed = self.fixed.get(name)
 
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
             if self.paused:
                 return None
-            return (self(arguments[0], fixed), *arguments[1:])
+            return (self._once(arguments[0], fixed), *arguments[1:])
 
         return quantize_input
 
-    def __call__(self, x: Tensor, fixed: Any) -> Tensor:
+    def _once(self, x: Tensor, fixed: Fixed | None) -> Tensor:
         thread = threading.get_ident()
         version = 0 if x.is_inference() else x._version
         last = self._last.get(thread)
         if last and last[0]() is x and last[1] == version and last[2] is fixed:
             return last[3]
         quantized = self.quantize(x, fixed)
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            if self._last.get(thread, (None,))[0] is reference:
+                del self._last[thread]
+
         # kept no longer than the input itself lives
-        kept = weakref.ref(x, lambda _: self._last.pop(thread, None))
-        self._last[thread] = kept, version, fixed, quantized
+        self._last[thread] = weakref.ref(x, forget), version, fixed, quantized
         return quantized
 
 
 def multipliers(model: nn.Module, spared: tuple[str, ...] = ()) -> dict[str, nn.Module]:
     """The modules of ``model`` that multiply by a weight matrix, by name: linear layers, however
-    their weights are stored. Without the LM head and what ``spared`` names."""
+    their weights are stored. Without the LM head and what ``spared`` names.
+
+    Raises QuantizationError for a pattern that names none of them.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = {
         name: module
         for name, module in model.named_modules()
         if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
     }
+    for one in spared:
+        if not left_out(found, (one,)):
+            last = dict.fromkeys(name.rpartition(".")[2] for name in found)
+            raise QuantizationError(
+                f"activations: leave_out: {one!r} names no layer; they end in {', '.join(last)}"
+            )
     out = left_out(found, spared)
     return {name: module for name, module in found.items() if name not in out}
 
 
 def install(
     model: nn.Module,
+    modules: Mapping[str, nn.Module],
     quantize: Quantize,
-    *,
-    spared: tuple[str, ...] = (),
-    ranges: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Fixed] | None = None,
 ) -> None:
-    """Let ``quantize`` change the input of every module of ``multipliers``."""
-    inputs = Inputs(quantize, ranges or {})
-    for name, module in multipliers(model, spared).items():
+    """Let ``quantize`` change the input of every one of ``modules`` of ``model``."""
+    inputs = Inputs(quantize, fixed or {}, modules)
+    for name, module in modules.items():
         module.register_forward_pre_hook(inputs.hook(name))
     setattr(model, ATTRIBUTE, inputs)
+
+
+def fixed_ranges(ranges: Mapping[str, Tensor], grid: Grid) -> dict[str, Fixed]:
+    """Scales from [low, high] of each module's inputs. Equal ranges give one object, so that
+    layers with one input still have it quantized once."""
+    made: dict[tuple[float, ...], Fixed] = {}
+    result = {}
+    for name, ends in ranges.items():
+        key = tuple(ends.tolist())
+        result[name] = made.setdefault(key, fixed_by(ends[0], ends[1], grid))
+    return result
+
+
+def evidence(
+    model: nn.Module, grid: Grid, group: int, scale_of: str
+) -> dict[str, ActivationEvidence]:
+    """What is installed in ``model``."""
+    inputs = getattr(model, ATTRIBUTE, None)
+    if inputs is None:
+        return {}
+    result = {}
+    for name in inputs.names:
+        fixed = inputs.fixed.get(name)
+        result[name] = ActivationEvidence(
+            grid=grid,
+            scale_of=scale_of,
+            group=group,
+            scale=fixed.scale if fixed else None,
+            zero=fixed.zero if fixed else None,
+        )
+    return result
 
 
 @contextmanager
@@ -93,9 +139,3 @@ def weights_alone(model: nn.Module) -> Iterator[None]:
     finally:
         if inputs is not None:
             inputs.paused = False
-
-
-@torch.no_grad()
-def rows_of(x: Tensor) -> Tensor:
-    """[..., in] → [tokens, in]: one group a token."""
-    return x.reshape(-1, x.shape[-1])

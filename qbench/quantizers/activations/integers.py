@@ -1,63 +1,109 @@
-"""Activations as integers: evenly spaced levels, one scale a token."""
+"""Activations as integers: evenly spaced levels. Imports no torch.
+
+Symmetric: 2^bits − 1 levels, 0 in the middle; asymmetric: 2^bits levels from the smallest value
+to the largest, with a zero point.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qbench.quantizers.activations.simulated import Percentile, Simulated
 from qbench.quantizers.parts.registries import ACTIVATIONS
-from qbench.quantizers.parts.settings import ActivationQuantizer
-from qbench.quantizers.quantizer import SETTINGS, ActivationEvidence, Grid
-from qbench.quantizers.weight_quantizer import pattern
-from qbench.record import Part
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
+from qbench.quantizers.quantizer import SETTINGS, Grid
+from qbench.quantizers.weight_quantizer import WHOLE_ROW, GroupSize, groups_of
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class IntToken(ActivationQuantizer):
-    """One scale a token, from its own largest magnitude: nothing is clipped."""
-
+class _Integers(Simulated):
+    per: ClassVar[str]
     method: ClassVar[str] = "int"
 
-    bits: Literal[4, 6, 8]
-    leave_out: Annotated[
-        tuple[Annotated[str, AfterValidator(pattern)], ...],
-        Field(
-            strict=False,
-            description="layers whose inputs stay unquantized: parts of their names, such as "
-            "down_proj, or patterns over whole names",
-        ),
-    ] = ()
+    bits: Annotated[int, Field(ge=2, le=8)]
+    symmetric: bool
 
     @property
     def name(self) -> str:
-        return f"int{self.bits}-token"
+        return f"int{self.bits}-{self.per}{'' if self.symmetric else '-asymmetric'}"
 
     @property
-    def precision(self) -> Part:
-        return Part(bits=self.bits, scheme=f"int{self.bits} per token", simulated=True)
+    def grid(self) -> Grid:
+        return Grid(kind="symmetric" if self.symmetric else "asymmetric", bits=self.bits)
 
-    def install(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        from qbench.quantizers.activations.inputs import install
-        from qbench.quantizers.activations.rounding import symmetric
+    def _scheme(self, per: str) -> str:
+        return f"int{self.bits} {per}{'' if self.symmetric else ', asymmetric'}"
 
-        install(model, lambda x, _: symmetric(x, self.bits), spared=self.leave_out)
 
-    def evidence(self, model: nn.Module) -> Mapping[str, ActivationEvidence]:
-        from qbench.quantizers.activations.inputs import multipliers, rows_of
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class IntToken(_Integers):
+    """One scale a token, or one for each group along it, from its own values: nothing is
+    clipped."""
 
-        grid = Grid(kind="symmetric", bits=self.bits)
-        found = ActivationEvidence(grid=grid, groups=rows_of)
-        return dict.fromkeys(multipliers(model, self.leave_out), found)
+    per: ClassVar[str] = "token"
+    scale_of: ClassVar[Literal["group", "tensor", "text"]] = "group"
+
+    group_size: Annotated[
+        GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
+    ] = WHOLE_ROW
+
+    @property
+    def group(self) -> int:
+        return self.group_size
+
+    @property
+    def scheme(self) -> str:
+        whole = self.group_size == WHOLE_ROW
+        return self._scheme("per token" if whole else groups_of(self.group_size))
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class IntTensor(_Integers):
+    """One scale for everything that a layer takes in at once: every token of a batch depends on
+    all others, so that scores depend on batch-mates and on the future."""
+
+    per: ClassVar[str] = "tensor"
+    scale_of: ClassVar[Literal["group", "tensor", "text"]] = "tensor"
+
+    @property
+    def scheme(self) -> str:
+        return self._scheme("per tensor, dynamic")
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class IntStatic(_Integers):
+    """One scale a layer, fixed on calibration text: the cheapest in hardware, and the case of the
+    literature on outliers (Bondarenko et al. 2021, 2023)."""
+
+    per: ClassVar[str] = "static"
+    scale_of: ClassVar[Literal["group", "tensor", "text"]] = "text"
+
+    percentile: Percentile = 100.0
+
+    @property
+    def calibrated_share(self) -> float:
+        return self.percentile
+
+    @property
+    def scheme(self) -> str:
+        share = "" if self.percentile == 100 else f" ({self.percentile:g} %)"
+        return self._scheme(f"per tensor, static{share}")
 
 
 for _bits in (8, 6, 4):
-    ACTIVATIONS.register(
-        f"int{_bits}-token", IntToken, f"int{_bits}, one scale a token", bits=_bits
-    )
+    for _symmetric in (True, False):
+        for _kind, _line in (
+            (IntToken, "one scale a token, from its own values"),
+            (IntTensor, "one scale a batch; scores depend on batch-mates"),
+            (IntStatic, "one scale a layer, fixed on calibration text"),
+        ):
+            _suffix = "" if _symmetric else "-asymmetric"
+            ACTIVATIONS.register(
+                f"int{_bits}-{_kind.per}{_suffix}",
+                _kind,
+                f"int{_bits}{'' if _symmetric else ' with a zero point'}, {_line}",
+                bits=_bits,
+                symmetric=_symmetric,
+            )

@@ -4,7 +4,7 @@ Imports no torch. A plug-in derives from ``ActivationQuantizer``, ``KVQuantizer`
 ``OutlierTreatment`` and registers its names, as ``ACTIVATIONS.register("name", Class, "a line")``.
 """
 
-from qbench.quantizers.activations import integers  # noqa: F401  (it registers)
+from qbench.quantizers.activations import floats, integers  # noqa: F401  (they register)
 from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
 from qbench.quantizers.parts.combined import Combined
 from qbench.quantizers.parts.entry import quantizer_of

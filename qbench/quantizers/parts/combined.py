@@ -106,6 +106,10 @@ class Combined(Quantizer):
         return self.weights
 
     @property
+    def activations_left_out(self) -> tuple[str, ...]:
+        return self.activations.leave_out if self.activations else ()
+
+    @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
         parts = self.parts.values()
         return self.weights.needs_calibration or any(p.needs_calibration for p in parts)
