@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.independence import independence
 from qbench.quantizers.matrices import Matrix, left_out, matrices
 from qbench.quantizers.measure import Measured, measure
+from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
 from qbench.quantizers.quantizer import Quantizer
 from qbench.record import Audit
@@ -37,13 +40,23 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     problems += wrong
     if quantizer.precision.quantized and moved == 0:
         problems.append("the logits are those of the unquantized model")
-    treatment_error = None
+    sound = not wrong
+    more: dict[str, Any] = {}
+    if sound:
+        more["causality"], more["batch_mates"], wrong = independence(
+            original, quantized, quantizer, probe
+        )
+        problems += wrong
     if quantizer.treats:
-        treatment_error, wrong = treat(original, quantized, quantizer, probe)
+        more["treatment_error"], wrong = treat(original, quantized, quantizer, probe)
+        problems += wrong
+    wanted = matrices(original)
+    if sound:
+        more["activations"], wrong = measure_inputs(wanted, quantized, quantizer, probe)
         problems += wrong
     with quantizer.weights_alone(quantized):
-        found = _of_weights(matrices(original), quantized, quantizer, moved, problems)
-    return found.model_copy(update={"treatment_error": treatment_error})
+        found = _of_weights(wanted, quantized, quantizer, moved, problems)
+    return found.model_copy(update=more)
 
 
 def _of_weights(

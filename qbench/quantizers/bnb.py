@@ -71,12 +71,14 @@ class Bnb4(WeightQuantizer):
 class Bnb8(WeightQuantizer):
     """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
 
-    Outlier columns are chosen over the whole batch, so a score depends on its batch-mates.
+    Outlier columns are chosen over the whole batch, so a score depends on its batch-mates, and a
+    token's logits on later tokens.
     """
 
     method: ClassVar[str] = "bnb"
     title: ClassVar[str] = "BNB"
     mixes_batches: ClassVar[bool] = True
+    sees_future: ClassVar[bool] = True
 
     bits: Literal[8]
     threshold: Annotated[

@@ -1,6 +1,6 @@
 """What is written to disk of a cell: typed to the bottom. Imports no torch."""
 
-from qbench.record.audit import Audit, ModuleAudit
+from qbench.record.audit import ActivationAudit, Audit, InputAudit, Leak, ModuleAudit
 from qbench.record.damage import (
     Damage,
     Distributions,
@@ -30,6 +30,7 @@ __all__ = [
     "OUTCOME_COLUMNS",
     "RESPONSE_COLUMNS",
     "SCHEMA_VERSION",
+    "ActivationAudit",
     "Audit",
     "Damage",
     "DifferenceFromExact",
@@ -40,6 +41,8 @@ __all__ = [
     "Flips",
     "Grid",
     "GridCell",
+    "InputAudit",
+    "Leak",
     "Line",
     "ModuleAudit",
     "Name",

@@ -19,6 +19,35 @@ class ModuleAudit(Written):
     digest: str = ""  # SHA-256 of what is stored for it; "" where it is not known
 
 
+class InputAudit(Written):
+    """What one module takes in, measured on a probe text as its product consumes it."""
+
+    name: str
+    levels: int  # most distinct values under one scale
+    clipped: float  # share of values beyond the largest that their scale allows
+    error: float  # ‖x' − x‖ / ‖x‖, Frobenius; infinite where not finite
+
+
+class ActivationAudit(Written):
+    """What products with weight matrices took in."""
+
+    bits: float
+    levels: int  # most distinct values under one scale, over all modules
+    clipped: float  # share over all values
+    error: float  # ‖x' − x‖ / ‖x‖ over all modules
+    left_out: tuple[str, ...] = ()  # layers whose inputs stay unquantized
+    unmeasured: tuple[str, ...] = ()  # modules that the probe text never reached
+    modules: tuple[InputAudit, ...] = ()
+
+
+class Leak(Written):
+    """How far what must not matter moved a logit. ``declared``: the settings say that it does."""
+
+    moved: float  # largest |difference| of a logit
+    tolerance: float  # what rounding may move: from the unquantized model and from a repetition
+    declared: bool
+
+
 class Audit(Written):
     """What was measured of a cell's quantized model. ``problems``: why it did not pass."""
 
@@ -32,6 +61,9 @@ class Audit(Written):
     left_out: tuple[str, ...] = ()  # weight matrices that were not quantized
     problems: tuple[str, ...] = ()  # one line each
     modules: tuple[ModuleAudit, ...] = ()
+    activations: ActivationAudit | None = None  # None where they are not quantized
+    causality: Leak | None = None  # the last token was changed, earlier logits watched
+    batch_mates: Leak | None = None  # the rest of a batch was changed
     digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized
     # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
     treatment_error: float | None = None

@@ -1,0 +1,105 @@
+"""Do a token's logits depend on later tokens, or on the other rows of its batch?
+
+Changed tokens leave every shape as it is, so that the same kernels run and a model without such a
+dependence gives the same bits, unless its kernels do not repeat themselves, or experts get other
+numbers of tokens: what the unquantized model moves by, and what a repetition moves, is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from qbench.quantizers.quantizer import Quantizer
+from qbench.record import Leak
+
+SHIFTS = (1, 7)  # other tokens: ids moved on by so many
+LEEWAY = 4.0  # times what the unquantized model and a repetition move
+ROUNDING = 1e-5  # of the largest logit
+
+
+@torch.no_grad()
+def independence(
+    original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+) -> tuple[Leak, Leak, list[str]]:
+    """Causality and independence of batch-mates, and what of it is undeclared.
+
+    ``probe``: token ids [batch of 2 or more, time].
+    """
+    ids = probe.to(next(quantized.parameters()).device)
+    base = _logits(quantized, ids)
+    repeated = _moved(base, _logits(quantized, ids))
+    found = []
+    for changes, watched in ((_futures, _before_last), (_mates, _first_row)):
+        allowed = 0.0
+        # the unquantized model only where it can decide
+        moved = _most(quantized, ids, changes, watched, base)
+        if moved > ROUNDING * float(base.abs().max()):
+            allowed = _most(original, ids, changes, watched, _logits(original, ids))
+        tolerance = LEEWAY * (allowed + repeated) + ROUNDING * float(base.abs().max())
+        found.append((moved, tolerance))
+    (future, allow_future), (mates, allow_mates) = found
+    causality = Leak(moved=future, tolerance=allow_future, declared=quantizer.sees_future)
+    batch_mates = Leak(moved=mates, tolerance=allow_mates, declared=quantizer.mixes_batches)
+    problems = []
+    if not future <= allow_future and not quantizer.sees_future:
+        problems.append(
+            f"changing the last token moves earlier logits by {future:.2g} (rounding: "
+            f"{allow_future:.2g}): the settings do not declare that tokens see the future"
+        )
+    if not mates <= allow_mates and not quantizer.mixes_batches:
+        problems.append(
+            f"changing the rest of a batch moves a row's logits by {mates:.2g} (rounding: "
+            f"{allow_mates:.2g}): the settings do not declare that scores depend on batch-mates"
+        )
+    return causality, batch_mates, problems
+
+
+def _futures(ids: Tensor, vocabulary: int) -> Iterator[Tensor]:
+    for shift in SHIFTS:
+        changed = ids.clone()
+        changed[:, -1] = (changed[:, -1] + shift) % vocabulary
+        yield changed
+
+
+def _mates(ids: Tensor, vocabulary: int) -> Iterator[Tensor]:
+    for shift in SHIFTS:
+        changed = ids.clone()
+        changed[1:] = (changed[1:] + shift) % vocabulary
+        yield changed
+
+
+def _before_last(logits: Tensor) -> Tensor:
+    return logits[:, :-1]
+
+
+def _first_row(logits: Tensor) -> Tensor:
+    return logits[:1]
+
+
+def _most(
+    model: nn.Module,
+    ids: Tensor,
+    changes: Callable[[Tensor, int], Iterator[Tensor]],
+    watched: Callable[[Tensor], Tensor],
+    base: Tensor,
+) -> float:
+    """Largest movement of a watched logit over all changes."""
+    vocabulary = int(ids.max()) + 1
+    return max(
+        _moved(watched(base), watched(_logits(model, changed)))
+        for changed in changes(ids, vocabulary)
+    )
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def _moved(before: Tensor, after: Tensor) -> float:
+    """Infinite where one is finite and the other not."""
+    difference = (after - before).abs().nan_to_num(nan=torch.inf)
+    difference[before.isnan() & after.isnan()] = 0
+    return float(difference.max()) if difference.numel() else 0.0

@@ -1,0 +1,214 @@
+"""The audit of activations passes what is right and names what is not."""
+
+import dataclasses
+
+import pytest
+import torch
+from quantizer_models import PROBE, calibration, llama, make
+
+from qbench.quantizers import parse, quantizer_of
+from qbench.quantizers.activations import inputs, rounding
+from qbench.quantizers.activations.integers import IntTensor
+from qbench.quantizers.audit import audit
+from qbench.quantizers.parts import Combined
+from qbench.quantizers.quantizer import Grid
+from qbench.record import Audit
+
+LAYER = "model.layers.1.mlp.up_proj"
+DYNAMIC = ("int8-token", "int6-token", "int4-token", "int4-token-asymmetric", "fp8-row", "mxfp8",
+           "mxfp4")  # fmt: skip
+STATIC = ("int8-static", "int8-static-asymmetric", "int6-static", "fp8-static", "nvfp4")
+MIXING = ("int8-tensor", "int6-tensor-asymmetric", "fp8-tensor")
+
+
+def check(model, chosen):
+    dtype = getattr(torch, chosen.compute_dtype)
+    report = audit(llama(dtype=dtype), model, chosen, PROBE)
+    assert Audit.model_validate_json(report.model_dump_json()) == report
+    return report
+
+
+def of(activations, weights="fp32", dtype="float32"):
+    return quantizer_of({"weights": weights, "activations": activations}, compute_dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.mark.parametrize("name", DYNAMIC + STATIC + MIXING)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_scheme_passes(name, dtype, folder):
+    chosen = of(name, {"float32": "fp32", "bfloat16": "bf16"}[dtype], dtype)
+    report = check(make(chosen, folder).model, chosen)
+    found = report.activations
+    assert report.problems == ()
+    assert len(found.modules) == 14
+    assert found.levels <= 2**found.bits
+    assert 0 < found.error < 0.2
+    assert report.causality.declared is report.batch_mates.declared is (name in MIXING)
+    if name not in MIXING:
+        assert report.causality.moved == report.batch_mates.moved == 0
+    else:
+        assert report.batch_mates.moved > report.batch_mates.tolerance
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"name": "rtn-4bit", "group_size": 32},
+        {"name": "gptq-4bit", "group_size": 32, "backend": "torch"},
+        {"name": "hqq-4bit", "group_size": 32},
+        "bnb-4bit",
+    ],
+)
+def test_activations_go_over_any_weights(weights, folder):
+    chosen = of("int8-token", weights)
+    report = check(make(chosen, folder).model, chosen)
+    assert report.problems == ()
+    assert report.bits == 4
+    assert report.coverage == 1
+    assert len(report.activations.modules) == len(report.modules) == 14
+
+
+def test_a_layer_that_was_skipped_is_named(folder):
+    chosen = of("int8-token")
+    model = make(chosen, folder).model
+    model.qbench_inputs.names = tuple(n for n in model.qbench_inputs.names if n != LAYER)
+    model.get_submodule(LAYER)._forward_pre_hooks.clear()
+    assert check(model, chosen).problems == (
+        f"{LAYER}: its input is not quantized; say leave_out beside the activations to allow it",
+    )
+
+
+def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):
+    chosen = of("int4-token")
+    model = make(chosen, folder).model
+    model.get_submodule(LAYER)._forward_pre_hooks.clear()
+    first, second = check(model, chosen).problems
+    assert first.startswith(f"{LAYER}: ")
+    assert "% of its input's values are not what symmetric of 4 bits makes of them" in first
+    assert second.startswith(f"{LAYER}: ")
+    assert "levels under one scale of its input, 4 bits have 16" in second
+
+
+def _to_128(x, grid, *fixed):
+    scale = x.abs().amax(-1, keepdim=True) / 128
+    return torch.round(x / scale).clamp(-127, 127) * scale
+
+
+def _coarse(x, grid, *fixed):
+    return rounding.rounded(x, Grid(kind="symmetric", bits=7))
+
+
+def _truncated(x, grid, *fixed):
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.trunc(x / scale) * scale
+
+
+@pytest.mark.parametrize("wrong", [_to_128, _coarse, _truncated])
+def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder):
+    chosen = of("int8-token")
+    model = make(chosen, folder).model
+    model.qbench_inputs.quantize = lambda x, fixed: wrong(x, None)
+    problems = check(model, chosen).problems
+    assert len([p for p in problems if "are not what symmetric of 8 bits makes of them" in p]) == 14
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Undeclared(IntTensor):
+    """Says nothing of what its scale sees."""
+
+    @property
+    def mixes_batches(self):
+        return False
+
+    @property
+    def sees_future(self):
+        return False
+
+
+def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder):
+    weights, part = parse("fp32"), Undeclared(bits=8, symmetric=True)
+    chosen = Combined(weights=weights, activations=part)
+    report = check(make(chosen, folder).model, chosen)
+    future, mates = report.problems
+    assert future.startswith("changing the last token moves earlier logits by 0.0")
+    assert "do not declare that tokens see the future" in future
+    assert mates.startswith("changing the rest of a batch moves a row's logits by 0.")
+    assert "do not declare that scores depend on batch-mates" in mates
+    assert report.causality.moved > 100 * report.causality.tolerance
+
+
+def test_the_unquantized_model_keeps_to_itself():
+    report = check(llama(), parse("fp32"))
+    assert report.passed
+    assert report.causality.moved == report.batch_mates.moved == 0
+    assert not report.causality.declared
+    assert report.activations is None
+
+
+def test_an_attention_that_sees_the_future_fails_the_cell():
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    problems = check(model, parse("fp32")).problems
+    assert any(p.startswith("changing the last token moves earlier logits") for p in problems)
+
+
+def test_clipping_is_measured(folder):
+    whole, cut = (
+        of({"name": "int8-static", "percentile": percentile}) for percentile in (100, 90.0)
+    )
+    reports = [check(make(one, folder).model, one) for one in (whole, cut)]
+    assert all(report.passed for report in reports)
+    assert reports[0].activations.clipped < 0.01
+    assert reports[1].activations.clipped == pytest.approx(0.1, abs=0.03)
+    assert reports[1].activations.error > 3 * reports[0].activations.error
+
+
+def test_what_is_left_out_stays_as_it_is(folder):
+    chosen = of({"name": "int4-token", "leave_out": ["down_proj", "*.o_proj"]})
+    report = check(make(chosen, folder).model, chosen)
+    assert report.passed
+    assert [n for n in report.activations.left_out if n.endswith(("down_proj", "o_proj"))] == list(
+        report.activations.left_out
+    )
+    assert len(report.activations.left_out) == 4
+    assert len(report.activations.modules) == 10
+
+
+def test_layers_with_one_input_have_it_quantized_once(folder):
+    chosen = of("int8-static")
+    model = make(chosen, folder).model
+    count = []
+    quantize = model.qbench_inputs.quantize
+    model.qbench_inputs.quantize = lambda x, fixed: count.append(1) or quantize(x, fixed)
+    model(PROBE, use_cache=False)
+    assert len(count) == 2 * 4  # layers; q, k, v together, o, gate and up together, down
+    model(PROBE, use_cache=False)
+    assert len(count) == 2 * 2 * 4
+    assert model.qbench_inputs._last == {}  # nothing is kept alive
+
+
+def test_an_input_changed_in_place_is_quantized_again():
+    made = []
+    hooks = inputs.Inputs(lambda x, _: made.append(x.clone()) or x * 2, {}, ["a"])
+    hook, x = hooks.hook("a"), torch.ones(2)
+    first = hook(None, (x,))[0]
+    assert hook(None, (x,))[0] is first
+    x.add_(1)
+    assert torch.equal(hook(None, (x,))[0], torch.full((2,), 4.0))
+    assert len(made) == 2
+
+
+def test_static_ranges_are_those_of_the_calibration_text(folder):
+    chosen = of("int8-static")
+    model = make(chosen, folder).model
+    seen = []
+    original = llama()
+    original.get_submodule(LAYER).register_forward_pre_hook(lambda _, a: seen.append(a[0]))
+    original(calibration().ids, use_cache=False)
+    largest = float(torch.cat(seen).abs().max())
+    assert float(model.qbench_inputs.fixed[LAYER].scale) == pytest.approx(largest / 127, rel=1e-4)
