@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -161,7 +162,7 @@ class Recipe(Strict):
             folder = Path(os.path.realpath(path)).parent
             recipe = cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
-            raise RecipeProblems(_lines(source, error)) from None
+            raise RecipeProblems(problem_lines(source, error, _known_keys)) from None
         recipe._check_files(source)
         return recipe
 
@@ -260,7 +261,10 @@ def _problem(location: tuple[int | str, ...], message: str) -> ValidationError:
     return ValidationError.from_exception_data("Recipe", [details])
 
 
-def _lines(source: Source, error: ValidationError) -> list[str]:
+def problem_lines(
+    source: Source, error: ValidationError, known: Callable[[tuple[int | str, ...]], str]
+) -> list[str]:
+    """One line a problem, with its place in the file; ``known`` says which keys a place has."""
     lines = []
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for problem in error.errors():
@@ -271,9 +275,9 @@ def _lines(source: Source, error: ValidationError) -> list[str]:
         ).lstrip(".")
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            message = "unknown key; " + _known_keys(problem["loc"])
+            message = "unknown key; " + known(problem["loc"])
         elif problem["type"] == "dataclass_type":
-            message = f"must be a mapping; {_known_keys((*problem['loc'], ''))} (it is "
+            message = f"must be a mapping; {known((*problem['loc'], ''))} (it is "
             message += f"{shown(problem['input'])})"
         elif problem["type"] == "string_pattern_mismatch":
             allowed = PATTERNS[problem["ctx"]["pattern"]]

@@ -56,17 +56,17 @@ class Source:
                 self.values["data"] = os.path.realpath(changed.data)
                 self.lines["data",] = 0
             if changed.calibration is not None:
-                self._replace("calibration", "path", os.path.realpath(changed.calibration))
+                self.replace("calibration", "path", os.path.realpath(changed.calibration))
         except (OSError, ValueError) as error:
             raise RecipeError(f"a path that an option names is none ({reason(error)})") from None
         if changed.limit is not None:
-            self._replace("evaluation", "limit", changed.limit)
+            self.replace("evaluation", "limit", changed.limit)
         if changed.scoring is not None:
-            self._replace("evaluation", "scoring", str(changed.scoring))
+            self.replace("evaluation", "scoring", str(changed.scoring))
         if changed.dtype is not None:
             self._replace_dtype(changed.dtype)
 
-    def _replace(self, part: str, key: str, value: Any) -> None:
+    def replace(self, part: str, key: str, value: Any) -> None:
         """Put ``value`` in the place of ``part.key``; no line is named for it."""
         stated = self.values.get(part) or {}
         if not isinstance(stated, dict):

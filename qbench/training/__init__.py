@@ -1,0 +1,1 @@
+"""Pairs of models trained alike in all but the attention normalizer."""

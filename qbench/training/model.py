@@ -1,0 +1,63 @@
+"""A stock transformers model to be trained, and one step's loss of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qbench.attention.interface import attend
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.training.recipe import Shape
+from qbench.training.shape import llama_settings
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def initial_model(
+    shape: Shape,
+    *,
+    normalizer: str,
+    seed: int,
+    device: str | torch.device,
+    attention: str = "auto",
+    tokens: dict[str, int | None] | None = None,
+) -> tuple[LlamaForCausalLM, str]:
+    """A model in float32 with its initial weights, and what attends, e.g. ``softpick/triton``.
+
+    The weights are drawn on the CPU and depend on ``shape`` and ``seed`` alone: they are the same
+    for every normalizer, whose own parameters come after. ``tokens``: ids of bos, eos and pad.
+    Raises UnavailableError where the attention cannot be had.
+    """
+    ids = tokens or {"bos": 1, "eos": 2, "pad": None}
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**llama_settings(shape, normalizer, **ids)))
+    for layer in model.model.layers:
+        for parameter in NORMALIZERS.get(normalizer).parameters:
+            if parameter.required or parameter.trainable:
+                sizes = [shape.heads if axis == "H" else axis for axis in parameter.shape]
+                value = nn.Parameter(torch.zeros(sizes), requires_grad=parameter.trainable)
+                layer.self_attn.register_parameter(parameter.attribute, value)
+    model.to(device)
+    model.config.qbench_normalizer = normalizer
+    return model, attend(model, normalizer=normalizer, implementation=attention)
+
+
+class Loss(nn.Module):
+    """Mean negative log-likelihood of a batch, in nats a token."""
+
+    def __init__(self, model: LlamaForCausalLM, precision: str) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = DTYPES[precision]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """``rows`` [B, T + 1] int64: every token but the first is predicted."""
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        embedded = self.model.get_input_embeddings()(inputs).to(self.dtype)
+        # Handed over in the passes' dtype, so that the residual stream and the rotary embedding
+        # are of it too; from float32 embeddings autocast would make them float32.
+        with torch.autocast(rows.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = self.model(inputs_embeds=embedded, use_cache=False).logits
+        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,263 @@
+"""A training recipe: YAML → TrainingRecipe. Every check that needs no data. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import RecipeProblems, shown
+from qbench.recipe import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole, problem_lines
+from qbench.recipe_source import Source, read
+from qbench.record import Name
+
+T = TypeVar("T")
+MOST_STEPS = 10**8
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Shape(Strict):
+    """A Llama-style decoder: pre-norm, rotary positions, SwiGLU, no biases.
+
+    ``intermediate`` None: flash-linear-attention's rule, 2/3 of 4 · hidden rounded up to 256.
+    ``positions``: the longest context that the checkpoint states; None: that of training.
+    """
+
+    hidden: Whole = Field(ge=8, le=2**16)
+    layers: Whole = Field(ge=1, le=1024)
+    heads: Whole = Field(ge=1, le=1024)
+    kv_heads: Whole | None = Field(None, ge=1, le=1024)  # None: as many as heads
+    intermediate: Whole | None = Field(None, ge=8, le=2**20)
+    vocabulary: Whole = Field(ge=8, le=2**22)
+    context: Whole = Field(ge=8, le=MOST_TOKENS)  # tokens of a training sequence
+    positions: Whole | None = Field(None, ge=8, le=MOST_TOKENS)
+    rope_theta: Positive = 10_000.0
+    norm_eps: Positive = 1e-6
+    tied: Flag = False
+    init: Positive = 0.02  # standard deviation of every initial weight matrix
+
+    @model_validator(mode="after")
+    def _divides(self) -> Shape:
+        shared = self.kv_heads or self.heads
+        if self.hidden % self.heads or self.hidden // self.heads % 2 or self.heads % shared:
+            raise ValueError(
+                f"hidden {self.hidden}, heads {self.heads}, kv_heads {shared}: heads must divide "
+                "hidden into even parts, and kv_heads must divide heads"
+            )
+        return self
+
+
+class Data(Strict):
+    """``tokens``: the folder that ``qbench tokenize`` wrote. Sequences are cut from the documents
+    in a row, without masks between them; ``bos_first`` puts a BOS before each."""
+
+    tokens: FilePath
+    bos_first: Flag = False
+
+
+class Batch(Strict):
+    """``tokens`` of one step over all devices; ``sequences`` that a device takes at once. Gradients
+    of as many passes as that makes are added up."""
+
+    tokens: Whole = Field(ge=8)
+    sequences: Whole = Field(ge=1, le=2**16)
+
+
+class Optimizer(Strict):
+    """``muon`` is torch.optim's, for the matrices of the layers; AdamW takes all else."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: Positive
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    decay_vectors: Flag = False  # whether norms decay too
+    clip: Positive = 1.0  # largest gradient norm
+    muon_learning_rate: Positive | None = None
+
+    @model_validator(mode="after")
+    def _muon_is_set(self) -> Optimizer:
+        if (self.name == "muon") != (self.muon_learning_rate is not None):
+            raise ValueError("muon_learning_rate goes with name: muon, and must be given there")
+        return self
+
+
+class Schedule(Strict):
+    """Linear warm-up, then cosine (or no) decay to ``floor`` times the peak."""
+
+    warmup_steps: Annotated[Whole, Field(ge=0, le=MOST_STEPS)]
+    decay: Literal["cosine", "none"] = "cosine"
+    floor: Share = 0.1
+
+
+class Compute(Strict):
+    """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
+    bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
+    rests on. ``compile``: torch.compile's mode, or false."""
+
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Literal["auto", "reference", "triton"] = "auto"
+    compile: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+        | Literal[False]
+    ) = "default"
+    deterministic: Flag = True
+
+
+class Watch(Strict):
+    """Every ``every`` steps the model reads ``samples`` held-out texts of ``length`` tokens, BOS
+    counted, as ``qbench analyze`` reads them. ``length`` None: 512, or the context."""
+
+    every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 250
+    samples: Annotated[Whole, Field(ge=1, le=10_000)] = 16
+    length: Annotated[Whole, Field(ge=8, le=MOST_TOKENS)] | None = None
+    diverged: Positive = 2.0  # nats above the lowest mean loss: training stops
+
+
+class TrainingRecipe(Strict):
+    """What to train. ``TrainingRecipe.load`` reads one; paths are relative to its file."""
+
+    name: Name
+    model: Shape
+    normalizers: tuple[str, ...] = Field(min_length=1)
+    seeds: tuple[Seed, ...] = Field((0,), min_length=1)
+    data: Data
+    tokens: Annotated[Whole, Field(ge=1, le=10**15)]  # of one run
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule
+    compute: Compute = Compute()
+    watch: Watch = Watch()
+    log_every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 10
+    save_every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 500  # steps between checkpoints
+    folder: Path = Path()
+
+    @classmethod
+    def load(cls, path: str | Path, changed: TrainingOverrides | None = None) -> TrainingRecipe:
+        """Read and check a recipe, parts of it replaced by ``changed``.
+
+        Raises RecipeError, one line a problem.
+        """
+        path = Path(path)
+        source = read(path)
+        (changed or TrainingOverrides()).apply(source)
+        try:
+            folder = Path(os.path.realpath(path)).parent
+            return cls.model_validate({**source.values, "folder": folder})
+        except ValidationError as error:
+            raise RecipeProblems(problem_lines(source, error, _known_keys)) from None
+
+    @field_validator("normalizers")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in NORMALIZERS:
+                known = ", ".join(NORMALIZERS)
+                raise ValueError(f"unknown normalizer {shown(name)}; known: {known}")
+        return _once(value)
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return _once(value)
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainingRecipe:
+        if self.batch.tokens % self.model.context:
+            raise ValueError(
+                f"batch.tokens {self.batch.tokens} must be a multiple of model.context "
+                f"{self.model.context}"
+            )
+        if self.rows % self.batch.sequences:
+            raise ValueError(
+                f"batch.sequences {self.batch.sequences} must divide the {self.rows} sequences of "
+                "a step (batch.tokens / model.context)"
+            )
+        if self.tokens < self.batch.tokens:
+            raise ValueError(f"tokens {self.tokens}: less than one step ({self.batch.tokens})")
+        if self.watched_length > self.model.context:
+            raise ValueError(
+                f"watch.length {self.watch.length} is more than model.context {self.model.context}"
+            )
+        return self
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // self.batch.tokens
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one step, over all devices."""
+        return self.batch.tokens // self.model.context
+
+    @property
+    def watched_length(self) -> int:
+        return self.watch.length or min(512, self.model.context)
+
+    @property
+    def token_folder(self) -> Path:
+        return Path(os.path.realpath(self.folder / self.data.tokens.expanduser()))
+
+    def runs(self) -> list[tuple[str, int]]:
+        """(normalizer, seed) of every run: seed by seed, so that pairs are whole early."""
+        return [(normalizer, seed) for seed in self.seeds for normalizer in self.normalizers]
+
+    def settings(self) -> dict[str, Any]:
+        """All that shapes a run but its normalizer and seed, for its record: runs of one pair
+        have it in common. How often it is logged, saved and watched changes no weight."""
+        return self.model_dump(
+            mode="json",
+            include={"model", "tokens", "batch", "optimizer", "schedule", "compute", "data"},
+            exclude={"data": {"tokens"}},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingOverrides:
+    """What the command line puts in place of parts of a recipe; None: what the recipe says."""
+
+    normalizers: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    tokens: int | None = None  # of one run
+    data: Path | None = None  # the folder of token files
+    sequences: int | None = None  # that a device takes at once
+
+    def apply(self, source: Source) -> None:
+        """Raises RecipeError where what it replaces a part of is no mapping."""
+        for name in ("normalizers", "seeds", "tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                source.values[name] = list(value) if isinstance(value, tuple) else value
+                source.lines[name,] = 0
+        if self.data is not None:
+            source.replace("data", "tokens", os.path.realpath(self.data))
+        if self.sequences is not None:
+            source.replace("batch", "sequences", self.sequences)
+
+
+def _once(values: tuple[T, ...]) -> tuple[T, ...]:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise ValueError(f"{value} stands there twice")
+    return values
+
+
+PARTS = {
+    "model": Shape,
+    "data": Data,
+    "batch": Batch,
+    "optimizer": Optimizer,
+    "schedule": Schedule,
+    "compute": Compute,
+    "watch": Watch,
+}
+
+
+def _known_keys(location: tuple[int | str, ...]) -> str:
+    kind = PARTS.get(str(location[0]), TrainingRecipe) if len(location) > 1 else TrainingRecipe
+    return "known: " + ", ".join(name for name in kind.model_fields if name != "folder")

@@ -1,0 +1,87 @@
+"""A shape as configurations, parameters and work. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qbench.checkpoints import flash_linear_attention as fla
+from qbench.checkpoints.parameters import parameter_shapes
+from qbench.training.recipe import Shape
+
+
+
+def checkpoint_config(
+    shape: Shape, normalizer: str, *, bos: int | None, eos: int | None, pad: int | None
+) -> dict[str, Any]:
+    """``config.json`` of such a model in flash-linear-attention's format."""
+    named = next((impl for impl, of in ATTENTION_NAMES if of == normalizer), None)
+    return {
+        "architectures": ["TransformerForCausalLM"],
+        **({"attn_impl": named} if named else {"qbench_normalizer": normalizer}),
+        "bos_token_id": bos,
+        "elementwise_affine": True,
+        "eos_token_id": eos,
+        "fuse_cross_entropy": True,
+        "fuse_norm": True,
+        "fuse_swiglu": True,
+        "hidden_act": "swish",
+        "hidden_ratio": 4,
+        "hidden_size": shape.hidden,
+        "initializer_range": shape.init,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": shape.positions or shape.context,
+        "model_type": "transformer",
+        "norm_eps": shape.norm_eps,
+        "num_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_kv_heads": shape.kv_heads,
+        "pad_token_id": pad,
+        "qkv_bias": False,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": shape.tied,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": shape.vocabulary,
+        "window_size": None,
+    }
+
+
+# Upstream's names of what trains; the naive ones are for other uses.
+ATTENTION_NAMES = tuple(
+    (name, of) for name, of in fla.NORMALIZER_OF.items() if name.startswith("parallel_")
+)
+
+
+def llama_settings(shape: Shape, normalizer: str, **tokens: int | None) -> dict[str, Any]:
+    """Keyword arguments of ``LlamaConfig``: what loading the checkpoint will make of it."""
+    settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
+    return settings | {"initializer_range": shape.init}
+
+
+def parameters(shape: Shape, normalizer: str = "softmax") -> int:
+    """Numbers in a model's weights, those of its normalizer too."""
+    settings = llama_settings(shape, normalizer, bos=None, eos=None, pad=None)
+    modules = fla.attention_modules(settings)
+    shapes = fla.expected_shapes(settings)
+    shapes |= parameter_shapes(normalizer, modules, shape.heads, [])
+    return sum(_product(one) for one in shapes.values())
+
+
+def flops_per_token(shape: Shape) -> float:
+    """Of forward and backward pass: 6 a parameter in matrix products (all matrices but the
+    embeddings, which are looked up; the output matrix counts, tied or not), and 6 · layers ·
+    hidden · context for attention's two products, half of whose pairs are causal. Recomputation
+    and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
+    causality)."""
+    settings = llama_settings(shape, "softmax", bos=None, eos=None, pad=None)
+    matrices = [s for s in fla.expected_shapes(settings).values() if len(s) == 2]
+    products = sum(_product(one) for one in matrices)
+    products -= 0 if shape.tied else shape.vocabulary * shape.hidden  # of two, one is looked up
+    return 6.0 * products + 6.0 * shape.layers * shape.hidden * shape.context
+
+
+def _product(sizes: list[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
