@@ -12,7 +12,8 @@ QbenchError                 anything a user can put right; the command line prin
 │                                                                                  (exit 2)
 ├── QuantizationError       a quantizer refused or broke on this model       (failed cell)
 ├── AuditError              a model was not quantized as its cell says       (failed cell)
-└── EvaluationError         scoring broke or left its stated tolerance       (failed cell)
+├── EvaluationError         scoring broke or left its stated tolerance       (failed cell)
+└── TrainingError           a training broke off, or cannot go on                  (exit 2)
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class AuditError(QbenchError):
 
 class EvaluationError(QbenchError):
     """Scoring broke, or its difference from exact scoring left the stated tolerance."""
+
+
+class TrainingError(QbenchError):
+    """A training broke off, or cannot go on from what is there."""
 
 
 SHOWN = 80  # characters of a value in a message

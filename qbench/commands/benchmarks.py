@@ -102,3 +102,79 @@ def evaluation(
         if out.suffix:  # /dev/stdout has nothing beside it
             write_atomically(out.with_suffix(".md"), (table(found) + "\n").encode())
         show_written([out, out.with_suffix(".md")])
+
+
+@app.command("training")
+def training(
+    shape: Annotated[
+        list[str], typer.Option(help="27m, 124m or 340m. Repeatable. Default: all.")
+    ] = [],  # noqa: B006
+    attention: Annotated[
+        list[str],
+        typer.Option(
+            help="'softmax, torch' (scaled_dot_product_attention), softmax or softpick (our "
+            "kernels). Repeatable. Default: all."
+        ),
+    ] = [],  # noqa: B006
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that a GPU takes at once.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    compile: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE", help="torch.compile's: default, reduce-overhead, max-autotune, …, or no"
+        ),
+    ] = "default",
+    deterministic: Annotated[bool, typer.Option(help="As `qbench train` does.")] = True,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also show one step by kernel, of every row.")
+    ] = False,
+    device: DeviceOption = Device.auto,
+    out: Json = None,
+) -> None:
+    """The step of `qbench train`: tokens/s and the share of the GPU's peak.
+
+    On several GPUs: `torchrun --nproc-per-node 2 -m qbench bench training`, as many sequences on
+    each.
+    """
+    from pydantic import ValidationError
+
+    from qbench.machine.devices import choose_device
+    from qbench.training.determinism import settle_workspace
+    from qbench.training.recipe import Compute
+
+    try:
+        compute = Compute(
+            precision=precision,
+            compile=False if compile == "no" else compile,
+            deterministic=deterministic,
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise RecipeError(f"--{problem['loc'][0]}: {problem['msg']}") from None
+    where = choose_device(device)
+    settle_workspace()
+    from qbench.bench.training import CONTENDERS, SHAPES, Choice, bench_training, table, write
+    from qbench.bench.training_profile import profile_table
+    from qbench.training.processes import joined
+
+    choice = Choice(
+        shapes=tuple(shape) or tuple(SHAPES),
+        contenders=tuple(attention) or CONTENDERS,
+        compute=compute,
+        sequences=sequences,
+        profile=profile,
+    )
+    with joined(where) as processes:
+        first = processes.first
+        rows, profiles = bench_training(
+            choice, processes, say=lambda line: typer.echo(line, err=True) if first else None
+        )
+        if not first:
+            return
+        text = table(rows, processes, compute)
+        text += "".join(f"\n{profile_table(one)}" for one in profiles)
+        typer.echo(text)
+        if out is not None:
+            show_written(write(out, rows, profiles, text, processes))

@@ -9,7 +9,6 @@ from qbench.checkpoints.parameters import parameter_shapes
 from qbench.training.recipe import Shape
 
 
-
 def checkpoint_config(
     shape: Shape, normalizer: str, *, bos: int | None, eos: int | None, pad: int | None
 ) -> dict[str, Any]:

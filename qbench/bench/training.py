@@ -1,0 +1,275 @@
+"""``qbench bench training``: the training step of ``qbench train``, with our kernels and torch's.
+
+FLOP count 6 a parameter in matrix products and token, and 6 · layers · hidden · context for
+attention (see ``flops_per_token``); the share is of the GPU's measured bf16 matrix product.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+
+from qbench.bench.training_profile import Profile, profile_step
+from qbench.errors import RecipeError
+from qbench.files import write_atomically
+from qbench.machine.environment import environment
+from qbench.text import markdown
+from qbench.training.determinism import deterministic
+from qbench.training.feed import batches
+from qbench.training.kernels import attention_kernels
+from qbench.training.model import initial_model
+from qbench.training.order import Sequences
+from qbench.training.processes import Processes
+from qbench.training.recipe import Compute, TrainingRecipe
+from qbench.training.shape import flops_per_token
+from qbench.training.speed import peak_tflops
+from qbench.training.step import Step
+
+SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
+    "27m": (384, 12, 6, 8192, 2048, 32),
+    "124m": (768, 12, 12, 32_000, 2048, 16),
+    "340m": (1024, 24, 16, 32_000, 4096, 8),
+}
+TORCHS = "softmax, torch"
+CONTENDERS = (TORCHS, "softmax", "softpick")  # normalizers are those on our kernels
+WARM_UP, TIMED = 4, 12  # steps; the first ones compile
+TORCHS_NAME = "qbench-bench-torch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What is measured. ``sequences`` None: as many as the shape says."""
+
+    shapes: tuple[str, ...]
+    contenders: tuple[str, ...]
+    compute: Compute
+    sequences: int | None = None
+    profile: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One shape with one attention. ``tokens_per_s`` is of all GPUs together."""
+
+    shape: str
+    attention: str
+    tokens_per_s: float
+    ms: float  # median of the timed steps
+    share: float | None  # of the GPUs' peak; None where that is not known
+    memory_gib: float
+    compile_s: float  # of the first step
+    kernels: tuple[str, ...]
+    loss: float  # of the last step, on random tokens: about ln of the vocabulary
+
+
+def bench_training(
+    choice: Choice, processes: Processes, *, say: Callable[[str], None]
+) -> tuple[list[Row], list[Profile]]:
+    """Measure every shape with every contender, one after the other. Raises RecipeError for an
+    unknown one."""
+    for what, known, named in (
+        ("--shape", SHAPES, choice.shapes),
+        ("--attention", CONTENDERS, choice.contenders),
+    ):
+        for name in named:
+            if name not in known:
+                raise RecipeError(f"{what} {name}: unknown; possible: {', '.join(known)}")
+    rows, profiles = [], []
+    for shape in choice.shapes:
+        for contender in choice.contenders:
+            torch._dynamo.reset()
+            with deterministic(choice.compute.deterministic):
+                row, profile = _measured(shape, contender, choice, processes)
+            rows.append(row)
+            profiles += [profile] if profile else []
+            share = "" if row.share is None else f", {row.share:.1%} of peak"
+            say(f"{shape} {contender}: {row.tokens_per_s:,.0f} tokens/s{share}, {row.ms:.1f} ms")
+            if processes.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows, profiles
+
+
+def _measured(
+    name: str, contender: str, choice: Choice, processes: Processes
+) -> tuple[Row, Profile | None]:
+    recipe = _recipe(name, choice, processes)
+    normalizer = "softmax" if contender == TORCHS else contender
+    model, attention = initial_model(
+        recipe.model, normalizer=normalizer, seed=0, device=processes.device,
+        attention=choice.compute.attention,
+    )  # fmt: skip
+    if contender == TORCHS:
+        attention = _attend_with_torch(model)
+    step = Step(model, recipe, processes)
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, recipe.model.vocabulary, 4 * recipe.batch.tokens, np.uint16)
+    step.feed = batches(
+        Sequences(tokens=ids, context=recipe.model.context, bos=None), step.share, first=0,
+        steps=recipe.steps, seed=0, device=processes.device,
+    )  # fmt: skip
+    cuda = processes.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    loss = float(step(0)[0])
+    compiled = time.perf_counter() - started
+    for number in range(1, WARM_UP):
+        step(number)
+    kernels = attention_kernels(lambda: step(WARM_UP), processes.device)
+    times = []
+    for number in range(WARM_UP + 1, WARM_UP + 1 + TIMED):
+        began = _now(cuda)
+        found = step(number)[0]
+        times.append(_now(cuda) - began)
+    loss = float(found)
+    profile = None
+    if choice.profile:
+        profile = profile_step(f"{name}, {attention}", lambda: step(recipe.steps - 1), cuda=cuda)
+    seconds = statistics.median(times)
+    speed = recipe.batch.tokens / seconds
+    hardware = environment(processes.device.type, ()).hardware
+    peak = peak_tflops(hardware)
+    used = speed / processes.count * flops_per_token(recipe.model) / 1e12
+    row = Row(
+        shape=name,
+        attention=attention,
+        tokens_per_s=speed,
+        ms=1000 * seconds,
+        share=None if peak is None else used / peak,
+        memory_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+        compile_s=compiled,
+        kernels=tuple(kernels),
+        loss=loss,
+    )
+    return row, profile
+
+
+def _recipe(name: str, choice: Choice, processes: Processes) -> TrainingRecipe:
+    hidden, layers, heads, vocabulary, context, sequences = SHAPES[name]
+    sequences = choice.sequences or sequences
+    batch = sequences * context * processes.count
+    return TrainingRecipe(
+        name="bench",
+        model={
+            "hidden": hidden, "layers": layers, "heads": heads, "vocabulary": vocabulary,
+            "context": context,
+        },
+        normalizers=("softmax",),
+        data={"tokens": "none"},
+        tokens=batch * (WARM_UP + TIMED + 2),
+        batch={"tokens": batch, "sequences": sequences},
+        optimizer={"learning_rate": 1e-4},
+        schedule={"warmup_steps": 1},
+        compute=choice.compute,
+    )  # fmt: skip
+
+
+def _attend_with_torch(model: LlamaForCausalLM) -> str:
+    """Plain causal scaled_dot_product_attention, without a mask: transformers' own hands it a
+    dense one under torch.compile, and that is several times slower."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        output = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(TORCHS_NAME, forward)
+    AttentionMaskInterface.register(TORCHS_NAME, lambda *_, **__: None)
+    model.set_attn_implementation(TORCHS_NAME)
+    return "softmax/torch"
+
+
+def _now(cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
+    """What was measured, in Markdown."""
+    about = environment(processes.device.type, ("triton",))
+    torchs = {row.shape: row.tokens_per_s for row in rows if row.attention == "softmax/torch"}
+    lines = []
+    for row in rows:
+        hidden, layers, heads, vocabulary, context, _ = SHAPES[row.shape]
+        beside = torchs.get(row.shape)
+        lines.append(
+            [
+                f"{row.shape}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
+                f"{context:,}",
+                row.attention,
+                f"{row.tokens_per_s:,.0f}",
+                "–" if beside is None else f"{row.tokens_per_s / beside:.3f}",
+                "–" if row.share is None else f"{row.share:.1%}",
+                f"{row.ms:.1f}",
+                f"{row.memory_gib:.1f}",
+                f"{row.compile_s:.0f}",
+            ]
+        )
+    head = ("shape", "attention", "tokens/s", "× torch's", "of peak", "ms a step", "GiB",
+            "first step s")  # fmt: skip
+    ran = [f"- {row.shape}, {row.attention}: {', '.join(row.kernels)}" for row in rows]
+    return (
+        "\n".join(
+            [
+                f"# Training on {processes.count} {about.hardware}",
+                "",
+                f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
+                f"{about.versions['transformers']}; {compute.precision} passes over float32 "
+                f"weights, torch.compile: {compute.compile or 'no'}, deterministic: "
+                f"{'yes' if compute.deterministic else 'no'}. Share of peak: 6 FLOP a parameter in "
+                "matrix products and token, and 6 · layers · hidden · context for attention, of a "
+                "measured bf16 matrix product (H200: 790 TFLOP/s). Medians of whole steps: data, "
+                "forward, backward, clipping, AdamW.",
+                "",
+                markdown.table(head, lines, align="llrrrrrr"),
+                "",
+                "Kernels of attention, as a profile of one step named them:",
+                "",
+                *ran,
+            ]
+        )
+        + "\n"
+    )
+
+
+def write(
+    out: Path, rows: list[Row], profiles: list[Profile], text: str, processes: Processes
+) -> list[Path]:
+    """JSON to ``out``, the table and the profiles beside it in Markdown."""
+    about = environment(processes.device.type, ("triton",))
+    values = {
+        "environment": about.model_dump(mode="json"),
+        "processes": processes.count,
+        "shapes": {row.shape: SHAPES[row.shape] for row in rows},
+        "rows": [asdict(row) for row in rows],
+        "profiles": [asdict(profile) for profile in profiles],
+    }
+    write_atomically(out, (json.dumps(values, indent=1) + "\n").encode())
+    written = [out]
+    if out.suffix:  # /dev/stdout has nothing beside it
+        beside = out.with_suffix(".md")
+        write_atomically(beside, text.encode())
+        written.append(beside)
+    return written

@@ -1,0 +1,206 @@
+"""``qbench tokenize`` and ``qbench train``: checkpoints alike in all but the normalizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qbench.commands.options import Device, DeviceOption, to_folder
+from qbench.commands.screen import show_written
+from qbench.files import require_folder
+from qbench.machine.quiet import redirected, terminal
+
+LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
+MIB = 2**20
+
+
+def tokenize(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Text to train on: *.jsonl, *.txt (documents separated by a zero byte), both also "
+            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION].",
+        ),
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FOLDER_OR_HUB_ID", help="Whose tokenizer to use.")
+    ],
+    out: Annotated[Path, to_folder("The folder to write; it must not exist.")],
+    field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Split of a hub dataset.")] = "train",
+    bos: Annotated[bool, typer.Option(help="Begin each document with BOS.")] = True,
+    eos: Annotated[bool, typer.Option(help="End each document with EOS.")] = True,
+    held_out: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Documents of so many tokens are not trained on: one in fifty, until they have "
+            "them. A training is watched on these.",
+        ),
+    ] = 200_000,
+    most_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Stop after about so many tokens to train on.")
+    ] = None,
+    without: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Leave out paragraphs that share thirteen words in a row with a text of the JSON "
+            "Lines files in this folder, such as those of --data.",
+        ),
+    ] = None,
+    licences: Annotated[str, typer.Option(help="Of the text: stands in the record.")] = "",
+) -> None:
+    """Turn text into token files for `qbench train`."""
+    from qbench.training.tokenize import Tokenizing
+    from qbench.training.tokenize import tokenize as write
+
+    about = write(
+        sources,
+        out,
+        tokenizer=tokenizer,
+        settings=Tokenizing(
+            field=field,
+            split=split,
+            bos=bos,
+            eos=eos,
+            held_out=held_out,
+            most_tokens=most_tokens,
+            evaluation=without,
+            licences=licences,
+        ),
+        progress=_tokenized(),
+    )
+    left_out = f"; {about.left_out_paragraphs:,} paragraphs left out" if without else ""
+    typer.echo(
+        f"{about.train.tokens:,} tokens of {about.train.documents:,} documents to train on, "
+        f"{about.held_out.tokens:,} of {about.held_out.documents:,} held out{left_out}"
+    )
+    show_written([out])
+
+
+def train(
+    recipe: Annotated[
+        Path, typer.Argument(help="A training recipe, such as recipes/train/pair-27m.yaml.")
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Token files, in place of the recipe's."),
+    ] = None,
+    normalizer: Annotated[
+        list[str], typer.Option(help="Train this one alone. Repeatable. Default: the recipe's.")
+    ] = [],  # noqa: B006  typer copies it
+    seed: Annotated[list[int], typer.Option(help="Train with this seed alone. Repeatable.")] = [],  # noqa: B006
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each run, in place of the recipe's.")
+    ] = None,
+    sequences: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences that a device takes at once: less needs less memory."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        to_folder("Where checkpoints, records and curves go. Default: training/NAME."),
+    ] = None,
+    device: DeviceOption = Device.auto,
+    stop_after: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Stop each run after so many steps, this time."),
+    ] = None,
+    tracker: Annotated[
+        list[str],
+        typer.Option(help="Also log to tensorboard or wandb, where it is installed. Repeatable."),
+    ] = [],  # noqa: B006
+    weights: Annotated[
+        bool, typer.Option(help="Write checkpoints; without, records and curves alone.")
+    ] = True,
+    largest_file: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="MIB", help="Cut weights into files of at most so much."),
+    ] = None,
+) -> None:
+    """Train the models of a recipe: every seed with every normalizer, alike in all else.
+
+    A training that was stopped, or killed, goes on from its last state when the same command is
+    given again, and ends with the same weights as without the stop. Several GPUs:
+    `torchrun --nproc-per-node 2 -m qbench train RECIPE`.
+    """
+    from qbench.machine.devices import choose_device
+    from qbench.training.determinism import settle_workspace
+    from qbench.training.log import require_trackers
+    from qbench.training.recipe import TrainingOverrides, TrainingRecipe
+    from qbench.training.token_files import read_token_files
+
+    loaded = TrainingRecipe.load(
+        recipe,
+        TrainingOverrides(
+            normalizers=tuple(normalizer) or None,
+            seeds=tuple(seed) or None,
+            tokens=tokens,
+            data=data,
+            sequences=sequences,
+        ),
+    )
+    require_trackers(tracker)
+    folder = out or Path("training") / loaded.name
+    require_folder(folder, "--out")
+    where = choose_device(device)
+    files = read_token_files(loaded.token_folder)
+    settle_workspace()
+    from qbench.training.processes import joined
+    from qbench.training.runs import Options, draw, train_recipe
+
+    with (
+        joined(where) as processes,
+        terminal() as screen,
+        redirected(folder / f"train{processes.index or ''}.log"),
+    ):
+        found = train_recipe(
+            loaded,
+            files,
+            folder,
+            processes=processes,
+            options=Options(
+                trackers=tuple(tracker),
+                stop_after=stop_after,
+                largest_file=None if largest_file is None else largest_file * MIB,
+                weights=weights,
+            ),
+            say=(lambda _, __, line: print(line, file=screen)) if processes.first else _silent,
+        )
+    if not processes.first:
+        return
+    runs = loaded.runs()
+    for record in found:
+        typer.echo(
+            f"{record.normalizer}, seed {record.seed}: loss {record.final_loss or 0:.4f} after "
+            f"{record.tokens:,} tokens; held out {record.watched[-1].loss:.4f} "
+            f"(best {record.best_loss:.4f} at step {record.best_step:,})"
+        )
+    if len(found) < len(runs):
+        typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command goes on")
+    curves = draw(loaded, folder)
+    show_written([folder, *([curves] if curves else [])])
+
+
+def _silent(run: str, step: int, line: str) -> None:
+    """What the processes beside the first one say."""
+
+
+def _tokenized() -> Callable[[int, int], None]:
+    """Says how far tokenizing is, every few seconds."""
+    last = time.monotonic()
+
+    def progress(documents: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > LINE_SECONDS:
+            last = time.monotonic()
+            typer.echo(f"{documents:,} documents, {tokens:,} tokens", err=True)
+
+    return progress

@@ -1,0 +1,29 @@
+"""Which kernels of attention really ran in a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+# Ours (Triton and Gluon), and those that torch's scaled_dot_product_attention may choose.
+ATTENTION = re.compile(
+    r"forward_kernel|key_kernel|query_kernel|decode_kernel|gluon|flash|fmha|cudnn.*(sdpa|mha)|"
+    r"attention"
+)
+
+
+def attention_kernels(step: Callable[[], None], device: torch.device) -> list[str]:
+    """Names of the attention kernels that ``step`` launches on a GPU, sorted; on a CPU, where
+    none is launched, ``["none"]``. The step is done once."""
+    if device.type != "cuda":
+        step()
+        return ["none"]
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    names = {event.key for event in seen.key_averages() if event.self_device_time_total > 0}
+    return sorted(name[:120] for name in names if ATTENTION.search(name))

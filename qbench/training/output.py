@@ -1,0 +1,84 @@
+"""A trained model as a checkpoint folder in flash-linear-attention's format."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from qbench.checkpoints.weights import INDEX, SINGLE
+from qbench.files import write_atomically
+from qbench.training.token_files import copy_tokenizer
+
+# The other way round than qbench.checkpoints.flash_linear_attention.RENAMED.
+UPSTREAM = (
+    (r"^model\.embed_tokens\.", "model.embeddings."),
+    (r"^(model\.layers\.\d+)\.input_layernorm\.", r"\1.attn_norm."),
+    (r"^(model\.layers\.\d+)\.post_attention_layernorm\.", r"\1.mlp_norm."),
+    (r"^(model\.layers\.\d+)\.self_attn\.", r"\1.attn."),
+)
+
+
+def save_checkpoint(
+    model: LlamaForCausalLM,
+    folder: Path,
+    *,
+    config: dict[str, Any],
+    tokenizer: Path,
+    largest_file: int | None = None,
+) -> None:
+    """Write ``config``, bfloat16 weights and the tokenizer of the folder ``tokenizer``.
+
+    ``largest_file``: bytes; weights beyond it go to several files. Each file is written whole or
+    not at all, ``config.json`` last: without it a folder is no checkpoint.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+        path.unlink(missing_ok=True)
+    tensors = {
+        upstream_name(name): parameter.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, parameter in model.named_parameters()
+    }
+    parts = _parts(dict(sorted(tensors.items())), largest_file)
+    names = [SINGLE]
+    if len(parts) > 1:
+        names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+        listed = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": _bytes(tensors)}, "weight_map": listed}
+        write_atomically(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    for name, part in zip(names, parts, strict=True):
+        write_atomically(folder / name, save(part, {"format": "pt"}))
+    copy_tokenizer(tokenizer, folder)
+    write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def upstream_name(name: str) -> str:
+    """A Llama tensor's name in flash-linear-attention."""
+    for pattern, replacement in UPSTREAM:
+        name, changed = re.subn(pattern, replacement, name)
+        if changed:
+            break
+    return name
+
+
+def _parts(tensors: dict[str, Tensor], largest: int | None) -> list[dict[str, Tensor]]:
+    """In order, no more than ``largest`` bytes each, but for a tensor that is larger itself."""
+    parts: list[dict[str, Tensor]] = [{}]
+    room = math.inf if largest is None else largest
+    for name, tensor in tensors.items():
+        if parts[-1] and _bytes(parts[-1]) + tensor.nbytes > room:
+            parts.append({})
+        parts[-1][name] = tensor
+    return parts
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,269 @@
+"""All runs of a recipe: every seed with every normalizer, one after the other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from qbench.errors import RecipeError, TrainingError
+from qbench.files import clean_temporaries, write_atomically
+from qbench.record.training import FILE, Sample, TrainedOn, Training, TrainingSession
+from qbench.sealed import canonical
+from qbench.training.log import FILE as LOG
+from qbench.training.log import Log, read_log, trackers
+from qbench.training.order import Sequences
+from qbench.training.plot import plot
+from qbench.training.processes import Processes
+from qbench.training.recipe import TrainingRecipe
+from qbench.training.shape import checkpoint_config, parameters
+from qbench.training.state import Progress
+from qbench.training.token_files import TokenFiles
+
+STATE, BEST, CURVES = "state", "best", "curves.svg"
+Say = Callable[[str, int, str], None]  # run's name, steps done, a line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What a run of ``qbench train`` may choose that changes no weight."""
+
+    trackers: tuple[str, ...] = ()
+    stop_after: int | None = None  # steps of each run, this time
+    largest_file: int | None = None  # bytes of a weights file
+    weights: bool = True  # write the checkpoint; without, records and curves alone
+
+
+def train_recipe(
+    recipe: TrainingRecipe,
+    files: TokenFiles,
+    out: Path,
+    *,
+    processes: Processes,
+    options: Options,
+    say: Say,
+) -> list[Training]:
+    """Train what is not trained yet; each run's checkpoint goes to ``out/<normalizer>-seed<n>``.
+
+    Returns the records of finished runs. Raises TrainingError where one breaks.
+    """
+    _require_data(recipe, files, processes)
+    found = []
+    for normalizer, seed in recipe.runs():
+        name = run_name(normalizer, seed)
+        folder = out / name
+        known = read_training(folder)
+        settings = settings_digest(recipe, files, normalizer, seed)
+        if known is not None:
+            if known.settings_digest != settings:
+                raise TrainingError(
+                    f"{folder}: holds a training of other settings, data or seed; name another "
+                    "--out, or remove it"
+                )
+            say(name, known.steps, f"{name}: trained already")
+            found.append(known)
+            continue
+        record = _one(recipe, files, folder, normalizer, seed, settings, processes, options, say)
+        if record is not None:
+            found.append(record)
+    return found
+
+
+def run_name(normalizer: str, seed: int) -> str:
+    return f"{normalizer}-seed{seed}"
+
+
+def settings_digest(recipe: TrainingRecipe, files: TokenFiles, normalizer: str, seed: int) -> str:
+    """Of all that shapes a run: a state goes on only under the same."""
+    parts = {
+        "settings": recipe.settings(),
+        "data": files.about.digest,
+        "normalizer": normalizer,
+        "seed": seed,
+    }
+    return hashlib.sha256(canonical(parts)).hexdigest()
+
+
+def read_training(folder: Path) -> Training | None:
+    path = folder / FILE
+    return Training.model_validate_json(path.read_bytes()) if path.is_file() else None
+
+
+def draw(recipe: TrainingRecipe, out: Path) -> Path | None:
+    """The curves of all runs that have begun; None where none has."""
+    logs = {}
+    for normalizer, seed in recipe.runs():
+        path = out / run_name(normalizer, seed) / STATE / LOG
+        if path.is_file() and (lines := read_log(path)):
+            logs[normalizer, seed] = lines
+    if not logs:
+        return None
+    plot(logs, out / CURVES)
+    return out / CURVES
+
+
+def _one(
+    recipe: TrainingRecipe,
+    files: TokenFiles,
+    folder: Path,
+    normalizer: str,
+    seed: int,
+    settings: str,
+    processes: Processes,
+    options: Options,
+    say: Say,
+) -> Training | None:
+    from qbench.training.determinism import deterministic
+    from qbench.training.loop import Run, train
+    from qbench.training.model import DTYPES, initial_model
+    from qbench.training.output import save_checkpoint
+    from qbench.training.watch import watched
+
+    about, name, state = files.about, run_name(normalizer, seed), folder / STATE
+    ids = {"bos": about.bos, "eos": about.eos, "pad": about.pad}
+    config = checkpoint_config(recipe.model, normalizer, **ids)
+
+    def keep(model: Any, target: Path) -> None:
+        save_checkpoint(
+            model, target, config=config, tokenizer=files.folder,
+            largest_file=options.largest_file,
+        )  # fmt: skip
+
+    with _alone(folder, processes), deterministic(recipe.compute.deterministic):
+        model, attention = initial_model(
+            recipe.model, normalizer=normalizer, seed=seed, device=processes.device,
+            attention=recipe.compute.attention, tokens=ids,
+        )  # fmt: skip
+        say(name, 0, f"{name}: {parameters(recipe.model, normalizer):,} parameters, {attention}")
+        progress, final = train(
+            Run(
+                recipe=recipe,
+                seed=seed,
+                model=model,
+                source=_sequences(recipe, files),
+                watched=watched(recipe, files, DTYPES[recipe.compute.precision]),
+                folder=state,
+                processes=processes,
+                settings=settings,
+                log=lambda step: Log(
+                    state / LOG,
+                    step=step,
+                    trackers=trackers(list(options.trackers), folder, name, recipe.settings()),
+                ),
+                best=lambda one: keep(one, folder / BEST) if options.weights else None,
+                say=lambda step, line: say(name, step, f"{name}: {line}"),
+                stop_after=options.stop_after,
+            )
+        )
+        if progress.step < recipe.steps:
+            return None
+        record = _record(recipe, files, normalizer, seed, attention, progress, final, state)
+        if processes.first:
+            if options.weights:
+                keep(model, folder)
+            text = record.model_dump_json(indent=1) + "\n"
+            write_atomically(folder / FILE, text.encode())
+        processes.wait()
+    return record
+
+
+@contextmanager
+def _alone(folder: Path, processes: Processes) -> Iterator[None]:
+    """No other training works in ``folder`` meanwhile."""
+    if not processes.first:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise TrainingError(f"{folder}: another process trains there") from None
+    try:
+        clean_temporaries(folder)
+        yield
+    finally:
+        lock.release()
+
+
+def _sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
+    return Sequences(
+        tokens=files.train,
+        context=recipe.model.context,
+        bos=files.about.bos if recipe.data.bos_first else None,
+    )
+
+
+def _require_data(recipe: TrainingRecipe, files: TokenFiles, processes: Processes) -> None:
+    """Raises RecipeError where the recipe, the data and the processes do not go together."""
+    about = files.about
+    if about.vocabulary > recipe.model.vocabulary:
+        raise RecipeError(
+            f"model.vocabulary {recipe.model.vocabulary}: the tokenizer of {files.folder} has "
+            f"{about.vocabulary} ids"
+        )
+    if recipe.data.bos_first and about.bos is None:
+        raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")
+    at_once = recipe.batch.sequences * processes.count
+    if recipe.rows % at_once:
+        raise RecipeError(
+            f"batch.sequences {recipe.batch.sequences} × {processes.count} processes must divide "
+            f"the {recipe.rows} sequences of a step; lower it, here or with --sequences"
+        )
+    if len(_sequences(recipe, files)) < recipe.rows:
+        raise RecipeError(
+            f"{files.folder}: {len(files.train):,} tokens are fewer than one step takes "
+            f"({recipe.batch.tokens:,}); tokenize more text"
+        )
+
+
+def _record(
+    recipe: TrainingRecipe,
+    files: TokenFiles,
+    normalizer: str,
+    seed: int,
+    attention: str,
+    progress: Progress,
+    final: float | None,
+    state: Path,
+) -> Training:
+    about = files.about
+    lines = read_log(state / LOG) if (state / LOG).is_file() else []
+    watched = [
+        Sample(**{key: line[key] for key in Sample.model_fields})
+        for line in lines
+        if line["kind"] == "watch"
+    ]
+    return Training(
+        name=recipe.name,
+        normalizer=normalizer,
+        seed=seed,
+        settings=recipe.settings(),
+        settings_digest=progress.settings,
+        data=TrainedOn(
+            digest=about.digest,
+            tokens=about.train.tokens,
+            documents=about.train.documents,
+            tokenizer=about.tokenizer,
+            sources=tuple(source.name for source in about.sources),
+            licences=about.licences,
+        ),
+        attention=attention,
+        kernels=tuple(progress.kernels),
+        compiled=recipe.compute.compile or "no",
+        parameters=parameters(recipe.model, normalizer),
+        steps=progress.step,
+        tokens=progress.step * recipe.batch.tokens,
+        final_loss=final,
+        best_step=progress.best_step,
+        best_loss=progress.best_loss,
+        watched=tuple(watched),
+        sessions=tuple(TrainingSession(**one) for one in progress.sessions),
+        finished=datetime.now(UTC),
+    )

@@ -1,0 +1,86 @@
+"""One step: the passes over its sequences, the clipped gradient, the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from transformers import LlamaForCausalLM
+
+from qbench.training.feed import Share
+from qbench.training.model import Loss
+from qbench.training.optimizer import learning_rate, optimizers, set_learning_rate
+from qbench.training.processes import Processes
+from qbench.training.recipe import Compute, TrainingRecipe
+
+
+class Step:
+    """Takes its batches from ``feed``, which is set before the first step. Nothing in it asks the
+    device for a number, so that the device never waits."""
+
+    feed: Iterator[Tensor]
+
+    def __init__(
+        self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: Processes
+    ) -> None:
+        self.recipe, self.processes = recipe, processes
+        self.parameters = dict(model.named_parameters())
+        self.optimizers = optimizers(self.parameters, recipe.optimizer, fused=True)
+        self.share = Share(
+            rows=recipe.rows,
+            sequences=recipe.batch.sequences,
+            process=processes.index,
+            processes=processes.count,
+        )
+        self.loss = _parallel(
+            _compiled(Loss(model, recipe.compute.precision), recipe.compute), processes
+        )
+
+    def __call__(self, number: int) -> tuple[Tensor, Tensor]:
+        """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
+        the gradient's norm before clipping. Both are scalars on the device."""
+        recipe, passes = self.recipe, self.share.passes
+        set_learning_rate(self.optimizers, learning_rate(number, recipe.steps, recipe.schedule))
+        total = torch.zeros((), device=self.processes.device)
+        for part in range(passes):
+            with self._alone(last=part + 1 == passes):
+                loss = self.loss(next(self.feed)) / passes
+                loss.backward()
+            total += loss.detach()
+        norm = clip_grad_norm_(self.parameters.values(), recipe.optimizer.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return total, norm
+
+    @property
+    def learning_rate(self) -> float:
+        """Of AdamW, in the last step."""
+        return self.optimizers[-1].param_groups[0]["lr"]
+
+    def _alone(self, *, last: bool) -> AbstractContextManager[object]:
+        """Gradients are averaged over the processes after the last pass alone."""
+        return self.loss.no_sync() if self.processes.count > 1 and not last else nullcontext()
+
+
+def _compiled(loss: nn.Module, compute: Compute) -> nn.Module:
+    loss.train()
+    if not compute.compile:
+        return loss
+    return torch.compile(loss, fullgraph=True, dynamic=False, mode=compute.compile)
+
+
+def _parallel(loss: nn.Module, processes: Processes) -> nn.Module:
+    """Around the compiled module, so that the compiler sees one whole graph."""
+    if processes.count == 1:
+        return loss
+    place = processes.device
+    return DistributedDataParallel(
+        loss,
+        device_ids=[place.index] if place.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )

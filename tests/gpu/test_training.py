@@ -1,0 +1,87 @@
+"""Training on a GPU: our kernels under torch.compile, no waiting, and the same bits again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = {
+    "name": "gpu",
+    "model": {"hidden": 128, "layers": 2, "heads": 2, "vocabulary": 512, "context": 256},
+    "normalizers": ["softmax", "softpick"],
+    "data": {"tokens": "none"},
+    "tokens": 40 * 2048,
+    "batch": {"tokens": 2048, "sequences": 4},
+    "optimizer": {"learning_rate": 3e-3},
+    "schedule": {"warmup_steps": 5},
+}
+
+
+def made(normalizer, attention="triton", **compute):
+    """A step whose data are random, on the GPU."""
+    from qbench.training.feed import batches
+    from qbench.training.model import initial_model
+    from qbench.training.order import Sequences
+    from qbench.training.processes import Processes
+    from qbench.training.recipe import TrainingRecipe
+    from qbench.training.step import Step
+
+    recipe = TrainingRecipe.model_validate({**SETTINGS, "compute": compute})
+    model, ran = initial_model(
+        recipe.model, normalizer=normalizer, seed=0, device="cuda", attention=attention
+    )
+    assert ran == f"{normalizer}/{attention}"
+    step = Step(model, recipe, Processes(device=torch.device("cuda")))
+    ids = np.random.default_rng(0).integers(0, 512, 20_000, np.uint16)
+    source = Sequences(tokens=ids, context=256, bos=None)
+    device = torch.device("cuda")
+    step.feed = batches(source, step.share, first=0, steps=recipe.steps, seed=0, device=device)
+    return model, step
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_a_compiled_step_runs_the_causal_kernels_and_never_waits(normalizer):
+    from qbench.training.kernels import attention_kernels
+
+    torch._dynamo.reset()
+    _, step = made(normalizer)
+    for number in range(3):
+        step(number)
+    kernels = attention_kernels(lambda: step(3), torch.device("cuda"))
+    assert len(kernels) >= 3, kernels  # forward, keys, queries
+    assert not any("fmha" in name or "flash" in name for name in kernels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_compiled_kernels_and_eager_reference_train_alike(normalizer):
+    torch._dynamo.reset()
+    losses = []
+    for attention, mode in (("triton", "default"), ("reference", False)):
+        _, step = made(normalizer, attention, compile=mode)
+        losses.append([float(step(number)[0]) for number in range(10)])
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_the_same_steps_give_the_same_bits(normalizer):
+    from qbench.training.determinism import deterministic, settle_workspace
+
+    settle_workspace()
+    weights = []
+    with deterministic(True):
+        for _ in range(2):
+            torch._dynamo.reset()
+            model, step = made(normalizer)
+            for number in range(12):
+                step(number)
+            weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name

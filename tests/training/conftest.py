@@ -1,0 +1,120 @@
+"""A small training: token files of made-up text, and a recipe that takes seconds on a CPU."""
+
+import json
+import random
+
+import pytest
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "dogs",
+    "run",
+    "far",
+    "away",
+    "and",
+    "never",
+    "come",
+    "back",
+    "again",
+]
+VOCABULARY = 64
+RECIPE = {
+    "name": "small",
+    "model": {"hidden": 16, "layers": 2, "heads": 2, "vocabulary": VOCABULARY, "context": 16},
+    "normalizers": ["softmax", "softpick"],
+    "seeds": [3],
+    "data": {"tokens": "tokens"},
+    "tokens": 2560,
+    "batch": {"tokens": 64, "sequences": 2},
+    "optimizer": {"learning_rate": 3e-3, "eps": 1e-15},
+    "schedule": {"warmup_steps": 5},
+    "compute": {"precision": "float32", "compile": False},
+    "watch": {"every": 10, "samples": 4, "length": 16},
+    "log_every": 5,
+    "save_every": 10,
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    trainer = trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    named["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts():
+    draw = random.Random(0)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(20, 60))) for _ in range(300)]
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory, tokenizer_folder, texts):
+    """A folder of token files."""
+    from qbench.training.tokenize import Tokenizing, tokenize
+
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("\0".join(texts), encoding="utf-8")
+    tokenize(
+        [str(folder / "text.txt")],
+        folder / "tokens",
+        tokenizer=str(tokenizer_folder),
+        settings=Tokenizing(held_out=200),
+    )
+    return folder / "tokens"
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tokens):
+    """Writes the small recipe, with parts of it changed, and returns its path."""
+
+    def write(**changed):
+        values = {**RECIPE, "data": {"tokens": str(tokens)}}
+        for name, value in changed.items():
+            known = values.get(name)
+            values[name] = {**known, **value} if isinstance(known, dict) else value
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def train(recipe_file):
+    """Trains in this process; returns the records of the finished runs."""
+    import torch
+
+    from qbench.training.processes import Processes
+    from qbench.training.recipe import TrainingRecipe
+    from qbench.training.runs import Options, train_recipe
+    from qbench.training.token_files import read_token_files
+
+    def run(out, *, stop_after=None, said=None, largest_file=None, **changed):
+        recipe = TrainingRecipe.load(recipe_file(**changed))
+        return train_recipe(
+            recipe,
+            read_token_files(recipe.token_folder),
+            out,
+            processes=Processes(device=torch.device("cpu")),
+            options=Options(stop_after=stop_after, largest_file=largest_file),
+            say=lambda _, __, line: said.append(line) if said is not None else None,
+        )
+
+    return run

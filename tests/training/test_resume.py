@@ -1,0 +1,113 @@
+"""A training that is stopped, or killed, ends with the same bits as one that is not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+LONG = {"tokens": 12_800, "normalizers": ["softpick"]}  # 200 steps
+
+
+def weights(out, run="softpick-seed3"):
+    return (out / run / "model.safetensors").read_bytes()
+
+
+def steps_logged(log):
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+
+
+def test_a_killed_training_goes_on_and_ends_with_the_same_bits(tmp_path, train, recipe_file):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole, **LONG)
+    command = [sys.executable, "-m", "qbench", "train", recipe_file(**LONG), "--out", killed]
+    state, log = (
+        killed / "softpick-seed3" / "state" / n for n in ("last.safetensors", "log.jsonl")
+    )
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(
+            [*command, "--device", "cpu"],
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not (state.is_file() and len(steps_logged(log)) > 20):
+                assert process.poll() is None, (tmp_path / "said").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert not (killed / "softpick-seed3" / "training.json").exists()
+    [record] = train(killed, **LONG)
+    assert len(record.sessions) == 2
+    assert 0 < record.sessions[1].first_step < 200
+    assert weights(killed) == weights(whole)
+    ours, theirs = (
+        steps_logged(out / "softpick-seed3" / "state" / "log.jsonl") for out in (whole, killed)
+    )
+    told = [
+        [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+        for lines in (ours, theirs)
+    ]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"name": "muon", "muon_learning_rate": 0.02}])
+@pytest.mark.parametrize("first", [1, 7, 20])
+def test_stops_at_any_step_change_no_bit(tmp_path, train, optimizer, first):
+    settings = {"normalizers": ["softmax"], "optimizer": optimizer}
+    train(tmp_path / "whole", **settings)
+    assert train(tmp_path / "parts", stop_after=first, **settings) == []
+    assert train(tmp_path / "parts", stop_after=6, **settings) == []
+    [record] = train(tmp_path / "parts", **settings)
+    assert [one.first_step for one in record.sessions] == [0, first, first + 6]
+    assert weights(tmp_path / "parts", "softmax-seed3") == weights(
+        tmp_path / "whole", "softmax-seed3"
+    )
+
+
+def test_the_optimizer_goes_on_too_not_the_weights_alone(tmp_path, train):
+    """The test above would also pass were a state of one step ignored and training begun anew."""
+    train(tmp_path, stop_after=7, normalizers=["softmax"])
+    kept = load_file(tmp_path / "softmax-seed3" / "state" / "last.safetensors")
+    assert {name.partition("/")[0] for name in kept} == {"model", "optimizer0"}
+    assert float(kept["optimizer0/lm_head.weight/step"]) == 7
+    assert all(float(kept[name].abs().sum()) > 0 for name in kept if name.endswith("exp_avg"))
+
+
+def test_a_state_of_other_settings_is_not_gone_on_with(tmp_path, train):
+    from qbench.errors import TrainingError
+
+    train(tmp_path, stop_after=7)
+    with pytest.raises(TrainingError, match="other settings, data or seed"):
+        train(tmp_path, schedule={"warmup_steps": 6})
+
+
+def test_what_is_trained_is_not_trained_again_and_other_settings_do_not_replace_it(tmp_path, train):
+    from qbench.errors import TrainingError
+
+    first = train(tmp_path, tokens=640)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert train(tmp_path, tokens=640) == first
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    with pytest.raises(TrainingError, match="other settings"):
+        train(tmp_path, tokens=704)
+
+
+def test_a_damaged_state_is_named(tmp_path, train):
+    from qbench.errors import TrainingError
+
+    train(tmp_path, stop_after=7, normalizers=["softmax"])
+    state = tmp_path / "softmax-seed3" / "state" / "last.safetensors"
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(TrainingError, match=r"last\.safetensors: not a training's state"):
+        train(tmp_path, normalizers=["softmax"])
