@@ -13,7 +13,7 @@ Mode = Literal["fast", "exact", "lm-eval"]
 Own = Literal["sdpa", "eager"]
 
 LINEAR, CONV1D = "linear layers", "linear layers (Conv1D turned)"
-EXPERTS = "linear layers (say leave_out: [experts])"
+EXPERTS = "linear layers, fused experts one by one"
 NO_INTERFACE = "its class computes attention itself"
 DROPS = "its layers do not hand on what a pack needs"
 HEAD = "scales or caps its logits after the LM head"
@@ -37,7 +37,8 @@ class ModelClass:
     scoring: Mode = "fast"
     slower: str = ""
     weights: str = LINEAR
-    left_out: str = ""  # weight matrices that are no linear layers, and stay as they are
+    left_out: str = ""  # weight matrices that stay as they are, since they are no linear layers
+    spared: str = ""  # a linear layer whose weight the class reads by itself: to be left out
     defaults: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -57,7 +58,7 @@ def _native(why: str, own: Own = "eager") -> dict[str, Any]:
     return {"native": why, "own": own, **_exact("packs need our attention")}
 
 
-_ROUTER = {"weights": EXPERTS, "left_out": "fused experts, routers"}
+_ROUTER = {"weights": EXPERTS, "left_out": "routers"}
 _WINDOW = (("sliding_window", 4096),)
 _HEAD = {"scoring": "lm-eval", "slower": HEAD}
 _CONVOLUTION = {"left_out": "short convolutions", **_exact(MIXED)}
@@ -115,7 +116,7 @@ _ROWS = (
         "Qwen3NextForCausalLM",
         "Qwen 3 Next (gated attention)",
         weights=EXPERTS,
-        left_out="fused experts, routers, short convolutions",
+        left_out="routers, short convolutions",
         **_exact(MIXED),
     ),
     _row(
@@ -129,7 +130,6 @@ _ROWS = (
         "AfmoeForCausalLM",
         "Trinity (gated attention)",
         weights=EXPERTS,
-        left_out="fused experts",
         **_exact(MIXED),
     ),
     _row("lfm2", "Lfm2ForCausalLM", "LFM 2", **_CONVOLUTION),
@@ -164,6 +164,7 @@ _ROWS = (
         "Mamba",
         **_native("it has no attention"),
         left_out="state spaces, short convolutions",
+        spared="dt_proj",
     ),
     _row(
         "mamba2",

@@ -34,4 +34,6 @@ def _scoring(row: ModelClass) -> str:
 
 
 def _weights(row: ModelClass) -> str:
-    return f"{row.weights}; not {row.left_out}" if row.left_out else row.weights
+    spared = f"{row.spared} (say leave_out: [{row.spared}])" if row.spared else ""
+    not_quantized = ", ".join(filter(None, [row.left_out, spared]))
+    return f"{row.weights}; not {not_quantized}" if not_quantized else row.weights

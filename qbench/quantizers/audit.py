@@ -96,6 +96,7 @@ def _of_weights(
         levels=max((one.module.levels for one in measured), default=0),
         logits_moved=moved,
         left_out=tuple(matrix.name for matrix in remaining),
+        left_out_because=_because(remaining, quantizer),
         problems=tuple(problems),
         modules=tuple(one.module for one in measured),
         digest=_digest({one.module.name: one.module.digest for one in measured}),
@@ -129,6 +130,17 @@ def _uncovered(
             f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
         )
     return problems
+
+
+def _because(remaining: list[Matrix], quantizer: Quantizer) -> dict[str, str]:
+    """Why each of these matrices is not quantized."""
+    spared = left_out((matrix.name for matrix in remaining), quantizer.leave_out)
+    return {
+        matrix.name: "leave_out of the settings"
+        if matrix.name in spared
+        else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
+        for matrix in remaining
+    }
 
 
 def _unasked(

@@ -110,7 +110,8 @@ def forward(block: nn.Module, hidden: Tensor, rest: dict[str, Any]) -> Tensor:
 def hessian(
     block: nn.Module, layer: nn.Module, batches: list[tuple[Tensor, dict[str, Any]]]
 ) -> Tensor:
-    """2/n Σ x xᵀ over all n calibration tokens that reach ``layer``: float32 [in, in]."""
+    """2/n Σ x xᵀ over all n calibration tokens that reach ``layer``: float32 [in, in]; zeros where
+    none does (an expert that is never chosen)."""
     total: Tensor | None = None
     tokens = 0
 
@@ -128,7 +129,7 @@ def hessian(
             except Stop:
                 continue
     assert total is not None
-    return total.mul_(2 / tokens)
+    return total.mul_(2 / max(tokens, 1))
 
 
 @contextmanager

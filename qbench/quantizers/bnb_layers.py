@@ -40,6 +40,14 @@ class Linear4(bitsandbytes.nn.Linear4bit):
         return nn.functional.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
 
 
+class Linear8(bitsandbytes.nn.Linear8bitLt):
+    """The library's layer, for inputs of more than three dimensions too (DeepSeek's latents)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]) if x.dim() > 3 else x
+        return super().forward(flat).reshape(*x.shape[:-1], self.out_features)
+
+
 def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
     """The weight, float32 [out, in], from codes and scales alone: level[code] times the block's
     scale. A byte holds two codes, the first in its upper half."""
@@ -103,7 +111,7 @@ def rows(weight: Tensor) -> Tensors:
 
 def linear8(shape: Plain, tensors: Tensors, settings: Bnb8) -> nn.Module:
     with torch.device("meta"):
-        module = bitsandbytes.nn.Linear8bitLt(
+        module = Linear8(
             shape.in_features,
             shape.out_features,
             bias=False,

@@ -65,6 +65,12 @@ def _block_by_block(
                 moments = hessian(block, block.get_submodule(group[0]), batches)
             else:
                 moments = hessians[group_index]
+            if not moments.any():
+                raise QuantizationError(
+                    f"{settings.name}: {path}.{group[0]}: no calibration text reaches it (an "
+                    "expert that is never chosen?); calibrate on more samples, or leave it out: "
+                    f"leave_out: [{path}.{group[0]}]"
+                )
             factor, order = _factor(moments, settings, f"{path}.{group[0]}")
             layers = [block.get_submodule(name) for name in group]
             # Rows are independent: layers with one Hessian are solved as one.

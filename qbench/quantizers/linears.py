@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.matrices import left_out
+from qbench.quantizers.experts import split
+from qbench.quantizers.matrices import is_linear, left_out
 from qbench.quantizers.quantizer import Quantizer
 
 Tensors = dict[str, Tensor]
@@ -32,7 +33,7 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if is_linear(module) and module is not head
     }
 
 
@@ -44,8 +45,9 @@ def linears_of(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
 
 
 def linearize(model: nn.Module) -> None:
-    """Put a linear layer in the place of every Conv1D (GPT-2's, which is one with its weight
-    turned), in place; the LM head aside."""
+    """Put linear layers in the place of every Conv1D (GPT-2's, which is one with its weight
+    turned) and of experts that are kept as one parameter, in place; the LM head aside."""
+    split(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             layer = nn.Linear(1, 1, bias=False, device="meta")

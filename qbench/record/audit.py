@@ -59,6 +59,7 @@ class Audit(Written):
     levels: int  # most distinct values in one group, over all modules
     logits_moved: float  # largest |difference| from the unquantized model on a probe text
     left_out: tuple[str, ...] = ()  # weight matrices that were not quantized
+    left_out_because: dict[str, str] = {}  # noqa: RUF012  why not, by name
     problems: tuple[str, ...] = ()  # one line each
     modules: tuple[ModuleAudit, ...] = ()
     activations: ActivationAudit | None = None  # None where they are not quantized

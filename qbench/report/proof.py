@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qbench.comparison.lines import Comparison, judge
-from qbench.record import Damage, Unavailable
+from qbench.record import Audit, Damage, Unavailable
 from qbench.report.costs import STAGES, bits_per_weight, sound
 from qbench.report.table import Cell, DataTable, build, plain
 from qbench.store import KEY_DIGITS
@@ -50,6 +50,12 @@ def divergence(comparison: Comparison) -> Iterator[DataTable]:
         )
         title = "Changed distributions and answers"
         yield build("divergence", "distributions", title, caption, head, rows, keys=2)
+
+
+def _left_out(found: Audit) -> str:
+    """Names of what was not quantized, each with the reason where the record has it."""
+    why = found.left_out_because
+    return ", ".join(f"{name} ({why[name]})" if name in why else name for name in found.left_out)
 
 
 def divergence_notes(comparison: Comparison) -> list[str]:
@@ -127,7 +133,7 @@ def audit(comparison: Comparison) -> Iterator[DataTable]:
                 else Cell(text=NO_VALUE),
                 plain(found and found.levels, "{:d}"),
                 plain(found and found.logits_moved, "{:.3g}"),
-                Cell(text=", ".join(found.left_out) if found else ""),
+                Cell(text=_left_out(found) if found else ""),
                 Cell(text=reason),
             ]
         )

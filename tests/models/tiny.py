@@ -105,7 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "xglm": {"d_model": 64, "ffn_dim": 64, "num_layers": 1, "attention_heads": 2},
     "granite_swa": {},
     "mimo_v2_flash": {},
-    "mamba": {"state_size": 8, "num_attention_heads": None},
+    "mamba": {"state_size": 8, "num_attention_heads": None, "time_step_rank": 16},
     "mamba2": {"num_heads": 4, "state_size": 8, "n_groups": 1},
 }
 

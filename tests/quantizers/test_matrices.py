@@ -77,20 +77,17 @@ def tiny(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_are_weight_matrices_and_named_with_their_size_if_not_quantized(name, tmp_path):
-    chosen = settings("rtn-4bit")
-    made = make(chosen, tmp_path, model=tiny(name)).model
-    report = audit(tiny(name), made, chosen, PROBE)
-    fused = [m for m in matrices(tiny(name)).values() if m.weight.dim() == 3]
-    experts = sum(m.weight.numel() for m in fused)
-    assert len(fused) in (2, 4)  # two a layer; DeepSeek's first layer is dense
-    assert {m.name for m in fused} <= set(report.left_out)
+def test_experts_that_a_quantizer_does_not_reach_are_named_with_their_size(name, tmp_path):
+    """As if they had been left out without saying so."""
+    made = make(settings("rtn-4bit", leave_out=("experts",)), tmp_path, model=tiny(name)).model
+    report = audit(tiny(name), made, settings("rtn-4bit"), PROBE)
+    experts = [m for m in matrices(tiny(name)).values() if ".experts." in m.name]
+    assert len(experts) in (8, 16)  # two an expert; DeepSeek's first layer is dense
+    assert {m.name for m in experts} <= set(report.left_out)
     weights = sum(m.weight.numel() for m in matrices(tiny(name)).values())
-    assert report.coverage == pytest.approx(1 - experts / weights, abs=0.01)
-    (problem,) = report.problems
-    assert "experts.gate_up_proj [4, " in problem
-    assert "say leave_out: [" in problem
-    assert "experts" in problem.rpartition("[")[2]
+    left = sum(m.weight.numel() for m in experts)
+    assert report.coverage == pytest.approx(1 - left / weights, abs=0.01)
+    assert any("experts.0.gate_up_proj [" in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -104,7 +101,7 @@ def test_leaving_experts_out_has_to_be_said(name, quantizer, stated, tmp_path):
     chosen = settings(quantizer, **spared)
     report = audit(tiny(name), make(chosen, tmp_path, model=tiny(name)).model, chosen, PROBE)
     assert report.problems == ()
-    assert any(name.endswith("experts.down_proj") for name in report.left_out)
+    assert any(name.endswith("experts.0.down_proj") for name in report.left_out)
     assert report.coverage < 0.75
     assert chosen.settings["leave_out"] == ["experts", "gate"]
 
@@ -122,9 +119,16 @@ def test_every_parameter_of_two_dimensions_is_a_matrix_but_embeddings_norms_and_
     model = tiny("mixtral")
     others = {"model.embed_tokens", "lm_head"}
     expected = {
-        n.removesuffix(".weight") for n, p in model.named_parameters() if p.dim() >= 2
+        n.removesuffix(".weight") for n, p in model.named_parameters() if p.dim() == 2
     } - others
-    assert set(matrices(model)) == expected
+    experts = {
+        f"{n.rpartition('.')[0]}.{expert}.{n.rpartition('.')[2]}"
+        for n, p in model.named_parameters()
+        for expert in range(4)
+        if p.dim() == 3
+    }
+    assert len(experts) == 16
+    assert set(matrices(model)) == expected | experts
     assert not matrices(tiny("opt")).keys() & {"model.decoder.embed_positions", "lm_head"}
 
 

@@ -1,0 +1,131 @@
+"""Every weight matrix of every class is quantized, or named with the reason why it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantizer_models import DIGEST
+from tiny import tiny_model
+
+from qbench.checkpoints.classes import CLASSES
+from qbench.errors import QuantizationError
+from qbench.quantizers import parse
+from qbench.quantizers.audit import audit
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.experts import Experts, is_fused
+from qbench.quantizers.linears import linearize, linears
+from qbench.quantizers.matrices import matrices
+from qbench.quantizers.quantization import quantize
+
+
+def ids(seed, samples):
+    return torch.randint(2, 400, (samples, 24), generator=torch.Generator().manual_seed(seed))
+
+
+PROBE = ids(0, 2)
+CALIBRATION = Calibration(ids=ids(1, 8), seed=1)
+WORDS = {
+    "router": "routers",
+    "gate": "routers",
+    "conv": "short convolutions",
+    "A_log": "state spaces",
+}
+# Of a tiny model's weights more than the hundredth that need not be said.
+SAID = dict.fromkeys(("mamba2", "falcon_h1"), ("conv1d",)) | {
+    "mamba": ("conv1d", "A_log", "dt_proj")
+}
+FUSED = [kind for kind, row in CLASSES.items() if "experts" in row.weights]
+
+
+def report(kind, folder, name, **stated):
+    chosen = {"compute_dtype": "float32", "group_size": 16, **stated}
+    if name.startswith("bnb"):
+        del chosen["group_size"]
+    quantizer = parse(name, chosen)
+    made = quantize(
+        tiny_model(kind),
+        quantizer,
+        calibration=CALIBRATION if quantizer.needs_calibration else None,
+        digest=DIGEST,
+        artifacts=folder,
+    )
+    return audit(tiny_model(kind), made.model, quantizer, PROBE)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_all_that_is_left_out_is_named_with_the_reason(kind, tmp_path):
+    said = SAID.get(kind, ())
+    found = report(kind, tmp_path, "rtn-4bit", leave_out=said)
+    assert found.problems == ()
+    assert found.coverage > (0.85 if said else 0.97)
+    because = "leave_out of the settings" if said else "no linear layer"
+    assert all(because in found.left_out_because[name] for name in found.left_out)
+    words = {word for name in found.left_out for sign, word in WORDS.items() if sign in name}
+    assert words == {word for word in CLASSES[kind].left_out.split(", ") if word}
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("hqq-4bit", {"optimize": False}),
+        ("bnb-4bit", {}),
+        ("bnb-8bit", {}),
+        ("gptq-4bit", {"backend": "torch"}),
+        ("gptq-4bit", {"backend": "torch", "desc_act": True, "true_sequential": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "phimoe", "gpt2"])
+def test_experts_and_turned_layers_are_quantized_by_every_method(kind, name, stated, tmp_path):
+    found = report(kind, tmp_path, name, **stated)
+    assert found.problems == ()
+    assert found.coverage > 0.97
+    experts = [module for module in found.modules if ".experts." in module.name]
+    layers = CLASSES[kind].left_out.count("router") and 8 * (2 if kind == "gpt_oss" else 1)
+    assert len(experts) == layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gpt2"])
+def test_gptqmodel_quantizes_them_too(kind, tmp_path):
+    found = report(kind, tmp_path, "gptq-4bit", group_size=32)
+    assert found.problems == ()
+    assert found.coverage > 0.97
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_experts_taken_apart_compute_what_they_did(kind):
+    model = tiny_model(kind)
+    before = model(PROBE, use_cache=False).logits
+    weights = {name: one.weight.clone() for name, one in matrices(model).items()}
+    fused = sum(is_fused(module) for module in model.modules())
+    linearize(model)
+    assert sum(isinstance(module, Experts) for module in model.modules()) == fused > 0
+    assert not any(is_fused(module) for module in model.modules())
+    torch.testing.assert_close(model(PROBE, use_cache=False).logits, before, rtol=1e-4, atol=1e-5)
+    after = matrices(model)
+    assert after.keys() == weights.keys()
+    assert all(torch.equal(after[name].weight, weight) for name, weight in weights.items())
+    assert {name for name, one in after.items() if one.linear} == set(linears(model))
+
+
+def test_an_expert_that_no_calibration_text_reaches_is_named(tmp_path, monkeypatch):
+    from transformers.models.mixtral import modeling_mixtral
+
+    plain = modeling_mixtral.MixtralTopKRouter.forward
+
+    def never_the_last(self, hidden_states):
+        logits, weights, chosen = plain(self, hidden_states)
+        return logits, weights, chosen.clamp(max=2)
+
+    monkeypatch.setattr(modeling_mixtral.MixtralTopKRouter, "forward", never_the_last)
+    with pytest.raises(QuantizationError, match=r"experts\.3\.gate_up_proj: no calibration text"):
+        report("mixtral", tmp_path, "gptq-4bit", backend="torch")
+
+
+def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):
+    found = report("mixtral", tmp_path, "rtn-4bit", leave_out=("experts",))
+    assert found.problems == ()
+    assert found.coverage < 0.5
+    reasons = {found.left_out_because[name] for name in found.left_out if ".experts." in name}
+    assert reasons == {"leave_out of the settings"}
