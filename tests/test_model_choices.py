@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from tiny import write_tiny
 
+from qbench.checkpoints.classes import CLASSES
 from qbench.errors import CheckpointError, RecipeError
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -134,3 +137,11 @@ def test_the_table_of_models_is_made_by_a_command(capfd):
     assert "GPT2LMHeadModel: GPT-2" in capfd.readouterr().out
     with pytest.raises(RecipeError, match="--markdown is for models"):
         qbench("list", "tasks", "--markdown")
+
+
+def test_the_documents_hold_that_table():
+    from qbench.commands.models import model_table
+
+    root = Path(__file__).parent.parent
+    assert (root / "docs" / "models.md").read_text().endswith(model_table())
+    assert f"[{len(CLASSES)} classes](docs/models.md)" in (root / "README.md").read_text()
