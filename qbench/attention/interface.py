@@ -30,6 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from qbench.attention import reference
 from qbench.attention.implementation import choose
+from qbench.attention.kv_cache import KV_CACHE, READ, read, residual
 from qbench.attention.masks import Mask, mask_function, watch_positions
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
 from qbench.errors import UnavailableError
@@ -93,10 +94,21 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         rotation = getattr(module, "qbench_rotation", None)  # of a treated model, see quantizers
         if rotation is not None:
             query, key = rotation(query), rotation(key)
+        cached = None if READ in options else getattr(module, KV_CACHE, None)
+        two_sources: dict[str, Any] = {}
+        if cached is not None:
+            sources, positions = read(
+                cached, module, key, value, queries=query.shape[2], mask=attention_mask,
+                position_ids=options.get("position_ids"), cu_seqlens_k=cu_seq_lens_k,
+            )  # fmt: skip
+            key, value = sources.coded_key, sources.coded_value
+            spared = residual(cached)
+            if spared.by_query:
+                two_sources = {"sources": sources, "residual": spared, "positions": positions}
         if cu_seq_lens_q is not None:
             output = _packed(
                 implementation, normalizer, parameters, query, key, value, scaling, causal,
-                cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k,
+                cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, two_sources,
             )  # fmt: skip
             return output.transpose(1, 2), None
         band = {}
@@ -113,10 +125,10 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 f"{normalizer} attention takes bool masks, True = attend, not "
                 f"{attention_mask.dtype}; pass mask > -1 of an additive one"
             )
-        output = _function(implementation)(
+        function = _of_two_sources if two_sources else _function
+        output = function(implementation)(
             query,
-            key,
-            value,
+            **(two_sources or {"key": key, "value": value}),
             normalizer=normalizer,
             parameters=parameters,
             scale=scaling,
@@ -147,6 +159,12 @@ def _parameters(
     return found
 
 
+def _of_two_sources(implementation: str) -> Callable[..., Tensor]:
+    from qbench.attention import two_sources
+
+    return two_sources.attention if implementation == "reference" else two_sources.by_kernel
+
+
 def _function(implementation: str) -> Callable[..., Tensor]:
     if implementation == "reference":
         return reference.attention
@@ -168,8 +186,17 @@ def _packed(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    two_sources: dict[str, Any],
 ) -> Tensor:
     """[1, H, T, D] of sequences in a row, none of which sees another."""
+    if two_sources:
+        from qbench.attention import two_sources as module
+
+        return module.packed_attention(
+            query, **two_sources, implementation=implementation, normalizer=normalizer,
+            parameters=parameters, scale=scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        )  # fmt: skip
     if implementation == "triton":
         from qbench.attention import kernels
 

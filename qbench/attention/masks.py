@@ -24,13 +24,16 @@ class Mask:
     never for packed sequences with ``cu_seq_lens``, nor where the kernels are given ``spans``,
     the sequences inside the padding (see :mod:`qbench.attention.kernels.spans`), or ``window``,
     how many keys up to its own a query sees. Where ``banded``, these two say all there is to say
-    beside causality."""
+    beside causality. ``padding`` [B, T]: the model's ``attention_mask``, of which the keys are the
+    part from ``kv_offset`` on: a cache of a sliding window has dropped those before."""
 
     make: Callable[[], Tensor]
     made: list[Tensor]
     banded: bool = False
     spans: Tensor | None = None
     window: int | None = None
+    padding: Tensor | None = None
+    kv_offset: int = 0
 
     def dense(self) -> Tensor:
         if not self.made:
@@ -105,8 +108,9 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         banded = (
             allow_is_causal_skip and (wide or window is not None) and implementation == "triton"
         )
+        rows = {"padding": attention_mask, "kv_offset": kv_offset}
         if banded and plain and aligned:
-            return Mask(make, [], banded=True, window=window)
+            return Mask(make, [], banded=True, window=window, **rows)
         if compiling:
             return make()
         spans = None
@@ -116,7 +120,7 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
             if padding.shape[1] == kv_length:
                 spans = padded_spans(padding, q_length, q_offset - kv_offset)
-        return Mask(make, [], banded=spans is not None, spans=spans, window=window)
+        return Mask(make, [], banded=spans is not None, spans=spans, window=window, **rows)
 
     return mask
 

@@ -86,10 +86,10 @@ def _attention(
         )
         if output is not None:
             return output
-    values = _wide(value).contiguous()  # products round by layout, see _chunks
+    values = wide(value).contiguous()  # products round by layout, see chunks
     learning = torch.is_grad_enabled() and any(p.requires_grad for p in given.values())
     outputs = []
-    for scores, allowed, distances, keys in _chunks(
+    for scores, allowed, distances, keys in chunks(
         query, key, scale, mask, causal, window, chosen.uses_distances
     ):
         settings = {"allowed": allowed, "parameters": given, "distances": distances}
@@ -97,9 +97,9 @@ def _attention(
         fraction = chosen.fraction(scores, **settings) if inference else None
         if fraction is not None:
             above, below = fraction
-            outputs.append(_mix(above, values[:, :, keys]).div_(below))
+            outputs.append(mix(above, values[:, :, keys]).div_(below))
         else:
-            outputs.append(_mix(chosen.weights(scores, **settings), values[:, :, keys]))
+            outputs.append(mix(chosen.weights(scores, **settings), values[:, :, keys]))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.to(query.dtype)
 
@@ -123,7 +123,7 @@ def weights(
     check(query, key, key, mask)
     given = chosen.checked(parameters, query.shape[1])
     rows = []
-    for scores, allowed, distances, keys in _chunks(
+    for scores, allowed, distances, keys in chunks(
         query, key, scale, mask, causal, window, chosen.uses_distances
     ):
         chunk = chosen.weights(scores, allowed=allowed, parameters=given, distances=distances)
@@ -163,7 +163,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Non
         )
 
 
-def _chunks(
+def chunks(
     query: Tensor,
     key: Tensor,
     scale: float | None,
@@ -176,8 +176,8 @@ def _chunks(
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
     # BLAS rounds by layout: keys from a cache are contiguous, others are views.
-    query = (_wide(query) * _scale(query, scale)).contiguous()
-    key = _wide(key).contiguous().transpose(2, 3)
+    query = (wide(query) * _scale(query, scale)).contiguous()
+    key = wide(key).contiguous().transpose(2, 3)
     shift = key_count - queries
     step = max(1, min(queries, CHUNK_SCORES // max(1, batch * heads * key_count)))
     if causal or window:
@@ -200,11 +200,11 @@ def _chunks(
             if window:
                 band = band & (other > own - window)
             allowed = band if allowed is None else allowed & band
-        scores = _mix(query[:, :, start:stop], key[..., keys])
+        scores = mix(query[:, :, start:stop], key[..., keys])
         yield Chunk(scores, allowed, distances, keys)
 
 
-def _mix(left: Tensor, right: Tensor) -> Tensor:
+def mix(left: Tensor, right: Tensor) -> Tensor:
     """[B, Hq, T, N] @ [B, Hkv, N, D] without repeating the shared heads of ``right``."""
     batch, heads, rows, _ = left.shape
     kv_heads = right.shape[1]
@@ -214,7 +214,7 @@ def _mix(left: Tensor, right: Tensor) -> Tensor:
     return (grouped @ right).view(batch, heads, rows, right.shape[3])
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.independence import independence
+from qbench.quantizers.kv_cache.audit import measure_kv
 from qbench.quantizers.matrices import Matrix, left_out, matrices
 from qbench.quantizers.measure import Measured, measure
 from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
 from qbench.quantizers.quantizer import Quantizer
-from qbench.record import Audit
+from qbench.record import Audit, KVAudit
 
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
 
@@ -54,9 +55,20 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     if sound:
         more["activations"], wrong = measure_inputs(wanted, quantized, quantizer, probe)
         problems += wrong
+        more["kv_cache"], wrong = _of_cache(quantized, quantizer, probe)
+        problems += wrong
     with quantizer.weights_alone(quantized):
         found = _of_weights(wanted, quantized, quantizer, moved, problems)
     return found.model_copy(update=more)
+
+
+def _of_cache(
+    quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+) -> tuple[KVAudit | None, list[str]]:
+    try:
+        return measure_kv(quantized, quantizer, probe)
+    except Exception as error:  # as for the weights
+        return None, [f"the KV cache cannot be measured: {_line(error)}"]
 
 
 def _of_weights(

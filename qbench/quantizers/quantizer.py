@@ -93,9 +93,24 @@ class ActivationEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class KVEvidence:
-    """How the cache of one attention module is quantized: what the audit measures it with."""
+    """How the cache of one attention module is quantized: what the audit measures it with.
 
-    bits: float
+    ``bits`` of a code, ``scale_bits`` of all that is stored beside the codes of one scale;
+    ``floating``: the codes are e4m3; ``key_group``: tokens whose keys share a scale in each
+    channel; ``channels`` of a head and token that share one otherwise, None: all;
+    ``whole_tensor``: everything of a layer does. ``keep_first``, ``keep_recent``: tokens that stay
+    unquantized.
+    """
+
+    bits: int
+    scale_bits: int
+    floating: bool = False
+    symmetric: bool = True
+    key_group: int = 1
+    channels: int | None = None
+    whole_tensor: bool = False
+    keep_first: int = 0
+    keep_recent: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,14 @@
 """What is written to disk of a cell: typed to the bottom. Imports no torch."""
 
-from qbench.record.audit import ActivationAudit, Audit, InputAudit, Leak, ModuleAudit
+from qbench.record.audit import (
+    ActivationAudit,
+    Audit,
+    InputAudit,
+    KVAudit,
+    KVModuleAudit,
+    Leak,
+    ModuleAudit,
+)
 from qbench.record.damage import (
     Damage,
     Distributions,
@@ -42,6 +50,8 @@ __all__ = [
     "Grid",
     "GridCell",
     "InputAudit",
+    "KVAudit",
+    "KVModuleAudit",
     "Leak",
     "Line",
     "ModuleAudit",

@@ -48,6 +48,32 @@ class Leak(Written):
     declared: bool
 
 
+class KVModuleAudit(Written):
+    """The KV cache of one attention module, measured on what its attention read."""
+
+    name: str
+    levels: int  # most distinct values that share a scale
+    key_error: float  # ‖K' − K‖ / ‖K‖ over the quantized tokens of the probe, Frobenius
+    value_error: float
+    clipped: float  # share of values farther than half a step from what they stand for
+    bits_per_value: float  # of a quantized token, its share of scales and lowest values counted
+
+
+class KVAudit(Written):
+    """The KV cache of a cell, all modules together. Memory is that of one sequence of ``tokens``
+    tokens, those that are kept unquantized counted with 16 bits a value."""
+
+    levels: int
+    clipped: float
+    key_error: float
+    value_error: float
+    tokens: int  # the context that the checkpoint states
+    bits_per_value: float
+    bytes_per_token: float
+    unquantized_bytes_per_token: float
+    modules: tuple[KVModuleAudit, ...] = ()
+
+
 class Audit(Written):
     """What was measured of a cell's quantized model. ``problems``: why it did not pass."""
 
@@ -68,3 +94,4 @@ class Audit(Written):
     digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized
     # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
     treatment_error: float | None = None
+    kv_cache: KVAudit | None = None  # None where it is not quantized

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qbench.attention.kv_cache import needs_sequences
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.memory import is_out_of_memory
 from qbench.evaluation.scoring.packed_attention import (
@@ -74,6 +75,7 @@ class PackedForward:
         self.stopped = threading.Event()
         self.fused_steps = False
         self._attention = model.config._attn_implementation
+        self._in_segments = takes_segments(self._attention) or needs_sequences(model)
         check_attention(model)
         self._try_out()
 
@@ -83,7 +85,7 @@ class PackedForward:
             yield
 
     def __call__(self, batch: PackedBatch) -> Tensor:
-        if takes_segments(self._attention):
+        if self._in_segments:
             layout: Layout = lay_segments(batch, self.device)
         else:
             layout = lay_blocks(batch, self.device, self.stopped)

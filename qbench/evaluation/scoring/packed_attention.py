@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qbench.attention.kv_cache import READ, read_apart
 from qbench.evaluation.scoring.packing import PackedBatch, PrefixGroup
 from qbench.evaluation.scoring.rows import to_device
 
@@ -221,6 +222,10 @@ def _forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     function = ALL_ATTENTION_FUNCTIONS[qbench_attention]
+    once = read_apart(module, key, value)
+    if once is not None:  # before keys are laid out for each segment that sees them
+        key, value = once
+        options[READ] = True
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     # The pack's positions are no packed sequences in transformers' sense.
     options.pop("position_ids", None)

@@ -5,6 +5,7 @@ Imports no torch. A plug-in derives from ``ActivationQuantizer``, ``KVQuantizer`
 """
 
 from qbench.quantizers.activations import floats, integers  # noqa: F401  (they register)
+from qbench.quantizers.kv_cache import settings as _kv_settings  # noqa: F401
 from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
 from qbench.quantizers.parts.combined import Combined
 from qbench.quantizers.parts.entry import quantizer_of

@@ -1,0 +1,218 @@
+"""The KV cache, measured on what attention reads while a probe runs.
+
+What is quantized is told from the positions that attention works with, and compared with what the
+settings say; levels, errors and clipping are computed here from the keys and values themselves, in
+float64, not by the code that rounded them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qbench.quantizers.kv_cache.cache import ATTRIBUTE, attention_modules
+from qbench.quantizers.kv_cache.settings import context_length
+from qbench.quantizers.measure import levels
+from qbench.quantizers.quantizer import KVEvidence, Quantizer
+from qbench.record import KVAudit, KVModuleAudit
+
+CLIPPED = 1e-3  # share of values outside their group's levels, which come from the values
+E4M3 = {"relative": 2.0**-4, "least": 2.0**-10}  # half a step: of a number, and below 2^-6
+FULL_BITS = 16
+
+
+@torch.no_grad()
+def measure_kv(
+    quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+) -> tuple[KVAudit | None, list[str]]:
+    """What ``quantized`` reads of its cache on ``probe`` (token ids [B, T]), and what is wrong with
+    it, a line each. None where the cache is not to be quantized."""
+    found = quantizer.evidence(quantized).kv_cache
+    if quantizer.precision.kv_cache is None:
+        return None, [
+            f"{name}: its KV cache is quantized, which nobody asked for" for name in found
+        ]
+    problems = [
+        f"{name}: its KV cache is not quantized"
+        for name in attention_modules(quantized)
+        if name not in found
+    ]
+    names = {quantized.get_submodule(name): name for name in found}
+    consumed: dict[str, Any] = {}
+    with _watched(names, consumed):
+        quantized(input_ids=_long_enough(probe, found, quantized), use_cache=False)
+    problems += [
+        f"{name}: its attention does not read the quantized cache"
+        for name in found
+        if name not in consumed
+    ]
+    modules, bits = [], quantizer.precision.kv_cache.bits
+    for name, read in consumed.items():
+        module, wrong = _module(name, read, found[name], bits)
+        modules.append(module)
+        problems += wrong
+    if not modules:
+        return None, problems or ["the KV cache is to be quantized, and no attention has one"]
+    return _summary(modules, consumed, found, quantized), problems
+
+
+@contextmanager
+def _watched(names: Mapping[nn.Module, str], consumed: dict[str, Any]) -> Iterator[None]:
+    caches = {getattr(module, ATTRIBUTE) for module in names}
+
+    def note(module: nn.Module, read: Any) -> None:
+        consumed[names[module]] = read
+
+    for cache in caches:
+        cache.watch = note
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.watch = None
+
+
+def _long_enough(probe: Tensor, found: Mapping[str, KVEvidence], model: nn.Module) -> Tensor:
+    """``probe``, repeated where it ends before anything is quantized."""
+    needed = max((e.keep_first + 2 * e.key_group for e in found.values()), default=0)
+    context = context_length(model.config.to_dict()) or needed
+    times = math.ceil(min(needed, context) / probe.shape[1])
+    device = next(model.parameters()).device
+    return probe.repeat(1, max(1, times))[:, : max(context, 1)].to(device)
+
+
+def _module(
+    name: str, read: Any, evidence: KVEvidence, bits: float
+) -> tuple[KVModuleAudit, list[str]]:
+    positions = read.positions[0].long()  # the probe has no padding: all rows are alike
+    sources = read.sources
+    problems = []
+    spared = positions < evidence.keep_first
+    for what, x, y in (
+        ("keys", read.key, read.coded_key),
+        ("values", sources.value, sources.coded_value),
+    ):
+        if not torch.equal(x[:, :, spared], y[:, :, spared]):
+            problems.append(f"{name}: {what} of the first {evidence.keep_first} tokens are changed")
+    parts = {
+        "keys": _groups(read.key, read.coded_key, positions, evidence, keys=True),
+        "values": _groups(sources.value, sources.coded_value, positions, evidence, keys=False),
+    }
+    rounding = torch.finfo(sources.key.dtype).eps
+    measured = {what: _measure(x, y, evidence, rounding) for what, (x, y) in parts.items()}
+    most = max(m["levels"] for m in measured.values())
+    if most > 2**bits:
+        problems.append(f"{name}: {most} levels share a scale, {bits:g} bits have {2**bits:g}")
+    for what, one in measured.items():
+        if not math.isfinite(one["error"]):
+            problems.append(f"{name}: {what} are not finite")
+        elif one["error"] == 0:
+            problems.append(f"{name}: {what} are read as they are: nothing was quantized")
+        if one["clipped"] > CLIPPED:
+            problems.append(
+                f"{name}: {one['clipped']:.1%} of the {what} lie farther from their values than "
+                "half a step"
+            )
+    values = sum(x.numel() for x, _ in parts.values())
+    scales = sum(x.shape[0] for x, _ in parts.values()) * evidence.scale_bits
+    return (
+        KVModuleAudit(
+            name=name,
+            levels=most,
+            key_error=measured["keys"]["error"],
+            value_error=measured["values"]["error"],
+            clipped=max(m["clipped"] for m in measured.values()),
+            bits_per_value=bits + scales / values if values else math.inf,
+        ),
+        problems,
+    )
+
+
+def _groups(
+    x: Tensor, y: Tensor, positions: Tensor, evidence: KVEvidence, *, keys: bool
+) -> tuple[Tensor, Tensor]:
+    """Values before and after rounding, [groups, values that share a scale], of those tokens that
+    some query reads quantized. ``x``, ``y`` [B, H, T, D]."""
+    count = evidence.key_group if keys else 1
+    begin = evidence.keep_first
+    whole = max(0, len(positions) - begin) // count * count
+    chosen = slice(begin, begin + whole)
+    batch, heads, _, width = x.shape
+
+    def arranged(tensor: Tensor) -> Tensor:
+        tokens = tensor[:, :, chosen].double()
+        if evidence.whole_tensor:
+            return tokens.reshape(1, -1)
+        if count > 1:
+            tokens = tokens.reshape(batch, heads, whole // count, count, width)
+            return tokens.transpose(3, 4).reshape(-1, count)
+        return tokens.reshape(-1, evidence.channels or width)
+
+    return arranged(x), arranged(y)
+
+
+def _measure(x: Tensor, y: Tensor, evidence: KVEvidence, rounding: float) -> dict[str, Any]:
+    """``x`` and ``y`` [groups, values]: levels of a group, ‖y − x‖ / ‖x‖, and the share of values
+    farther than half a step, and what rounding the scale and
+    the result (by ``rounding``, relative) may add, from theirs."""
+    if not x.numel():
+        return {"levels": 0, "error": 0.0, "clipped": 0.0}
+    off = (y - x).abs()
+    largest = x.abs().amax(1, keepdim=True)
+    if evidence.floating:
+        step = largest / 448
+        half = torch.maximum(x.abs() * E4M3["relative"], step * E4M3["least"])
+    elif evidence.symmetric:
+        half = largest / (2.0 ** (evidence.bits - 1) - 1) / 2
+    else:
+        half = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / (2.0**evidence.bits - 1) / 2
+    # scales may be rounded to float16, whose least number is 2^-24; results to the model's dtype
+    bound = half * 1.001 + largest * (2.0**-10 + rounding / 2) + 2.0 ** (evidence.bits - 24)
+    error = float(off.norm() / x.norm()) if x.norm() else 0.0
+    return {
+        "levels": levels(y.float()),
+        "error": error,
+        "clipped": float((off > bound).double().mean()),
+    }
+
+
+def _summary(
+    modules: list[KVModuleAudit],
+    consumed: Mapping[str, Any],
+    found: Mapping[str, KVEvidence],
+    model: nn.Module,
+) -> KVAudit:
+    """Over all modules; the memory is that of a sequence as long as the context."""
+    any_read = next(iter(consumed.values()))
+    tokens = context_length(model.config.to_dict()) or any_read.key.shape[2]
+    stored = values = 0.0
+    error, size = [0.0, 0.0], [0.0, 0.0]
+    for module in modules:
+        read, evidence = consumed[module.name], found[module.name]
+        for i, (x, group, whole) in enumerate(
+            ((read.key, evidence.key_group, module.key_error),
+             (read.sources.value, 1, module.value_error))
+        ):  # fmt: skip
+            width = x.shape[1] * x.shape[3]
+            older = max(0, tokens - evidence.keep_first - evidence.keep_recent) // group * group
+            stored += width * (older * module.bits_per_value + (tokens - older) * FULL_BITS)
+            values += width * tokens
+            norm = float(x.float().square().sum())
+            error[i] += norm * whole**2
+            size[i] += norm
+    return KVAudit(
+        levels=max(module.levels for module in modules),
+        clipped=max(module.clipped for module in modules),
+        key_error=math.sqrt(error[0] / size[0]) if size[0] else 0.0,
+        value_error=math.sqrt(error[1] / size[1]) if size[1] else 0.0,
+        tokens=tokens,
+        bits_per_value=stored / values,
+        bytes_per_token=stored / tokens / 8,
+        unquantized_bytes_per_token=values / tokens * FULL_BITS / 8,
+        modules=tuple(modules),
+    )

@@ -1,0 +1,296 @@
+"""KV caches of few bits: the settings, and what can be asked of them. Imports no torch.
+
+What shares a scale: a head's channels of one token (or a part of them), a channel over some tokens
+(KIVI, Liu et al. 2024), or all keys, and all values, of a layer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import RecipeError
+from qbench.quantizers.parts.registries import KV_CACHES
+from qbench.quantizers.parts.settings import KVQuantizer
+from qbench.quantizers.quantizer import SETTINGS, KVEvidence
+from qbench.record import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from qbench.quantizers.kv_cache.cache import Cache
+
+WHOLE_HEAD = -1
+LONGEST = 2**20  # tokens
+BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "fp8": 8}
+GROUP = "values of a head that share a scale"
+Kept = Annotated[int, Field(ge=0, le=LONGEST)]
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class KVCache(KVQuantizer):
+    """What all of them have. Scales are dynamic: taken from the keys and values themselves."""
+
+    method: ClassVar[str] = "kv"
+
+    format: Literal["int8", "int4", "int3", "int2", "fp8"]
+    symmetric: Annotated[
+        bool,
+        Field(
+            description="2^(bits−1)−1 levels on each side of zero; false: 2^bits levels from the "
+            "lowest to the highest value, which is stored too"
+        ),
+    ] = True
+    before_rope: Annotated[
+        bool, Field(description="quantize keys before their rotation, as KVQuant does")
+    ] = False
+    keep_first: Annotated[
+        Kept, Field(description="tokens at the beginning of a sequence that stay unquantized")
+    ] = 0
+    keep_recent: Annotated[
+        Kept,
+        Field(description="latest tokens, the query's own among them, that are unquantized still"),
+    ] = 0
+    scale_dtype: Annotated[
+        Literal["float16", "float32"],
+        Field(description="what scales and lowest values are stored in"),
+    ] = "float16"
+
+    scales: ClassVar[str]  # "token", "channel" or "tensor"
+
+    def __post_init__(self) -> None:
+        if self.format == "fp8" and not self.symmetric:
+            raise ValueError("symmetric must be true for fp8, which has a sign of its own")
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.format]
+
+    @property
+    def name(self) -> str:
+        return f"{self.format}-{self.scales}"
+
+    @property
+    def key_group(self) -> int:
+        """Tokens whose keys share a scale in each channel, and so are quantized together."""
+        return 1
+
+    @abstractmethod
+    def channels(self, head_dim: int) -> int:
+        """Of a head's channels, how many share a scale within one token."""
+
+    @property
+    @abstractmethod
+    def grouping(self) -> str:
+        """What shares a scale, in the field's words."""
+
+    @property
+    def precision(self) -> Part:
+        words = [f"{self.format} {self.grouping}"]
+        if not self.symmetric:
+            words.append("asymmetric")
+        if self.before_rope:
+            words.append("keys before RoPE")
+        if self.keep_first:
+            words.append(f"first {self.keep_first} tokens unquantized")
+        if self.keep_recent:
+            words.append(f"last {self.keep_recent} tokens unquantized")
+        return Part(bits=self.bits, scheme=", ".join(words), simulated=True)
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        if config.get("kv_lora_rank"):
+            raise RecipeError(
+                f"kv: {self.name}: this model's cache holds latent vectors instead of keys and "
+                "values (multi-head latent attention), which no KV quantizer here takes; leave kv "
+                "out"
+            )
+        self._check_width(head_dim(config))
+        context = context_length(config)
+        needed = self.keep_first + self.keep_recent + self.key_group
+        if context is not None and needed > context:
+            stated = (
+                f"keep_first {self.keep_first}, keep_recent {self.keep_recent}"
+                + (f" and a group of {self.key_group}" if self.key_group > 1 else "")
+            )  # fmt: skip
+            raise RecipeError(
+                f"kv: {self.name}: {stated} leave nothing of this checkpoint's {context} tokens "
+                "of context to quantize; make them smaller"
+            )
+        if self.key_group > 1 and config.get("sliding_window") and _windows(config):
+            raise RecipeError(
+                f"kv: {self.name}: a sliding window drops tokens from the middle of a group, whose "
+                f"scale then cannot be told; take {self.format}-token for this checkpoint"
+            )
+
+    def _check_width(self, width: int | None) -> None:
+        group = getattr(self, "group_size", WHOLE_HEAD)
+        if width is not None and group != WHOLE_HEAD and width % group:
+            raise RecipeError(
+                f"kv: {self.name}: group_size {group} does not divide this checkpoint's head width "
+                f"{width}; take one that does"
+                + (f", or {WHOLE_HEAD} for the whole head" if self.scales == "token" else "")
+            )
+
+    def install(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        from qbench.quantizers.kv_cache.cache import install
+
+        install(model, self)
+
+    def evidence(self, model: nn.Module) -> Mapping[str, KVEvidence]:
+        from qbench.quantizers.kv_cache.cache import evidence
+
+        return evidence(model)
+
+    @abstractmethod
+    def cache(self) -> Cache:
+        """What attention asks, see :mod:`qbench.quantizers.kv_cache.cache`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class ByToken(KVCache):
+    """A scale for each head and token, or several."""
+
+    scales: ClassVar[str] = "token"
+
+    group_size: Annotated[
+        Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
+        Field(description="channels of a head that share a scale; -1 is the whole head"),
+    ] = WHOLE_HEAD
+
+    def channels(self, head_dim: int) -> int:
+        return head_dim if self.group_size == WHOLE_HEAD else self.group_size
+
+    @property
+    def grouping(self) -> str:
+        if self.group_size == WHOLE_HEAD:
+            return "per head and token"
+        return f"per token in groups of {self.group_size} channels"
+
+    def cache(self) -> Cache:
+        from qbench.quantizers.kv_cache.cache import TokenCache
+
+        return TokenCache(self)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class ByChannel(KVCache):
+    """KIVI: keys have a scale for each channel and group of tokens, values for each token and group
+    of channels, since it is keys whose channels are of very different size."""
+
+    scales: ClassVar[str] = "channel"
+
+    symmetric: Annotated[
+        bool,
+        Field(
+            description="2^(bits−1)−1 levels on each side of zero; false: 2^bits levels from the "
+            "lowest to the highest value, which is stored too"
+        ),
+    ] = False
+    group_size: Annotated[
+        int,
+        Field(
+            ge=2,
+            le=65536,
+            description="tokens whose keys share a scale in a channel, which are quantized once "
+            "the group is full, and channels whose values share one in a token",
+        ),
+    ] = 32
+
+    @property
+    def key_group(self) -> int:
+        return self.group_size
+
+    def channels(self, head_dim: int) -> int:
+        return self.group_size
+
+    @property
+    def grouping(self) -> str:
+        size = self.group_size
+        return f"keys per channel in groups of {size} tokens, values per token of {size} channels"
+
+    def cache(self) -> Cache:
+        from qbench.quantizers.kv_cache.cache import ChannelCache
+
+        return ChannelCache(self)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class ByTensor(KVCache):
+    """One scale for all keys of a layer that a forward pass holds, and one for all values: later
+    tokens and batch-mates change it, which is declared."""
+
+    scales: ClassVar[str] = "tensor"
+
+    @property
+    def mixes_batches(self) -> bool:
+        return True
+
+    @property
+    def sees_future(self) -> bool:
+        return True
+
+    def channels(self, head_dim: int) -> int:
+        return head_dim
+
+    @property
+    def grouping(self) -> str:
+        return "per tensor"
+
+    def cache(self) -> Cache:
+        from qbench.quantizers.kv_cache.cache import TensorCache
+
+        return TensorCache(self)
+
+
+def head_dim(config: Mapping[str, Any]) -> int | None:
+    """A head's width, from a checkpoint's configuration; None where it does not say."""
+    config = _text(config)
+    if isinstance(config.get("head_dim"), int):
+        return config["head_dim"]
+    width = _first(config, "hidden_size", "n_embd", "d_model")
+    heads = _first(config, "num_attention_heads", "num_heads", "n_head")
+    return width // heads if width and heads else None
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest context in tokens that a configuration states."""
+    return _first(_text(config), "max_position_embeddings", "n_positions")
+
+
+def _windows(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types")
+    if kinds:
+        return any(kind == "sliding_attention" for kind in kinds)
+    return bool(config.get("use_sliding_window", True))
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    found = (config.get(name) for name in names)
+    return next((n for n in found if isinstance(n, int) and n > 0), None)
+
+
+for _format in BITS:
+    _fixed = {"format": _format, **({"symmetric": True} if _format == "fp8" else {})}
+    KV_CACHES.register(
+        f"{_format}-token", ByToken, f"{_format}, a scale for each head and token", **_fixed
+    )
+    if _format != "fp8":
+        KV_CACHES.register(
+            f"{_format}-channel",
+            ByChannel,
+            f"{_format}, keys along channels in groups of tokens, values along tokens (KIVI)",
+            **_fixed,
+        )
+    KV_CACHES.register(
+        f"{_format}-tensor", ByTensor, f"{_format}, one scale a layer, batch-mates mixed", **_fixed
+    )

@@ -1,0 +1,111 @@
+"""Kernels of a quantized KV cache, run by the interpreter in a process of its own (the mode is read
+when Triton is imported). Prints one line a case: name, how far it is from the definition."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_CACHE_DIR"] = os.devnull
+
+import torch
+
+from qbench.attention import two_sources
+from qbench.attention.kernels.spans import packed_spans
+from qbench.attention.kv_cache import Residual, Sources
+from qbench.quantizers.kv_cache import kernels, rounding
+from qbench.quantizers.kv_cache.rounding import Format
+
+FORMATS = {
+    "int4": (4, False, True, torch.float16),
+    "int3 asymmetric": (3, False, False, torch.float16),
+    "int2, float32 scales": (2, False, True, torch.float32),
+    "int8 asymmetric, float32 scales": (8, False, False, torch.float32),
+    "fp8": (8, True, True, torch.float16),
+}
+RESIDUALS = {
+    "softpick": Residual(keep_first=3, keep_recent=7),
+    "softmax": Residual(keep_first=2, keep_recent=5, key_group=8),
+    "rectified": Residual(keep_recent=90),  # nothing is quantized yet
+}
+
+
+def draw(batch, heads, tokens, width):
+    """Laid out as [B, T, H, D], as transformers has it."""
+    return torch.randn(batch, tokens, heads, width).transpose(1, 2)
+
+
+def rounds():
+    """Values that differ from the definition's, in all: none."""
+    positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
+    packed = torch.cat([torch.arange(-2, 5), torch.arange(4)])[None].int()
+    for name, (bits, floating, symmetric, dtype) in FORMATS.items():
+        form = Format(bits=bits, floating=floating, symmetric=symmetric, scale_dtype=dtype)
+        key = draw(2, 3, 11, 24) * torch.logspace(-3, 2, 24)
+        value = draw(2, 3, 11, 24)
+        key[0, 1, 2] = 0
+        wrong = 0
+        for group in (24, 8):
+            found = kernels.by_token(key, value, form, group, None, 0)
+            wrong += sum(
+                int((x != rounding.by_token(y, form, group)).sum())
+                for x, y in zip(found, (key, value), strict=True)
+            )
+        spared = kernels.by_token(key, value, form, 8, positions, 4)[0]
+        kept = (positions < 4)[:, None, :, None]
+        wrong += int((spared != torch.where(kept, key, rounding.by_token(key, form, 8))).sum())
+        for places in (positions, packed):
+            for first in (0, 1):
+                found = kernels.by_channel(key, form, places, first, 3)
+                wrong += int((found != rounding.by_channel(key, form, places, first, 3)).sum())
+        print(f"rounding {name}", wrong, sep="\t")
+
+
+def error(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def attends():
+    """Relative errors of the two-source kernel against the definition."""
+    for normalizer, residual in RESIDUALS.items():
+        print(normalizer, max(layouts(residual, normalizer)), sep="\t")
+
+
+def layouts(residual, normalizer):
+    options = {"residual": residual, "normalizer": normalizer}
+    query = draw(2, 2, 41, 16) * 2
+    sources = Sources(*(draw(2, 1, 41, 16) for _ in range(4)))
+    # whole, with padding on the left, windowed, and a few steps of decoding
+    positions = torch.stack([torch.arange(41), torch.arange(-6, 35)]).int()
+    mask = (positions >= 0)[:, None, None] & torch.ones(41, 41, dtype=torch.bool).tril()
+    spans = torch.tensor([[0, 0, 41, 0, 41, 0], [1, 6, 41, 6, 41, 0]], dtype=torch.int32)
+    expected = two_sources.attention(query, sources, positions=positions, mask=mask, **options)
+    by_mask = two_sources.by_kernel(query, sources, positions=positions, mask=mask, **options)
+    yield error(by_mask, expected)
+    options |= {"causal": True}
+    by_span = two_sources.by_kernel(query, sources, positions=positions, spans=spans, **options)
+    yield error(by_span, expected)
+    plain = positions[:1]
+    for changes in ({}, {"window": 9}):
+        for rows in (slice(0, 41), slice(39, 41)):
+            found, wanted = (
+                function(query[:, :, rows], sources, positions=plain, **options, **changes)
+                for function in (two_sources.by_kernel, two_sources.attention)
+            )
+            yield error(found, wanted)
+    # packed, the third sequence with fewer queries than keys
+    edges = torch.tensor([0, 9, 10, 20]), torch.tensor([0, 9, 10, 41])
+    places = torch.cat([torch.arange(n) for n in (9, 1, 31)])[None].int()
+    row = Sources(*(tensor[:1] for tensor in sources))
+    found = two_sources.by_kernel(
+        query[:1, :, :20], row, positions=places, spans=packed_spans(*edges), **options
+    )
+    wanted = two_sources.packed_attention(
+        query[:1, :, :20], row, implementation="reference", positions=places,
+        cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
+    )  # fmt: skip
+    yield error(found, wanted)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    rounds()
+    attends()

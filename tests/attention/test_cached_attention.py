@@ -1,0 +1,184 @@
+"""Attention over a quantized KV cache against a cache that is written token by token."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from written_cache import decode
+
+from qbench.attention.interface import attention_name
+from qbench.attention.kv_cache import KV_CACHE
+from qbench.attention.masks import Mask
+from qbench.errors import UnavailableError
+from qbench.quantizers.parts import KV_CACHES
+
+T, HEADS, KV_HEADS, WIDTH = 23, 4, 2, 16
+
+# Name and options of the recipe, and the same said to the cache that is written.
+SCHEMES = {
+    "int8": ("int8-token", {}, {"bits": 8}),
+    "int4 asymmetric": ("int4-token", {"symmetric": False}, {"bits": 4, "symmetric": False}),
+    "int3 in groups of channels": ("int3-token", {"group_size": 4}, {"bits": 3, "channels": 4}),
+    "int2, float32 scales": (
+        "int2-token", {"scale_dtype": "float32"}, {"bits": 2, "scale_dtype": np.float32},
+    ),
+    "fp8": ("fp8-token", {}, {"bits": 0}),
+    "first tokens": ("int4-token", {"keep_first": 3}, {"bits": 4, "keep_first": 3}),
+    "recent tokens": ("int4-token", {"keep_recent": 5}, {"bits": 4, "keep_recent": 5}),
+    "first and recent": (
+        "int3-token", {"keep_first": 2, "keep_recent": 4},
+        {"bits": 3, "keep_first": 2, "keep_recent": 4},
+    ),
+    "kivi": (
+        "int4-channel", {"group_size": 4},
+        {"bits": 4, "symmetric": False, "key_group": 4, "channels": 4},
+    ),
+    "kivi, symmetric, first and recent": (
+        "int2-channel",
+        {"group_size": 8, "symmetric": True, "keep_first": 1, "keep_recent": 6},
+        {"bits": 2, "key_group": 8, "channels": 8, "keep_first": 1, "keep_recent": 6},
+    ),
+}  # fmt: skip
+
+
+def carrier(scheme: str) -> torch.nn.Module:
+    name, options, _ = SCHEMES[scheme]
+    module = torch.nn.Module()
+    module.is_causal = True
+    setattr(module, KV_CACHE, KV_CACHES.parse(name, options).cache())
+    return module
+
+
+def draw(tokens: int = T, batch: int = 1, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, tokens, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    key[:, :, 0] *= 6  # as a sink's
+    key[..., 3] += 4  # a channel that is large for all tokens
+    return query * 2, key, value
+
+
+def attend(scheme, query, key, value, mask=None, normalizer="softmax", **options):
+    function = ALL_ATTENTION_FUNCTIONS[attention_name(normalizer, "reference", "cpu")]
+    output, _ = function(carrier(scheme), query, key, value, mask, **options)
+    return output.transpose(1, 2)
+
+
+def written(scheme, query, key, value, normalizer="softmax", window=None):
+    parts = (tensor[0].numpy() for tensor in (query, key, value))
+    found = decode(*parts, normalizer, window, **SCHEMES[scheme][2])
+    return torch.from_numpy(found).float()[None]
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scoring_attends_to_what_decoding_attends_to(scheme, normalizer):
+    parts = draw()
+    assert_equal(attend(scheme, *parts, normalizer=normalizer), written(scheme, *parts, normalizer))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_step_of_decoding_attends_to_the_same(scheme):
+    query, key, value = draw(seed=1)
+    whole = attend(scheme, query, key, value)
+    prefill = attend(scheme, query[:, :, :9], key[:, :, :9], value[:, :, :9])
+    assert_equal(prefill, whole[:, :, :9])
+    for t in range(9, T):
+        step = attend(scheme, query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1])
+        assert_equal(step, whole[:, :, t : t + 1])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_padding_changes_nothing(scheme, side):
+    sequences = [draw(tokens=tokens, seed=tokens) for tokens in (T, 14, 7)]
+    padding = torch.zeros(3, T, dtype=torch.long)
+    rows = [torch.full((3, *part.shape[1:2], T, WIDTH), 50.0) for part in sequences[0]]
+    places = []
+    for i, parts in enumerate(sequences):
+        tokens = parts[0].shape[2]
+        places.append(slice(T - tokens, T) if side == "left" else slice(0, tokens))
+        padding[i, places[i]] = 1
+        for row, part in zip(rows, parts, strict=True):
+            row[i, :, places[i]] = part[0]
+    dense = (torch.ones(T, T).tril().bool() & padding[:, None].bool())[:, None]
+    found = attend(scheme, *rows, Mask(lambda: dense, [], padding=padding))
+    for i, parts in enumerate(sequences):
+        assert_equal(found[i : i + 1, :, places[i]], attend(scheme, *parts))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packed_sequences_count_from_their_own_first_token(scheme):
+    sequences = [draw(tokens=tokens, seed=tokens) for tokens in (5, 1, 17)]
+    edges = torch.tensor([0, 5, 6, 23], dtype=torch.int32)
+    rows = [torch.cat(parts, dim=2) for parts in zip(*sequences, strict=True)]
+    expected = torch.cat([attend(scheme, *parts) for parts in sequences], dim=2)
+    assert_equal(attend(scheme, *rows, cu_seq_lens_q=edges, cu_seq_lens_k=edges), expected)
+    # packed by their positions alone, as transformers has them
+    label = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 1, 17]))
+    dense = (label[:, None] == label[None]).tril()[None, None]
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 17)])[None]
+    by_position = attend(scheme, *rows, Mask(lambda: dense, []), position_ids=positions)
+    assert_equal(by_position, expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_suffixes_of_one_prefix_count_from_the_prefix(scheme):
+    query, key, value = draw(tokens=19, seed=5)
+    tail = draw(tokens=19, seed=6)
+    other = [torch.cat([a[:, :, :13], b[:, :, 13:]], 2) for a, b in zip((query, key, value), tail)]  # noqa: B905
+    queries = torch.cat([query, other[0][:, :, 13:]], 2)
+    keys, values = (torch.cat([a, b], 2) for a, b in zip((key, value), other[1:]))  # noqa: B905
+    found = attend(
+        scheme, queries, keys, values,
+        cu_seq_lens_q=torch.tensor([0, 19, 25]), cu_seq_lens_k=torch.tensor([0, 19, 38]),
+    )  # fmt: skip
+    assert_equal(found[:, :, :19], attend(scheme, query, key, value))
+    assert_equal(found[:, :, 19:], attend(scheme, *other)[:, :, 13:])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_sliding_window_reads_the_same_cache(scheme):
+    parts = draw(seed=2)
+    index = torch.arange(T)
+    dense = (index[:, None] >= index) & (index > index[:, None] - 6)
+    found = attend(scheme, *parts, Mask(lambda: dense[None, None], [], window=6))
+    assert_equal(found, written(scheme, *parts, window=6))
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if "kivi" not in s])
+def test_a_cache_that_dropped_what_left_the_window_counts_on(scheme):
+    query, key, value = draw(seed=2)
+    expected = written(scheme, query, key, value, window=6)
+    for t in (8, 15, 22):
+        seen = slice(t - 5, t + 1)
+        mask = Mask(lambda: torch.ones(1, 1, 1, 6, dtype=torch.bool), [], kv_offset=t - 5)
+        found = attend(scheme, query[:, :, t : t + 1], key[:, :, seen], value[:, :, seen], mask)
+        assert_equal(found, expected[:, :, t : t + 1])
+
+
+def test_masks_that_do_not_say_where_sequences_begin_are_refused():
+    parts = draw()
+    dense = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
+    assert_equal(attend("int8", *parts, dense), attend("int8", *parts))
+    with pytest.raises(UnavailableError, match="a 4-D mask does not say"):
+        attend("kivi", *parts, dense)
+    holes = torch.ones(1, T, dtype=torch.long)
+    holes[0, 4] = 0
+    with pytest.raises(UnavailableError, match="has holes"):
+        attend("recent tokens", *parts, Mask(lambda: dense, [], padding=holes))
+
+
+def test_other_modules_attend_as_before():
+    parts = draw()
+    function = ALL_ATTENTION_FUNCTIONS[attention_name("softmax", "reference", "cpu")]
+    plain, _ = function(types.SimpleNamespace(is_causal=True), *parts, None)
+    assert not torch.allclose(plain.transpose(1, 2), attend("int4 asymmetric", *parts), atol=1e-3)

@@ -1,0 +1,126 @@
+"""A quantized KV cache that really is one, in NumPy: tokens are written one by one, whole numbers
+and scales are stored, and each query reads what is stored at its step. Shares no code with qbench.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class WrittenCache:
+    """Of one key head. ``bits`` 0 is fp8. ``key_group`` tokens share a key's scale in each channel;
+    otherwise ``channels`` of a token do."""
+
+    bits: int
+    symmetric: bool = True
+    key_group: int = 1
+    channels: int | None = None
+    keep_first: int = 0
+    keep_recent: int = 0
+    scale_dtype: type = np.float16
+    keys: list = field(default_factory=list)  # arrays, or stored groups of tokens
+    values: list = field(default_factory=list)
+    stored_keys: int = 0  # of the tokens after the first
+    stored_values: int = 0
+
+    def write(self, key: np.ndarray, value: np.ndarray) -> None:
+        """One token's; then whatever is old enough is quantized, and its original is gone."""
+        self.keys.append(key.astype(np.float32))
+        self.values.append(value.astype(np.float32))
+        old = len(self.keys) - self.keep_first - self.keep_recent
+        while self.stored_keys + self.key_group <= old:
+            tokens = range(
+                self.keep_first + self.stored_keys,
+                self.keep_first + self.stored_keys + self.key_group,
+            )
+            block = np.stack([self.keys[t] for t in tokens])
+            if self.key_group > 1:  # columns of the block share a scale
+                kept = [self.store(column) for column in block.T]
+                for row, t in enumerate(tokens):
+                    self.keys[t] = (kept, row)
+            else:
+                self.keys[tokens[0]] = self.store_token(block[0])
+            self.stored_keys += self.key_group
+        while self.stored_values + 1 <= old:
+            t = self.keep_first + self.stored_values
+            self.values[t] = self.store_token(self.values[t])
+            self.stored_values += 1
+
+    def store_token(self, x):
+        size = self.channels or len(x)
+        return [self.store(x[i : i + size]) for i in range(0, len(x), size)]
+
+    def store(self, x):
+        """Codes of one scale, the scale, and the lowest value."""
+        one = np.float32(1)
+        if self.bits == 0:
+            scale = self.scale_dtype(np.abs(x).max() / np.float32(448)).astype(np.float32)
+            return np.array([nearest_e4m3(v / (scale or one)) for v in x]), scale, np.float32(0)
+        if self.symmetric:
+            most = 2 ** (self.bits - 1) - 1
+            scale = self.scale_dtype(np.abs(x).max() / np.float32(most)).astype(np.float32)
+            codes = np.clip(np.rint(x / (scale or one)), -most, most).astype(np.int8)
+            return codes, scale, np.float32(0)
+        most = 2**self.bits - 1
+        low = self.scale_dtype(x.min()).astype(np.float32)
+        scale = self.scale_dtype((x.max() - low) / np.float32(most)).astype(np.float32)
+        codes = np.clip(np.rint((x - low) / (scale or one)), 0, most).astype(np.uint8)
+        return codes, scale, low
+
+    @staticmethod
+    def load(codes, scale, low):
+        return codes.astype(np.float32) * scale + low
+
+    def read(self):
+        """Keys and values [T, D] as they are in the cache now."""
+        keys = []
+        for entry in self.keys:
+            if isinstance(entry, tuple):
+                columns, row = entry
+                keys.append(np.array([self.load(*column)[row] for column in columns]))
+            else:
+                keys.append(self._token(entry))
+        return np.stack(keys), np.stack([self._token(entry) for entry in self.values])
+
+    def _token(self, entry):
+        if isinstance(entry, np.ndarray):
+            return entry
+        return np.concatenate([self.load(*part) for part in entry])
+
+
+def nearest_e4m3(x):
+    """The nearest of all e4m3 numbers, the even one of two."""
+    numbers = [m / 8 * 2.0**-6 for m in range(8)]
+    numbers += [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1]
+    size = min(abs(float(x)), 448.0)
+    best = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - size), i % 2))
+    return np.float32(np.copysign(numbers[best], x))
+
+
+def attention_weights(scores: np.ndarray, normalizer: str) -> np.ndarray:
+    """Of one query's float64 scores."""
+    if normalizer == "softmax":
+        e = np.exp(scores - scores.max())
+        return e / e.sum()
+    d = np.expm1(scores)
+    return np.maximum(d, 0) / (np.abs(d).sum() + 1e-6)
+
+
+def decode(query, key, value, normalizer, window=None, **settings):
+    """Attention [Hq, T, D] token by token; ``query`` [Hq, T, D], ``key``, ``value`` [Hkv, T, D]."""
+    heads, tokens, width = query.shape
+    share = heads // key.shape[0]
+    output = np.zeros((heads, tokens, value.shape[2]))
+    for h in range(key.shape[0]):
+        cache = WrittenCache(**settings)
+        for t in range(tokens):
+            cache.write(key[h, t], value[h, t])
+            keys, values = (x.astype(np.float64) for x in cache.read())
+            first = max(0, t + 1 - window) if window else 0
+            for q in range(h * share, (h + 1) * share):
+                scores = keys[first:] @ query[q, t].astype(np.float64) / width**0.5
+                output[q, t] = attention_weights(scores, normalizer) @ values[first:]
+    return output
