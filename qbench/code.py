@@ -13,8 +13,8 @@ WITHOUT_EFFECT = (
     "files.py", "hub.py", "overrides.py", "plan.py", "preflight.py", "recipe.py",
     "recipe_source.py", "registry.py", "sealed.py", "sink.py", "store.py",
     "analysis",  # whose digest its own keys hold
-    "bench", "commands", "comparison", "gate", "machine", "published", "record", "report",
-    "running", "tables", "text", "training",
+    "bench", "cluster", "commands", "comparison", "gate", "machine", "published", "record",
+    "report", "running", "tables", "text", "training",
 )  # fmt: skip
 
 

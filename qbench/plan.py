@@ -113,10 +113,11 @@ def select(names: Iterable[str], pattern: str | None) -> list[str]:
     return chosen
 
 
-def plan(recipe: Recipe, *, device: str) -> Plan:
+def plan(recipe: Recipe, *, device: str, gpu: str | None = None) -> Plan:
     """Find the checkpoints, the tasks and their data, and give every cell its key.
 
-    ``device`` is "cpu" or "cuda". Raises a QbenchError for what cannot work.
+    ``device`` is "cpu" or "cuda"; ``gpu`` the name of what other hosts compute on, None that of
+    this host's. Raises a QbenchError for what cannot work.
     """
     checkpoints = {
         name: find(
@@ -133,7 +134,8 @@ def plan(recipe: Recipe, *, device: str) -> Plan:
         "tasks": {task.name: task.digest for task in tasks},
         "few-shot": {task.name: task.num_fewshot for task in tasks},
     }
-    gpu = hardware(device) if device == "cuda" else None
+    if device == "cuda" and gpu is None:
+        gpu = hardware(device)
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)

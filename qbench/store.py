@@ -103,7 +103,7 @@ class Store:
         try:
             record = self.get(cell)
             for name in record.files if record else ():
-                self._payload(record, name)
+                self.payload(record, name)
         except NewerSchemaError:
             raise
         except (DamagedError, SchemaError) as error:
@@ -124,12 +124,27 @@ class Store:
 
         Returns the record as it was written, with its tables' checksums.
         """
-        path = self._path(record.cell, record.key)
         payloads = {}
         for name, table in (("outcomes", outcomes), ("responses", responses)):
             if table is not None:
                 assert tuple(table.columns) == COLUMNS[name], f"{name}: {tuple(table.columns)}"
                 payloads[name] = table.to_parquet(index=False, compression="zstd")
+        return self._put(record, payloads)
+
+    def adopt(self, record: Record, payloads: dict[str, bytes], log: str) -> Record:
+        """Write a record that was made elsewhere, with its tables as they were written there.
+
+        Raises DamagedError where a table is not the one that the record states.
+        """
+        for name, stated in record.files.items():
+            if name not in payloads or digest(payloads[name]) != stated.sha256:
+                raise DamagedError(f"{record.cell}: its {name} did not come whole; {AGAIN}")
+        path = self._path(record.cell, record.key).with_suffix(".log")
+        write_atomically(path, log.encode())
+        return self._put(record, payloads)
+
+    def _put(self, record: Record, payloads: dict[str, bytes]) -> Record:
+        path = self._path(record.cell, record.key)
         files = {
             name: StoredTable(sha256=digest(payload), bytes=len(payload))
             for name, payload in payloads.items()
@@ -155,6 +170,11 @@ class Store:
         changed."""
         return self._table(record, "responses")
 
+    def files_of(self, record: Record) -> list[Path]:
+        """The record's own file and those of its tables."""
+        path = self._path(record.cell, record.key)
+        return [path, *(_table_path(path, record, name) for name in record.files)]
+
     def log(self, cell: GridCell) -> Path:
         """Where libraries' output goes while ``cell`` is at work."""
         return self._path(cell.cell, cell.key).with_suffix(".log")
@@ -169,10 +189,10 @@ class Store:
         from pyarrow import parquet
 
         # without threads: where there is no memory for one, pyarrow waits for it for ever
-        file = parquet.ParquetFile(io.BytesIO(self._payload(record, name)), pre_buffer=False)
+        file = parquet.ParquetFile(io.BytesIO(self.payload(record, name)), pre_buffer=False)
         return file.read(use_threads=False).to_pandas(use_threads=False)
 
-    def _payload(self, record: Record, name: Table) -> bytes:
+    def payload(self, record: Record, name: Table) -> bytes:
         """A Parquet file's content, verified before any library parses it."""
         record_path = self._path(record.cell, record.key)
         if name not in record.files:

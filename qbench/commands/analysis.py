@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qbench.commands.job import make_job, named
 from qbench.commands.options import (
     Calibration,
     Checkpoints,
@@ -17,7 +18,6 @@ from qbench.commands.options import (
     Out,
     RecipeFile,
 )
-from qbench.commands.running import make_job, named
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder

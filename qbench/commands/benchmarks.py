@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from qbench.commands.job import make_job, named
 from qbench.commands.options import (
     Checkpoints,
     Data,
@@ -18,7 +19,6 @@ from qbench.commands.options import (
     RecipeFile,
     to_file,
 )
-from qbench.commands.running import make_job, named
 from qbench.commands.screen import show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically

@@ -86,6 +86,14 @@ Only = Annotated[
 _RESULTS = "Results folder. Default: results/NAME of the recipe."
 Out = Annotated[Path | None, to_folder(_RESULTS)]
 OutToRead = Annotated[Path | None, typer.Option(help=_RESULTS, parser=_path, metavar="FOLDER")]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS|local[:N]",
+        help="Run cells on a Dask cluster: the tcp:// address of its scheduler, a scheduler file, "
+        "or local for worker processes of this host, N of them.",
+    ),
+]
 DtypeOption = Annotated[
     Dtype | None,
     typer.Option(

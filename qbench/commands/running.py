@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qbench.commands.job import make_job, named, placed
 from qbench.commands.options import (
     Calibration,
     Checkpoints,
+    ClusterOption,
     Data,
     Device,
     DeviceOption,
@@ -30,35 +28,13 @@ from qbench.commands.options import (
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.machine.memory import require_memory
 from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
 
 if TYPE_CHECKING:
     from qbench.evaluation.planned import PlannedTask
     from qbench.plan import Cell, Plan
-    from qbench.recipe import Recipe
-    from qbench.running.executors import Processes
     from qbench.running.progress import Display
-
-CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """The options of a command that plans, read and checked."""
-
-    recipe: Recipe
-    out: Path
-    device: str
-
-    def plan(self) -> Plan:
-        """The plan, with what is downloaded for it said on standard error."""
-        from qbench import hub
-        from qbench.plan import plan
-
-        with hub.announcing(lambda line: typer.echo(line, err=True)):
-            return plan(self.recipe, device=self.device)
 
 
 def run(
@@ -86,6 +62,7 @@ def run(
             "others are scored. Default: 3 on a GPU, 1 on a CPU.",
         ),
     ] = None,
+    cluster: ClusterOption = None,
 ) -> None:
     """Quantize, audit and score every cell of a recipe; write records and delta tables.
 
@@ -94,7 +71,6 @@ def run(
     """
     from qbench.commands.results import show_tables
     from qbench.comparison.floors import read_noise
-    from qbench.machine.devices import gpu_slots
     from qbench.plan import cell_names, select
     from qbench.run import cache_folder
     from qbench.running.grid import run_cells, total
@@ -109,17 +85,21 @@ def run(
         dtype=dtype,
         scoring=scoring,
     )
-    job = make_job(recipe, overrides, out=out, device=device)
+    job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
     require_folder(job.out, "--out")
     require_folder(cache_folder(), "$QBENCH_CACHE")
     read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
     names = select(cell_names(job.recipe), only)
-    slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[: len(names)]
-    with terminal() as screen, _processes(slots, job.device) as executor:
-        planned = job.plan()
+    with (
+        terminal() as screen,
+        placed(job, device, cluster, gpus=gpus, workers=workers, cells=len(names)) as place,
+    ):
+        executor, planned = place.executor, place.job.plan()
         cells = planned.select(only)
         with Display(screen, len(cells)) as display:
             _announce(planned, cells, display)
+            if place.description:
+                display.say(place.description)
             start, begun = time.monotonic(), datetime.now(UTC)
             records = run_cells(
                 planned, out=job.out, cells=cells, executor=executor, sink=display, force=force
@@ -224,38 +204,6 @@ def noise(
     show_written([path])
 
 
-def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: str) -> Job:
-    """The options of a command that plans, with the recipe read and checked."""
-    require_memory()
-    from qbench.machine.devices import choose_device
-    from qbench.recipe import Recipe
-
-    loaded = Recipe.load(recipe, overrides)
-    return Job(
-        recipe=loaded,
-        out=out or Path("results") / loaded.name,
-        device=choose_device(device),
-    )
-
-
-@contextlib.contextmanager
-def _processes(slots: Sequence[int], device: str) -> Iterator[Processes | None]:
-    """An executor over one process a slot, which import what they need from now on; None for no
-    slots, where cells run in this process."""
-    if not slots:
-        yield None
-        return
-    from qbench.running.executors import Processes
-    from qbench.running.work import warm_up
-
-    executor = Processes(slots, device=device)
-    try:
-        executor.warm_up(partial(warm_up, device))
-        yield executor
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
 def _documents(task: PlannedTask, limit: int | None) -> str:
     if task.hub_data is not None:
         data = task.hub_data
@@ -287,16 +235,3 @@ def notes(cells: Sequence[Cell]) -> list[str]:
         for note in cell.notes:
             names.setdefault(note, {})[cell.checkpoint_name] = None
     return [f"{', '.join(of)}: {note}" for note, of in names.items()]
-
-
-def named(pairs: Sequence[str]) -> dict[str, str]:
-    """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, separator, source = pair.partition("=")
-        if not (name and separator and source):
-            raise RecipeError(f"--checkpoint {pair}: write NAME=PATH_OR_HUB_ID")
-        if name in found:
-            raise RecipeError(f"--checkpoint {pair}: {name} is given twice")
-        found[name] = source
-    return found

@@ -33,8 +33,8 @@ def base_rows_usable(path: Path, key: str) -> bool:
 
 def write_checksum(path: Path, digest: str) -> None:
     """Beside the file, as ``sha256sum -c`` reads it."""
-    write_atomically(_checksum_file(path), f"{digest}  {path.name}\n".encode())
-    shutil.copymode(_checksum_file(path), path)  # safetensors writes for its owner's eyes alone
+    write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())
+    shutil.copymode(checksum_file(path), path)  # safetensors writes for its owner's eyes alone
 
 
 def sha256(path: Path) -> str:
@@ -48,7 +48,7 @@ def verified(path: Path, key: str) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        stated = _checksum_file(path).read_text().split()
+        stated = checksum_file(path).read_text().split()
         if not stated or sha256(path) != stated[0]:
             raise ResultsError(f"{path}: its SHA-256 is not the stated one; {REMEDY}")
         with safe_open(path, framework="numpy") as file:
@@ -60,5 +60,6 @@ def verified(path: Path, key: str) -> dict[str, Any]:
     return about
 
 
-def _checksum_file(path: Path) -> Path:
+def checksum_file(path: Path) -> Path:
+    """Where the SHA-256 of the file stands."""
     return path.with_name(f"{path.name}.sha256")

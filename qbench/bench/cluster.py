@@ -1,0 +1,203 @@
+"""A cluster of real processes on this host, each with a cache of its own, and faults in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from qbench.bench import cluster_stub as stub
+from qbench.cluster.connect import connected
+from qbench.plan import Plan, plan
+from qbench.recipe import Recipe
+from qbench.record import Record
+from qbench.running.grid import run_cells
+from qbench.sink import Silent
+from qbench.store import Store
+
+TTL = "4s"  # without a sign of life, until a worker is given up
+SECONDS_TO_START = 60.0
+PACKAGE = Path(__file__).parents[2]
+
+
+@dataclass
+class Bed:
+    """A scheduler and workers. ``folder`` holds what they write, logs too."""
+
+    folder: Path
+    host: str = "127.0.0.1"
+    allowed_failures: int = 2
+    scheduler: subprocess.Popen | None = None
+    port: int = 0
+    workers: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+    @property
+    def begun(self) -> Path:
+        return self.folder / "begun"
+
+    def start(self, workers: int, **settings: object) -> None:
+        self.begun.mkdir(parents=True, exist_ok=True)
+        self.port = _free_port(self.host)
+        self.scheduler = self._process(
+            ["scheduler", "--host", self.host, "--port", str(self.port), "--no-dashboard"],
+            "scheduler",
+        )
+        for _ in range(workers):
+            self.add_worker(**settings)
+
+    def add_worker(
+        self,
+        *,
+        environment: dict[str, str] | None = None,
+        before: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        cache: Path | None = None,
+    ) -> subprocess.Popen:
+        """One more; ``before`` stands before its command, such as ``ip netns exec NAME``."""
+        number = len(self.workers)
+        cache = cache or self.folder / f"cache-{number}"
+        cache.mkdir(parents=True, exist_ok=True)
+        process = self._process(
+            ["worker", self.address, "--nthreads", "1", "--no-dashboard", "--memory-limit", "0",
+             "--local-directory", str(self.folder / f"local-{number}"),
+             "--preload", "qbench.bench.cluster_stub", *arguments],
+            f"worker-{number}",
+            environment={"QBENCH_CACHE": str(cache), **(environment or {})},
+            before=before,
+        )  # fmt: skip
+        self.workers.append(process)
+        return process
+
+    def processes(self, worker: subprocess.Popen) -> list[int]:
+        """The process that runs cells, and whatever else stands below a nanny."""
+        found, waiting = [], [worker.pid]
+        while waiting:
+            for task in Path(f"/proc/{waiting.pop()}/task").glob("*"):
+                with suppress(OSError):
+                    children = [int(c) for c in (task / "children").read_text().split()]
+                    found += children
+                    waiting += children
+        return found
+
+    def kill(self, worker: subprocess.Popen, by: int = signal.SIGKILL) -> None:
+        """What runs cells; the nanny goes on and starts it anew."""
+        for process in self.processes(worker):
+            with suppress(ProcessLookupError):
+                os.kill(process, by)
+
+    def wait_until_begun(self, cells: int, seconds: float = SECONDS_TO_START) -> None:
+        end = time.monotonic() + seconds
+        while len(list(self.begun.iterdir())) < cells:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{cells} cells did not begin; see {self.folder}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        for process in (*self.workers, self.scheduler):
+            if process is None:
+                continue
+            for child in self.processes(process):
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            process.kill()
+            process.wait()
+
+    def _process(
+        self,
+        command: Sequence[str],
+        name: str,
+        environment: dict[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> subprocess.Popen:
+        paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = {
+            stub.BEGUN: str(self.begun),
+            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": str(self.allowed_failures),
+            "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": TTL,
+            "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "12s",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [*before, sys.executable, "-m", "dask", *command],
+                env={**os.environ, **settings, **(environment or {})},
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+
+@contextmanager
+def bed(folder: Path, workers: int, **settings: object) -> Iterator[Bed]:
+    """A bed that is gone afterwards."""
+    made = Bed(folder=folder, **{k: settings.pop(k) for k in ("host", "allowed_failures")
+                                 if k in settings})  # fmt: skip
+    try:
+        made.start(workers, **settings)
+        yield made
+    finally:
+        made.stop()
+
+
+def stub_plan(folder: Path, cells: int, demo: Path) -> Plan:
+    """``cells`` cells of the bundled pair: nothing of a cell but its name matters here."""
+    labels = [f"rtn-{number}" for number in range(cells // 2)]
+    content = {
+        "name": "stub",
+        "checkpoints": {"softmax": str(demo / "softmax"), "softpick": str(demo / "softpick")},
+        "compute_dtype": "float32",
+        "quantizers": [
+            {"name": "rtn-4bit", "group_size": 64, "threads": number + 1, "label": label}
+            for number, label in enumerate(labels)
+        ],
+        "tasks": ["demo_choice"],
+        "definitions": str(demo / "tasks"),
+        "data": str(demo / "data"),
+        "evaluation": {"limit": 1, "damage": False},
+    }
+    path = folder / "stub.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return plan(Recipe.load(path), device="cpu")
+
+
+def run_on(bed: Bed, planned: Plan, out: Path, sink: object | None = None) -> list[Record]:
+    with connected(bed.address, "cpu") as cluster:
+        return run_cells(planned, out=out, executor=cluster.executor, sink=sink or Silent())
+
+
+def judged(planned: Plan, out: Path) -> dict[str, str]:
+    """By cell: ``ok``, ``failed: why``, ``missing``; a good record is read with its tables."""
+    store, found = Store(out), {}
+    for cell in planned.cells:
+        record = store.whole(cell.grid_cell)
+        if record is None:
+            found[cell.name] = "missing"
+        else:
+            found[cell.name] = "ok" if record.status == "ok" else f"failed: {record.error}"
+    return found
+
+
+def records_on_disk(out: Path) -> int:
+    return len([p for p in (out / "records").rglob("*.json") if json.loads(p.read_bytes())])
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as one:
+        one.bind((host, 0))
+        return one.getsockname()[1]
+
+
+Fault = Callable[[Path, Path], "dict[str, str]"]

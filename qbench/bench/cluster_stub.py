@@ -1,0 +1,59 @@
+"""What a worker of the fault bench loads: a cell of a few steps that needs no model, and what
+befalls some cells. All else of a worker is real."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import qbench.run
+from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS
+
+SECONDS, STEPS = "QBENCH_STUB_SECONDS", 10
+KILLS, EATS, FILLS = "QBENCH_STUB_KILLS", "QBENCH_STUB_EATS", "QBENCH_STUB_FILLS"
+BEGUN = "QBENCH_STUB_BEGUN"  # a folder: one file for each cell that began, with its process
+MIB = 2**20
+
+
+def _step(cell: Any, plan: Any, store: Any, gathered: Any, sink: Any, cache: Path) -> None:
+    begun = Path(os.environ[BEGUN])
+    (begun / f"{cell.name.replace('/', '_')}.{os.getpid()}.{time.time_ns()}").touch()
+    sink.step(cell.name, "stub", total=STEPS)
+    for step in range(STEPS):
+        time.sleep(float(os.environ.get(SECONDS, "0.5")) / STEPS)
+        sink.advance(cell.name, step + 1, STEPS)
+        if step == STEPS // 2:
+            _befall(cell.name, cache)
+    gathered.outcomes = [pd.DataFrame(columns=list(OUTCOME_COLUMNS))]
+    gathered.responses = [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
+
+
+def _befall(cell: str, cache: Path) -> None:
+    if cell == os.environ.get(KILLS):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cell == os.environ.get(EATS):
+        held = []
+        while True:
+            held.append(bytearray(os.urandom(MIB)) * 32)
+            time.sleep(0.02)
+    if os.environ.get(FILLS):  # this worker's disk
+        path = cache / "filling"
+        try:
+            with path.open("wb") as file:
+                while True:
+                    file.write(bytes(MIB))
+                    file.flush()
+        except OSError as error:
+            path.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+
+
+qbench.run._run = _step

@@ -1,0 +1,1 @@
+"""Cells on many machines, through Dask (``distributed``), which is imported only here."""

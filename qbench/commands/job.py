@@ -1,0 +1,135 @@
+"""The options of commands that plan and run, read and checked, and where their cells run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from qbench.errors import RecipeError
+from qbench.machine.memory import require_memory
+from qbench.overrides import Overrides
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from qbench.plan import Plan
+    from qbench.recipe import Recipe
+    from qbench.running.executors import Processes
+
+CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The options of a command that plans, read and checked."""
+
+    recipe: Recipe
+    out: Path
+    device: str
+    gpu: str | None = None  # of other hosts; None: this one's
+
+    def plan(self) -> Plan:
+        """The plan, with what is downloaded for it said on standard error."""
+        from qbench import hub
+        from qbench.plan import plan
+
+        with hub.announcing(lambda line: typer.echo(line, err=True)):
+            return plan(self.recipe, device=self.device, gpu=self.gpu)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where cells run: an executor (None: one after the other in this process), the job with the
+    device that is there, and a line about it."""
+
+    job: Job
+    executor: Executor | None
+    description: str = ""
+
+
+def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: str) -> Job:
+    """The options of a command that plans, with the recipe read and checked."""
+    require_memory()
+    from qbench.machine.devices import choose_device
+    from qbench.recipe import Recipe
+
+    loaded = Recipe.load(recipe, overrides)
+    return Job(
+        recipe=loaded,
+        out=out or Path("results") / loaded.name,
+        device=choose_device(device),
+    )
+
+
+@contextlib.contextmanager
+def placed(
+    job: Job,
+    device: str,
+    cluster: str | None,
+    *,
+    gpus: str | None,
+    workers: int | None,
+    cells: int,
+) -> Iterator[Place]:
+    """Where the cells of ``job`` run: here, in processes of this host, or on a cluster, whose
+    workers say what device it is. Raises QbenchError for what is not there."""
+    from qbench.machine.devices import choose_device, gpu_slots
+
+    if cluster is None:
+        slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[:cells]
+        with _processes(slots, job.device) as executor:
+            yield Place(job=job, executor=executor)
+        return
+    from qbench.cluster.connect import connected, local_workers, require_dask
+
+    require_dask()
+    wanted, slots = None if device == "auto" else str(device), []
+    if cluster.partition(":")[0] == "local":
+        wanted, count = choose_device(device), local_workers(cluster)
+        slots = gpu_slots(gpus, workers or count, wanted, CELLS_A_GPU)[: count or cells]
+    elif gpus is not None or workers is not None:
+        raise RecipeError(
+            f"--cluster {cluster}: its workers are as they were started; leave --gpus and "
+            "--workers out"
+        )
+    with connected(cluster, wanted, slots=slots) as found:
+        there = dataclasses.replace(job, device=found.workers.device, gpu=found.workers.gpu)
+        yield Place(job=there, executor=found.executor, description=found.description)
+
+
+@contextlib.contextmanager
+def _processes(slots: Sequence[int], device: str) -> Iterator[Processes | None]:
+    """An executor over one process a slot, which import what they need from now on; None for no
+    slots, where cells run in this process."""
+    if not slots:
+        yield None
+        return
+    from qbench.running.executors import Processes
+    from qbench.running.work import warm_up
+
+    executor = Processes(slots, device=device)
+    try:
+        executor.warm_up(partial(warm_up, device))
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def named(pairs: Sequence[str]) -> dict[str, str]:
+    """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, source = pair.partition("=")
+        if not (name and separator and source):
+            raise RecipeError(f"--checkpoint {pair}: write NAME=PATH_OR_HUB_ID")
+        if name in found:
+            raise RecipeError(f"--checkpoint {pair}: {name} is given twice")
+        found[name] = source
+    return found
