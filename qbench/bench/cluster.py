@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,18 +67,24 @@ class Bed:
         before: Sequence[str] = (),
         arguments: Sequence[str] = (),
         cache: Path | None = None,
+        stubbed: bool = True,
+        blind_to: Path | None = None,
     ) -> subprocess.Popen:
-        """One more; ``before`` stands before its command, such as ``ip netns exec NAME``."""
+        """One more; ``before`` stands before its command, such as ``ip netns exec NAME``.
+
+        ``stubbed``: its cells need no model. ``blind_to``: a folder that it does not see, as on
+        another host.
+        """
         number = len(self.workers)
         cache = cache or self.folder / f"cache-{number}"
         cache.mkdir(parents=True, exist_ok=True)
         process = self._process(
             ["worker", self.address, "--nthreads", "1", "--no-dashboard", "--memory-limit", "0",
              "--local-directory", str(self.folder / f"local-{number}"),
-             "--preload", "qbench.bench.cluster_stub", *arguments],
+             *(["--preload", "qbench.bench.cluster_stub"] if stubbed else []), *arguments],
             f"worker-{number}",
             environment={"QBENCH_CACHE": str(cache), **(environment or {})},
-            before=before,
+            before=[*before, *(_blinded(blind_to) if blind_to else [])],
         )  # fmt: skip
         self.workers.append(process)
         return process
@@ -200,4 +207,7 @@ def _free_port(host: str) -> int:
         return one.getsockname()[1]
 
 
-Fault = Callable[[Path, Path], "dict[str, str]"]
+def _blinded(folder: Path) -> list[str]:
+    """A command in a mount namespace of its own, where ``folder`` is empty."""
+    script = f'mount -t tmpfs none {shlex.quote(str(folder))} && exec "$@"'
+    return ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]

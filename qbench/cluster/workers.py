@@ -210,31 +210,14 @@ class Workers:
             self._changed.notify_all()
 
     def _take(self, address: str, host: Host) -> None:
-        problem = self._problem(address, host)
+        gpus = {known.gpu for known in self._hosts.values() if known.gpu}
+        problem = problem_of(host, here(), device=self._device, gpus=gpus)
         if problem:
             self._unfit[address] = problem
             self._tell(f"worker {address} is not used: {problem}", "bold red")
         else:
             self._hosts[address] = host
             self._tell(f"worker {address} on {host.name} is there")
-
-    def _problem(self, address: str, host: Host) -> str | None:
-        """Why a worker cannot be used: its scores would not stand under this run's keys."""
-        mine = here()
-        if host.threads != 1:
-            return f"it has {host.threads} threads; start it with --nthreads 1"
-        if host.code != mine.code:
-            return "its qbench has other code than this one"
-        for name, version in mine.versions.items():
-            if host.versions.get(name) != version:
-                return f"it has {name} {host.versions.get(name)}, this host {version}"
-        if self._device == "cuda":
-            if host.gpu is None:
-                return "it has no GPU"
-            others = {known.gpu for known in self._hosts.values()}
-            if others and host.gpu not in others:
-                return f"it has another kind of GPU: {host.gpu}"
-        return None
 
     def _drop_unfit(self) -> None:
         for address, host in list(self._hosts.items()):
@@ -248,3 +231,23 @@ class Workers:
     def _watch(self) -> None:
         while not self._closed.wait(SECONDS_BETWEEN_LOOKS):
             self.look()
+
+
+def problem_of(host: Host, mine: Host, *, device: str | None, gpus: Set[str]) -> str | None:
+    """Why a worker cannot be used: its scores would not stand under this run's keys.
+
+    ``mine`` is the host of the plan; ``gpus`` are the kinds that other workers have.
+    """
+    if host.threads != 1:
+        return f"it has {host.threads} threads; start it with --nthreads 1"
+    if host.code != mine.code:
+        return "its qbench has other code than this one"
+    for name, version in mine.versions.items():
+        if host.versions.get(name) != version:
+            return f"it has {name} {host.versions.get(name)}, this host {version}"
+    if device == "cuda":
+        if host.gpu is None:
+            return "it has no GPU"
+        if gpus and host.gpu not in gpus:
+            return f"it has another kind of GPU: {host.gpu}"
+    return None
