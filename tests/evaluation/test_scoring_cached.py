@@ -1,0 +1,73 @@
+"""Scores of models with a KV cache of few bits: fast scoring's as exact scoring's."""
+
+from __future__ import annotations
+
+import pytest
+from scoring_models import choices, llama, pages, scorer
+
+from qbench.attention.interface import attend
+from qbench.evaluation.tolerance import Tolerance
+from qbench.quantizers.parts import quantizer_of
+
+SCHEMES = {
+    "token": "int4-token",
+    "fp8": "fp8-token",
+    "first tokens": {"name": "int4-token", "keep_first": 3},
+    "recent tokens": {"name": "int3-token", "keep_recent": 6},
+    "kivi": {"name": "int4-channel", "group_size": 8},
+    "kivi, recent, before RoPE": {
+        "name": "int3-channel", "group_size": 8, "keep_recent": 8, "before_rope": True,
+    },
+}  # fmt: skip
+LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
+
+
+def model_with(scheme, normalizer="softpick"):
+    model = llama()
+    attend(model, normalizer=normalizer)
+    if scheme is None:
+        return model
+    return quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32").apply(model, {})
+
+
+def assert_close(found, expected):
+    """A value may lie on the border between two codes, and rounding then decide: of a few."""
+    off = sorted(abs(a - b) for a, b in zip(found, expected, strict=True))
+    assert off[len(off) * 3 // 4] < 1e-3
+    assert off[-1] < 0.5
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fast_scores_are_the_exact_ones(scheme):
+    model, requests = model_with(scheme), choices(9)
+    exact = scorer(model, "exact").loglikelihood(requests, disable_tqdm=True)
+    fast = scorer(model, "fast", tolerance=LOOSE).loglikelihood(requests, disable_tqdm=True)
+    assert_close([a for a, _ in fast], [a for a, _ in exact])
+    plain = scorer(model_with(None), "exact").loglikelihood(requests, disable_tqdm=True)
+    assert max(abs(a - b) for (a, _), (b, _) in zip(plain, exact, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fast_windows_are_the_exact_ones(scheme):
+    model, requests = model_with(scheme, "softmax"), pages((3, 75, 40))
+    exact = scorer(model, "exact").loglikelihood_rolling(requests, disable_tqdm=True)
+    fast = scorer(model, "fast", tolerance=LOOSE)
+    assert_close(fast.loglikelihood_rolling(requests, disable_tqdm=True), exact)
+
+
+def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
+    """Before its keys are laid out for each of its suffixes."""
+    from qbench.quantizers.kv_cache import rounding
+
+    rounded = []
+    right = rounding.by_token
+
+    def noting(x, form, group):
+        rounded.append(x.shape[2])
+        return right(x, form, group)
+
+    model = model_with("token")
+    fast = scorer(model, "fast", sample=0, tolerance=LOOSE)
+    monkeypatch.setattr(rounding, "by_token", noting)
+    fast.loglikelihood(choices(9), disable_tqdm=True)
+    assert sum(rounded) == fast.report().tokens * 3 * 2  # layers, keys and values
