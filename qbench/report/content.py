@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qbench.comparison.lines import Comparison
 from qbench.report.effects import damages, differences, scores
+from qbench.report.kv_cache import kv_caches
 from qbench.report.proof import audit, divergence, divergence_notes, provenance, stages
 from qbench.report.settings import quantizers, settings
 from qbench.report.table import DataTable
@@ -18,6 +19,7 @@ def data_tables(comparison: Comparison, *, published: str | None = None) -> list
         *divergence(comparison),
         *stages(comparison),
         *audit(comparison),
+        *kv_caches(comparison),
         *quantizers(comparison),
         *settings(comparison),
         *provenance(comparison),

@@ -9,6 +9,7 @@ from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_t
 from qbench.published import printed
 from qbench.store import KEY_DIGITS
 from qbench.tables.beside import models, printed_cells, printed_notes
+from qbench.tables.cache import cache_notes
 from qbench.tables.table import Table
 from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
 
@@ -84,7 +85,7 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
         cells.append(documents_text(line))
         rows.append(tuple(cells))
     notes = [*([LEGEND] if tested else []), *_ratio_notes(table, "deltas")]
-    notes += [*noise_notes(comparison), *table.notes]
+    notes += [*noise_notes(comparison), *cache_notes(comparison, table), *table.notes]
     if paper:
         notes[:0] = printed_notes(table, paper, published)
     return Layout(

@@ -1,0 +1,78 @@
+"""The KV cache's memory, below the tables and in the report."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic import make_store
+
+from qbench.comparison.compare import compare
+from qbench.record import KVAudit, KVModuleAudit, Part, Precision
+from qbench.report.content import data_tables
+from qbench.tables.write import render
+
+LAYERS = tuple(
+    KVModuleAudit(
+        name=f"model.layers.{depth}.self_attn",
+        levels=15,
+        key_error=0.1 + depth / 100,
+        value_error=0.09,
+        clipped=0.0,
+        bits_per_value=4.25,
+    )
+    for depth in range(2)
+)
+
+
+def cache(bytes_per_token: float) -> KVAudit:
+    return KVAudit(
+        levels=15,
+        clipped=0.0,
+        key_error=0.105,
+        value_error=0.09,
+        tokens=2048,
+        bits_per_value=4.25,
+        bytes_per_token=bytes_per_token,
+        unquantized_bytes_per_token=18432.0,
+        modules=LAYERS,
+    )
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    store = make_store(
+        tmp_path / "kv", quantizers=("bf16", "hqq-2bit", "hqq-3bit"), sizes={"arc_easy": 60}
+    )
+    precision = Precision(kv_cache=Part(bits=4, scheme="int4 per head and token", simulated=True))
+    for cell in store.grid().cells:
+        record = store.get(cell)
+        if cell.quantizer == "hqq-3bit" or (cell.cell == "softpick/hqq-2bit"):
+            size = 4896.0 if cell.quantizer == "hqq-2bit" else 9504.0
+            audit = record.audit.model_copy(update={"kv_cache": cache(size)})
+            changes = {"audit": audit, "precision": precision}
+            store.put(record.model_copy(update=changes), store.outcomes(record), None)
+    return compare(store)
+
+
+@pytest.mark.parametrize("format", ["md", "tex", "html"])
+def test_the_memory_of_a_token_stands_below_the_table(comparison, format):
+    text = render(comparison, format=format)
+    assert "4,896 of 18,432 (2,048 tokens)" in text
+    assert text.count("9,504 of 18,432 (2,048 tokens)") == 1  # alike for both checkpoints
+    assert "hqq-3bit 9,504" in text
+
+
+def test_no_line_where_no_cache_is_quantized(tmp_path):
+    store = make_store(tmp_path / "weights", quantizers=("bf16", "hqq-2bit"))
+    assert "KV cache" not in render(compare(store))
+
+
+def test_the_report_has_memory_levels_and_errors_of_every_cell(comparison):
+    (table,) = (one for one in data_tables(comparison) if one.name == "kv-cache")
+    rows = {row[0].text: dict(zip(table.head, row, strict=True)) for row in table.rows}
+    assert list(rows) == ["softmax/hqq-3bit", "softpick/hqq-2bit", "softpick/hqq-3bit"]
+    row = rows["softpick/hqq-2bit"]
+    assert row["Format"].text == "int4 per head and token, simulated"
+    assert row["Bytes a token"].text == "4,896"
+    assert row["Levels"].text == "15"
+    assert row["Key error, worst layer"].text == "0.1100"
+    assert row["Key error, worst layer"].title == "model.layers.1.self_attn"
