@@ -1,0 +1,62 @@
+"""A linear layer over codes and scales, whose product is simulated or real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from qbench.quantizers.linears import Plain, Tensors
+from qbench.quantizers.products.codes import decode, encode
+from qbench.quantizers.quantizer import Stored
+
+Product = Callable[[Tensor, "ScaledLinear"], Tensor]
+
+
+class ScaledLinear(nn.Module):
+    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1].
+
+    ``product``: what multiplies codes by codes; None: the weight is dequantized first.
+    """
+
+    def __init__(self, shape: Plain, tensors: Tensors) -> None:
+        super().__init__()
+        self.in_features, self.out_features = shape.in_features, shape.out_features
+        self.dtype = shape.dtype
+        self.product: Product | None = None
+        self.register_buffer("codes", tensors["codes"])
+        self.register_buffer("scale", tensors["scale"])
+        self.register_buffer("bias", shape.bias)
+
+    def dequantize(self) -> Tensor:
+        """The weight, ``dtype`` [out, in]; computed in float32 and rounded once."""
+        return decode(self.codes, self.scale).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(x, self)
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        real = "" if self.product is None else ", real products"
+        return f"{self.in_features} → {self.out_features}, {self.codes.dtype}{real}"
+
+
+def store(weight: Tensor, kind: str, per: str) -> Tensors:
+    """What is kept of a weight [out, in]."""
+    codes, scale = encode(weight, kind, per)
+    return {"codes": codes, "scale": scale}
+
+
+def read(module: ScaledLinear) -> Stored:
+    by_row = module.scale.numel() > 1
+
+    def groups(weight: Tensor) -> Tensor:
+        return weight if by_row else weight.reshape(1, -1)
+
+    return Stored(
+        tensors={"codes": module.codes, "scale": module.scale},
+        dequantize=lambda: decode(module.codes, module.scale).to(torch.float32),
+        groups=groups,
+    )

@@ -1,0 +1,86 @@
+"""Weights as int8 or fp8 codes times a float32 scale, a row's or the matrix's: round to nearest.
+
+The formats that int8 and fp8 matrix products take in. With activations of the same format the
+products can be real; without, weights are dequantized first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic.dataclasses import dataclass
+
+from qbench.quantizers.names import register
+from qbench.quantizers.quantizer import SETTINGS, Stored
+from qbench.quantizers.weight_quantizer import WeightQuantizer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qbench.quantizers.linears import Plain, Tensors
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class ScaledWeights(WeightQuantizer):
+    """One scale, so that the largest magnitude is the largest code: nothing is clipped."""
+
+    kind: ClassVar[str]  # of the codes: int8 or e4m3
+    bits: Literal[8]
+    per: Literal["row", "tensor"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.per}"
+
+    @property
+    def scheme(self) -> str:
+        return f"{'int8' if self.kind == 'int8' else 'fp8 e4m3'} per {self.per}"
+
+    @property
+    def note(self) -> str:
+        return "round to nearest"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / columns if self.per == "row" else 32 / (rows * columns)
+
+    def store(self, name: str, layer: nn.Linear) -> Tensors:
+        from qbench.quantizers.products import layers
+
+        return layers.store(layer.weight.detach(), self.kind, self.per)
+
+    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
+        from qbench.quantizers.products import layers
+
+        return layers.ScaledLinear(shape, tensors).eval()
+
+    def read(self, module: nn.Module) -> Stored | None:
+        from qbench.quantizers.products import layers
+
+        return layers.read(module) if isinstance(module, layers.ScaledLinear) else None
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Int8Weights(ScaledWeights):
+    """Codes −127 … 127."""
+
+    kind: ClassVar[str] = "int8"
+    method: ClassVar[str] = "int8"
+    title: ClassVar[str] = "Int8 weights"
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Fp8Weights(ScaledWeights):
+    """E4M3 without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022)."""
+
+    kind: ClassVar[str] = "e4m3"
+    method: ClassVar[str] = "fp8"
+    title: ClassVar[str] = "FP8 weights"
+
+
+register("int8-row", Int8Weights, "int8, a scale a row: what int8 products take", bits=8, per="row")
+register(
+    "fp8-row", Fp8Weights, "fp8 e4m3, a scale a row: what fp8 products take", bits=8, per="row"
+)
+register(
+    "fp8-tensor", Fp8Weights, "fp8 e4m3, one scale a matrix, for fp8 products", bits=8, per="tensor"
+)
