@@ -26,10 +26,10 @@ from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.machine.environment import hardware, versions
 from qbench.preflight import (
     model_choices,
-    require_able,
     require_bos,
     require_room,
     require_texts,
+    resolved,
 )
 from qbench.quantizers import Quantizer
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text
@@ -171,10 +171,9 @@ def _cell(
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
-    quantizer = column.quantizer
+    quantizer = resolved(name, checkpoint, column, device)
     model = model_choices(name, checkpoint, recipe.evaluation, device)
     checkpoint, attention = model.checkpoint, model.attention
-    require_able(name, checkpoint, column, device)
     scoring = resolve(
         recipe.evaluation,
         device=device,
@@ -222,7 +221,10 @@ def _cell(
         scoring=scoring,
         key=content_key(parts),
         key_parts=parts,
-        notes=model.notes(scoring.mode, device),
+        notes=(
+            *model.notes(scoring.mode, device),
+            *([f"{column.label}: {quantizer.chosen}"] if quantizer.chosen else []),
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from qbench.quantizers.texts import read_texts
 if TYPE_CHECKING:
     from qbench.checkpoints import Checkpoint
     from qbench.evaluation.planned import PlannedTask
+    from qbench.quantizers import Quantizer
     from qbench.recipe import Column, Evaluation
 
 CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
@@ -88,13 +89,18 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
         raise RecipeError(f"checkpoints.{name}: {error}") from None
 
 
-def require_able(name: str, checkpoint: Checkpoint, column: Column, device: str) -> None:
-    """Raises RecipeError where a quantizer's parts cannot run on ``device`` ("cpu" or "cuda"), or
-    not with this checkpoint."""
+def resolved(name: str, checkpoint: Checkpoint, column: Column, device: str) -> Quantizer:
+    """The quantizer of ``column`` with every open choice made.
+
+    Raises RecipeError where its parts cannot run on ``device`` ("cpu" or "cuda"), or not with this
+    checkpoint.
+    """
     try:
-        column.quantizer.check(checkpoint.config, device)
+        quantizer = column.quantizer.resolved(checkpoint.config, device)
+        quantizer.check(checkpoint.config, device)
     except RecipeError as error:
         raise RecipeError(f"quantizers: {column.label}: checkpoints.{name}: {error}") from None
+    return quantizer
 
 
 def require_room(name: str, tasks: Sequence[PlannedTask], max_length: int) -> None:

@@ -17,6 +17,7 @@ from qbench.errors import RecipeError, UnavailableError
 DRIVER = "libcuda.so.1"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 NAME_BYTES = 256
+CAPABILITY = (75, 76)  # attributes of a device: major and minor
 
 
 def choose_device(wanted: str) -> str:
@@ -68,6 +69,19 @@ def device_name(index: int = 0) -> str:
         raise UnavailableError(f"GPU {index}: the CUDA driver does not give it (error {code})")
     driver.cuDeviceGetName(name, NAME_BYTES, device)
     return name.value.decode()
+
+
+@functools.cache
+def capability(index: int = 0) -> tuple[int, int]:
+    """A GPU's compute capability, such as (9, 0)."""
+    device, value, parts = ctypes.c_int(), ctypes.c_int(), []
+    driver = _driver()
+    if (code := driver.cuInit(0)) or (code := driver.cuDeviceGet(ctypes.byref(device), index)):
+        raise UnavailableError(f"GPU {index}: the CUDA driver does not give it (error {code})")
+    for attribute in CAPABILITY:
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        parts.append(value.value)
+    return parts[0], parts[1]
 
 
 @functools.cache

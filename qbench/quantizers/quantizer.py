@@ -139,6 +139,7 @@ class Quantizer(ABC):
     mixes_batches: ClassVar[bool] = False
     sees_future: ClassVar[bool] = False
     treats: ClassVar[bool] = False
+    chosen: str = ""
     compute_dtype: str  # of the model that it is given: bfloat16, float16 or float32
     threads: int
     leave_out: tuple[str, ...]
@@ -170,6 +171,12 @@ class Quantizer(ABC):
 
     def require(self) -> None:  # noqa: B027 (nothing to require is the usual case)
         """Raise UnavailableError where what it needs is not there."""
+
+    def resolved(self, config: Mapping[str, Any], device: str) -> Quantizer:
+        """Itself with every choice made that depends on a model of this ``config.json`` or on
+        ``device`` ("cpu" or "cuda"); ``chosen`` says what was. Raises RecipeError for what cannot
+        be. Asked once, when a run is planned."""
+        return self
 
     def check(self, config: Mapping[str, Any], device: str) -> None:  # noqa: B027
         """Raise RecipeError for what a model of this ``config.json``, or this ``device`` ("cpu" or

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qbench.errors import QuantizationError
+from qbench.quantizers.activations.quantize import Fixed
 from qbench.quantizers.activations.rounding import rounded
 from qbench.quantizers.linears import plain
 from qbench.quantizers.products import codes, layers, real
@@ -66,10 +67,14 @@ def linear(kind, per="row", bias=True, columns=48, rows=80, dtype=torch.float32)
     return layers.ScaledLinear(plain(layer), tensors)
 
 
-def realized(kind, activations_per, **options):
+def install(model, kind, per, fixed=None):
+    modules = dict(model.named_children())
+    real.install(model, modules, kind, per, {} if fixed is None else dict.fromkeys(modules, fixed))
+
+
+def realized(kind, activations_per, fixed=None, **options):
     layer = linear(kind, **options)
-    model = nn.ModuleDict({"layer": layer})
-    real.install(model, kind, activations_per)
+    install(nn.ModuleDict({"layer": layer}), kind, activations_per, fixed)
     return layer
 
 
@@ -89,15 +94,10 @@ def test_a_real_int8_product_is_the_simulated_one(shape, bias, per, weights_per)
 
 
 def test_a_fixed_scale_clips():
-    layer = linear("int8", bias=False)
-    model = nn.ModuleDict({"layer": layer})
-    real.install(model, "int8", "tensor", ranges={"layer": torch.tensor(0.005)})
+    layer = realized("int8", "row", Fixed(torch.tensor(0.005)), bias=False)
     x = draw(6, 48)
     wanted = linear("int8", bias=False)((x / 0.005).round().clamp(-127, 127) * 0.005)
     torch.testing.assert_close(layer(x), wanted, rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(
-        real.consumed(model)["layer"](x), (x / 0.005).round().clamp(-127, 127) * 0.005
-    )
 
 
 def test_real_products_are_within_a_step_of_torchaos_own():
@@ -119,7 +119,7 @@ def test_real_products_are_within_a_step_of_torchaos_own():
 def test_widths_that_libraries_skip_in_silence_are_refused_by_name(kind, columns, rows):
     model = nn.ModuleDict({"down_proj": linear(kind, columns=columns, rows=rows)})
     with pytest.raises(QuantizationError) as raised:
-        real.install(model, kind, "row")
+        install(model, kind, "row")
     size = {"e4m3": 16, "int8": 8}[kind]
     assert str(raised.value) == (
         f"down_proj is {columns} → {rows} wide: real {kind} products take multiples of {size}, and "
@@ -131,12 +131,12 @@ def test_widths_that_libraries_skip_in_silence_are_refused_by_name(kind, columns
 def test_layers_that_hold_other_codes_are_refused_by_name():
     model = nn.ModuleDict({"up_proj": nn.Linear(16, 16)})
     with pytest.raises(QuantizationError, match="up_proj: Linear holds no int8 codes"):
-        real.install(model, "int8", "row")
+        install(model, "int8", "row")
 
 
 def test_layers_with_one_input_encode_it_once(monkeypatch):
     model = nn.ModuleDict({"q": linear("int8"), "k": linear("int8")})
-    real.install(model, "int8", "row")
+    install(model, "int8", "row")
     calls, inner = [], codes.encode
     monkeypatch.setattr(codes, "encode", lambda *of: (calls.append(1), inner(*of))[1])
     x = draw(5, 48)

@@ -14,13 +14,14 @@ from pydantic.dataclasses import dataclass
 
 from qbench.quantizers.activations.simulated import Percentile, Simulated
 from qbench.quantizers.parts.registries import ACTIVATIONS
+from qbench.quantizers.products.activations import Multiplied
 from qbench.quantizers.quantizer import SETTINGS, Grid
 
 MX_BLOCK, NVFP4_BLOCK = 32, 16
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Fp8Row(Simulated):
+class Fp8Row(Multiplied):
     """E4M3, one scale a token, from its own largest magnitude."""
 
     method: ClassVar[str] = "fp8"
@@ -31,7 +32,7 @@ class Fp8Row(Simulated):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Fp8Tensor(Simulated):
+class Fp8Tensor(Multiplied):
     """E4M3, one scale for everything that a layer takes in at once."""
 
     method: ClassVar[str] = "fp8"
@@ -42,7 +43,7 @@ class Fp8Tensor(Simulated):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Fp8Static(Simulated):
+class Fp8Static(Multiplied):
     """E4M3, one scale a layer, fixed on calibration text."""
 
     method: ClassVar[str] = "fp8"

@@ -20,7 +20,7 @@ from qbench.quantizers.activations.quantize import Fixed, fixed_by
 from qbench.quantizers.matrices import left_out
 from qbench.quantizers.quantizer import ActivationEvidence, Grid
 
-Quantize = Callable[[Tensor, Fixed | None], Tensor]
+Quantize = Callable[[Tensor, Fixed | None], Any]  # a tensor, or codes and scales
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
 
@@ -32,7 +32,7 @@ class Inputs:
         self.quantize, self.fixed, self.names = quantize, dict(fixed), tuple(names)
         self.paused = False
         # by thread: an input, its version and scale, and what became of it
-        self._last: dict[int, tuple[weakref.ref[Tensor], int, Fixed | None, Tensor]] = {}
+        self._last: dict[int, tuple[weakref.ref[Tensor], int, Fixed | None, Any]] = {}
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
         """The forward pre-hook of the module ``name``."""
@@ -41,11 +41,12 @@ class Inputs:
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
             if self.paused:
                 return None
-            return (self._once(arguments[0], fixed), *arguments[1:])
+            return (self.once(arguments[0], fixed), *arguments[1:])
 
         return quantize_input
 
-    def _once(self, x: Tensor, fixed: Fixed | None) -> Tensor:
+    def once(self, x: Tensor, fixed: Fixed | None) -> Any:
+        """What ``quantize`` gives for ``x``, kept for the next that asks with the same tensor."""
         thread = threading.get_ident()
         version = 0 if x.is_inference() else x._version
         last = self._last.get(thread)

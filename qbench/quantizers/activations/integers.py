@@ -11,14 +11,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from qbench.quantizers.activations.simulated import Percentile, Simulated
+from qbench.quantizers.activations.simulated import Percentile
 from qbench.quantizers.parts.registries import ACTIVATIONS
+from qbench.quantizers.products.activations import Multiplied
 from qbench.quantizers.quantizer import SETTINGS, Grid
 from qbench.quantizers.weight_quantizer import WHOLE_ROW, GroupSize, groups_of
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class _Integers(Simulated):
+class _Integers(Multiplied):
     per: ClassVar[str]
     method: ClassVar[str] = "int"
 

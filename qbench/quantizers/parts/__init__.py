@@ -22,6 +22,7 @@ from qbench.quantizers.parts.settings import (
     OutlierTreatment,
     PartSettings,
 )
+from qbench.quantizers.products import combinations, weights  # noqa: F401  (they register)
 
 __all__ = [
     "ACTIVATIONS",

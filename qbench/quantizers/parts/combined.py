@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from qbench.quantizers.parts.settings import (
@@ -40,6 +40,7 @@ class Combined(Quantizer):
     activations: ActivationQuantizer | None = None
     kv: KVQuantizer | None = None
     outliers: OutlierTreatment | None = None
+    chosen: str = ""  # what was chosen where the recipe left it open, in a line
 
     @property
     def parts(self) -> dict[str, PartSettings]:
@@ -133,6 +134,12 @@ class Combined(Quantizer):
     def require(self) -> None:
         for part in (self.weights, *self.parts.values()):
             part.require()
+
+    def resolved(self, config: Mapping[str, Any], device: str) -> Combined:
+        if self.activations is None:
+            return self
+        activations, chosen = self.activations.resolved(self.weights, config, device)
+        return replace(self, activations=activations, chosen=chosen)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         for part in (self.weights, *self.parts.values()):

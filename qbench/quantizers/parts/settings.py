@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qbench.quantizers.quantizer import Progress
+from qbench.quantizers.quantizer import Progress, Quantizer
 from qbench.record import Part
 
 if TYPE_CHECKING:
@@ -91,6 +91,14 @@ class ActivationQuantizer(PartSettings):
     @property
     @abstractmethod
     def precision(self) -> Part: ...
+
+    def resolved(
+        self, weights: Quantizer, config: Mapping[str, Any], device: str
+    ) -> tuple[ActivationQuantizer, str]:
+        """Itself with every choice made that depends on ``weights``, on a model of this
+        ``config.json`` or on ``device``, and a line on what was chosen, or none. Raises
+        RecipeError for what cannot be."""
+        return self, ""
 
     @abstractmethod
     def install(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:

@@ -12,13 +12,12 @@ from torch import Tensor
 LARGEST = {"int8": 127.0, "e4m3": 448.0}
 DTYPE = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
-Fixed = Tensor | None  # a scale, float32 [1, 1], that is not taken from the values
 Coded = tuple[Tensor, Tensor]  # codes [rows, columns]; float32 scales [rows, 1] or [1, 1]
 
 
-def encode(x: Tensor, kind: str, per: str, fixed: Fixed = None) -> Coded:
+def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> Coded:
     """Rows ``x`` [rows, columns] as codes with a scale ``per`` row or tensor, or a ``fixed`` one,
-    beyond which values are clipped.
+    float32 [1, 1], beyond which values are clipped.
 
     What is not finite makes the scale NaN, and so all that is multiplied by it.
     """

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.quantizers.products.codes import DTYPE, LARGEST, Coded, Fixed
+from qbench.quantizers.products.codes import DTYPE, LARGEST, Coded
 
 LONGEST = 65536  # columns of a row
 TILES = [  # rows, columns, depth, warps, stages
@@ -62,7 +62,7 @@ def fits(x: Tensor) -> bool:
     return x.is_cuda and x.shape[1] <= LONGEST
 
 
-def encode(x: Tensor, kind: str, per: str, fixed: Fixed = None) -> Coded:
+def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> Coded:
     """As ``codes.encode``, bit for bit; rows contiguous."""
     rows, columns = x.shape
     given = fixed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.activations.inputs import ATTRIBUTE, Inputs, multipliers
+from qbench.quantizers.activations.inputs import ATTRIBUTE, Inputs
+from qbench.quantizers.activations.quantize import Fixed
 from qbench.quantizers.products import codes
+from qbench.quantizers.products.activations import MULTIPLE
 from qbench.quantizers.products.layers import ScaledLinear
 
-MULTIPLE = {"int8": 8, "e4m3": 16}  # of inputs and outputs, for cuBLAS and for Triton's loads
 ENVIRONMENT = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}  # its own kernels: none is used
 
 
@@ -32,56 +33,43 @@ class Product:
     8 bits can hold row by row goes through the same product, so that weights can be read off it.
     """
 
-    def __init__(self, inputs: Inputs, kind: str, fixed: Tensor | None) -> None:
+    def __init__(self, inputs: Inputs, kind: str, fixed: Fixed | None) -> None:
         self.inputs, self.kind, self.fixed = inputs, kind, fixed
 
     def __call__(self, x: Tensor, layer: ScaledLinear) -> Tensor:
-        coded, scale = self._encoded(x)
-        multiply = _int8 if self.kind == "int8" else _fp8
-        y = multiply(coded, scale, layer, x.dtype)
-        return y.view(*x.shape[:-1], layer.out_features)
-
-    def _encoded(self, x: Tensor) -> codes.Coded:
         if self.inputs.paused:
-            return encode(x.reshape(-1, x.shape[-1]), self.kind, "row")
-        return self.inputs(x, self.fixed)
-
-    def consumed(self, x: Tensor) -> Tensor:
-        """The input as the product takes it in."""
-        return codes.decode(*self.inputs(x, self.fixed)).view(x.shape).to(x.dtype)
+            coded, scale = encode(x.reshape(-1, x.shape[-1]), self.kind, "row")
+        else:
+            coded, scale = self.inputs.once(x, self.fixed)
+        multiply = _int8 if self.kind == "int8" else _fp8
+        return multiply(coded, scale, layer, x.dtype).view(*x.shape[:-1], layer.out_features)
 
 
 def install(
     model: nn.Module,
+    modules: Mapping[str, nn.Module],
     kind: str,
     per: str,
-    *,
-    spared: tuple[str, ...] = (),
-    ranges: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Fixed],
 ) -> None:
-    """Let the linear layers of ``model`` multiply codes of ``kind`` (int8, e4m3), activations
-    encoded ``per`` row or tensor. ``ranges``: fixed scales by the layer's name.
+    """Let ``modules`` of ``model`` multiply codes of ``kind`` (int8, e4m3) by codes, their inputs
+    encoded ``per`` row or tensor, or with ``fixed`` scales by the module's name.
 
     Raises QuantizationError, naming the layer, for one that cannot: libraries skip those.
     """
-    inputs = Inputs(lambda x, fixed: encode(x.reshape(-1, x.shape[-1]), kind, per, fixed), {})
-    for name, module in multipliers(model, spared).items():
+
+    def quantize(x: Tensor, known: Fixed | None) -> codes.Coded:
+        scale = None if known is None else known.scale.float().view(1, 1)
+        return encode(x.reshape(-1, x.shape[-1]), kind, per, scale)
+
+    inputs = Inputs(quantize, fixed, modules)
+    for name, module in modules.items():
         _require(name, module, kind)
-        fixed = (ranges or {}).get(name)
-        module.product = Product(inputs, kind, None if fixed is None else fixed.float().view(1, 1))
+        module.product = Product(inputs, kind, inputs.fixed.get(name))  # type: ignore[assignment]
     setattr(model, ATTRIBUTE, inputs)
 
 
-def consumed(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """By the name of each layer with a real product, what its input becomes before it."""
-    return {
-        name: module.product.consumed
-        for name, module in model.named_modules()
-        if isinstance(module, ScaledLinear) and isinstance(module.product, Product)
-    }
-
-
-def encode(x: Tensor, kind: str, per: str, fixed: codes.Fixed = None) -> codes.Coded:
+def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> codes.Coded:
     """As ``codes.encode``, by a kernel where there is one."""
     if x.is_cuda:
         from qbench.quantizers.products import kernels
