@@ -51,6 +51,17 @@ def attention(
     typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text)))
 
 
+@app.command("products")
+def products(
+    out: Json = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
+) -> None:
+    """Real int8 and fp8 products against float64, then against bf16. Needs a GPU."""
+    from qbench.bench.products import bench_products, table
+
+    typer.echo(table(bench_products(out, quick)))
+
+
 @app.command("evaluation")
 def evaluation(
     recipe: RecipeFile,

@@ -38,11 +38,11 @@ class Product:
 
     def __call__(self, x: Tensor, layer: ScaledLinear) -> Tensor:
         if self.inputs.paused:
-            coded, scale = encode(x.reshape(-1, x.shape[-1]), self.kind, "row")
+            coded = encode(x.reshape(-1, x.shape[-1]), self.kind, "row")
         else:
-            coded, scale = self.inputs.once(x, self.fixed)
-        multiply = _int8 if self.kind == "int8" else _fp8
-        return multiply(coded, scale, layer, x.dtype).view(*x.shape[:-1], layer.out_features)
+            coded = self.inputs.once(x, self.fixed)
+        y = multiply(self.kind, coded, layer, x.dtype)
+        return y.view(*x.shape[:-1], layer.out_features)
 
 
 def install(
@@ -77,6 +77,11 @@ def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> codes
         if kernels.fits(x):
             return kernels.encode(x.contiguous(), kind, per, fixed)
     return codes.encode(x, kind, per, fixed)
+
+
+def multiply(kind: str, coded: codes.Coded, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
+    """Codes [rows, in] by the layer's, times both scales, plus its bias: ``dtype`` [rows, out]."""
+    return (_int8 if kind == "int8" else _fp8)(*coded, layer, dtype)
 
 
 def _require(name: str, module: nn.Module, kind: str) -> None:

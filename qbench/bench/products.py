@@ -1,0 +1,220 @@
+"""``qbench bench products``: real int8 and fp8 products against bf16, once they are right.
+
+Timed are the seven linear layers of a Llama block, activations encoded on the way (once for q, k
+and v, once for gate and up), and its parts alone: the profile. Every time is the median of
+CUDA-event timings after a warm-up, in one run on one GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qbench.bench.attention_timing import milliseconds
+from qbench.errors import EvaluationError, UnavailableError
+from qbench.files import write_atomically
+from qbench.quantizers.linears import plain
+from qbench.quantizers.products import codes, layers, real
+from qbench.text import markdown
+
+WIDTHS = {"340M": (1024, 2816), "1.8B": (2048, 5632)}  # hidden and intermediate size
+TOKENS = (2048, 16384, 65536)
+GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # layers with one input
+FORMATS = {
+    "int8 a token": ("int8", "row"),
+    "fp8 a token": ("e4m3", "row"),
+    "fp8 a tensor": ("e4m3", "tensor"),
+}
+# Relative to the product in float64 of what the codes stand for: bfloat16's own rounding gives
+# 1.7e-3, and fp8 tensor cores add up 14 bits of a sum before it goes to float32.
+LIMIT = {"int8": 2.5e-3, "e4m3": 4e-3}
+
+Block = dict[str, nn.Module]
+
+
+def bench_products(out: Path | None, quick: bool) -> dict[str, Any]:
+    """Checks the products, then times them; returns what was measured and writes it to ``out``
+    (JSON, and the table beside it in Markdown). ``quick``: the 340M shape and few repeats.
+
+    Raises UnavailableError without a GPU that multiplies fp8, EvaluationError where a product is
+    wrong: then nothing is timed.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        raise UnavailableError("bench products: fp8 products need a GPU of compute capability 8.9")
+    repeat_ms = 20 if quick else 100
+    models = ("340M",) if quick else tuple(WIDTHS)
+    results = {
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__},
+        "checks": [row for model in models for row in _check(model)],
+        "blocks": [
+            row
+            for model in models
+            for tokens in TOKENS
+            for row in _blocks(model, tokens, repeat_ms)
+        ],
+        "profile": [row for model in models for row in _profile(model, TOKENS[-1], repeat_ms)],
+    }
+    if out is not None:
+        write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
+        if out.suffix:  # /dev/stdout has nothing beside it
+            write_atomically(out.with_suffix(".md"), table(results).encode())
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """What :func:`bench_products` measured, in Markdown."""
+    worst = max(check["error"] / check["limit"] for check in results["checks"])
+    lines = [
+        f"# Real low-precision products on one {results['hardware']}",
+        "",
+        f"torch {results['versions']['torch']}. The linear layers of a block, activations encoded "
+        "on the way; speed relative to bf16.",
+        "",
+        markdown.table(
+            ("model", "tokens", "arithmetic", "ms", "times bf16's speed"),
+            [
+                [row["model"], row["tokens"], row["arithmetic"], f"{row['ms']:.3f}",
+                 f"{row['speed']:.2f}"]
+                for row in results["blocks"]
+            ],
+            align="lrlrr",
+        ),
+        "",
+        "The parts alone. Bytes are those that are read and written once.",
+        "",
+        markdown.table(
+            ("model", "tokens", "part", "ms", "TFLOP/s", "TB/s"),
+            [
+                [row["model"], row["tokens"], row["part"], f"{row['ms']:.3f}",
+                 "–" if row["tflops"] is None else f"{row['tflops']:.0f}",
+                 f"{row['tb_per_s']:.2f}"]
+                for row in results["profile"]
+            ],
+            align="lrlrrr",
+        ),
+        "",
+        f"{len(results['checks'])} products passed against float64 before timing; the worst used "
+        f"{worst:.0%} of its tolerance.",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _block(model: str) -> Block:
+    """The linear layers of a block, bf16."""
+    hidden, inner = WIDTHS[model]
+    sizes = dict.fromkeys(("q", "k", "v", "o"), (hidden, hidden))
+    sizes |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+    torch.manual_seed(0)
+    return {
+        name: nn.Linear(*size, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(
+            False
+        )
+        for name, size in sizes.items()
+    }
+
+
+def _real(block: Block, kind: str, per: str) -> Block:
+    model = nn.ModuleDict()
+    for name, layer in block.items():
+        tensors = layers.store(layer.weight, kind, per)
+        model[name] = layers.ScaledLinear(plain(layer), tensors)
+    real.install(model, dict(model.named_children()), kind, per, {})
+    return dict(model.named_children())
+
+
+def _inputs(block: Block, tokens: int) -> list[Tensor]:
+    """One for each group, with outlier channels as models have them."""
+    found = []
+    for group in GROUPS:
+        width = block[group[0]].in_features
+        x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+        x[:, :4] *= 20
+        found.append(x)
+    return found
+
+
+def _run(block: Block, inputs: list[Tensor]) -> Callable[[], None]:
+    def run() -> None:
+        for group, x in zip(GROUPS, inputs, strict=True):
+            for name in group:
+                block[name](x)
+
+    return run
+
+
+def _check(model: str) -> list[dict[str, Any]]:
+    """Every layer in every format, on odd numbers of tokens."""
+    rows, block = [], _block(model)
+    for tokens in (1, 19, 1000):
+        for arithmetic, (kind, per) in FORMATS.items():
+            real_block = _real(block, kind, per)
+            for group, x in zip(GROUPS, _inputs(block, tokens), strict=True):
+                for name in group:
+                    layer = real_block[name]
+                    wanted = codes.decode(*codes.encode(x, kind, per)).double()
+                    wanted = wanted @ codes.decode(layer.codes, layer.scale).double().T
+                    off = float((layer(x).double() - wanted).norm() / wanted.norm())
+                    rows.append({"case": f"{model} {arithmetic} {name} {tokens}", "error": off,
+                                 "limit": LIMIT[kind]})  # fmt: skip
+                    if not off <= LIMIT[kind]:
+                        raise EvaluationError(
+                            f"{rows[-1]['case']}: {off:.2g} off the product in float64, at most "
+                            f"{LIMIT[kind]:g} is right"
+                        )
+    return rows
+
+
+def _blocks(model: str, tokens: int, repeat_ms: int) -> list[dict[str, Any]]:
+    block = _block(model)
+    inputs = _inputs(block, tokens)
+    times = {"bf16": milliseconds(_run(block, inputs), repeat_ms)}
+    for arithmetic, (kind, per) in FORMATS.items():
+        times[arithmetic] = milliseconds(_run(_real(block, kind, per), inputs), repeat_ms)
+    return [
+        {
+            "model": model,
+            "tokens": tokens,
+            "arithmetic": name,
+            "ms": ms,
+            "speed": times["bf16"] / ms,
+        }
+        for name, ms in times.items()
+    ]
+
+
+def _profile(model: str, tokens: int, repeat_ms: int) -> list[dict[str, Any]]:
+    """Encoding, and products of codes that are there, by shape; beside what libraries have."""
+    block, rows = _block(model), []
+    for name in ("q", "gate", "down"):
+        for part, run, moved, flops in _parts(block[name], tokens):
+            ms = milliseconds(run, repeat_ms)
+            rows.append({
+                "model": model, "tokens": tokens, "part": f"{part}, {name}", "ms": ms,
+                "tflops": flops / ms / 1e9 if flops else None, "tb_per_s": moved / ms / 1e9,
+            })  # fmt: skip
+    return rows
+
+
+def _parts(layer: nn.Linear, tokens: int) -> Iterator[tuple[str, Callable[[], Any], int, int]]:
+    """Name, what runs, bytes and operations; no operations are counted of encodings."""
+    wide, tall = layer.in_features, layer.out_features
+    x = torch.randn(tokens, wide, device="cuda", dtype=torch.bfloat16)
+    flops, read, made = 2 * tokens * wide * tall, (tokens + tall) * wide, tokens * tall
+    yield "bf16 product", partial(F.linear, x, layer.weight), 2 * (read + made), flops
+    for arithmetic, (kind, per) in FORMATS.items():
+        scaled = _real({"it": layer}, kind, per)["it"]
+        coded = real.encode(x, kind, per)
+        product = partial(real.multiply, kind, coded, scaled, x.dtype)
+        yield f"encoding {arithmetic}", partial(real.encode, x, kind, per), 3 * x.numel(), 0
+        yield f"{arithmetic} product", product, read + 2 * made, flops
+        if kind == "int8":
+            run = partial(torch._int_mm, coded[0], scaled.codes.T)
+            yield "torch._int_mm, sums left as int32", run, read + 4 * made, flops

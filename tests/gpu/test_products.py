@@ -1,0 +1,200 @@
+"""Real products on a GPU: kernels equal to the definitions, cells equal to their simulation."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
+
+from quantizer_models import DIGEST, calibration, ids
+from treated_models import decoder
+
+from qbench.errors import QuantizationError
+from qbench.quantizers import quantizer_of
+from qbench.quantizers.audit import audit
+from qbench.quantizers.linears import plain
+from qbench.quantizers.products import codes, kernels, layers, real
+from qbench.quantizers.quantization import quantize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+CONFIG = {"hidden_size": 64, "intermediate_size": 96}
+SHAPES = [(1, 16), (17, 64), (33, 2816), (1000, 1024), (300, 5632)]
+
+
+def draw(shape, dtype=torch.bfloat16):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    x[0] *= 1e-3
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("per", ["row", "tensor"])
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_encoding_kernel_is_the_definition(shape, kind, per, dtype):
+    x = draw(shape, dtype)
+    for given in (None, torch.tensor([[0.013]], device="cuda")):
+        wanted, found = codes.encode(x, kind, per, given), kernels.encode(x, kind, per, given)
+        assert torch.equal(found[0].float(), wanted[0].float())
+        assert torch.equal(found[1], wanted[1].expand_as(found[1]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+def test_what_is_not_finite_is_no_number_afterwards(kind):
+    x = draw((4, 64))
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    found = codes.decode(*kernels.encode(x, kind, "row"))
+    assert found[1:3].isnan().all()
+    assert found[[0, 3]].isfinite().all()
+    assert codes.decode(*kernels.encode(x, kind, "tensor")).isnan().all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 8), (17, 64, 40), (1000, 1024, 2816), (4097, 2816, 1024)]
+)
+def test_the_int8_product_is_exact(shape, dtype, bias):
+    rows, depth, columns = shape
+    draw = torch.Generator().manual_seed(rows)
+    a, b = (
+        torch.randint(-127, 128, (n, depth), generator=draw, dtype=torch.int8).cuda()
+        for n in (rows, columns)
+    )
+    scales = [torch.rand(n, 1, generator=draw).cuda() + 0.1 for n in (rows, columns)]
+    offset = torch.randn(columns, generator=draw).to("cuda", dtype) if bias else None
+    sums = (a.double() @ b.double().T).float()  # exact: below 2⁵³
+    wanted = sums * scales[0] * scales[1].T
+    wanted = (wanted if offset is None else wanted + offset.float()).to(dtype)
+    found = kernels.int8_product(a, scales[0], b, scales[1], offset, dtype)
+    # sums · scale · scale + bias may be fused into one rounding
+    torch.testing.assert_close(
+        found, wanted, rtol=2**-22 if dtype == torch.float32 else 2**-7, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("per", ["row", "tensor"])
+@pytest.mark.parametrize("weights_per", ["row", "tensor"])
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 1000])
+def test_a_real_product_is_that_of_its_codes(tokens, kind, weights_per, per):
+    if kind == "e4m3" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 products here")
+    torch.manual_seed(1)
+    layer = nn.Linear(1024, 2816, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    scaled = layers.ScaledLinear(plain(layer), layers.store(layer.weight, kind, weights_per))
+    model = nn.ModuleDict({"layer": scaled})
+    real.install(model, dict(model.named_children()), kind, per, {})
+    x = draw((tokens, 1024))
+    wanted = codes.decode(*codes.encode(x, kind, per)).double()
+    wanted = wanted @ codes.decode(scaled.codes, scaled.scale).double().T + layer.bias.double()
+    off = (model["layer"](x).double() - wanted).norm() / wanted.norm()
+    assert off < {"int8": 2.5e-3, "e4m3": 4e-3}[kind]
+
+
+def cell(weights, activations, arithmetic, dtype="bfloat16", **more):
+    named = {"name": activations, "arithmetic": arithmetic}
+    entry = {"weights": weights, "activations": named, **more}
+    return quantizer_of(entry, compute_dtype=dtype).resolved(CONFIG, "cuda")
+
+
+def built(chosen, folder):
+    dtype = getattr(torch, chosen.compute_dtype)
+    model = decoder("llama-wide", "softpick", dtype=dtype).cuda()
+    made = quantize(
+        model,
+        chosen,
+        calibration=calibration() if chosen.needs_calibration else None,
+        digest=DIGEST,
+        artifacts=folder,
+    ).model
+    original = decoder("llama-wide", "softpick", dtype=dtype).cuda()
+    return made, audit(original, made, chosen, ids(2, 2, 23).cuda())
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [
+        ("int8-row", "int8-token"),
+        ("int8-row", "int8-static"),
+        ("fp8-row", "fp8-row"),
+        ("fp8-tensor", "fp8-tensor"),
+    ],
+)
+@pytest.mark.parametrize("outliers", [None, "smoothquant", "rotation"])
+def test_real_cells_pass_their_audit_and_equal_their_simulation(
+    weights, activations, outliers, tmp_path
+):
+    more = {} if outliers is None else {"outliers": outliers}
+    found = {}
+    for arithmetic in ("auto", "simulated"):
+        chosen = cell(weights, activations, arithmetic, **more)
+        model, report = built(chosen, tmp_path / arithmetic)
+        assert report.problems == ()
+        assert chosen.precision.activations.simulated == (arithmetic == "simulated")
+        with torch.no_grad():
+            found[arithmetic] = model(ids(3, 2, 40).cuda()).logits.float()
+    with torch.no_grad():
+        original = decoder("llama-wide", "softpick").cuda()(ids(3, 2, 40).cuda()).logits
+    harm = (found["simulated"] - original).norm()
+    # bfloat16 rounds the simulated values once more, and every output
+    assert (found["auto"] - found["simulated"]).norm() < 0.7 * harm
+
+
+@pytest.mark.parametrize("outliers", ["smoothquant", "rotation"])
+def test_int8_in_float32_is_the_simulation_to_rounding(outliers, tmp_path):
+    logits = []
+    for arithmetic in ("real", "simulated"):
+        chosen = cell("int8-row", "int8-token", arithmetic, dtype="float32", outliers=outliers)
+        model, report = built(chosen, tmp_path / arithmetic)
+        assert report.problems == ()
+        with torch.no_grad():
+            logits.append(model(ids(3, 2, 40).cuda()).logits)
+    assert (logits[0] - logits[1]).norm() < 1e-3 * logits[1].norm()
+
+
+def test_fp8_widths_that_are_no_multiple_of_16_are_refused_by_name():
+    layer = nn.Linear(40, 80, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    model = nn.ModuleDict(
+        {"odd": layers.ScaledLinear(plain(layer), layers.store(layer.weight, "e4m3", "row"))}
+    )
+    with pytest.raises(QuantizationError, match="odd is 40 → 80 wide: real e4m3 products"):
+        real.install(model, dict(model.named_children()), "e4m3", "row", {})
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+def test_real_products_are_within_a_step_of_torchaos_own(kind):
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        PerRow,
+        quantize_,
+    )
+
+    torch.manual_seed(1)
+    theirs = nn.Sequential(nn.Linear(1024, 2816, bias=False, device="cuda", dtype=torch.bfloat16))
+    layer = theirs[0].requires_grad_(False)
+    x = draw((64, 1024))
+    exact = layer(x).float()
+    scaled = layers.ScaledLinear(plain(layer), layers.store(layer.weight, kind, "row"))
+    model = nn.ModuleDict({"layer": scaled})
+    real.install(model, dict(model.named_children()), kind, "row", {})
+    ours = model["layer"](x).float()
+    config = (
+        Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+        if kind == "int8"
+        else Float8DynamicActivationFloat8WeightConfig(
+            granularity=PerRow(), set_inductor_config=False
+        )
+    )
+    quantize_(theirs, config)
+    library = theirs(x).float()
+    assert (ours - library).norm() < 1.5 * (library - exact).norm()
+    assert 0.5 < (ours - exact).norm() / (library - exact).norm() < 1.5
