@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qbench.quantizers.independence import independence
 from qbench.quantizers.kv_cache.audit import measure_kv
-from qbench.quantizers.matrices import Matrix, left_out, matrices
+from qbench.quantizers.matrices import Matrix, left_out, matrices, values
 from qbench.quantizers.measure import Measured, measure
 from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
@@ -120,7 +120,7 @@ def not_finite(model: nn.Module) -> list[str]:
     return [
         f"{name}: {count:,} of {weight.numel():,} values are not finite"
         for name, weight in model.named_parameters()
-        if weight.is_floating_point() and (count := int((~torch.isfinite(weight)).sum()))
+        if weight.is_floating_point() and (count := int((~torch.isfinite(values(weight))).sum()))
     ]
 
 
@@ -180,7 +180,7 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
     """Equal but for a cast; NaN equals NaN."""
     if found.shape != wanted.shape:
         return False
-    cast = wanted.to(found.dtype)
+    found, cast = values(found), values(wanted).to(found.dtype)
     return bool(((found == cast) | (found.isnan() & cast.isnan())).all())
 
 

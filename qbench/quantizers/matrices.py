@@ -87,6 +87,13 @@ def _multiplies(module: nn.Linear) -> bool:
     )
 
 
+def values(weight: Tensor) -> Tensor:
+    """What ``weight`` stands for as a plain tensor: a library's subclass, as torchao's inside
+    linear layers, dequantizes itself, and knows few other operations."""
+    held = weight.data
+    return held if type(held) is Tensor else held.dequantize()
+
+
 def left_out(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
     """Those of ``names`` that ``patterns`` say: a name, consecutive parts of one between dots
     (``experts``, ``mlp.gate``), or a shell pattern of all of one (``*.o_proj``)."""
