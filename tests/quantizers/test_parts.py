@@ -23,7 +23,7 @@ STATED = {
 REFUSED = {
     "{activations: int5-token}": "unknown activation quantizer 'int5-token'; known: ",
     "{activations: {name: int8-token, percentile: 3}}": "int8-token: unknown option 'percentile'; "
-    "it has leave_out, group_size",
+    "it has leave_out, arithmetic, group_size",
     "{activations: {name: int8-static, percentile: 20}}": "percentile must be a number of at least "
     "50 and at most 100, not 20",
     "{activations: {name: int8-static, percentile: .nan}}": "percentile must be a number",
@@ -88,6 +88,7 @@ def test_the_parts_settings_are_all_in_the_key():
     assert settings["weights"] == parse("rtn-4bit", {"compute_dtype": "float32"}).settings
     assert settings["activations"] == {
         "name": "int8-static", "leave_out": [], "bits": 8, "symmetric": True, "percentile": 99.9,
+        "arithmetic": "simulated",
     }  # fmt: skip
 
 
