@@ -3,26 +3,34 @@
 DIR/analysis/grid.json                                which analyses are meant
 DIR/analysis/<checkpoint>/<quantizer>/<key16>.json    one cell's, with its checksum
 DIR/analysis/…/<key16>.log                            what the libraries printed
+DIR/analysis/long-context/…                           the same, of texts beyond the trained context
+DIR/analysis/sensitivity/…                            the same, of a linear layer or block at a time
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
-from qbench.record.analysis import Analysis, AnalysisGrid, AnalysisGridCell
+from qbench.record.analysis import Analysis, AnalysisGrid, AnalysisGridCell, Sensitivity
 from qbench.sealed import AGAIN
 from qbench.store import KEY_DIGITS, read, write
 
 REMEDY = "name a folder that `qbench analyze` wrote"
 
 
-class Analyses:
-    """Those in the results folder ``directory``."""
+LONG_CONTEXT, SENSITIVITY = "long-context", "sensitivity"
+Kind = TypeVar("Kind", Analysis, Sensitivity)
 
-    def __init__(self, directory: Path) -> None:
-        self.folder = Path(directory) / "analysis"
+
+class Analyses(Generic[Kind]):
+    """Those of one ``kind`` in the results folder ``directory``, or in its folder ``part``."""
+
+    def __init__(self, directory: Path, kind: type[Kind] = Analysis, part: str = "") -> None:
+        self.kind = kind
+        self.folder = Path(directory) / "analysis" / part
 
     def grid(self) -> AnalysisGrid:
         """Raises ResultsError where nothing was analyzed, or the file is damaged."""
@@ -43,7 +51,7 @@ class Analyses:
         write(self.folder / "grid.json", grid)
         return others
 
-    def get(self, cell: AnalysisGridCell) -> Analysis | None:
+    def get(self, cell: AnalysisGridCell) -> Kind | None:
         """The analysis that ``cell`` asks for, failed ones too; None where there is none.
 
         Raises DamagedError and SchemaError as ``Store.get``.
@@ -51,12 +59,12 @@ class Analyses:
         path = self._path(cell)
         if not path.is_file():
             return None
-        found = read(path, Analysis)
+        found = read(path, self.kind)
         if (found.cell, found.key) != (cell.cell, cell.key):
             raise DamagedError(f"{path}: is the analysis of another cell or key; {AGAIN}")
         return found
 
-    def whole(self, cell: AnalysisGridCell, say: Callable[[str], None]) -> Analysis | None:
+    def whole(self, cell: AnalysisGridCell, say: Callable[[str], None]) -> Kind | None:
         """As :meth:`get`, for who can make it again: None where it is damaged or old; ``say`` is
         told. Raises NewerSchemaError for one that must not be replaced."""
         try:
@@ -67,12 +75,15 @@ class Analyses:
             say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + AGAIN)}")
             return None
 
-    def all(self) -> list[Analysis]:
-        """Those of the grid that are there, failed ones too, in its order."""
+    def all(self) -> list[Kind]:
+        """Those of the grid that are there, failed ones too, in its order; none where nothing was
+        analyzed."""
+        if not (self.folder / "grid.json").is_file():
+            return []
         found = (self.get(cell) for cell in self.grid().cells)
         return [one for one in found if one is not None]
 
-    def put(self, analysis: Analysis) -> None:
+    def put(self, analysis: Kind) -> None:
         cell = AnalysisGridCell(
             checkpoint=analysis.checkpoint, quantizer=analysis.quantizer, key=analysis.key
         )
@@ -89,3 +100,11 @@ class Analyses:
 
     def _path(self, cell: AnalysisGridCell) -> Path:
         return self.folder / cell.cell / f"{cell.key[:KEY_DIGITS]}.json"
+
+
+def long_contexts(directory: Path) -> Analyses[Analysis]:
+    return Analyses(directory, Analysis, LONG_CONTEXT)
+
+
+def sensitivities(directory: Path) -> Analyses[Sensitivity]:
+    return Analyses(directory, Sensitivity, SENSITIVITY)

@@ -8,7 +8,7 @@ from typing import Any
 
 from qbench.analysis.settings import AnalysisSettings
 from qbench.code import digest_of
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, shown
 from qbench.plan import Cell, Plan, content_key
 from qbench.record.analysis import AnalysisGrid, AnalysisGridCell
 
@@ -41,11 +41,40 @@ class AnalysisCell:
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[AnalysisCell, ...]:
     """Of all cells of ``plan``, in its order."""
+    stated = {"kind": "analysis", "analysis": settings.key_parts() | settings.map_heads}
+    return _cells(plan.cells, settings, stated)
+
+
+def plan_sensitivities(
+    plan: Plan, label: str, settings: AnalysisSettings
+) -> tuple[AnalysisCell, ...]:
+    """Of all checkpoints under the recipe's quantizer ``label``. Raises RecipeError where it has
+    none of that name, or where that quantizes no weights or activations of linear layers."""
+    cells = tuple(cell for cell in plan.cells if cell.label == label)
+    if not cells:
+        labels = ", ".join(dict.fromkeys(cell.label for cell in plan.cells))
+        raise RecipeError(
+            f"--sensitivity {shown(label)}: the recipe has no such quantizer; it has {labels}"
+        )
+    precision = cells[0].quantizer.precision
+    if precision.weights is None and precision.activations is None:
+        raise RecipeError(
+            f"--sensitivity {label}: quantizes neither weights nor activations of linear layers; "
+            "name another quantizer of the recipe"
+        )
+    unit = "block" if settings.blocks else "linear"
+    stated = {"kind": "sensitivity", "unit": unit, "analysis": settings.key_parts()}
+    return _cells(cells, settings, stated)
+
+
+def _cells(
+    wanted: tuple[Cell, ...], settings: AnalysisSettings, stated: dict[str, Any]
+) -> tuple[AnalysisCell, ...]:
     code = digest_of(Path(__file__).parent)
     cells = []
-    for cell in plan.cells:
+    for cell in wanted:
         parts = {name: cell.key_parts[name] for name in MODEL_PARTS if name in cell.key_parts}
-        parts |= {"kind": "analysis", "analysis code": code, "analysis": settings.key_parts()}
+        parts |= {"analysis code": code, **stated}
         cells.append(
             AnalysisCell(cell=cell, settings=settings, key=content_key(parts), key_parts=parts)
         )

@@ -79,6 +79,7 @@ def analyze(cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink) -> A
 def _analyze(
     cell: AnalysisCell, plan: Plan, gathered: Outcome, sink: Sink
 ) -> tuple[AnalyzedText, Measured]:
+    from qbench.analysis.maps import attention_maps, choose
     from qbench.analysis.measure import measure
     from qbench.analysis.tokens import read_tokens
     from qbench.quantizers.linears import linearize, linears
@@ -105,7 +106,9 @@ def _analyze(
             batch=cell.settings.batch,
             progress=lambda done, total: sink.advance(cell.name, done, total),
         )
-    return tokens.text, found
+        heads = choose(found) if cell.settings.heads is None else cell.settings.heads
+        maps = attention_maps(model, tokenizer, tokens.ids[0], heads)
+    return tokens.text, found.model_copy(update={"maps": maps})
 
 
 def _said(found: Analysis) -> str:

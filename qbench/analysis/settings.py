@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qbench.errors import DataError, RecipeError
+from qbench.errors import DataError, RecipeError, shown
 from qbench.evaluation.data import read_rows
 from qbench.evaluation.planned import PlannedTask
 
 LENGTH = 512  # tokens of a text, unless a checkpoint has a shorter context
 SAMPLES = 16
 FIELD = "text"
-BATCH_TOKENS = 8192  # read at once; a longer text is read by itself
+BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}  # read at once; a longer text is read by itself
 ROLLING = "loglikelihood_rolling"
 
 
@@ -61,17 +62,25 @@ class TaskText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisSettings:
-    """At most ``samples`` texts, each its first ``length`` tokens, BOS counted if ``bos``."""
+    """At most ``samples`` texts, each its first ``length`` tokens, BOS counted if ``bos``.
+
+    ``heads``: layer and head of those whose attention maps are kept; None: the head that weighs
+    the first key most, and the one with the sharpest weights of the others. ``blocks``: the unit
+    of sensitivity is a decoder layer and not a linear layer.
+    """
 
     source: TextFile | TaskText
     samples: int
     length: int
     bos: bool
+    device: str
+    heads: tuple[tuple[int, int], ...] | None = None
+    blocks: bool = False
 
     @property
     def batch(self) -> int:
         """Texts read at once."""
-        return max(1, BATCH_TOKENS // self.length)
+        return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:
         field = self.source.field if isinstance(self.source, TextFile) else None
@@ -83,6 +92,11 @@ class AnalysisSettings:
             "bos": self.bos,
             "batch": self.batch,
         }
+
+    @property
+    def map_heads(self) -> dict[str, Any]:
+        """For keys, of analyses that keep maps."""
+        return {"heads": self.heads and [list(head) for head in self.heads]}
 
 
 def text_file(path: Path, field: str) -> TextFile:
@@ -117,6 +131,16 @@ def settle_length(wanted: int | None, contexts: Mapping[str, int | None]) -> int
                 f"--length {min(known.values())} or less"
             )
     return wanted
+
+
+def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
+    """``10.4,21.9``: head 4 of layer 10 and head 9 of layer 21, from 0. Raises RecipeError."""
+    if not re.fullmatch(r"\d{1,4}\.\d{1,4}(,\d{1,4}\.\d{1,4})*", text):
+        raise RecipeError(
+            f"--heads {shown(text)}: say layer and head, from 0, such as --heads 10.4,21.9"
+        )
+    pairs = [one.split(".") for one in text.split(",")]
+    return tuple((int(layer), int(head)) for layer, head in pairs)
 
 
 def _text(path: Path, line: int, fields: Mapping[str, Any], field: str) -> str:

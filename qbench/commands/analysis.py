@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qbench.analyses import LONG_CONTEXT
 from qbench.commands.job import make_job, named
 from qbench.commands.options import (
     Calibration,
@@ -25,8 +28,11 @@ from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
 
 if TYPE_CHECKING:
+    from qbench.analysis.plan import AnalysisCell
     from qbench.analysis.settings import AnalysisSettings
     from qbench.plan import Plan
+    from qbench.record.analysis import Analysis, Sensitivity
+    from qbench.sink import Sink
 
 
 def analyze(
@@ -65,6 +71,34 @@ def analyze(
             help="Cells like this glob, quantized ones too. Default: the unquantized ones.",
         ),
     ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYER.HEAD,…",
+            help="Heads whose attention maps are kept, from 0. Default: the one that weighs the "
+            "first key most, and the one with the sharpest weights.",
+        ),
+    ] = None,
+    long_context: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="TOKENS",
+            help="Also read texts of so many tokens, such as four times the context: losses and "
+            "weights along the text.",
+        ),
+    ] = None,
+    sensitivity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="QUANTIZER",
+            help="Also quantize one linear layer at a time with this quantizer of the recipe, and "
+            "measure the divergence.",
+        ),
+    ] = None,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="With --sensitivity: one decoder layer at a time.")
+    ] = False,
     out: Out = None,
     device: DeviceOption = Device.auto,
     force: Annotated[
@@ -73,53 +107,128 @@ def analyze(
 ) -> None:
     """Measure attention sinks, outliers, sparsity and inputs of linear layers on a text.
 
-    One pass a cell. Records, tables and CSV files go to the folder `analysis` of the results
-    folder; where `qbench run` wrote records there, tables show the damage beside. Finished cells
-    are reused. Exit code 1 where a cell failed, 2 for input that cannot work.
+    One pass a cell. Records, tables, figures and CSV files go to the folder `analysis` of the
+    results folder; where `qbench run` wrote records there, tables show the damage beside. Finished
+    cells are reused. Exit code 1 where a cell failed, 2 for input that cannot work.
     """
-    from qbench.analyses import Analyses
-    from qbench.analysis.plan import analysis_grid, chosen, plan_analyses
-    from qbench.analysis.run import analyze_if_needed
-    from qbench.running.progress import Display
+    from qbench.analysis.plan import chosen
+    from qbench.analysis.settings import parse_heads
+    from qbench.report.why import write_analyses
     from qbench.store import Store
-    from qbench.tables.analyses import write_analyses
 
     if field is not None and text is None:
         raise RecipeError("--field: is that of --text, which is not given")
     if text is not None and not text.is_file():
         raise RecipeError(f"--text {text}: no such file; name one of JSON Lines")
+    if blocks and sensitivity is None:
+        raise RecipeError("--blocks: is of --sensitivity QUANTIZER, which is not given")
     overrides = Overrides(
         checkpoints=named(checkpoint), data=data, calibration=calibration, dtype=dtype
     )
     job = make_job(recipe, overrides, out=out, device=device)
     require_folder(job.out, "--out")
     planned = job.plan()
-    wanted = chosen(planned, only)
+    wanted = {cell.name for cell in chosen(planned, only)}
     settings = _settings(planned, text, field, samples, length, bos)
-    cells = plan_analyses(planned, settings)
-    analyses = Analyses(job.out)
-    others = analyses.put_grid(analysis_grid(planned, cells))
-    names = {cell.name for cell in wanted}
-    todo = [cell for cell in cells if cell.name in names]
-    with terminal() as screen, Display(screen, len(todo)) as display:
-        display.say(
-            f"{len(todo)} cells on {planned.device}: at most {samples} texts of "
-            f"{settings.length} tokens of {settings.source.name}"
-        )
-        if others:
-            display.say(
-                f"{analyses.folder} held analyses of other texts, settings or versions; their "
-                "records stay, its tables now show this one's (say --out to keep both)"
-            )
-        found = [analyze_if_needed(cell, planned, analyses, display, force=force) for cell in todo]
+    if heads is not None:
+        settings = replace(settings, heads=parse_heads(heads))
+    work = [_analyses(planned, settings, job.out, wanted, force)]
+    if long_context is not None:
+        longer = replace(settings, length=long_context)
+        work.append(_analyses(planned, longer, job.out, wanted, force, LONG_CONTEXT))
+    if sensitivity is not None:
+        own = replace(settings, blocks=blocks)
+        work.append(_sensitivities(planned, sensitivity, own, job.out, wanted, force))
+    broken = [one for part in work for one in _done(part, settings)]
     paths = write_analyses(Store(job.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
-    broken = [one for one in found if one.status == "failed"]
     for one in broken:
         complain(f"{one.cell}: failed: {one.error}")
     if broken:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Cells of one kind that are to be analyzed: their names, ``what`` is said of it, how many
+    analyses of other texts or settings were ``replaced``, and what makes one of them."""
+
+    what: str
+    replaced: str | None
+    cells: list[AnalysisCell]
+    make: Callable[[AnalysisCell, Sink], Analysis | Sensitivity]
+
+
+def _analyses(
+    plan: Plan,
+    settings: AnalysisSettings,
+    out: Path,
+    wanted: set[str],
+    force: bool,
+    part: str = "",
+) -> Part:
+    from qbench.analyses import Analyses
+    from qbench.analysis.plan import analysis_grid, plan_analyses
+    from qbench.analysis.run import analyze_if_needed
+
+    cells = plan_analyses(plan, settings)
+    analyses: Analyses[Analysis] = Analyses(out, part=part)
+    others = analyses.put_grid(analysis_grid(plan, cells))
+    return Part(
+        what=f"{settings.length} tokens",
+        replaced=str(analyses.folder) if others else None,
+        cells=[cell for cell in cells if cell.name in wanted],
+        make=lambda cell, sink: analyze_if_needed(cell, plan, analyses, sink, force=force),
+    )
+
+
+def _sensitivities(
+    plan: Plan,
+    label: str,
+    settings: AnalysisSettings,
+    out: Path,
+    wanted: set[str],
+    force: bool,
+) -> Part:
+    """Of the checkpoints of the ``wanted`` cells."""
+    from qbench.analyses import sensitivities
+    from qbench.analysis.plan import plan_sensitivities
+    from qbench.analysis.sensitivity_run import measure_if_needed, put_grid
+
+    checkpoints = {cell.checkpoint_name for cell in plan.cells if cell.name in wanted}
+    cells = [
+        cell
+        for cell in plan_sensitivities(plan, label, settings)
+        if cell.cell.checkpoint_name in checkpoints
+    ]
+    analyses = sensitivities(out)
+    put_grid(analyses, cells, plan.recipe.name)
+    unit = "decoder layer" if settings.blocks else "linear layer"
+    return Part(
+        what=f"{settings.length} tokens, one {unit} at a time",
+        replaced=None,
+        cells=cells,
+        make=lambda cell, sink: measure_if_needed(cell, plan, analyses, sink, force=force),
+    )
+
+
+def _done(part: Part, settings: AnalysisSettings) -> list[Analysis | Sensitivity]:
+    """Those that failed."""
+    from qbench.running.progress import Display
+
+    with terminal() as screen, Display(screen, len(part.cells)) as display:
+        display.say(
+            f"{len(part.cells)} cells on {settings.device}: at most {settings.samples} texts of "
+            f"{part.what} of {settings.source.name}"
+        )
+        if part.replaced:
+            display.say(
+                f"{part.replaced} held analyses of other texts, settings or versions; their "
+                "records stay, its tables now show this one's (say --out to keep both)"
+            )
+        found = [part.make(cell, display) for cell in part.cells]
+    return [one for one in found if one.status != "ok"]
 
 
 def _settings(
@@ -144,4 +253,5 @@ def _settings(
         samples=samples,
         length=settle_length(length, contexts),
         bos=bos,
+        device=planned.device,
     )

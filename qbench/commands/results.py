@@ -56,13 +56,15 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
     require_memory()
     from qbench.comparison.compare import compare
     from qbench.tables import write_tables
-    from qbench.tables.write import render
+    from qbench.tables.write import paper, render
 
     require_folder(store.directory)
     comparison = compare(store)
     formats = list(dict.fromkeys([format, "md", "csv"]))
     paths = write_tables(store, formats=formats, published=published, comparison=comparison)
     typer.echo(render(comparison, format=format, published=published), nl=False)
+    if format == "md" and published:
+        typer.echo(paper(store, published), nl=False)
     show_written(paths)
 
 

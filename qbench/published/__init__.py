@@ -116,6 +116,14 @@ def sets() -> tuple[str, ...]:
     return tuple(_index()["sets"])
 
 
+def scale(name: str) -> str:
+    """Of the models that the set ``name`` scores. Raises RecipeError for an unknown set."""
+    index = _index()
+    if name not in index["sets"]:
+        raise RecipeError(f"--published {name}: unknown; possible: {', '.join(index['sets'])}")
+    return str(table(index["sets"][name][0]).scale)
+
+
 @cache
 def printed(name: str) -> dict[tuple[str, str, str, float | None], Printed]:
     """A set's numbers by (task, metric, method, bits), in lm-eval's and our words.

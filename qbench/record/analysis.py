@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from qbench.record.damage import Ratio
 from qbench.record.precision import Precision
 from qbench.record.record import SCHEMA_VERSION, Environment, Stage
 from qbench.record.written import Digest, Line, Name, Written
@@ -132,6 +133,16 @@ class Stretch(Written):
     entropy: float | None  # nats
 
 
+class AttentionMap(Written):
+    """Weights of one head on one short text: ``rows[q][k]`` for keys k ≤ q, four digits each."""
+
+    text: str  # what kind: prose, code, few-shot
+    layer: int
+    head: int
+    tokens: tuple[str, ...]
+    rows: tuple[tuple[float, ...], ...]
+
+
 class Measured(Written):
     """All measurements of one pass over the text."""
 
@@ -150,6 +161,7 @@ class Measured(Written):
     delimiters: Delimiters | None = None  # means over all heads of the model
     delimiter_tokens: float | None = None  # share of the tokens after the first that are such
     stretches: tuple[Stretch, ...] = ()
+    maps: tuple[AttentionMap, ...] = ()
 
 
 class Analysis(Written):
@@ -170,6 +182,52 @@ class Analysis(Written):
     error: str | None = None
     text: AnalyzedText | None = None  # None where it failed before the text was read
     measured: Measured | None = None
+    stages: tuple[Stage, ...] = ()
+    environment: Environment
+    started: datetime
+    finished: datetime
+
+    @property
+    def cell(self) -> str:
+        """``<checkpoint>/<quantizer label>``."""
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+class UnitSensitivity(Written):
+    """What quantizing one linear layer, or all of one decoder layer, does to the model.
+
+    ``kl``: divergence of the unquantized from the changed model's next-token distribution, over
+    the whole vocabulary, nats a token; ``ln_perplexity_ratio``: changed over unquantized. Both
+    means over texts with their standard errors.
+    """
+
+    name: str
+    layer: int | None  # decoder layer that it is in, from 0
+    kl: Ratio
+    ln_perplexity_ratio: Ratio
+
+
+class Sensitivity(Written):
+    """One checkpoint × one quantizer, a unit at a time. ``units`` grows while it is made: it is
+    whole when ``status`` is ok. ``together``: all of them quantized at once."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["sensitivity"] = "sensitivity"
+    key: Digest
+    key_parts: dict[str, Any]
+    checkpoint: Name
+    quantizer: Name
+    method: Line
+    title: Line
+    precision: Precision
+    normalizer: Line
+    unit: Literal["linear", "block"]
+    status: Literal["ok", "unfinished", "failed"]
+    error: str | None = None
+    text: AnalyzedText | None = None
+    perplexity: float | None = None  # of the unquantized model
+    together: UnitSensitivity | None = None
+    units: tuple[UnitSensitivity, ...] = ()
     stages: tuple[Stage, ...] = ()
     environment: Environment
     started: datetime

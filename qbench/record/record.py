@@ -52,7 +52,7 @@ class Score(Written):
 class Stage(Written):
     """One step of a cell: what it cost."""
 
-    name: Literal["load", "quantize", "audit", "evaluate", "analyze"]
+    name: Literal["load", "quantize", "audit", "evaluate", "analyze", "sensitivity"]
     seconds: float
     peak_memory_gib: float  # CUDA: of that device's allocator; CPU: resident set of the process
     detail: str = ""  # e.g. "artifact reused"

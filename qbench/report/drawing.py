@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qbench.comparison.lines import Comparison
 from qbench.files import write_atomically
-from qbench.report.figures import Drawn, groups
+from qbench.report.figures import Drawn
 from qbench.report.style import svg
 
 
@@ -24,10 +23,12 @@ class Plate:
     paths: tuple[Path, ...]
 
 
-def plates(comparison: Comparison, folder: Path, formats: Sequence[str]) -> list[Plate]:
+def plates(
+    makers: Iterable[Callable[[], list[Drawn]]], folder: Path, formats: Sequence[str]
+) -> list[Plate]:
     """Draw the figures and write ``folder/<name>.<format>``."""
     found = []
-    for draw in groups(comparison):
+    for draw in makers:
         for one in draw():
             text = svg(one.figure, name=one.name)
             found.append(

@@ -53,18 +53,19 @@ def groups(comparison: Comparison) -> list[Callable[[], list[Drawn]]]:
     ]
     makers.append(("distributions", partial(distribution_figures, comparison)))
     makers.append(("costs", partial(cost_figures, comparison)))
-    return [partial(_drawn, section, make) for section, make in makers]
+    return [partial(drawn, section, make) for section, make in makers]
 
 
-def _drawn(section: str, make: Callable[[], Iterator[Found]]) -> list[Drawn]:
+def drawn(section: str, make: Callable[[], Iterator[Found]]) -> list[Drawn]:
+    """What ``make`` draws, in the report's style."""
     with rc_context(RC):
-        drawn = [
+        found = [
             Drawn(name=_file_name(name), section=section, caption=caption, figure=figure)
             for name, caption, figure in make()
         ]
-        for one in drawn:
+        for one in found:
             fix_empty_labels(one.figure)
-    return drawn
+    return found
 
 
 def _file_name(name: str) -> str:

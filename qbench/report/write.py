@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -13,8 +13,10 @@ from qbench.comparison.compare import compare
 from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.files import write_atomically
+from qbench.report import why
 from qbench.report.content import DataTable, data_tables, notes
 from qbench.report.drawing import Plate, plates
+from qbench.report.figures import groups
 from qbench.report.settings import headline
 from qbench.report.style import inline
 from qbench.report.summary import summary
@@ -25,6 +27,7 @@ SECTIONS = {
     "damage": "Damage",
     "scores": "Scores",
     "distributions": "Divergence and flips",
+    "why": "Why",
     "costs": "Size, time and memory",
     "audit": "Audit",
     "settings": "Settings",
@@ -51,23 +54,34 @@ def write(
     out = Path(out or store.directory)
     comparison = comparison or compare(store)
     tables = data_tables(comparison, published=published)
-    drawn = plates(comparison, out / "figures", figures)
+    drawn = plates(groups(comparison), out / "figures", figures)
+    found, broken = why.read(store)
+    if found is not None:
+        tables += why.why_tables(found)
+        drawn += why.why_plates(store, found, out / "figures", figures)
     page = out / "report.html"
     name = store.directory.resolve().name
-    write_atomically(page, render(comparison, tables, drawn, name=name).encode())
+    text = render(comparison, tables, drawn, name=name, told={why.SECTION: broken})
+    write_atomically(page, text.encode())
     return [page, *(path for one in drawn for path in one.paths)]
 
 
 def render(
-    comparison: Comparison, tables: Sequence[DataTable], drawn: Sequence[Plate], *, name: str
+    comparison: Comparison,
+    tables: Sequence[DataTable],
+    drawn: Sequence[Plate],
+    *,
+    name: str,
+    told: Mapping[str, list[str]] | None = None,
 ) -> str:
-    """The page of the results ``name`` as text; it refers to nothing outside itself."""
+    """The page of the results ``name`` as text; it refers to nothing outside itself. ``told``:
+    further lines of sections."""
     templates = Environment(
         loader=PackageLoader("qbench.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters["breakable"] = _breakable
     figures = [(one, Markup(inline(one.svg, label=one.caption))) for one in drawn]  # our own SVG
-    told = notes(comparison)
+    told = notes(comparison) | dict(told or {})
     sections = [
         {
             "name": name,

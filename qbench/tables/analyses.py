@@ -1,68 +1,92 @@
-"""Analyses → the softpick paper's table 4 and what it leaves out, beside the damage; CSV of all.
+"""Analyses → tables: the softpick paper's table 4 and what it leaves out, beside the damage.
 
-Shares become per cent in Markdown and stay numbers from 0 to 1 in CSV.
+Shares become per cent. Each table is text and knows no format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from qbench.analyses import Analyses
+from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.errors import ResultsError
 from qbench.record import Damage, Record
-from qbench.record.analysis import Analysis, LinearInput, Measured
-from qbench.store import Store, write_atomically
-from qbench.tables.analyses_csv import CSV_FILES, comma_separated
-from qbench.text.escape import for_markdown
-from qbench.text.markdown import table
+from qbench.record.analysis import Analysis, LinearInput, Measured, Sensitivity
+from qbench.store import Store
 from qbench.text.numbers import NO_VALUE, number
 
 MASSIVE_SHOWN = 5  # of each cell; all that are kept are in massive.csv
 Cells = Sequence[Analysis]
 
 
-def write_analyses(store: Store) -> list[Path]:
-    """Write ``tables.md`` and the CSV files into the folder of the analyses; returns the paths,
-    Markdown first. Raises ResultsError where nothing was analyzed or a file is damaged."""
-    analyses = Analyses(store.directory)
-    found = analyses.all()
-    contents = {"tables.md": markdown(found, *damages(store))}
-    contents |= {name: comma_separated(name, found) for name in CSV_FILES}
-    paths = []
-    for name, text in contents.items():
-        paths.append(analyses.folder / name)
-        write_atomically(paths[-1], text.encode())
-    return paths
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """One table with a title and what its columns mean; ``keys`` columns say what a row is of."""
+
+    name: str
+    title: str
+    note: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    keys: int = 1
+    text: tuple[str, ...] = ()  # further columns that are no numbers
+
+    @property
+    def align(self) -> str:
+        return "".join(
+            "l" if index < self.keys or name in self.text else "r"
+            for index, name in enumerate(self.head)
+        )
 
 
-def damages(store: Store) -> tuple[list[Record], str | None]:
-    """The results folder's records with damage; or none, and why."""
-    if not store.has_grid():
-        return [], None
-    try:
-        return [one for one in store.records() if isinstance(one.damage, Damage)], None
-    except ResultsError as error:
-        return [], f"Damage is left out: {error}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Why:
+    """All that a results folder has to say on why its models suffer.
+
+    ``cells``: analyses that measured something, ``long``: of texts beyond the trained context;
+    ``records``: good ones of `qbench run`; ``problems``: what is missing, a line each.
+    """
+
+    cells: tuple[Analysis, ...]
+    long: tuple[Analysis, ...]
+    sensitivities: tuple[Sensitivity, ...]
+    records: tuple[Record, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def there(self) -> bool:
+        return bool(self.cells or self.long or self.sensitivities)
 
 
-def markdown(found: Cells, records: Sequence[Record] = (), problem: str | None = None) -> str:
-    """All tables as Markdown; ``problem``: why there are no records."""
-    whole = [one for one in found if one.measured is not None]
-    if not whole:
-        return "# Analysis\n\nNo cell was analyzed.\n"
-    parts = ["# Analysis", _texts(whole)]
-    parts += _section("Sinks, hidden states, sparsity: the softpick paper's table 4", PAPER, whole)
-    parts += _section("Other definitions", OTHERS, whole)
-    parts += _section("Heads", HEADS, whole)
-    parts += _section("Inputs of linear layers", INPUTS, whole)
-    parts += _massive(whole)
-    parts += _beside(whole, records)
-    failed = [one for one in found if one.measured is None]
-    parts += [for_markdown(f"{one.cell}: failed: {one.error}") for one in failed]
-    if problem:
-        parts.append(for_markdown(problem))
-    return "\n\n".join(parts) + "\n"
+def gather(store: Store) -> Why:
+    """Raises ResultsError where a file of an analysis is damaged."""
+    parts = [Analyses(store.directory).all(), long_contexts(store.directory).all()]
+    units = sensitivities(store.directory).all()
+    failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
+    problems = [f"{one.cell}: failed: {one.error}" for one in failed]
+    records: list[Record] = []
+    if store.has_grid():
+        try:
+            records = [one for one in store.records() if one.status == "ok"]
+        except ResultsError as error:
+            problems.append(f"Damage is left out: {error}")
+    cells, longer = (tuple(one for one in part if one.measured is not None) for part in parts)
+    return Why(
+        cells=cells,
+        long=longer,
+        sensitivities=tuple(one for one in units if one.status == "ok"),
+        records=tuple(records),
+        problems=tuple(problems),
+    )
+
+
+def sections(why: Why) -> list[Section]:
+    """Those that there are rows for, the paper's table first."""
+    whole = why.cells
+    found = [_section(*one, whole) for one in (PAPER, OTHERS, HEADS, INPUTS)] if whole else []
+    for make in (_massive(whole), _beside(whole, why.records)):
+        found += make
+    return found
 
 
 def _percent(value: float | None) -> str:
@@ -100,6 +124,7 @@ def _others(one: Measured) -> dict[str, str]:
     return {
         **{f"Sink rate of Gu et al. %, ε {least}": _percent(rate) for least, rate in gu},
         "on keys 1–3, the most, ε 0.3": _percent(later),
+        "on a delimiter, ε 0.3": _percent(one.delimiters and one.delimiters.rates["0.3"]),
         "Kurtosis a text": _plain(one.hidden.kurtosis_sequence),
         "a token, excess": _plain(one.hidden.kurtosis_token),
         "Largest / median": _plain(one.hidden.largest_to_median),
@@ -112,6 +137,7 @@ def _heads(one: Measured) -> dict[str, str]:
         "Σ weights": _plain(one.mass),
         "Entropy, nats": _plain(one.entropy),
         "Attention on key 0 %": _percent(one.sinks[0].attention),
+        "on delimiters %": _percent(one.delimiters and one.delimiters.attention),
         "Dormant heads %": _percent(one.dormant_heads),
         "Heads without any weight %": _percent(one.silent_heads),
     }
@@ -132,39 +158,52 @@ def _inputs(one: Measured) -> dict[str, str]:
     }
 
 
+Columns = Callable[[Measured], dict[str, str]]
 PAPER = (
+    "table-4",
+    "Sinks, hidden states, sparsity: the softpick paper's table 4",
     _paper,
     "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε. Kurtosis "
     "of all hidden states at once. Sparsity: exact zeros in the lower triangle.",
 )
 OTHERS = (
+    "definitions",
+    "Other definitions",
     _others,
-    "Gu et al. 2024: the first 64 tokens, mean over the queries that see the key. Kurtosis a text: "
-    "Bondarenko et al. 2023; a token: OSP 2025. Largest / median of |x|: the most over layers and "
-    "texts. Massive: |x| > 100 and ≥ 1,000 × the median (Sun et al. 2024).",
+    "Gu et al. 2024: the first 64 tokens, mean over the queries that see the key. Delimiter: the "
+    "same of any full stop, comma, line break or the like after the first token, over the whole "
+    "text. Kurtosis a text: Bondarenko et al. 2023; a token: OSP 2025. Largest / median of |x|: "
+    "the most over layers and texts. Massive: |x| > 100, ≥ 1,000 × the median (Sun et al. 2024).",
 )
 HEADS = (
+    "heads",
+    "Heads",
     _heads,
     "Means over heads, texts and queries. Dormant on a text: a head whose output's mean norm is "
     "below 1 % of its layer's mean.",
 )
 INPUTS = (
+    "inputs",
+    "Inputs of linear layers",
     _inputs,
     "‖Q(x) − x‖ / ‖x‖ of a symmetric grid, mean over linear layers; largest / rms of the layer "
     "where it is the most.",
 )
 
 
-def _section(title: str, what: tuple, whole: Cells) -> list[str]:
-    columns, note = what
-    rows = [columns(one.measured) for one in whole]
-    head = ["Cell", *rows[0]]
-    align = "l" + "".join("l" if name == "in" else "r" for name in rows[0])
-    cells = [[one.cell, *row.values()] for one, row in zip(whole, rows, strict=True)]
-    return [f"## {title}", note, table(head, cells, align=align)]
+def _section(name: str, title: str, columns: Columns, note: str, whole: Cells) -> Section:
+    rows = [columns(one.measured) for one in whole if one.measured is not None]
+    return Section(
+        name=name,
+        title=title,
+        note=note,
+        head=("Cell", *rows[0]),
+        rows=tuple((one.cell, *row.values()) for one, row in zip(whole, rows, strict=True)),
+        text=("in",),
+    )
 
 
-def _texts(whole: Cells) -> str:
+def texts(whole: Cells) -> list[str]:
     """What was read, once where all cells read the same."""
     lines: dict[str, list[str]] = {}
     for one in whole:
@@ -175,23 +214,37 @@ def _texts(whole: Cells) -> str:
         if text.left_out:
             line += f"; {text.left_out} shorter ones left out"
         lines.setdefault(f"{line}; {one.environment.device}, {one.attention}", []).append(one.cell)
-    return "\n".join(for_markdown(f"- {', '.join(cells)}: {line}") for line, cells in lines.items())
+    return [f"{', '.join(cells)}: {line}" for line, cells in lines.items()]
 
 
-def _massive(whole: Cells) -> list[str]:
+def _massive(whole: Cells) -> list[Section]:
     rows = [
-        [one.cell, m.layer, m.position, m.text, m.channel, _plain(m.value), _plain(m.to_median)]
+        (
+            one.cell,
+            *map(str, (m.layer, m.position)),
+            m.text,
+            str(m.channel),
+            _plain(m.value),
+            _plain(m.to_median),
+        )
         for one in whole
         for m in one.measured.massive[:MASSIVE_SHOWN]
     ]
     if not rows:
         return []
-    head = ["Cell", "Layer", "Position", "Token", "Channel", "Value", "to median"]
-    note = f"The {MASSIVE_SHOWN} largest of each cell; layers, positions and channels from 0."
-    return ["## Massive activations", note, table(head, rows, align="lrrlrrr")]
+    return [
+        Section(
+            name="massive",
+            title="Massive activations",
+            note=f"The {MASSIVE_SHOWN} largest of each cell; layers, positions, channels from 0.",
+            head=("Cell", "Layer", "Position", "Token", "Channel", "Value", "to median"),
+            rows=tuple(rows),
+            text=("Token",),
+        )
+    ]
 
 
-def _beside(whole: Cells, records: Sequence[Record]) -> list[str]:
+def _beside(whole: Cells, records: Sequence[Record]) -> list[Section]:
     """Each unquantized model's outliers beside what quantization did to the same weights."""
     by_cell = {
         one.cell: {record.quantizer: kl(record) for record in records if _same_model(one, record)}
@@ -206,19 +259,18 @@ def _beside(whole: Cells, records: Sequence[Record]) -> list[str]:
         if one.cell not in by_cell:
             continue
         measured, damage = one.measured, by_cell[one.cell]
-        rows.append([
-            one.cell,
-            _percent(measured.sinks[0].rates["0.3"]),
-            _plain(measured.hidden.kurtosis),
-            _plain(measured.hidden.largest_to_median),
-            *(f"{damage[label]:.4f}" if label in damage else NO_VALUE for label in labels),
-        ])  # fmt: skip
-    head = ["Cell", "Sink rate %, ε 0.3", "Kurtosis", "Largest / median", *labels]
+        row = _paper(measured)
+        row.pop("Perplexity")
+        row |= {label: f"{damage[label]:.4f}" if label in damage else NO_VALUE for label in labels}
+        rows.append((one.cell, *row.values()))
+        head = ("Cell", *row)
     note = (
-        "Beside the damage of the same weights quantized: KL divergence from the unquantized "
-        "model, nats a token, mean over all scored tokens of all tasks."
+        "Table 4's row beside the damage of the same weights quantized: KL divergence from the "
+        "unquantized model, nats a token, mean over all scored tokens of all tasks."
     )
-    return ["## Beside the damage", note, table(head, rows, align="l" + "r" * (len(head) - 1))]
+    return [
+        Section(name="beside", title="Beside the damage", note=note, head=head, rows=tuple(rows))
+    ]
 
 
 def _same_model(one: Analysis, record: Record) -> bool:
@@ -227,6 +279,7 @@ def _same_model(one: Analysis, record: Record) -> bool:
 
     return (
         record.quantized
+        and isinstance(record.damage, Damage)
         and record.checkpoint == one.checkpoint
         and model(record.key_parts) == model(one.key_parts)
         and kl(record) is not None

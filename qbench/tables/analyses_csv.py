@@ -6,24 +6,37 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from qbench.record.analysis import Analysis, Hidden, Sinks
+from qbench.record.analysis import Analysis, Delimiters, Hidden, Sensitivity, Sinks
 from qbench.text.escape import for_csv
 
 Row = dict[str, object]
+WITHOUT_KEY = ("maps.csv",)  # a row a weight: keys would be most of the file
 
 
 def comma_separated(name: str, found: Sequence[Analysis]) -> str:
-    """The file ``name`` of ``CSV_FILES``. Every row begins with its cell and ends with the key of
-    the analysis that it comes from. Empty text where there is no row."""
+    """The file ``name`` of ``CSV_FILES``. Every row begins with its cell and, but for
+    ``WITHOUT_KEY``, ends with the key of the analysis that it comes from. Empty text where there
+    is no row."""
     rows = [
-        {"checkpoint": one.checkpoint, "quantizer": one.quantizer, **row, "key": one.key}
+        {
+            "checkpoint": one.checkpoint,
+            "quantizer": one.quantizer,
+            **row,
+            **({} if name in WITHOUT_KEY else {"key": one.key}),
+        }
         for one in found
         if one.measured is not None
         for row in CSV_FILES[name](one)
     ]
+    return as_csv(rows)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Columns in the order in which rows first have them."""
     text = io.StringIO()
     if rows:
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows({column: for_csv(cell) for column, cell in row.items()} for row in rows)
     return text.getvalue()
@@ -44,6 +57,8 @@ def _cells(one: Analysis) -> Iterator[Row]:
         "entropy": found.entropy,
         "silent_heads": found.silent_heads,
         "dormant_heads": found.dormant_heads,
+        "delimiter_tokens": found.delimiter_tokens,
+        **_delimiters(found.delimiters),
         **_hidden(found.hidden),
     }
 
@@ -75,7 +90,8 @@ def _heads(one: Analysis) -> Iterator[Row]:
                 "layer": index,
                 "head": number,
                 **_sinks(head.sinks),
-                **head.model_dump(exclude={"sinks"}),
+                **head.model_dump(exclude={"sinks", "delimiters"}),
+                **_delimiters(head.delimiters),
             }
 
 
@@ -98,6 +114,55 @@ def _massive(one: Analysis) -> Iterator[Row]:
         yield found.model_dump()
 
 
+def _stretches(one: Analysis) -> Iterator[Row]:
+    assert one.measured is not None
+    for part in one.measured.stretches:
+        yield part.model_dump()
+
+
+def _maps(one: Analysis) -> Iterator[Row]:
+    """A row a query and key, keys that it may see alone."""
+    assert one.measured is not None
+    for found in one.measured.maps:
+        for query, row in enumerate(found.rows):
+            for key, weight in enumerate(row):
+                yield {
+                    "text": found.text,
+                    "layer": found.layer,
+                    "head": found.head,
+                    "query": query,
+                    "query_token": found.tokens[query],
+                    "key_index": key,
+                    "key_token": found.tokens[key],
+                    "weight": weight,
+                }
+
+
+def sensitivity_rows(found: Sequence[Sensitivity]) -> Iterator[Row]:
+    """What quantizing each part alone did; ``all``: all of them at once."""
+    for one in found:
+        for unit in [*one.units, *([one.together] if one.together else [])]:
+            yield {
+                "checkpoint": one.checkpoint,
+                "quantizer": one.quantizer,
+                "part": unit.name,
+                "layer": unit.layer,
+                "kl": unit.kl.value,
+                "kl_stderr": unit.kl.stderr,
+                "ln_perplexity_ratio": unit.ln_perplexity_ratio.value,
+                "ln_perplexity_ratio_stderr": unit.ln_perplexity_ratio.stderr,
+                "texts": unit.kl.documents,
+                "key": one.key,
+            }
+
+
+def _delimiters(found: Delimiters | None) -> Row:
+    if found is None:
+        return {}
+    rates = {f"sink_rate_delimiter_{least}": rate for least, rate in found.rates.items()}
+    return {"attention_delimiters": found.attention, **rates}
+
+
 def _sinks(sinks: Iterable[Sinks]) -> Row:
     return {
         f"{measure}_key_{sink.position}{'_' + least if least else ''}": value
@@ -112,7 +177,8 @@ def _sinks(sinks: Iterable[Sinks]) -> Row:
 
 
 def _hidden(hidden: Hidden) -> Row:
-    return hidden.model_dump()
+    row = hidden.model_dump(exclude={"quantiles"})
+    return row | {f"quantile_{level}": value for level, value in hidden.quantiles.items()}
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -126,4 +192,6 @@ CSV_FILES: dict[str, Callable[[Analysis], Iterator[Row]]] = {
     "heads.csv": _heads,
     "inputs.csv": _inputs,
     "massive.csv": _massive,
+    "stretches.csv": _stretches,
+    "maps.csv": _maps,
 }

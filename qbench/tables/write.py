@@ -42,6 +42,15 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
     return page(tables, title=comparison.name)
 
 
+def paper(store: Store, published: str) -> str:
+    """What a paper prints of analyses and of passkey retrieval, with ours, in Markdown."""
+    from qbench.tables.analyses import gather  # scipy, which tables of scores do without
+    from qbench.tables.why import as_markdown, beside_paper
+
+    parts = [part for one in beside_paper(gather(store), published) for part in as_markdown(one)]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
 def write_tables(
     store: Store,
     directory: Path | None = None,
@@ -57,6 +66,8 @@ def write_tables(
     for format in formats:
         path = directory / f"tables.{format}"
         text = render(comparison, format=format, published=published)
+        if format == "md" and published:
+            text += paper(store, published)
         write_atomically(path, text.encode())
         paths.append(path)
     return paths

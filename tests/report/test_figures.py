@@ -105,7 +105,9 @@ def test_ticks_of_an_axis_of_ratios_are_round_and_apart(low, high):
 def test_the_same_figures_are_drawn_again(tmp_path):
     store = make_store(tmp_path / "one", sizes={"wikitext": 12}, quantizers=QUANTIZERS)
     comparison = compare(store)
-    once, again = (plates(comparison, tmp_path / name, report.FIGURE_FORMATS) for name in "ab")
+    once, again = (
+        plates(groups(comparison), tmp_path / name, report.FIGURE_FORMATS) for name in "ab"
+    )
     assert [(one.name, one.svg) for one in once] == [(one.name, one.svg) for one in again]
     for one, other in zip(once, again, strict=True):
         for path, same in zip(one.paths, other.paths, strict=True):

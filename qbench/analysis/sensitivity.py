@@ -1,0 +1,138 @@
+"""How much a model loses where one linear layer, or one decoder layer, is quantized alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from qbench.analysis.capture import decoder_layers
+from qbench.errors import EvaluationError
+from qbench.evaluation.scoring.forward import decoder_and_head
+from qbench.record.analysis import UnitSensitivity
+from qbench.record.damage import Ratio
+
+ROWS = 2048  # of logits at once
+TOGETHER = "all"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Modules that are quantized together; ``layer``: the decoder layer that they are in."""
+
+    name: str
+    layer: int | None
+    modules: tuple[str, ...]
+
+
+def units(model: PreTrainedModel, linears: Sequence[str], *, blocks: bool) -> list[Unit]:
+    """Each of ``linears``, or all of each decoder layer, in the model's order."""
+    names = {module: name for name, module in model.named_modules()}
+    prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
+
+    def layer_of(name: str) -> int | None:
+        found = (index for index, prefix in enumerate(prefixes) if name.startswith(prefix))
+        return next(found, None)
+
+    if not blocks:
+        return [Unit(name=name, layer=layer_of(name), modules=(name,)) for name in linears]
+    return [
+        Unit(name=prefix[:-1], layer=index, modules=inside)
+        for index, prefix in enumerate(prefixes)
+        if (inside := tuple(name for name in linears if layer_of(name) == index))
+    ]
+
+
+class Baseline:
+    """The unquantized model's next-token distributions on texts ``ids`` [N, T] int64, kept as
+    the rows that its LM head makes them of: exact over the whole vocabulary, and small."""
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, *, batch: int) -> None:
+        self.model, self.ids, self.batch = model, ids, batch
+        self.decoder, self.head = decoder_and_head(model)
+        with torch.inference_mode():
+            self.rows = [self._hidden(tokens) for tokens in self._batches()]
+            self.losses = torch.cat(
+                [
+                    _losses(functional.log_softmax(self._logits(row), -1), tokens)
+                    for rows, tokens in zip(self.rows, self._batches(), strict=True)
+                    for row, tokens in zip(rows, tokens[:, 1:], strict=True)
+                ]
+            ).view(len(ids), -1)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.losses.double().mean().item())
+
+    @torch.inference_mode()
+    def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:
+        """What the model loses with ``unit``'s modules taken from ``quantized``; it is left as it
+        was. Raises EvaluationError where the changed model gives no numbers."""
+        divergence, change = [], []
+        with exchanged(self.model, {name: quantized.get_submodule(name) for name in unit.modules}):
+            before = iter(self.losses)
+            for rows, tokens in zip(self.rows, self._batches(), strict=True):
+                for old, new, targets in zip(
+                    rows, self._hidden(tokens), tokens[:, 1:], strict=True
+                ):
+                    kl, losses = self._compare(old, new, targets)
+                    divergence.append(kl.mean())
+                    change.append((losses - next(before)).double().mean())
+        kl, moved = _ratio(torch.stack(divergence)), _ratio(torch.stack(change))
+        if kl.value is None or not math.isfinite(kl.value):
+            raise EvaluationError(f"{unit.name}: quantized, the model's logits are not numbers")
+        return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=moved)
+
+    def _batches(self) -> Iterator[Tensor]:
+        for first in range(0, len(self.ids), self.batch):
+            yield self.ids[first : first + self.batch].to(self.model.device)
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """The LM head's input [B, T − 1, H] at positions whose next token is known."""
+        return self.decoder(input_ids=tokens, use_cache=False)[0][:, :-1]
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        return self.head(rows).float()
+
+    def _compare(self, old: Tensor, new: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ p ln(p/q) of each position and its loss after the change, both [T − 1]."""
+        divergence, losses = [], []
+        for first in range(0, len(old), ROWS):
+            part = slice(first, first + ROWS)
+            log_p, log_q = (
+                functional.log_softmax(self._logits(rows[part]), -1) for rows in (old, new)
+            )
+            losses.append(_losses(log_q, targets[part]))
+            # Rounding alone can bring it below 0.
+            divergence.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).double())
+        return torch.cat(divergence), torch.cat(losses)
+
+
+@contextmanager
+def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """``model`` with ``modules`` in the places of its own, which come back afterwards."""
+    own = {name: model.get_submodule(name) for name in modules}
+    try:
+        for name, module in modules.items():
+            model.set_submodule(name, module)
+        yield
+    finally:
+        for name, module in own.items():
+            model.set_submodule(name, module)
+
+
+def _losses(log_probabilities: Tensor, targets: Tensor) -> Tensor:
+    return -log_probabilities.gather(-1, targets[:, None])[:, 0]
+
+
+def _ratio(values: Tensor) -> Ratio:
+    """Mean over texts, with its standard error."""
+    count = len(values)
+    error = (values.std() / count**0.5).item() if count > 1 else None
+    return Ratio(value=values.mean().item(), stderr=error, documents=count)

@@ -1,0 +1,163 @@
+"""A cell's sensitivity → its record, which grows unit by unit: what was stopped goes on there."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from filelock import FileLock
+
+from qbench.analyses import Analyses
+from qbench.analysis.plan import AnalysisCell
+from qbench.analysis.sensitivity import TOGETHER, Baseline, Unit, units
+from qbench.errors import NewerSchemaError, ResultsError, UnavailableError
+from qbench.machine.environment import environment, measured
+from qbench.machine.quiet import redirected
+from qbench.outcome import Outcome
+from qbench.plan import Plan
+from qbench.record.analysis import AnalysisGrid, AnalyzedText, Sensitivity, UnitSensitivity
+from qbench.run import cache_folder, free, load, one_line, quantized
+from qbench.sink import Sink
+
+SAVE_EVERY = 20.0  # seconds
+Status = Literal["ok", "unfinished", "failed"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """What is known so far."""
+
+    gathered: Outcome
+    known: dict[str, UnitSensitivity]
+    text: AnalyzedText | None = None
+    perplexity: float | None = None
+
+
+def measure_if_needed(
+    cell: AnalysisCell, plan: Plan, out: Analyses[Sensitivity], sink: Sink, *, force: bool
+) -> Sensitivity:
+    """The cell's whole record, made or finished now if need be."""
+    with FileLock(out.lock_file(cell.grid_cell)):
+        sink.begin(cell.name)
+        try:
+            known = None if force else out.whole(cell.grid_cell, sink.say)
+            if known is not None and known.status == "ok":
+                sink.say(f"{cell.name}: sensitivity already there")
+                return known
+            found = _make(cell, plan, out, sink, known)
+            sink.say(_said(found), "bold red" if found.status == "failed" else "")
+            return found
+        finally:
+            sink.end(cell.name)
+
+
+def _make(
+    cell: AnalysisCell,
+    plan: Plan,
+    out: Analyses[Sensitivity],
+    sink: Sink,
+    before: Sensitivity | None,
+) -> Sensitivity:
+    gathered = Outcome(started=datetime.now(UTC))
+    done = [*before.units, *([before.together] if before.together else [])] if before else []
+    state = Progress(gathered=gathered, known={one.name: one for one in done})
+    log, error = out.log(cell.grid_cell), None
+    with redirected(log):
+        try:
+            _measure(cell, plan, out, sink, state)
+        except Exception as problem:
+            traceback.print_exc()
+            error = one_line(problem, log)
+        finally:
+            free(plan.device)
+    record = _record(cell, plan, state, "failed" if error else "ok", error)
+    out.put(record)
+    return record
+
+
+def _measure(
+    cell: AnalysisCell, plan: Plan, out: Analyses[Sensitivity], sink: Sink, state: Progress
+) -> None:
+    from qbench.analysis.tokens import read_tokens
+    from qbench.quantizers.linears import linearize, linears_of
+
+    of, stages = cell.cell, state.gathered.stages
+    if getattr(of.quantizer, "outliers", None) is not None:
+        raise UnavailableError(
+            f"{of.label}: treats outliers of the whole model at once, so that no layer can be "
+            "quantized alone; name a quantizer without"
+        )
+    sink.step(cell.name, "load")
+    with measured("load", plan.device, stages):
+        model, tokenizer = load(of, plan)
+        tokens = read_tokens(cell.settings, tokenizer)
+    state.text = tokens.text
+    changed, _ = load(of, plan)
+    changed = quantized(of, plan, changed, tokenizer, state.gathered, sink, cache_folder())
+    linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
+    names = list(linears_of(model, of.quantizer))
+    wanted = units(model, names, blocks=cell.settings.blocks)
+    wanted.append(Unit(name=TOGETHER, layer=None, modules=tuple(names)))
+    sink.step(cell.name, "sensitivity", total=len(wanted), unit="layers")
+    with measured("sensitivity", plan.device, stages):
+        base = Baseline(model, tokens.ids, batch=cell.settings.batch)
+        state.perplexity = base.perplexity
+        saved = time.monotonic()
+        for index, unit in enumerate(wanted):
+            if unit.name not in state.known:
+                state.known[unit.name] = base.against(unit, changed)
+            sink.advance(cell.name, index + 1, len(wanted))
+            if time.monotonic() - saved > SAVE_EVERY:
+                out.put(_record(cell, plan, state, "unfinished", None))
+                saved = time.monotonic()
+
+
+def _record(
+    cell: AnalysisCell, plan: Plan, state: Progress, status: Status, error: str | None
+) -> Sensitivity:
+    of = cell.cell
+    return Sensitivity(
+        key=cell.key,
+        key_parts=cell.key_parts,
+        checkpoint=of.checkpoint_name,
+        quantizer=of.label,
+        method=of.quantizer.method,
+        title=of.quantizer.title,
+        precision=of.quantizer.precision,
+        normalizer=of.checkpoint.normalizer,
+        unit="block" if cell.settings.blocks else "linear",
+        status=status,
+        error=error,
+        text=state.text,
+        perplexity=state.perplexity,
+        together=state.known.get(TOGETHER),
+        units=tuple(one for name, one in state.known.items() if name != TOGETHER),
+        stages=tuple(state.gathered.stages),
+        environment=environment(plan.device, of.quantizer.requirements()),
+        started=state.gathered.started,
+        finished=datetime.now(UTC),
+    )
+
+
+def _said(found: Sensitivity) -> str:
+    if found.status != "ok" or found.text is None:
+        return f"{found.cell}: FAILED: {found.error}"
+    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in found.stages)
+    what = "decoder layers" if found.unit == "block" else "linear layers"
+    return f"{found.cell}: {len(found.units)} {what}, one at a time ({cost})"
+
+
+def put_grid(out: Analyses[Sensitivity], cells: Sequence[AnalysisCell], name: str) -> None:
+    """Say which are meant: ``cells``, and those of other cells that were asked for before."""
+    fresh = [cell.grid_cell for cell in cells]
+    try:
+        before = [one for one in out.grid().cells if one.cell not in {new.cell for new in fresh}]
+    except NewerSchemaError:
+        raise
+    except ResultsError:
+        before = []
+    out.put_grid(AnalysisGrid(name=name, cells=(*before, *fresh)))

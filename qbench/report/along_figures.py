@@ -1,0 +1,229 @@
+"""Figures along the text, a layer at a time, and of passkey retrieval."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from qbench.record import Record
+from qbench.record.analysis import Analysis, Sensitivity, Stretch
+from qbench.record.passkey import depth, task_length
+from qbench.report.costs import Found
+from qbench.report.style import DASHES, MARKERS, SERIES, cut, legend, panels
+from qbench.report.why_figures import LEFT, heat
+from qbench.store import Store
+from qbench.tables.along import correlation, pairs
+from qbench.tables.analyses import Why
+
+DEPTHS = 10  # rows of the passkey figure
+LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale
+Row = dict[str, object]
+
+
+def figures(why: Why, keys: Sequence[Row]) -> list[Callable[[], Iterator[Found]]]:
+    """What draws those that there is something for; ``keys`` as :func:`passkey_rows` has them."""
+    makers: list[Callable[[], Iterator[Found]]] = []
+    along = [one for one in why.long or why.cells if one.measured and one.measured.stretches]
+    if along:
+        makers.append(lambda: stretches(along))
+    labels = list(dict.fromkeys((one.quantizer, one.unit) for one in why.sensitivities))
+    for label, unit in labels:
+        own = [s for s in why.sensitivities if (s.quantizer, s.unit) == (label, unit)]
+        makers.append(lambda own=own, label=label: sensitivity(own, label))
+        makers.append(lambda own=own, label=label: scatter(own, label, why.cells))
+    if keys:
+        makers.append(lambda: passkey(keys))
+    return makers
+
+
+def stretches(cells: Sequence[Analysis]) -> Iterator[Found]:
+    figure, grid = panels(
+        [1.5, 1.2, 1.2], left=LEFT, named=[one.cell for one in cells], between=0.6
+    )
+    for index, one in enumerate(cells):
+        assert one.measured is not None
+        parts = one.measured.stretches
+        told = [part for part in parts if part.loss is not None]
+        centres = _centres(told)
+        losses = np.array([part.loss for part in told])
+        errors = np.array([1.96 * (part.loss_stderr or 0.0) for part in told])
+        colour = SERIES[index % len(SERIES)]
+        grid[0][0].fill_between(
+            centres, losses - errors, losses + errors, color=colour, alpha=0.2, linewidth=0
+        )
+        _line(grid[0][0], centres, losses, index, one.cell)
+        for row, name in ((1, "mass"), (2, "largest")):
+            _line(grid[row][0], _centres(parts), [getattr(p, name) for p in parts], index, one.cell)
+    titles = ("loss (nats a token)", "Σ weights of a query", "largest weight of a query")
+    for axes, title in zip(grid[:, 0], titles, strict=True):
+        axes.set_title(title)
+    for axes in grid[1:, 0]:
+        axes.set_ylim(bottom=0)
+    grid[-1][0].set_xlabel("position in the text (tokens)")
+    legend(figure, grid[0][0])
+    yield (
+        "along-the-text",
+        "Along the text, in stretches of 128 positions (the softpick paper's section 7.7): loss "
+        "with 95 % intervals over texts, the sum of a query's weights and its largest weight, "
+        "means over heads. Numbers: stretches.csv.",
+        figure,
+    )
+
+
+def sensitivity(found: Sequence[Sensitivity], label: str) -> Iterator[Found]:
+    """KL by layer, and by kind of linear layer where these were taken one by one."""
+    tables = [_by_layer(one) for one in found]
+    kinds = list(dict.fromkeys(kind for table in tables for kind, _ in table))
+    layers = 1 + max((layer for table in tables for _, layer in table), default=0)
+    values = [np.full((len(kinds), layers), np.nan) for _ in tables]
+    for grid, table in zip(values, tables, strict=True):
+        for (kind, layer), kl in table.items():
+            grid[kinds.index(kind), layer] = max(kl, LEAST_KL)
+    known = np.concatenate([grid[~np.isnan(grid)] for grid in values])
+    if not len(known):
+        return
+    norm = LogNorm(float(known.min()), max(float(known.max()), 1.01 * float(known.min())))
+    room = 0.3 + 0.07 * max(map(len, kinds))
+    heights = [0.35 + 0.17 * len(kinds)] * len(found)
+    figure, axes = panels(heights, left=room, named=[], between=0.7)
+    for one, grid, (panel,) in zip(found, values, axes, strict=True):
+        image = heat(figure, panel, grid, most=None, turned=True, norm=norm)
+        assert image.colorbar is not None
+        _few_powers(image.colorbar.ax.yaxis)
+        panel.set_yticks(range(len(kinds)), kinds)
+        panel.set_title(cut(one.cell))
+        panel.set_xlabel("decoder layer")
+    yield (
+        f"sensitivity-{_plain(label)}",
+        f"{label}: KL divergence (nats a token) when one part of the model is quantized and the "
+        "rest is not; logarithmic, one scale for all. Numbers: sensitivity.csv.",
+        figure,
+    )
+
+
+def scatter(found: Sequence[Sensitivity], label: str, cells: Sequence[Analysis]) -> Iterator[Found]:
+    known = [(one, own) for one in found if (own := pairs(one, cells))]
+    if not known:
+        return
+    figure, grid = panels([2.2], left=0.9, named=[one.cell for one, _ in known])
+    axes, told = grid[0][0], []
+    for index, (one, own) in enumerate(known):
+        axes.plot(
+            [pair.outliers for pair in own], [max(pair.kl, LEAST_KL) for pair in own],
+            linestyle="none", marker=MARKERS[index % len(MARKERS)], markersize=4,
+            color=SERIES[index % len(SERIES)], alpha=0.8, label=one.cell,
+        )  # fmt: skip
+        if (rho := correlation(own)) is not None:
+            told.append(f"{one.cell}: ρ = {rho.value:+.2f} ({rho.low:+.2f} to {rho.high:+.2f})")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _few_powers(axes.xaxis)
+    _few_powers(axes.yaxis)
+    axes.set_xlabel("largest |x| / rms of what it receives")
+    axes.set_ylabel("KL, quantized alone")
+    legend(figure, axes)
+    yield (
+        f"outliers-{_plain(label)}",
+        f"{label}: outliers in the inputs of each part of the model against the KL divergence when "
+        f"that part is quantized alone. Spearman's rank correlation, 95 % interval: "
+        f"{'; '.join(told).replace('-', '−') or 'too few parts'}. Numbers: inputs.csv and "
+        "sensitivity.csv.",
+        figure,
+    )
+
+
+def passkey_rows(store: Store, records: Sequence[Record]) -> list[Row]:
+    """Accuracy of each cell by length and depth, of ``DEPTHS`` equal parts of a prompt. Raises
+    ResultsError where a table is damaged."""
+    rows: list[Row] = []
+    for record in records:
+        if not any(task_length(score.task) for score in record.scores):
+            continue
+        outcomes = store.outcomes(record)
+        own = outcomes[outcomes["task"].map(task_length).notna()]
+        parts = own["document"].map(lambda document: int(depth(document) * DEPTHS))
+        for (task, metric, part), values in own.groupby(["task", "metric", parts], sort=False)[
+            "value"
+        ]:
+            rows.append(
+                {
+                    "checkpoint": record.checkpoint,
+                    "quantizer": record.quantizer,
+                    "length": task_length(task),
+                    "depth": part / DEPTHS,
+                    "metric": metric,
+                    "value": float(values.mean()),
+                    "documents": len(values),
+                    "key": record.key,
+                }
+            )
+    return rows
+
+
+def passkey(rows: Sequence[Row]) -> Iterator[Found]:
+    """Length by depth, a panel a cell."""
+    exact = [row for row in rows if row["metric"] == "exact_match"]
+    cells = list(dict.fromkeys(f"{row['checkpoint']}/{row['quantizer']}" for row in exact))
+    lengths = sorted({int(str(row["length"])) for row in exact})
+    figure, grid = panels([1.4] * len(cells), left=LEFT, named=[], between=0.7)
+    for cell, (axes,) in zip(cells, grid, strict=True):
+        values = np.full((DEPTHS, len(lengths)), np.nan)
+        for row in exact:
+            if f"{row['checkpoint']}/{row['quantizer']}" == cell:
+                part = round(float(str(row["depth"])) * DEPTHS)
+                place = lengths.index(int(str(row["length"])))
+                values[part, place] = 100 * float(str(row["value"]))
+        heat(figure, axes, values, most=100.0, turned=True)
+        axes.set_xticks(range(len(lengths)), list(map(str, lengths)))
+        axes.set_yticks([0, DEPTHS - 1], ["first", "last"])
+        axes.set_ylabel("tenth")
+        axes.set_title(cut(cell))
+    grid[-1][0].set_xlabel("tokens of the prompt")
+    yield (
+        "passkey",
+        "Passkey retrieval: keys given back (%) by length of the prompt and by the tenth of it in "
+        "which the key stands. Guessing gives 0. Numbers: passkey.csv.",
+        figure,
+    )
+
+
+def _by_layer(one: Sensitivity) -> dict[tuple[str, int], float]:
+    """(kind, layer) → KL; a whole decoder layer's kind is ``layer``."""
+    found = {}
+    for unit in one.units:
+        if unit.layer is not None and unit.kl.value is not None:
+            kind = "layer" if one.unit == "block" else unit.name.rpartition(".")[2]
+            kl = found.get((kind, unit.layer), 0.0)  # experts of one kind: the most of them
+            found[kind, unit.layer] = max(kl, unit.kl.value)
+    return found
+
+
+def _centres(parts: Sequence[Stretch]) -> list[float]:
+    return [(part.first + part.last) / 2 for part in parts]
+
+
+def _line(
+    axes: Axes, x: Sequence[float], y: Sequence[float] | np.ndarray, index: int, label: str
+) -> None:
+    axes.plot(
+        x, y, color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)],
+        marker=MARKERS[index % len(MARKERS)] if len(x) <= 16 else None, markersize=3.5,
+        linewidth=1.3, label=label,
+    )  # fmt: skip
+
+
+def _few_powers(axis: Axis) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5 times powers of ten, written as numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _plain(label: str) -> str:
+    return re.sub("[^A-Za-z0-9._-]+", "-", label)

@@ -1,0 +1,84 @@
+"""Why models suffer: the report's part on it, and the files of the folder `analysis`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from qbench.analyses import Analyses
+from qbench.errors import ResultsError
+from qbench.report import along_figures, why_figures
+from qbench.report.drawing import Plate, plates
+from qbench.report.figures import Drawn, drawn
+from qbench.report.table import Cell, DataTable, build
+from qbench.store import Store, write_atomically
+from qbench.tables import along
+from qbench.tables.analyses import Section, Why, gather
+from qbench.tables.analyses_csv import CSV_FILES, as_csv, comma_separated, sensitivity_rows
+from qbench.tables.why import all_sections, markdown
+
+SECTION = "why"
+
+
+def write_analyses(store: Store) -> list[Path]:
+    """Write ``tables.md``, the CSV files and the figures into the folder of the analyses; returns
+    the paths, Markdown first. Raises ResultsError where a file is damaged."""
+    why = gather(store)
+    folder = Analyses(store.directory).folder
+    keys = along_figures.passkey_rows(store, why.records)
+    contents = {"tables.md": markdown(why)}
+    contents |= {name: comma_separated(name, why.cells) for name in CSV_FILES}
+    if why.long:
+        contents["stretches.csv"] = comma_separated("stretches.csv", why.long)
+    if why.sensitivities:
+        contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(why.sensitivities)))
+    if keys:
+        contents["passkey.csv"] = as_csv(keys)
+    paths = []
+    for name, text in contents.items():
+        paths.append(folder / name)
+        write_atomically(paths[-1], text.encode())
+    pictures = plates(_figures(why, keys), folder / "figures", ("svg",))
+    return [*paths, *(path for one in pictures for path in one.paths)]
+
+
+def why_tables(why: Why) -> list[DataTable]:
+    """Those of the page; without analyses those of passkey retrieval alone."""
+    found = all_sections(why) if why.there else list(along.passkeys(why.records))
+    return [_table(section) for section in found]
+
+
+def why_plates(store: Store, why: Why, folder: Path, formats: Sequence[str]) -> list[Plate]:
+    """Those of the page. Raises ResultsError where a table of outcomes is damaged."""
+    return plates(_figures(why, along_figures.passkey_rows(store, why.records)), folder, formats)
+
+
+def read(store: Store) -> tuple[Why | None, list[str]]:
+    """All that there is, or why a part cannot be read."""
+    try:
+        why = gather(store)
+    except ResultsError as error:
+        return None, [str(error)]
+    return why, list(why.problems) if why.there else []
+
+
+def _figures(why: Why, keys: Sequence[along_figures.Row]) -> list[Callable[[], list[Drawn]]]:
+    makers = [*why_figures.figures(why.cells), *along_figures.figures(why, keys)]
+    return [lambda make=make: drawn(SECTION, make) for make in makers]
+
+
+def _table(section: Section) -> DataTable:
+    """Every text that is a number is sorted as one."""
+    rows = [[Cell(text=text, sort=_number(text)) for text in row] for row in section.rows]
+    return build(
+        f"why-{section.name}", SECTION, section.title, section.note, section.head, rows,
+        keys=section.keys,
+    )  # fmt: skip
+
+
+def _number(text: str) -> float | None:
+    first = text.replace("−", "-").replace("∞", "inf").removesuffix(" (chance)").removesuffix(" %")
+    try:
+        return float(first)
+    except ValueError:
+        return None

@@ -1,0 +1,53 @@
+"""Attention maps: weights of chosen heads, as the definition has them."""
+
+import pytest
+import torch
+from small_recipe import DEMO
+
+from qbench.analysis.maps import TOKENS, attention_maps, choose
+from qbench.analysis.measure import measure
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.errors import RecipeError
+
+
+@pytest.fixture(scope="module", params=["softmax", "softpick"])
+def loaded(request):
+    checkpoint = find(str(DEMO / request.param))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    return model, load_tokenizer(checkpoint)
+
+
+def test_maps_are_lower_triangles_of_weights_on_three_kinds_of_text(loaded):
+    model, tokenizer = loaded
+    prose = torch.randint(3, 400, (60,), generator=torch.Generator().manual_seed(0))
+    found = attention_maps(model, tokenizer, prose, [(1, 3), (0, 0)])
+    assert [(m.text, m.layer, m.head) for m in found] == [
+        (text, *head) for text in ("prose", "code", "few-shot") for head in ((1, 3), (0, 0))
+    ]
+    for one in found:
+        assert [len(row) for row in one.rows] == list(range(1, len(one.tokens) + 1))
+        assert len(one.tokens) <= TOKENS
+        sums = [sum(row) for row in one.rows]
+        if model.config.qbench_normalizer == "softmax":
+            assert sums == pytest.approx([1.0] * len(sums), abs=2e-3)
+        else:
+            assert all(total <= 1.001 for total in sums)
+
+
+def test_the_heads_that_are_chosen_weigh_the_first_key_most_and_are_sharpest(loaded):
+    model, tokenizer = loaded
+    ids = torch.randint(3, 400, (2, 40), generator=torch.Generator().manual_seed(0))
+    found = measure(model, ids, tokenizer=tokenizer, linears=[], batch=2)
+    (layer, head), other = choose(found)
+    heads = [one for part in found.layers for one in part.heads]
+    most = found.layers[layer].heads[head].sinks[0].attention
+    assert most == max(one.sinks[0].attention for one in heads)
+    sharp = found.layers[other[0]].heads[other[1]].largest
+    assert sharp >= sorted(one.largest for one in heads)[-2]
+    assert other != (layer, head)
+
+
+def test_a_head_that_is_not_there_is_refused(loaded):
+    model, tokenizer = loaded
+    with pytest.raises(RecipeError, match=r"--heads 9\.0: the model has no such head"):
+        attention_maps(model, tokenizer, torch.ones(10, dtype=torch.long), [(9, 0)])

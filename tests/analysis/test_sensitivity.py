@@ -1,0 +1,135 @@
+"""One part of a model quantized at a time: what is measured, and what a run keeps of it."""
+
+import csv
+
+import pytest
+import torch
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.analyses import sensitivities
+from qbench.analysis import sensitivity_run
+from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
+from qbench.checkpoints import find, load_model
+from qbench.errors import EvaluationError, RecipeError
+from qbench.quantizers.linears import linears
+
+OPTIONS = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "rtn-4bit")
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The softpick model, and one with each weight moved by a hundredth of its spread."""
+    checkpoint = find(str(DEMO / "softpick"))
+    original, changed = (
+        load_model(checkpoint, dtype=torch.float32, device="cpu") for _ in range(2)
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for layer in linears(changed).values():
+            layer.weight += 0.1 * layer.weight.std() * torch.randn_like(layer.weight)
+    return original, changed
+
+
+def test_divergence_and_perplexity_are_those_of_whole_logits(models):
+    original, changed = models
+    ids = torch.randint(3, 400, (3, 20), generator=torch.Generator().manual_seed(1))
+    name = "model.layers.2.mlp.down_proj"
+    found = Baseline(original, ids, batch=2).against(
+        Unit(name=name, layer=2, modules=(name,)), changed
+    )
+    with torch.no_grad():
+        before = original(input_ids=ids).logits.double().log_softmax(-1)[:, :-1]
+        with exchanged(original, {name: changed.get_submodule(name)}):
+            after = original(input_ids=ids).logits.double().log_softmax(-1)[:, :-1]
+    kl = (before.exp() * (before - after)).sum(-1).mean(1)
+    assert found.kl.value == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert found.kl.stderr == pytest.approx((kl.std() / 3**0.5).item(), rel=1e-3)
+    change = (before - after).gather(-1, ids[:, 1:, None])[..., 0].mean(1)
+    assert found.ln_perplexity_ratio.value == pytest.approx(change.mean().item(), rel=1e-3)
+    assert found.ln_perplexity_ratio.documents == 3
+
+
+def test_the_model_is_left_as_it_was_and_without_a_change_nothing_is_lost(models):
+    original, _ = models
+    ids = torch.randint(3, 400, (2, 20))
+    own = {name: original.get_submodule(name) for name in linears(original)}
+    unit = Unit(name="all", layer=None, modules=tuple(own))
+    found = Baseline(original, ids, batch=1).against(unit, original)
+    assert found.kl.value == 0
+    assert found.ln_perplexity_ratio.value == 0
+    assert {name: original.get_submodule(name) for name in own} == own
+
+
+def test_a_part_without_numbers_is_refused(models):
+    original, _ = models
+    checkpoint = find(str(DEMO / "softpick"))
+    broken = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    name = "model.layers.0.mlp.up_proj"
+    with torch.no_grad():
+        broken.get_submodule(name).weight[0] = float("nan")
+    base = Baseline(original, torch.randint(3, 400, (2, 20)), batch=2)
+    with pytest.raises(EvaluationError, match="up_proj: quantized, the model's logits"):
+        base.against(Unit(name=name, layer=0, modules=(name,)), broken)
+
+
+def test_units_are_linear_layers_or_decoder_layers(models):
+    original, _ = models
+    names = list(linears(original))
+    single = units(original, names, blocks=False)
+    assert [unit.name for unit in single] == names
+    assert [unit.layer for unit in single] == [index for index in range(4) for _ in range(7)]
+    blocks = units(original, names[:14], blocks=True)
+    assert [(unit.name, len(unit.modules)) for unit in blocks] == [
+        ("model.layers.0", 7), ("model.layers.1", 7),
+    ]  # fmt: skip
+
+
+def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, monkeypatch):
+    path, out = small_recipe(tmp_path), tmp_path / "out"
+    measured = []
+    against = Baseline.against
+
+    def stops(self, unit, quantized):
+        measured.append(unit.name)
+        if len(measured) == 5:
+            raise MemoryError("stopped")
+        return against(self, unit, quantized)
+
+    monkeypatch.setattr(sensitivity_run, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(Baseline, "against", stops)
+    options = (*OPTIONS, "--only", "softpick/fp32")
+    assert qbench("analyze", path, "--out", out, *options) == 1
+    (stopped,) = sensitivities(out).all()
+    assert (stopped.status, len(stopped.units)) == ("failed", 4)
+    assert qbench("analyze", path, "--out", out, *options) == 0
+    assert len(measured) == 5 + 29 - 4  # the fifth again, and all after it
+    (whole,) = sensitivities(out).all()
+    assert whole.units[:4] == stopped.units
+    assert (whole.status, len(whole.units), whole.unit) == ("ok", 28, "linear")
+    assert whole.together.kl.value > max(unit.kl.value for unit in whole.units) / 2
+    assert qbench("analyze", path, "--out", out, *options) == 0
+    assert len(measured) == 30
+    rows = list(csv.DictReader((out / "analysis" / "sensitivity.csv").read_text().splitlines()))
+    assert len(rows) == 29
+    assert float(rows[3]["kl"]) == whole.units[3].kl.value
+    text = (out / "analysis" / "tables.md").read_text()
+    assert "## Quantized alone" in text
+    assert "## Outliers of inputs and damage" in text
+    figures = {file.name for file in (out / "analysis" / "figures").iterdir()}
+    assert {"sensitivity-rtn-4bit.svg", "outliers-rtn-4bit.svg", "sinks.svg"} <= figures
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--sensitivity", "gptq-9bit"), "no such quantizer; it has fp32, rtn-4bit"),
+        (("--sensitivity", "fp32"), "quantizes neither weights nor activations"),
+        (("--blocks",), "--blocks: is of --sensitivity"),
+        (("--heads", "3"), "--heads '3': say layer and head"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_work(tmp_path, options, words):
+    with pytest.raises(RecipeError, match=words):
+        qbench("analyze", small_recipe(tmp_path), "--out", tmp_path / "out", *options)
