@@ -17,7 +17,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.analysis.attention import Call
-from qbench.attention.interface import Mask
+from qbench.attention.kv_cache import KV_CACHE, read_apart
+from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
 from qbench.errors import UnavailableError
 
@@ -61,9 +62,10 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
     ) -> tuple[Tensor, None]:
         output, rest = inner(module, query, key, value, attention_mask, scaling=scaling, **options)
         mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+        seen_query, seen_key = _as_read(module, query, key, value)
         call = Call(
-            query=query,
-            key=key,
+            query=seen_query,
+            key=seen_key,
             normalizer=normalizer.name,
             parameters=_parameters(normalizer, module, options),
             scale=scaling,
@@ -74,6 +76,28 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
         return output, rest
 
     return forward
+
+
+def _as_read(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries, and keys as a quantized KV cache gives them back, where ``module`` has one.
+
+    A rotation of both alone changes no score. Raises UnavailableError where what is read depends
+    on the query.
+    """
+    if getattr(module, KV_CACHE, None) is None:
+        return query, key
+    rotation = getattr(module, "qbench_rotation", None)
+    if rotation is not None:
+        query, key = rotation(query), rotation(key)
+    found = read_apart(module, key, value)
+    if found is None:
+        raise UnavailableError(
+            "its KV cache keeps some tokens unquantized for a while, so that each query reads "
+            "other keys; analyze a cell whose cache quantizes every token at once"
+        )
+    return query, found[0]
 
 
 def _parameters(

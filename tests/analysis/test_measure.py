@@ -13,6 +13,7 @@ from qbench.attention.interface import attend
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linears import linears
+from qbench.quantizers.parts import KV_CACHES
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -160,3 +161,15 @@ def test_delimiters_and_stretches_of_positions_are_measured(pair):
     assert found.stretches[1].loss_stderr == pytest.approx(0, abs=1e-6)  # the same text twice
     mean = sum(one.mass * (one.last - one.first + 1) for one in found.stretches) / 200
     assert mean == pytest.approx(found.mass)
+
+
+def test_keys_are_measured_as_a_quantized_cache_gives_them_back(pair):
+    model, tokenizer, ids = pair
+    checkpoint = find(str(DEMO / model.config.qbench_normalizer))
+    coded = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    cache = KV_CACHES.parse("int4-token", {})
+    cache.install(coded, {})
+    whole, found = measured(model, tokenizer, ids), measured(coded, tokenizer, ids)
+    assert found.perplexity != whole.perplexity
+    # The first layer has the same queries: what differs comes from its keys.
+    assert found.layers[0].heads[0].largest != whole.layers[0].heads[0].largest
