@@ -78,9 +78,7 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
     return forward
 
 
-def _as_read(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
+def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Queries, and keys as a quantized KV cache gives them back, where ``module`` has one.
 
     A rotation of both alone changes no score. Raises UnavailableError where what is read depends

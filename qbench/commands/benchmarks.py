@@ -62,6 +62,36 @@ def products(
     typer.echo(table(bench_products(out, quick)))
 
 
+@app.command("analysis")
+def analysis(
+    shape: Annotated[str, typer.Option(help="340m or tiny.")] = "340m",
+    samples: Annotated[int, typer.Option(min=8, help="Random texts.")] = 1000,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of each.")] = 1024,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts to decode.")] = 200,
+    prompt: Annotated[int, typer.Option(min=8, help="Tokens of each.")] = 2048,
+    device: DeviceOption = Device.auto,
+    out: Json = None,
+) -> None:
+    """One pass of `qbench analyze` by its parts, and passkey decoding beside transformers'."""
+    from qbench.bench.analysis import SHAPES, bench_analysis, table
+    from qbench.machine.devices import choose_device
+
+    if shape not in SHAPES:
+        raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
+    found = bench_analysis(
+        shape=shape,
+        device=choose_device(device),
+        samples=samples,
+        length=length,
+        prompts=prompts,
+        prompt=prompt,
+    )
+    if out is not None:
+        write_atomically(out, (json.dumps(found, indent=1) + "\n").encode())
+        write_atomically(out.with_suffix(".md"), (table(found) + "\n").encode())
+    typer.echo(table(found))
+
+
 @app.command("evaluation")
 def evaluation(
     recipe: RecipeFile,

@@ -1,0 +1,71 @@
+"""Analyses on a GPU: figures as on the CPU, decoding as transformers has it, the cost of a pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbench.analysis.measure import measure
+from qbench.bench.analysis import bench_analysis, random_model
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.evaluation.scoring.greedy import greedy
+from qbench.quantizers.linears import linears
+
+pytestmark = pytest.mark.gpu
+DEMO = Path(__file__).parents[2] / "recipes" / "demo"
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_a_gpu_measures_what_a_cpu_measures(normalizer):
+    checkpoint = find(str(DEMO / normalizer))
+    tokenizer = load_tokenizer(checkpoint)
+    ids = torch.randint(3, 400, (4, 200), generator=torch.Generator().manual_seed(0))
+    found = []
+    for device in ("cpu", "cuda"):
+        model = load_model(checkpoint, dtype=torch.float32, device=device, attention="reference")
+        names = list(linears(model))
+        found.append(measure(model, ids, tokenizer=tokenizer, linears=names, batch=2))
+    ours, theirs = found
+    assert theirs.perplexity == pytest.approx(ours.perplexity, rel=1e-4)
+    assert theirs.zeros == pytest.approx(ours.zeros, abs=1e-3)
+    assert theirs.sinks[0].rates_gu == pytest.approx(ours.sinks[0].rates_gu, abs=0.05)
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+        assert other.hidden.kurtosis == pytest.approx(one.hidden.kurtosis, rel=1e-3)
+        assert other.hidden.quantiles == pytest.approx(one.hidden.quantiles, rel=1e-2, abs=1e-3)
+        assert other.hidden.maximum == pytest.approx(one.hidden.maximum, rel=1e-3)
+        masses = [[head.mass for head in layer.heads] for layer in (one, other)]
+        assert masses[1] == pytest.approx(masses[0], rel=1e-3)
+    for one, other in zip(ours.inputs, theirs.inputs, strict=True):
+        assert other.error_token == pytest.approx(one.error_token, rel=2e-2)
+    stretches = [[part.loss for part in each.stretches] for each in found]
+    assert stretches[1] == pytest.approx(stretches[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_greedy_decoding_by_the_kernels_is_what_transformers_generates(normalizer):
+    model = random_model("tiny", normalizer, "cuda").float()
+    ids = torch.randint(3, 500, (7, 300)).tolist()
+    expected = [
+        model.generate(
+            torch.tensor([one], device="cuda"),
+            attention_mask=torch.ones(1, 300, dtype=torch.long, device="cuda"),
+            max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0,
+        )[0, 300:].tolist()
+        for one in ids
+    ]  # fmt: skip
+    assert greedy(model, ids, 6) == expected
+
+
+def test_a_pass_over_many_texts_at_340m_takes_less_than_a_minute_and_20_gib():
+    found = bench_analysis(
+        shape="340m", device="cuda", samples=1000, length=1024, prompts=64, prompt=2048
+    )
+    whole = [row for row in found["rows"] if row["what"] == "analysis"]
+    assert len(whole) == 2
+    for row in whole:
+        assert row["seconds"] < 60
+        assert row["peak_gib"] < 20
+    seconds = {(r["what"], r["normalizer"]): r["seconds"] for r in found["rows"]}
+    for normalizer in ("softmax", "softpick"):
+        theirs = seconds["passkey, transformers' generate, batch 1", normalizer]
+        assert theirs > 10 * seconds["passkey, ours", normalizer]
