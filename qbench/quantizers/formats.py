@@ -43,12 +43,11 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
             above = _usable(largest.max() / (table[-1] * e4m3[-1]))
         elif given is not None:
             above = _usable(given)
-        positive = e4m3[e4m3 > 0]
-        scale = _nearest(largest / table[-1] / above, positive) * above
+        scale = _nearest(largest / table[-1] / above, e4m3).clamp(min=2.0**-9) * above
     else:
         scale = largest / table[-1] if given is None else given
     scale = _usable(scale.float().double())  # as it is stored
-    return _nearest(groups / scale, table) * scale, -table[-1] * scale, table[-1] * scale
+    return _nearest(groups / scale, table) * scale, table[0] * scale, table[-1] * scale
 
 
 def _table(kind: str, bits: int) -> Tensor:
@@ -68,7 +67,8 @@ def _nearest(x: Tensor, table: Tensor) -> Tensor:
     """The values of ``table``, in order, nearest to ``x``; ties to the one of even index."""
     above = torch.searchsorted(table, x).clamp(1, len(table) - 1)
     low, high = table[above - 1], table[above]
-    up = (high - x < x - low) | ((high - x == x - low) & ((above - len(table) // 2) % 2 == 0))
+    origin = int(torch.searchsorted(table, torch.zeros_like(table[:1])))
+    up = (high - x < x - low) | ((high - x == x - low) & ((above - origin) % 2 == 0))
     return torch.where(up, high, low)
 
 

@@ -1,0 +1,158 @@
+"""Activations on CUDA: the kernel equals the definitions, real products equal their simulation, and
+what simulating costs."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
+
+from quantizer_models import DIGEST, PROBE, calibration, llama
+from test_rounding import GRIDS, INF, NAN, draw
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qbench.attention.interface import attend
+from qbench.quantizers import quantizer_of
+from qbench.quantizers.activations import kernel, rounding
+from qbench.quantizers.activations.quantize import fixed_by
+from qbench.quantizers.audit import audit
+from qbench.quantizers.quantization import quantize
+from qbench.quantizers.w8a8_layers import GRIDS as CODED
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARTS = [
+    *(f"int{b}-{per}" for b in (8, 4) for per in ("token", "tensor", "static")),
+    "int6-token-asymmetric", "int8-static-asymmetric", "fp8-row", "fp8-tensor", "fp8-static",
+    "mxfp8", "mxfp4", "nvfp4",
+]  # fmt: skip
+
+
+def odd(columns, dtype):
+    x = draw(301, columns)
+    x[1], x[2, 1], x[3, 2] = 0.0, NAN, INF
+    x[4] *= 1e-30
+    return x.to(dtype).cuda()
+
+
+def same(found, expected):
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(
+        found.nan_to_num(0.0), expected.nan_to_num(0.0)
+    )
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [16, 32, 384, 2816, 8200])
+def test_the_kernel_is_the_definition_bit_for_bit(name, dtype, columns):
+    grid, x = GRIDS[name], odd(columns, dtype)
+    fixed = fixed_by(torch.tensor(-2.0).cuda(), torch.tensor(3.0).cuda(), grid)
+    given = [(None, None), (fixed.scale, fixed.zero)]
+    for scale, zero in given[:1] if grid.scale_format == "e8m0" else given:
+        assert same(kernel.rounded(x, grid, scale, zero), rounding.rounded(x, grid, scale, zero))
+        assert same(  # and on a CPU
+            kernel.rounded(x, grid, scale, zero).cpu(),
+            rounding.rounded(x.cpu(), grid, *(t if t is None else t.cpu() for t in (scale, zero))),
+        )
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_those_of_the_definition(kind, dtype):
+    x = odd(384, dtype)
+    (codes, scale), (codes_too, scale_too) = (
+        one.coded(x, CODED[kind]) for one in (kernel, rounding)
+    )
+    assert same(scale, scale_too)
+    sound = scale.isfinite().flatten()
+    assert torch.equal(codes[sound].float(), codes_too[sound].float())
+
+
+def on_gpu(stated, folder, dtype="bfloat16"):
+    chosen = quantizer_of(stated, compute_dtype=dtype)
+    model = llama("softpick", dtype=getattr(torch, dtype), device="cuda")
+    made = quantize(
+        model,
+        chosen,
+        calibration=calibration() if chosen.needs_calibration else None,
+        digest=DIGEST,
+        artifacts=folder,
+    )
+    original = llama("softpick", dtype=getattr(torch, dtype), device="cuda")
+    return made, audit(original, made.model, chosen, PROBE)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    "weights", [None, {"name": "gptq-4bit", "group_size": 32, "backend": "torch"}]
+)
+def test_every_scheme_passes_its_audit(name, weights, tmp_path):
+    stated = {"activations": name} | ({"weights": weights} if weights else {})
+    _, report = on_gpu(stated, tmp_path)
+    assert report.problems == ()
+    assert len(report.activations.modules) == 14
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_real_products_are_their_simulation(kind, tmp_path):
+    both = [
+        on_gpu({"name": f"w8a8-{kind}", "arithmetic": arithmetic}, tmp_path)
+        for arithmetic in ("real", "simulated")
+    ]
+    assert [report.problems for _, report in both] == [(), ()]
+    layer = "model.layers.1.mlp.up_proj"
+    x = torch.randn(3, 50, 64, device="cuda", dtype=torch.bfloat16)
+    real, simulated = (made.model.get_submodule(layer)(x).float() for made, _ in both)
+    assert float((real - simulated).norm() / real.norm()) < 1e-2
+
+
+def wide(layers=4):
+    """The shape of the papers' 340M models, fewer layers."""
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers,
+        num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval().requires_grad_(False)
+    attend(model, normalizer="softpick", implementation="triton")
+    return model
+
+
+def seconds(model, ids):
+    """Median of a forward of the decoder, after two to warm up."""
+    taken = []
+    with torch.no_grad():
+        for _ in range(9):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model.model(ids, use_cache=False)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+    return sorted(taken[2:])[3]
+
+
+@pytest.mark.parametrize(
+    ("stated", "most"),
+    [
+        *(({"activations": name}, 1.6) for name in ("int8-token", "int8-static", "int8-tensor",
+                                                    "fp8-row", "mxfp4")),
+        ({"name": "w8a8-int8"}, 1.6),
+        ({"name": "w8a8-fp8"}, 1.3),
+    ],
+)  # fmt: skip
+def test_what_quantizing_activations_costs(stated, most, tmp_path):
+    """Of the unquantized decoder's time, 16 × 2,048 tokens."""
+    ids = torch.randint(0, 1000, (16, 2048), device="cuda")
+    plain = seconds(wide(), ids)
+    chosen = quantizer_of(stated, compute_dtype="bfloat16")
+    text = calibration() if chosen.needs_calibration else None
+    made = quantize(wide(), chosen, calibration=text, digest=DIGEST, artifacts=tmp_path)
+    ratio = seconds(made.model, ids) / plain
+    print(f"{chosen.name}: {ratio:.2f} times the unquantized decoder's {plain * 1e3:.1f} ms")
+    assert ratio < most
