@@ -111,10 +111,41 @@ def cpu_seconds(command):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_a_worker_that_warms_up_leaves_torchs_compiler_aside():
-    """A third of its start; cells that quantize with hqq import hqq, which brings it."""
+def test_a_worker_that_warms_up_leaves_torchs_compiler_and_scipys_optimizers_aside():
+    """Four tenths of its start. Cells that quantize with hqq import hqq, which brings it."""
     loaded = python(
-        "import sys; from qbench.running.work import warm_up; warm_up('cpu'); print(*sys.modules)"
+        "import sys; from qbench.running.warm_up import warm_up; warm_up('cpu')\n"
+        "print(*sys.modules)"
     ).split()
-    assert {"torch", "transformers", "lm_eval.evaluator"} <= set(loaded)
-    assert not {"hqq", "torch._inductor.compile_fx"} & set(loaded)
+    assert {"torch", "transformers", "lm_eval.evaluator", "transformers.loss.loss_utils"} <= set(
+        loaded
+    )
+    assert not {"hqq", "torchao", "torch._inductor.compile_fx", "scipy.optimize"} & set(loaded)
+
+
+def test_what_was_left_aside_is_there_when_it_is_asked_for():
+    """Every module that transformers has loaded gets the true answer afterwards."""
+    told = python(
+        "import sys; from qbench.running.warm_up import LEFT_ASIDE, warm_up; warm_up('cpu')\n"
+        "import transformers.utils as utils\n"
+        "names = [n for n in LEFT_ASIDE if hasattr(utils, n)]\n"
+        "holders = [m for k, m in sys.modules.items() if k.startswith('transformers.')]\n"
+        "asked = [vars(m)[n] for m in holders for n in names if n in vars(m)]\n"
+        "print(len(names), len(asked), {f.__module__ for f in asked})"
+    )
+    names, asked, modules = told.split(maxsplit=2)
+    assert int(names) == 3
+    assert int(asked) > 3
+    assert modules.strip() == "{'transformers.utils.import_utils'}"
+
+
+@pytest.mark.gpu
+def test_the_context_made_beside_the_imports_is_the_one_that_torch_takes_up():
+    told = python(
+        "from qbench.running.warm_up import make_context; make_context()\n"
+        "import ctypes; driver = ctypes.CDLL('libcuda.so.1')\n"
+        "flags, active = ctypes.c_uint(), ctypes.c_int()\n"
+        "driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active))\n"
+        "import torch; print(active.value, float(torch.ones(3, device='cuda').sum()))"
+    )
+    assert told.split() == ["1", "3.0"]

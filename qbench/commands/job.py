@@ -112,7 +112,7 @@ def _processes(slots: Sequence[int], device: str) -> Iterator[Processes | None]:
         yield None
         return
     from qbench.running.executors import Processes
-    from qbench.running.work import warm_up
+    from qbench.running.warm_up import warm_up
 
     executor = Processes(slots, device=device)
     try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -100,6 +103,8 @@ def run(
             _announce(planned, cells, display)
             if place.description:
                 display.say(place.description)
+            if executor is not None:  # what the tables need, while this process only waits
+                threading.Thread(target=_import_statistics, daemon=True).start()
             start, begun = time.monotonic(), datetime.now(UTC)
             records = run_cells(
                 planned, out=job.out, cells=cells, executor=executor, sink=display, force=force
@@ -112,6 +117,12 @@ def run(
         complain(f"{record.cell}: failed: {record.error}")
     if broken:
         raise typer.Exit(1)
+
+
+def _import_statistics() -> None:
+    with contextlib.suppress(Exception):  # said where they are used
+        importlib.import_module("qbench.comparison.effects")
+        importlib.import_module("qbench.tables")
 
 
 def plan(

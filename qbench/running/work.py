@@ -6,8 +6,6 @@ Whoever holds a cell's lock is at work on it, so that several runs may share a r
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,19 +16,11 @@ from filelock import FileLock, Timeout
 from qbench.errors import ResultsError
 from qbench.evaluation.base_file import base_rows_file, verified
 from qbench.evaluation.tolerance import exceeded
-from qbench.machine.quiet import redirected
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder, failed, run
 from qbench.sink import Elsewhere, Sink
 from qbench.store import Store
-
-WARM = (
-    "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
-    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
-    "qbench.checkpoints.load", "qbench.attention.interface", "qbench.evaluation.scoring",
-    "qbench.evaluation.evaluate", "qbench.quantizers.quantization",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,35 +132,6 @@ def rows_problem(cache: Path) -> Callable[[str], str | None]:
         return None
 
     return problem
-
-
-def warm_up(device: str) -> int:
-    """Import what a cell needs, while its plan is still made; the process's id.
-
-    What cannot be imported is left to the cell that needs it, which says so in its log.
-    """
-    with redirected(Path(os.devnull)), contextlib.suppress(Exception):
-        _import_caches_without_hqq()
-        for module in WARM:
-            importlib.import_module(module)
-        if device == "cuda":
-            import torch
-
-            torch.zeros(1, device=device)
-    return os.getpid()
-
-
-def _import_caches_without_hqq() -> None:
-    """transformers imports hqq where it is installed, and hqq torch's compiler, for a quantized
-    cache that nobody here asks for: a third of a worker's start. A cell that quantizes with hqq
-    imports it by itself."""
-    utils = importlib.import_module("transformers.utils")
-    available = utils.is_hqq_available
-    utils.is_hqq_available = lambda: False
-    try:
-        importlib.import_module("transformers.cache_utils")
-    finally:
-        utils.is_hqq_available = available
 
 
 def summary(record: Record) -> str:
