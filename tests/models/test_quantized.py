@@ -17,6 +17,9 @@ from qbench.quantizers.linears import linearize, linears
 from qbench.quantizers.matrices import matrices
 from qbench.quantizers.quantization import quantize
 
+# Of GPT-BigCode in transformers 5.17.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
 
 def ids(seed, samples):
     return torch.randint(2, 400, (samples, 24), generator=torch.Generator().manual_seed(seed))

@@ -7,21 +7,14 @@ import json
 
 import pytest
 import torch
-from tiny import SMALL, tiny_model, write_tiny
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import tiny_model, write_tiny
 
+from qbench.attention.interface import attend
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.abilities import abilities
 from qbench.checkpoints.checks import own_logits, require_ours
 from qbench.checkpoints.classes import CLASSES
 from qbench.errors import UnavailableError
-
-
-def written(folder, kind, **changes):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return find(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -40,14 +33,17 @@ def test_it_is_taken_for_what_the_source_of_transformers_says(kind, native):
     assert (can.native, can.scoring, can.tried) == (native, "exact", False)
 
 
-def test_one_that_fails_on_our_attention_is_refused_when_loaded(tmp_path):
-    found = written(tmp_path, "doge")
-    with pytest.raises(UnavailableError, match=r"fails on our attention \(.*say attention: native"):
-        load_model(found, dtype=torch.float32, device="cpu")
-    native = dataclasses.replace(found, normalizer="native")
-    own = found.abilities.own
-    model = load_model(native, dtype=torch.float32, device="cpu", attention=own)
-    assert model.config._attn_implementation == own
+def test_one_that_fails_on_our_attention_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    logits = own_logits(model)
+    attend(model, normalizer="softmax", implementation="reference")
+
+    def reads_the_mask(*_, **__):
+        raise AttributeError("'Mask' object has no attribute 'dtype'")
+
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", reads_the_mask)
+    with pytest.raises(UnavailableError, match=r"fails on our attention \('Mask' .*: native"):
+        require_ours(model, logits)
 
 
 @pytest.mark.parametrize(
