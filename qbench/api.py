@@ -33,13 +33,13 @@ __all__ = ["Overrides", "Recipe", "compare", "load_records", "plan", "run", "tab
 settle()
 
 
-def plan(recipe: Recipe, device: str = "auto") -> Plan:
+def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:
     """What ``recipe`` asks for: its cells, each with the key of all that can change its scores.
 
-    ``device`` is "auto", "cpu" or "cuda". Nothing is loaded or run. Raises QbenchError for what
-    cannot work.
+    ``device`` is "auto", "cpu" or "cuda"; ``only`` a glob over the cells that are to run. Nothing
+    is loaded or run. Raises QbenchError for what cannot work.
     """
-    return plan_on(recipe, device=choose_device(device))
+    return plan_on(recipe, device=choose_device(device), only=only)
 
 
 def run(

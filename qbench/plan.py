@@ -11,30 +11,31 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from qbench import __version__
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
+from qbench.checkpoints.shapes import Shapes, linear_shapes
 from qbench.code import code_digest
 from qbench.errors import RecipeError
-from qbench.evaluation.definitions import expand
-from qbench.evaluation.planned import PlannedTask, plan_task
+from qbench.evaluation.planned import PlannedTask
 from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.machine.environment import hardware, versions
 from qbench.preflight import (
     model_choices,
+    refusal,
     require_bos,
     require_room,
-    require_texts,
+    require_runnable,
     resolved,
 )
 from qbench.quantizers import Quantizer
-from qbench.quantizers.texts import CalibrationText, file_digest, find_text
-from qbench.recipe import Column, Recipe, Task
-from qbench.record import Grid, GridCell, passkey
+from qbench.quantizers.texts import CalibrationText
+from qbench.recipe import Column, Recipe
+from qbench.recipe_inputs import find_calibration, find_tasks
+from qbench.record import Grid, GridCell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,7 @@ class Cell:
     key: str
     key_parts: dict[str, Any]
     base: GridCell | None  # the unquantized cell that damage is taken against
+    refusal: str | None = None  # why it can never run
     notes: tuple[str, ...] = ()  # what was chosen for this model that a user would not expect
 
     @property
@@ -113,11 +115,19 @@ def select(names: Iterable[str], pattern: str | None) -> list[str]:
     return chosen
 
 
-def plan(recipe: Recipe, *, device: str, gpu: str | None = None) -> Plan:
+def plan(
+    recipe: Recipe,
+    *,
+    device: str,
+    gpu: str | None = None,
+    only: str | None = None,
+    show: bool = False,
+) -> Plan:
     """Find the checkpoints, the tasks and their data, and give every cell its key.
 
     ``device`` is "cpu" or "cuda"; ``gpu`` the name of what other hosts compute on, None that of
-    this host's. Raises a QbenchError for what cannot work.
+    this host's; ``only`` a glob over the names of cells that are to run. Raises a QbenchError for
+    what cannot work; for those of the cells that can never run, too, unless it is to ``show`` them.
     """
     checkpoints = {
         name: find(
@@ -128,8 +138,8 @@ def plan(recipe: Recipe, *, device: str, gpu: str | None = None) -> Plan:
         )
         for name, source in recipe.checkpoints.items()
     }
-    tasks = _tasks(recipe, checkpoints.values())
-    calibration = _calibration(recipe)
+    tasks = find_tasks(recipe, checkpoints.values())
+    calibration = find_calibration(recipe)
     shared = {
         "tasks": {task.name: task.digest for task in tasks},
         "few-shot": {task.name: task.num_fewshot for task in tasks},
@@ -139,14 +149,17 @@ def plan(recipe: Recipe, *, device: str, gpu: str | None = None) -> Plan:
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
+        shapes = linear_shapes(checkpoint)
         base = None
         for column in sorted(recipe.quantizers, key=_quantized):
-            cell = _cell(name, checkpoint, column, recipe, device, gpu, calibration, shared, base)
+            cell = _cell(
+                name, checkpoint, shapes, column, recipe, device, gpu, calibration, shared, base
+            )
             cells.append(cell)
             require_room(name, tasks, cell.scoring.max_length)
             if base is None and not _quantized(column) and recipe.evaluation.damage:
                 base = cell.grid_cell
-    return Plan(
+    found = Plan(
         recipe=recipe,
         device=device,
         hardware=gpu,
@@ -154,6 +167,9 @@ def plan(recipe: Recipe, *, device: str, gpu: str | None = None) -> Plan:
         calibration=calibration,
         cells=tuple(cells),
     )
+    if not show:
+        require_runnable(found.select(only))
+    return found
 
 
 def _quantized(column: Column) -> bool:
@@ -163,6 +179,7 @@ def _quantized(column: Column) -> bool:
 def _cell(
     name: str,
     checkpoint: Checkpoint,
+    shapes: Shapes,
     column: Column,
     recipe: Recipe,
     device: str,
@@ -171,7 +188,7 @@ def _cell(
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
-    quantizer = resolved(name, checkpoint, column, device)
+    quantizer, reason = resolved(checkpoint, column.quantizer, device)
     model = model_choices(name, checkpoint, recipe.evaluation, device)
     checkpoint, attention = model.checkpoint, model.attention
     scoring = resolve(
@@ -221,6 +238,7 @@ def _cell(
         scoring=scoring,
         key=content_key(parts),
         key_parts=parts,
+        refusal=reason or refusal(checkpoint, shapes, quantizer),
         notes=(
             *model.notes(scoring.mode, device),
             *([f"{column.label}: {quantizer.chosen}"] if quantizer.chosen else []),
@@ -232,61 +250,3 @@ def content_key(parts: dict[str, Any]) -> str:
     """SHA-256 of the canonical JSON of ``parts``: 64 hexadecimal digits."""
     canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> tuple[PlannedTask, ...]:
-    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
-    data = recipe.resolve(recipe.data) if recipe.data else None
-    return tuple(
-        plan_task(
-            task.name,
-            data=data,
-            definitions=definitions,
-            files=task.files,
-            num_fewshot=task.num_fewshot,
-        )
-        for task in _leaf_tasks(recipe.tasks, definitions, _trained(recipe, checkpoints))
-    )
-
-
-def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
-    """The longest context that a checkpoint was trained with, as far as recipe and files say."""
-    stated = [one.max_length for one in checkpoints if one.max_length is not None]
-    limit = recipe.evaluation.max_length
-    known = stated if limit is None else [min(limit, length) for length in stated] or [limit]
-    return max(known, default=passkey.SHORTEST)
-
-
-def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None, trained: int) -> list[Task]:
-    """Tasks with groups and tags opened into their members."""
-    leaves = [
-        task.model_copy(update={"name": leaf})
-        for task in tasks
-        for leaf in _members(task.name, definitions, trained)
-    ]
-    names = [leaf.name for leaf in leaves]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise RecipeError(f"tasks: {', '.join(twice)} is there twice, once in a group or tag")
-    return leaves
-
-
-def _members(name: str, definitions: Path | None, trained: int) -> list[str]:
-    if name == passkey.GROUP:
-        return [passkey.task_name(length) for length in passkey.task_lengths(trained)]
-    return [name] if passkey.task_length(name) is not None else expand(name, definitions)
-
-
-def _calibration(recipe: Recipe) -> CalibrationText | None:
-    source = recipe.calibration
-    if source is None or not any(c.quantizer.needs_calibration for c in recipe.quantizers):
-        return None
-    data = recipe.resolve(recipe.data) if recipe.data else None
-    path = find_text(source.path, base=recipe.folder, data=data)
-    require_texts(path)
-    return CalibrationText(
-        path=path,
-        digest=file_digest(path),
-        samples=source.samples,
-        length=source.length,
-        seed=source.seed,
-    )

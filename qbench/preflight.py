@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qbench.attention.implementation import NATIVE
 from qbench.checkpoints.attention import choose_attention
-from qbench.errors import RecipeError
+from qbench.errors import QuantizationError, RecipeError, RecipeProblems
 from qbench.evaluation.settings import Mode
 from qbench.quantizers.texts import read_texts
 
 if TYPE_CHECKING:
     from qbench.checkpoints import Checkpoint
+    from qbench.checkpoints.shapes import Shapes
     from qbench.evaluation.planned import PlannedTask
+    from qbench.plan import Cell
     from qbench.quantizers import Quantizer
-    from qbench.recipe import Column, Evaluation
+    from qbench.recipe import Evaluation
 
 CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
 
@@ -89,18 +91,50 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
         raise RecipeError(f"checkpoints.{name}: {error}") from None
 
 
-def resolved(name: str, checkpoint: Checkpoint, column: Column, device: str) -> Quantizer:
-    """The quantizer of ``column`` with every open choice made.
-
-    Raises RecipeError where its parts cannot run on ``device`` ("cpu" or "cuda"), or not with this
-    checkpoint.
-    """
+def resolved(
+    checkpoint: Checkpoint, quantizer: Quantizer, device: str
+) -> tuple[Quantizer, str | None]:
+    """``quantizer`` with every open choice made, or why it cannot run on ``device`` ("cpu" or
+    "cuda"), or not with this checkpoint."""
     try:
-        quantizer = column.quantizer.resolved(checkpoint.config, device)
-        quantizer.check(checkpoint.config, device)
+        found = quantizer.resolved(checkpoint.config, device)
+        found.check(checkpoint.config, device)
     except RecipeError as error:
-        raise RecipeError(f"quantizers: {column.label}: checkpoints.{name}: {error}") from None
-    return quantizer
+        return quantizer, str(error)
+    return found, None
+
+
+def refusal(checkpoint: Checkpoint, shapes: Shapes, quantizer: Quantizer) -> str | None:
+    """Why a quantizer can never run with this checkpoint, whose linear layers have these
+    ``shapes``; None where nothing speaks against it."""
+    try:
+        if quantizer.precision.weights is not None:
+            quantizer.of_weights.check_layers(shapes)
+    except QuantizationError as error:
+        return str(error)
+    if quantizer.precision.kv_cache is not None and checkpoint.normalizer == NATIVE:
+        return (
+            f"{checkpoint.abilities.name} runs on its own attention, and the KV cache is quantized "
+            "in ours"
+        )
+    spared = checkpoint.abilities.spared
+    if spared and quantizer.precision.weights is not None and spared not in quantizer.leave_out:
+        return (
+            f"{checkpoint.abilities.name} reads the weight of {spared} by itself; say leave_out: "
+            f"[{spared}]"
+        )
+    return None
+
+
+def require_runnable(cells: Iterable[Cell]) -> None:
+    """Raises RecipeProblems for cells that can never run: a line a reason, with all of them."""
+    reasons: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.refusal is not None:
+            reasons.setdefault(cell.refusal, []).append(cell.name)
+    if reasons:
+        lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        raise RecipeProblems([*lines, "these cells can never run; --only PATTERN runs others"])
 
 
 def require_room(name: str, tasks: Sequence[PlannedTask], max_length: int) -> None:

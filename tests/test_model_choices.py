@@ -14,7 +14,7 @@ from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store
 
-KINDS = ("bloom", "gpt_oss", "granite", "llama", "mistral")
+KINDS = ("bloom", "gpt2", "gpt_oss", "granite", "llama", "mamba", "mistral")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def models(tmp_path_factory):
     return {kind: str(write_tiny(root / kind, kind)) for kind in KINDS}
 
 
-def recipe(tmp_path, checkpoints, quantizers=("fp32",), **evaluation):
+def recipe(tmp_path, checkpoints, quantizers=("fp32",), calibration=None, **evaluation):
     """Of one task of three documents that the tiny models' own tokenizer reads."""
     return small_recipe(
         tmp_path,
@@ -31,6 +31,7 @@ def recipe(tmp_path, checkpoints, quantizers=("fp32",), **evaluation):
         quantizers=list(quantizers),
         tasks=["demo_choice"],
         evaluation={"limit": 3, "max_length": 64, **evaluation},
+        calibration=calibration,
     )
 
 
@@ -145,3 +146,44 @@ def test_the_documents_hold_that_table():
     root = Path(__file__).parent.parent
     assert (root / "docs" / "models.md").read_text().endswith(model_table())
     assert f"[{len(CLASSES)} classes](docs/models.md)" in (root / "README.md").read_text()
+
+
+REFUSED = [
+    ("llama", {"name": "rtn-4bit", "group_size": 48}, r"has 64 inputs, no multiple of group_size"),
+    ("llama", {"name": "gptq-4bit", "group_size": 48}, "gptqmodel has no group_size 48; it has"),
+    ("gpt2", {"name": "hqq-4bit", "group_size": 128}, "c_attn has 64 inputs, no multiple"),
+    ("gpt_oss", {"name": "rtn-4bit", "group_size": 48}, "has 64 inputs, no multiple of"),
+    ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj by itself; say leave_out:"),
+    ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, and the KV cache"),
+]
+
+
+@pytest.mark.parametrize(("kind", "quantizer", "words"), REFUSED)
+def test_a_cell_that_can_never_run_is_refused_before_work(
+    tmp_path, models, kind, quantizer, words, capfd
+):
+    text = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32}
+    path = recipe(
+        tmp_path, {"a": models[kind]}, ("fp32", {"label": "x", **quantizer}), calibration=text
+    )
+    label = quantizer.get("label", "x")
+    with pytest.raises(RecipeError, match=words) as refusal:
+        plan(Recipe.load(path), device="cpu")
+    assert str(refusal.value).startswith(f"a/{label}: ")
+    others = plan(Recipe.load(path), device="cpu", only="*/fp32")
+    assert [bool(cell.refusal) for cell in others.cells] == [False, True]
+    with pytest.raises(RecipeError, match=words):
+        qbench("plan", path, "--out", tmp_path / "out")
+    assert f"refused   a/{label}" in capfd.readouterr().out
+    assert qbench("plan", path, "--out", tmp_path / "out", "--only", "*/fp32") == 0
+
+
+def test_a_reason_that_several_cells_share_is_said_once(tmp_path, models):
+    odd = [{"name": f"rtn-{bits}bit", "group_size": 48} for bits in (3, 4)]
+    path = recipe(tmp_path, {"a": models["llama"], "b": models["mistral"]}, ("fp32", *odd))
+    with pytest.raises(RecipeError) as refusal:
+        plan(Recipe.load(path), device="cpu")
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("a/rtn-3bit, b/rtn-3bit: rtn-3bit: ")
+    assert lines[-1] == "these cells can never run; --only PATTERN runs others"

@@ -30,7 +30,8 @@ HANDED = {"s_aux=": "learned sinks", "softcap=": "soft-capped scores"}
 class Abilities:
     """``native``: why the model has to run on its own attention, None where ours does; ``own``:
     what that is. ``scoring``: the fastest mode that works, ``slower`` why it is not fast.
-    ``tried``: whether the class is one of the table's."""
+    ``tried``: whether the class is one of the table's. ``spared``: a linear layer that has to
+    stay as it is, "" for none."""
 
     name: str
     native: str | None
@@ -38,6 +39,7 @@ class Abilities:
     scoring: Mode
     slower: str
     tried: bool
+    spared: str
 
 
 def abilities(config: Mapping[str, Any]) -> Abilities:
@@ -67,6 +69,7 @@ def abilities(config: Mapping[str, Any]) -> Abilities:
         scoring=mode,
         slower=slower,
         tried=row is not None,
+        spared=row.spared if row else "",
     )
 
 

@@ -113,6 +113,7 @@ def analyze(
     """
     from qbench.analysis.plan import chosen
     from qbench.analysis.settings import parse_heads
+    from qbench.preflight import require_runnable
     from qbench.report.why import write_analyses
     from qbench.store import Store
 
@@ -127,8 +128,10 @@ def analyze(
     )
     job = make_job(recipe, overrides, out=out, device=device)
     require_folder(job.out, "--out")
-    planned = job.plan()
-    wanted = {cell.name for cell in chosen(planned, only)}
+    planned = job.plan(show=True)
+    cells = chosen(planned, only)
+    require_runnable(cells)
+    wanted = {cell.name for cell in cells}
     settings = _settings(planned, text, field, samples, length, bos)
     if heads is not None:
         settings = replace(settings, heads=parse_heads(heads))

@@ -35,13 +35,14 @@ class Job:
     device: str
     gpu: str | None = None  # of other hosts; None: this one's
 
-    def plan(self) -> Plan:
-        """The plan, with what is downloaded for it said on standard error."""
+    def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
+        """The plan, with what is downloaded for it said on standard error. Raises RecipeError
+        where a cell like ``only`` can never run, unless it is to ``show`` that."""
         from qbench import hub
         from qbench.plan import plan
 
         with hub.announcing(lambda line: typer.echo(line, err=True)):
-            return plan(self.recipe, device=self.device, gpu=self.gpu)
+            return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,7 +97,7 @@ def run(
         terminal() as screen,
         placed(job, device, cluster, gpus=gpus, workers=workers, cells=len(names)) as place,
     ):
-        executor, planned = place.executor, place.job.plan()
+        executor, planned = place.executor, place.job.plan(only)
         cells = planned.select(only)
         with Display(screen, len(cells)) as display:
             _announce(planned, cells, display)
@@ -137,7 +137,11 @@ def plan(
     out: OutToRead = None,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Show what `qbench run` would do, and what is there already. Runs nothing."""
+    """Show what `qbench run` would do, and what is there already. Runs nothing.
+
+    Exit code 2 where a cell can never run.
+    """
+    from qbench.preflight import require_runnable
     from qbench.running.work import passes
     from qbench.store import Store
 
@@ -150,7 +154,7 @@ def plan(
         scoring=scoring,
     )
     job = make_job(recipe, overrides, out=out, device=device)
-    planned, store = job.plan(), Store(job.out)
+    planned, store = job.plan(only, show=True), Store(job.out)
     for task in planned.tasks:
         typer.echo(f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}")
     if planned.calibration is not None:
@@ -160,10 +164,12 @@ def plan(
         record = store.whole(cell.grid_cell)
         there = "there" if passes(record, cell) else "to retry"
         state = "to run" if record is None else there
+        state = state if cell.refusal is None else "refused"
         typer.echo(f"{state:9} {cell.name}  key {cell.key[:16]}")
     for line in notes(planned.select(only)):
         typer.echo(line)
     typer.echo(f"results go to {store.directory}")
+    require_runnable(planned.select(only))
 
 
 def noise(
@@ -193,7 +199,7 @@ def noise(
     )
     job = make_job(recipe, overrides, out=out, device=device)
     require_folder(job.out)
-    planned = job.plan()
+    planned = job.plan(show=True)  # of which only unquantized cells are scored
     found = {}
     for cell in planned.cells:
         if cell.quantizer.precision.quantized:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from qbench.quantizers.independence import independence
 from qbench.quantizers.kv_cache.audit import measure_kv
-from qbench.quantizers.matrices import Matrix, left_out, matrices, values
+from qbench.quantizers.matrices import Matrix, matrices, values
 from qbench.quantizers.measure import Measured, measure
 from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
+from qbench.quantizers.patterns import left_out
 from qbench.quantizers.quantizer import Quantizer
 from qbench.record import Audit, KVAudit
 

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from qbench.errors import QuantizationError
 from qbench.quantizers.names import register
+from qbench.quantizers.patterns import require_whole_groups
 from qbench.quantizers.quantizer import SETTINGS, Made, Progress, Stored
-from qbench.quantizers.weight_quantizer import GroupSize, WeightQuantizer, groups_of
+from qbench.quantizers.weight_quantizer import (
+    WHOLE_ROW,
+    GroupSize,
+    WeightQuantizer,
+    groups_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
     from qbench.quantizers.calibration import Calibration
     from qbench.quantizers.linears import Plain, Tensors
 
+# Of gptqmodel: its PyTorch kernel's, and inputs and outputs of a layer, for its packing.
+GROUP_SIZES = (WHOLE_ROW, 16, 32, 64, 128, 256, 512, 1024)
+MULTIPLE = 32
 BACKENDS = {
     "gptqmodel": ("gptq_library", ("gptqmodel", "optimum")),
     "torch": ("gptq_torch", ()),
@@ -95,6 +105,23 @@ class Gptq(WeightQuantizer):
     @property
     def _backend(self) -> ModuleType:
         return importlib.import_module(f"qbench.quantizers.{BACKENDS[self.backend][0]}")
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        if self.backend == "torch":
+            require_whole_groups(self.name, name, columns, "inputs", self.group_length(columns))
+            return
+        if self.group_size not in GROUP_SIZES:
+            raise QuantizationError(
+                f"{self.name}: gptqmodel has no group_size {self.group_size}; it has "
+                f"{', '.join(map(str, GROUP_SIZES))}; or set backend: torch"
+            )
+        require_whole_groups(self.name, name, columns, "inputs", self.group_length(columns))
+        for features, what in ((columns, "inputs"), (rows, "outputs")):
+            if features % MULTIPLE:
+                raise QuantizationError(
+                    f"{self.name}: {name} has {features} {what}; gptqmodel needs multiples of "
+                    f"{MULTIPLE}: set backend: torch"
+                )
 
     def error_bound(self) -> float:
         """Twice that of rounding: GPTQ trades weight error for output error; relative errors up

@@ -24,11 +24,10 @@ from qbench.errors import QuantizationError, UnavailableError
 from qbench.quantizers.blocks import first_states, walk
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.hessians import collecting
-from qbench.quantizers.linears import Plain, Tensors, linears_of, require_whole_groups
+from qbench.quantizers.linears import Plain, Tensors, linears_of
 from qbench.quantizers.optimum_patches import own_groups, reporting, watched
 from qbench.quantizers.quantizer import Progress, Stored
 from qbench.quantizers.replay import replaying
-from qbench.quantizers.weight_quantizer import WHOLE_ROW
 
 if TYPE_CHECKING:
     from qbench.quantizers.gptq import Gptq
@@ -40,8 +39,6 @@ ENVIRONMENT = {
     "GPTQMODEL_CPU_WORKERS": "2",  # it stalls with one
     "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
 }
-GROUP_SIZES = (WHOLE_ROW, 16, 32, 64, 128, 256, 512, 1024)  # of its PyTorch kernel
-MULTIPLE = 32  # inputs and outputs of a layer, for its packing
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -54,7 +51,7 @@ def quantize(
     library refuses, and where it would fall back to something that was not asked for.
     """
     layers = linears_of(model, settings)
-    _require_shapes(model, settings)
+    settings.check_shapes(model)
     route = walk(model, layers, calibration, settings.batch_size)
     # Looked at and not kept: that the blocks' arguments are those of the route.
     deque(first_states(model, route, calibration, settings.batch_size), maxlen=0)
@@ -215,24 +212,6 @@ def _library(name: str) -> Any:
             f"gptq: backend gptqmodel: {error}; install gptqmodel and optimum, or set "
             "backend: torch"
         ) from error
-
-
-def _require_shapes(model: nn.Module, settings: Gptq) -> None:
-    if settings.group_size not in GROUP_SIZES:
-        sizes = ", ".join(map(str, GROUP_SIZES))
-        raise QuantizationError(
-            f"{settings.name}: gptqmodel has no group_size {settings.group_size}; it has {sizes}; "
-            "or set backend: torch"
-        )
-    for name, layer in linears_of(model, settings).items():
-        size = settings.group_length(layer.in_features)
-        require_whole_groups(settings.name, name, layer.in_features, "inputs", size)
-        for features, what in ((layer.in_features, "inputs"), (layer.out_features, "outputs")):
-            if features % MULTIPLE:
-                raise QuantizationError(
-                    f"{settings.name}: {name} has {features} {what}; gptqmodel needs multiples of "
-                    f"{MULTIPLE}: set backend: torch"
-                )
 
 
 def _tensors(module: nn.Module, settings: Gptq, name: str) -> Tensors:

@@ -16,7 +16,7 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import packed
 from qbench.quantizers.blocks import Walk, first_states, forward, hessian, walk
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.linears import Plain, Tensors, linears_of, plain, require_whole_groups
+from qbench.quantizers.linears import Plain, Tensors, linears_of, plain
 from qbench.quantizers.quantizer import Progress, Stored
 from qbench.quantizers.replay import replaying
 
@@ -34,9 +34,7 @@ def quantize(
     Raises QuantizationError for odd shapes, or a Hessian that ``damp`` does not make regular.
     """
     layers = linears_of(model, settings)
-    for name, layer in layers.items():
-        size = settings.group_length(layer.in_features)
-        require_whole_groups(settings.name, name, layer.in_features, "inputs", size)
+    settings.check_shapes(model)
     route = walk(model, layers, calibration, settings.batch_size)
     final: set[nn.Module] = set()
     with replaying(route, layers.values(), final):

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.quantizers.names import register
+from qbench.quantizers.patterns import require_whole_groups
 from qbench.quantizers.quantizer import SETTINGS, Stored
 from qbench.quantizers.weight_quantizer import WIDEST, WeightQuantizer
 
@@ -54,14 +55,9 @@ class Hqq(WeightQuantizer):
         padding = 0.2 if self.bits == 3 else 0  # ten codes in 32 bits
         return 2 * wide / self.group_size + padding
 
-    def check_shapes(self, model: nn.Module) -> None:
-        from qbench.quantizers.linears import linears_of, require_whole_groups
-
-        for name, layer in linears_of(model, self).items():
-            features, what = (
-                (layer.in_features, "inputs") if self.axis else (layer.out_features, "outputs")
-            )
-            require_whole_groups(self.name, name, features, what, self.group_size)
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        features, what = (columns, "inputs") if self.axis else (rows, "outputs")
+        require_whole_groups(self.name, name, features, what, self.group_size)
 
     def store(self, name: str, layer: nn.Linear) -> Tensors:
         from qbench.quantizers import hqq_layers

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from qbench.errors import QuantizationError
 from qbench.quantizers.experts import split
-from qbench.quantizers.matrices import is_linear, left_out
+from qbench.quantizers.matrices import is_linear
+from qbench.quantizers.patterns import left_out
 from qbench.quantizers.quantizer import Quantizer
 
 Tensors = dict[str, Tensor]
@@ -65,15 +65,3 @@ def plain(module: nn.Linear) -> Plain:
         dtype=module.weight.dtype,
         device=module.weight.device,
     )
-
-
-def require_whole_groups(quantizer: str, layer: str, features: int, what: str, size: int) -> None:
-    """Raise QuantizationError where ``features`` are no whole number of groups of ``size``."""
-    if features % size:
-        fitting = [n for n in (8, 16, 32, 64, 128, 256) if features % n == 0]
-        offer = f"choose {' or '.join(map(str, fitting))}"
-        if not fitting:
-            offer = f"no usual size divides it: say leave_out: [{layer.rpartition('.')[2]}]"
-        raise QuantizationError(
-            f"{quantizer}: {layer} has {features} {what}, no multiple of group_size {size}; {offer}"
-        )

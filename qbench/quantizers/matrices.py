@@ -9,8 +9,6 @@ factors of a product (a state space's A) count as well, for a name cannot tell t
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.experts import is_fused, parts
+from qbench.quantizers.patterns import left_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +93,6 @@ def values(weight: Tensor) -> Tensor:
     return held if type(held) is Tensor else held.dequantize()
 
 
-def left_out(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
-    """Those of ``names`` that ``patterns`` say: a name, consecutive parts of one between dots
-    (``experts``, ``mlp.gate``), or a shell pattern of all of one (``*.o_proj``)."""
-    return {n for n in names if any(_matches(n, pattern) for pattern in patterns)}
-
-
 def require_matches(model: nn.Module, patterns: tuple[str, ...], quantizer: str) -> None:
     """Raise QuantizationError for a pattern that names no weight matrix of ``model``."""
     found = matrices(model)
@@ -117,7 +110,3 @@ def require_matches(model: nn.Module, patterns: tuple[str, ...], quantizer: str)
 def _is_matrix(part: str, weight: Tensor) -> bool:
     long = sum(size > 1 for size in weight.shape)
     return weight.is_floating_point() and long >= 2 and "bias" not in part
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return f".{pattern}." in f".{name}." or fnmatch.fnmatchcase(name, pattern)

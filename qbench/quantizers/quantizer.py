@@ -183,6 +183,10 @@ class Quantizer(ABC):
         """Raise RecipeError for what a model of this ``config.json``, or this ``device`` ("cpu" or
         "cuda"), cannot do; asked before any work starts."""
 
+    def check_layers(self, shapes: Mapping[str, tuple[int, int]]) -> None:  # noqa: B027
+        """Raise QuantizationError, naming the layer, for weights [out, in] that it does not take;
+        asked of what a checkpoint's headers say, and of the model when it is quantized."""
+
     @property
     def of_weights(self) -> Quantizer:
         """What quantizes the weights: itself, or a part of it."""

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.quantizers.names import register
+from qbench.quantizers.patterns import require_whole_groups
 from qbench.quantizers.quantizer import SETTINGS, Stored
 from qbench.quantizers.weight_quantizer import GroupSize, WeightQuantizer, groups_of
 
@@ -41,12 +42,8 @@ class Rtn(WeightQuantizer):
     def shared_bits(self, rows: int, columns: int) -> float:
         return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero in a byte
 
-    def check_shapes(self, model: nn.Module) -> None:
-        from qbench.quantizers.linears import linears_of, require_whole_groups
-
-        for name, layer in linears_of(model, self).items():
-            size = self.group_length(layer.in_features)
-            require_whole_groups(self.name, name, layer.in_features, "inputs", size)
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        require_whole_groups(self.name, name, columns, "inputs", self.group_length(columns))
 
     def store(self, name: str, layer: nn.Linear) -> Tensors:
         from qbench.quantizers import packed

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import QuantizationError
+from qbench.quantizers.patterns import left_out
 from qbench.quantizers.quantizer import SETTINGS, Evidence, Made, Progress, Quantizer, Stored
 from qbench.record import Part, Precision
 
@@ -94,8 +96,20 @@ class WeightQuantizer(Quantizer):
     def read(self, module: nn.Module) -> Stored | None:
         """What ``module`` holds; None if it is none of this method's."""
 
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        """Raise QuantizationError, naming the layer, for a shape that the method does not take."""
+
+    def check_layers(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        spared = left_out(shapes, self.leave_out)
+        for name, (rows, columns) in shapes.items():
+            if name not in spared:
+                self.check_layer(name, rows, columns)
+
     def check_shapes(self, model: nn.Module) -> None:
         """Raise QuantizationError, naming the layer, for shapes that the method does not take."""
+        from qbench.quantizers.linears import linears
+
+        self.check_layers({n: (m.out_features, m.in_features) for n, m in linears(model).items()})
 
     @property
     def note(self) -> str:
