@@ -4,7 +4,7 @@ What is named here imports no torch: ``qbench plan`` and ``qbench list`` start a
 is in ``quantization.quantize``, ``calibration.read_calibration`` and ``audit.audit``.
 """
 
-from qbench.quantizers import unquantized, bnb, gptq, hqq, rtn, w8a8, parts  # noqa: F401, I001 (they register)
+from qbench.quantizers import unquantized, bnb, gptq, hqq, rtn, parts  # noqa: F401, I001 (they register)
 from qbench.quantizers.names import QUANTIZERS, parse, register
 from qbench.quantizers.parts import quantizer_of
 from qbench.quantizers.quantizer import SETTINGS, Evidence, Made, Quantizer, Stored

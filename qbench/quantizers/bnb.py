@@ -79,7 +79,6 @@ class Bnb8(WeightQuantizer):
     title: ClassVar[str] = "BNB"
     mixes_batches: ClassVar[bool] = True
     sees_future: ClassVar[bool] = True
-    measures_activations: ClassVar[bool] = False  # outlier columns are apart in each product
 
     bits: Literal[8]
     threshold: Annotated[

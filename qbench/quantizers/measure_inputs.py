@@ -44,7 +44,7 @@ def measure_inputs(
     about = quantizer.evidence(quantized).activations
     if part is None:
         return None, [f"{name}: its input is quantized, unasked" for name in list(about)[:3]]
-    if not about and not quantizer.measures_activations:
+    if not about and quantizer.of_weights.precision.activations is not None:
         return None, []
     spared = left_out(wanted, quantizer.activations_left_out)
     problems = _uncovered([m for n, m in wanted.items() if n not in about and n not in spared])
@@ -105,7 +105,6 @@ class _Watch:
         self.sums, self.about, self.model, self.quantizer = sums, about, model, quantizer
         self.called: tuple[Any, ...] = ()
         self.input: Tensor | None = None
-        self.product = False  # of low precision: its result is measured too
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self.called = arguments
@@ -124,17 +123,13 @@ class _Watch:
                 if result is not None:
                     whole = result if isinstance(result, tuple) else (result,)
         self.input = whole[0].detach()
-        consumed = arguments[0]
-        if not isinstance(consumed, Tensor):  # codes and scales, for a product of low precision
-            consumed = consumed.dequantize()
-            self.product = True
         if not self.about.inside:
-            self._compare(self.input, consumed.detach())
+            self._compare(self.input, arguments[0].detach())
 
     def output(self, module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
-        if self.input is not None and (self.about.inside or self.product):
-            self._compare_product(module, self.input, output)
-        self.called, self.input, self.product = (), None, False
+        if self.about.inside and self.input is not None:
+            self._compare_inside(module, self.input, output)
+        self.called, self.input = (), None
 
     def _compare(self, before: Tensor, after: Tensor) -> None:
         """``after`` against what ``before`` should have become."""
@@ -166,15 +161,12 @@ class _Watch:
         self.sums.norm_squared += float(wide.square().sum())
         return wanted
 
-    def _compare_product(self, module: nn.Module, before: Tensor, output: Tensor) -> None:
+    def _compare_inside(self, module: nn.Module, before: Tensor, output: Tensor) -> None:
         """The module's output against the product of what its input should become and the weight
         that it stores."""
         wide = formats.groups_of(before.double(), self.about)
-        wanted = formats.expected(wide, self.about)[0].reshape(before.shape)
-        if self.about.inside:
-            self._add(wide)
-            levels_of = formats.groups_of(wanted, self.about)
-            self.sums.levels = max(self.sums.levels, levels(levels_of))
+        wanted = self._add(wide).reshape(before.shape)
+        self.sums.levels = max(self.sums.levels, levels(formats.groups_of(wanted, self.about)))
         name = next(n for n, one in self.model.named_modules() if one is module)
         weight = self.quantizer.evidence(self.model).weights[name].dequantize().double()
         bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]

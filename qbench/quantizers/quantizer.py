@@ -140,7 +140,6 @@ class Quantizer(ABC):
     sees_future: ClassVar[bool] = False
     treats: ClassVar[bool] = False
     chosen: str = ""
-    measures_activations: ClassVar[bool] = True  # False: a library quantizes them out of sight
     compute_dtype: str  # of the model that it is given: bfloat16, float16 or float32
     threads: int
     leave_out: tuple[str, ...]

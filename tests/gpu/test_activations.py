@@ -1,5 +1,4 @@
-"""Activations on CUDA: the kernel equals the definitions, real products equal their simulation, and
-what simulating costs."""
+"""Activations on CUDA: the kernel equals the definitions, and what simulating costs."""
 
 import sys
 import time
@@ -20,7 +19,6 @@ from qbench.quantizers.activations import kernel, rounding
 from qbench.quantizers.activations.quantize import fixed_by
 from qbench.quantizers.audit import audit
 from qbench.quantizers.quantization import quantize
-from qbench.quantizers.w8a8_layers import GRIDS as CODED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,18 +60,6 @@ def test_the_kernel_is_the_definition_bit_for_bit(name, dtype, columns):
         )
 
 
-@pytest.mark.parametrize("kind", CODED)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_are_those_of_the_definition(kind, dtype):
-    x = odd(384, dtype)
-    (codes, scale), (codes_too, scale_too) = (
-        one.coded(x, CODED[kind]) for one in (kernel, rounding)
-    )
-    assert same(scale, scale_too)
-    sound = scale.isfinite().flatten()
-    assert torch.equal(codes[sound].float(), codes_too[sound].float())
-
-
 def on_gpu(stated, folder, dtype="bfloat16"):
     chosen = quantizer_of(stated, compute_dtype=dtype)
     model = llama("softpick", dtype=getattr(torch, dtype), device="cuda")
@@ -97,19 +83,6 @@ def test_every_scheme_passes_its_audit(name, weights, tmp_path):
     _, report = on_gpu(stated, tmp_path)
     assert report.problems == ()
     assert len(report.activations.modules) == 14
-
-
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_real_products_are_their_simulation(kind, tmp_path):
-    both = [
-        on_gpu({"name": f"w8a8-{kind}", "arithmetic": arithmetic}, tmp_path)
-        for arithmetic in ("real", "simulated")
-    ]
-    assert [report.problems for _, report in both] == [(), ()]
-    layer = "model.layers.1.mlp.up_proj"
-    x = torch.randn(3, 50, 64, device="cuda", dtype=torch.bfloat16)
-    real, simulated = (made.model.get_submodule(layer)(x).float() for made, _ in both)
-    assert float((real - simulated).norm() / real.norm()) < 1e-2
 
 
 def wide(layers=4):
@@ -138,21 +111,16 @@ def seconds(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("stated", "most"),
-    [
-        *(({"activations": name}, 1.6) for name in ("int8-token", "int8-static", "int8-tensor",
-                                                    "fp8-row", "mxfp4")),
-        ({"name": "w8a8-int8"}, 1.6),
-        ({"name": "w8a8-fp8"}, 1.3),
-    ],
-)  # fmt: skip
-def test_what_quantizing_activations_costs(stated, most, tmp_path):
-    """Of the unquantized decoder's time, 16 × 2,048 tokens."""
+    "name",
+    ["int8-token", "int4-token-asymmetric", "int8-static", "int8-tensor", "fp8-row", "mxfp4"],
+)
+def test_what_quantizing_activations_costs(name, tmp_path):
+    """Of the unquantized decoder's time, 16 × 2,048 tokens; the issue allows 1.6 of scoring's."""
     ids = torch.randint(0, 1000, (16, 2048), device="cuda")
     plain = seconds(wide(), ids)
-    chosen = quantizer_of(stated, compute_dtype="bfloat16")
+    chosen = quantizer_of({"activations": name}, compute_dtype="bfloat16")
     text = calibration() if chosen.needs_calibration else None
     made = quantize(wide(), chosen, calibration=text, digest=DIGEST, artifacts=tmp_path)
     ratio = seconds(made.model, ids) / plain
-    print(f"{chosen.name}: {ratio:.2f} times the unquantized decoder's {plain * 1e3:.1f} ms")
-    assert ratio < most
+    print(f"{name}: {ratio:.2f} times the unquantized decoder's {plain * 1e3:.1f} ms")
+    assert ratio < 1.6

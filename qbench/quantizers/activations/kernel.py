@@ -11,12 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.quantizers.activations.rounding import (
-    ELEMENTS,
-    LEAST_E4M3,
-    LEAST_EXPONENT,
-    largest_code,
-)
+from qbench.quantizers.activations.rounding import ELEMENTS, LEAST_E4M3, LEAST_EXPONENT
 from qbench.quantizers.quantizer import Grid
 
 TILE = 4096  # values a program takes, unless a group is longer
@@ -53,12 +48,11 @@ def _nearest(
 
 @triton.jit
 def _round_kernel(
-    x_at, out_at, scale_at, zero_at, scales_at, groups, length,
-    KIND: tl.constexpr, SCALE: tl.constexpr, GIVEN: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr,
+    x_at, out_at, scale_at, zero_at, groups, length,
+    KIND: tl.constexpr, SCALE: tl.constexpr, GIVEN: tl.constexpr, MOST: tl.constexpr,
     MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
     LEAST: tl.constexpr, LEAST_SCALE: tl.constexpr,
-    CODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -78,11 +72,11 @@ def _round_kernel(
         if KIND == 1:
             low = tl.minimum(tl.min(x, axis=1), 0.0)[:, None] + wrong
             high = tl.maximum(tl.max(x, axis=1), 0.0)[:, None] + wrong
-            scale = tl.div_rn(high - low, high * 0.0 + HIGH)
+            scale = tl.div_rn(high - low, high * 0.0 + MOST)
             zero = _whole(tl.div_rn(-low, tl.where(scale == 0, 1.0, scale)))
         else:
             largest = tl.max(tl.abs(x), axis=1)[:, None] + wrong
-            scale = tl.div_rn(largest, largest * 0.0 + HIGH)
+            scale = tl.div_rn(largest, largest * 0.0 + MOST)
             if SCALE == 1:
                 exponent = _exponent(largest)
                 scale = _two_to(exponent - HIGHEST, LEAST)
@@ -97,16 +91,12 @@ def _round_kernel(
                 scale = _nearest(scale, 3, -6, 448.0, LEAST) * tensor
     ratio = tl.div_rn(x, broken * 0.0 + tl.where(scale == 0, 1.0, scale))
     if KIND == 2:
-        codes = _nearest(ratio, MANTISSA, LOWEST, HIGH, LEAST)
+        codes = _nearest(ratio, MANTISSA, LOWEST, MOST, LEAST)
     elif KIND == 1:
-        codes = tl.minimum(tl.maximum(_whole(ratio) + zero, LOW), HIGH) - zero
+        codes = tl.minimum(tl.maximum(_whole(ratio) + zero, 0.0), MOST) - zero
     else:
-        codes = tl.minimum(tl.maximum(_whole(ratio), LOW), HIGH)
-    if CODES:
-        value = codes
-        tl.store(scales_at + row, scale, mask=row < groups)
-    else:
-        value = (codes + broken) * scale
+        codes = tl.minimum(tl.maximum(_whole(ratio), -MOST), MOST)
+    value = (codes + broken) * scale
     tl.store(out_at + at, value.to(out_at.dtype.element_ty), mask=inside)
 
 
@@ -120,80 +110,29 @@ def rounded(
     x: Tensor, grid: Grid, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> Tensor:
     """As ``rounding.rounded``."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x.contiguous(), out, None, grid, scale, zero)
-    return out
-
-
-def coded(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """As ``rounding.coded``."""
-    dtype = torch.int8 if grid.kind == "symmetric" else torch.float8_e4m3fn
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    _launch(x.contiguous(), out, scales, grid, None, None)
-    return out, scales
-
-
-def _launch(
-    x: Tensor,
-    out: Tensor,
-    scales: Tensor | None,
-    grid: Grid,
-    scale: Tensor | None,
-    zero: Tensor | None,
-) -> None:
+    x = x.contiguous()
+    out, length = torch.empty_like(x), x.shape[-1]
     if not x.numel():
-        return
-    length = x.shape[-1]
+        return out
     block = triton.next_power_of_2(length)
     rows = max(1, TILE // block)
     groups = x.numel() // length
     kinds = {"symmetric": SYMMETRIC, "asymmetric": ASYMMETRIC}
     element = ELEMENTS.get(grid.kind)
+    bits = int(grid.bits)
     if element is not None:
-        low, high = -element.largest, element.largest
-    elif grid.kind == "asymmetric":
-        low, high = 0, 2 ** int(grid.bits) - 1
+        most = element.largest
     else:
-        low, high = -largest_code(grid), largest_code(grid)
-    given = [x if tensor is None else tensor for tensor in (scale, zero, scales)]
+        most = 2**bits - 1 if grid.kind == "asymmetric" else 2 ** (bits - 1) - 1
     _round_kernel[(triton.cdiv(groups, rows),)](
-        x, out, *given, groups, length,
+        x, out, x if scale is None else scale, x if zero is None else zero, groups, length,
         KIND=kinds.get(grid.kind, FLOAT),
         SCALE={"float32": FLOAT32, "e8m0": E8M0, "e4m3": E4M3}[grid.scale_format],
-        GIVEN=scale is not None,
-        LOW=float(low), HIGH=float(high),
+        GIVEN=scale is not None, MOST=float(most),
         MANTISSA=element.mantissa if element else 0,
         LOWEST=element.lowest if element else 0,
         HIGHEST=element.highest if element else 0,
         LEAST=LEAST_EXPONENT, LEAST_SCALE=LEAST_E4M3,
-        CODES=scales is not None, ROWS=rows, BLOCK=block,
-        num_warps=min(16, max(4, rows * block // 1024)),
-    )  # fmt: skip
-
-
-@triton.jit
-def _scale_kernel(y_at, rows_at, columns_at, bias_at, out_at, count, width,
-                  BIAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    column = index % width
-    value = tl.load(y_at + index, mask=inside, other=0).to(tl.float32)
-    value *= tl.load(rows_at + index // width, mask=inside, other=0.0)
-    value *= tl.load(columns_at + column, mask=inside, other=0.0)
-    if BIAS:
-        value += tl.load(bias_at + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_at + index, value.to(out_at.dtype.element_ty), mask=inside)
-
-
-def scaled(
-    y: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """y [m, n] int32 · rows [m] · columns [n] + bias [n], float32 inside, in ``dtype``."""
-    out = torch.empty(y.shape, dtype=dtype, device=y.device)
-    count = out.numel()
-    _scale_kernel[(triton.cdiv(count, TILE),)](
-        y, rows, columns, columns if bias is None else bias, out, count, y.shape[1],
-        BIAS=bias is not None, BLOCK=TILE, num_warps=8,
+        ROWS=rows, BLOCK=block, num_warps=min(16, max(4, rows * block // 1024)),
     )  # fmt: skip
     return out

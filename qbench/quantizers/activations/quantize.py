@@ -40,7 +40,7 @@ def fixed_by(low: Tensor, high: Tensor, grid: Grid) -> Fixed:
     low, high = low.float(), high.float()
     largest = torch.maximum(-low, high)
     if grid.kind == "symmetric":
-        return Fixed(largest / rounding.largest_code(grid))
+        return Fixed(largest / (2 ** (int(grid.bits) - 1) - 1))
     if grid.kind == "asymmetric":
         low, high = low.clamp(max=0), high.clamp(min=0)
         scale = (high - low) / (2 ** int(grid.bits) - 1)

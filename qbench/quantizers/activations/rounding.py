@@ -52,34 +52,13 @@ def rounded(
     return result.to(x.dtype)
 
 
-def coded(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Codes [..., n] of ``x``, int8 of a symmetric grid or float8 E4M3, and scales float32
-    [..., 1], for products of low precision: their product is ``rounded``. Scales are NaN where a
-    value is not finite."""
-    wide = x.float()
-    wrong = _broken(wide).sum(-1, keepdim=True)
-    if grid.kind == "symmetric":
-        most = largest_code(grid)
-        scale = wide.abs().amax(-1, keepdim=True) / most + wrong
-        codes = torch.round(wide / _above_zero(scale)).clamp(-most, most)
-        return codes.nan_to_num(0.0).to(torch.int8), scale
-    element = ELEMENTS[grid.kind]
-    scale = wide.abs().amax(-1, keepdim=True) / element.largest + wrong
-    return nearest(wide / _above_zero(scale), element).to(torch.float8_e4m3fn), scale
-
-
 def _symmetric(x: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
     """scale · clamp(round(x / scale), ±(2^(bits−1) − 1)), scale = max|x| / (2^(bits−1) − 1)."""
-    most = largest_code(grid)
+    most = 2 ** (int(grid.bits) - 1) - 1
     if scale is None:
         scale = x.abs().amax(-1, keepdim=True) / most
     codes = torch.round(x / _above_zero(scale)).clamp(-most, most)
     return (codes + _broken(x)) * scale
-
-
-def largest_code(grid: Grid) -> int:
-    """Of a symmetric grid."""
-    return 2 ** (int(grid.bits) - 1) - 1
 
 
 def _asymmetric(x: Tensor, grid: Grid, scale: Tensor | None, zero: Tensor | None) -> Tensor:

@@ -108,9 +108,7 @@ class Combined(Quantizer):
 
     @property
     def activations_left_out(self) -> tuple[str, ...]:
-        if self.activations:
-            return self.activations.leave_out
-        return self.weights.activations_left_out
+        return self.activations.leave_out if self.activations else ()
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
@@ -124,10 +122,6 @@ class Combined(Quantizer):
     @property
     def sees_future(self) -> bool:  # type: ignore[override]
         return self.weights.sees_future or any(p.sees_future for p in self.parts.values())
-
-    @property
-    def measures_activations(self) -> bool:  # type: ignore[override]
-        return self.activations is not None or self.weights.measures_activations
 
     @property
     def treats(self) -> bool:  # type: ignore[override]
@@ -203,7 +197,7 @@ class Combined(Quantizer):
     def weights_alone(self, model: nn.Module) -> AbstractContextManager[None]:
         from qbench.quantizers.activations.inputs import weights_alone
 
-        return weights_alone(model)  # theirs, or those of weights that come with activations
+        return weights_alone(model)
 
     def error_bound(self) -> float:
         return self.weights.error_bound()
