@@ -110,7 +110,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 implementation, normalizer, parameters, query, key, value, scaling, causal,
                 cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, two_sources,
             )  # fmt: skip
-            return output.transpose(1, 2), None
+            return _of_kept_heads(module, output).transpose(1, 2), None
         band = {}
         if isinstance(attention_mask, Mask):
             if attention_mask.banded:
@@ -136,9 +136,16 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             causal=causal and attention_mask is None,
             **band,
         )
+        output = _of_kept_heads(module, output)
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward
+
+
+def _of_kept_heads(module: torch.nn.Module, output: Tensor) -> Tensor:
+    """``output`` [B, H, T, D] without that of pruned heads, where some are (see quantizers)."""
+    kept = getattr(module, "qbench_kept_heads", None)
+    return output if kept is None else output * kept[:, None, None].to(output.dtype)
 
 
 def _parameters(

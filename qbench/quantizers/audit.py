@@ -19,6 +19,7 @@ from qbench.quantizers.independence import independence
 from qbench.quantizers.kv_cache.audit import measure_kv
 from qbench.quantizers.matrices import Matrix, matrices, values
 from qbench.quantizers.measure import Measured, measure
+from qbench.quantizers.measure_heads import measure_heads
 from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
 from qbench.quantizers.patterns import left_out
@@ -40,7 +41,7 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     problems = problems or not_finite(quantized)
     moved, wrong = _logits(original, quantized, probe)
     problems += wrong
-    if quantizer.precision.quantized and moved == 0:
+    if quantizer.precision.quantized and moved == 0 and not quantizer.may_change_nothing:
         problems.append("the logits are those of the unquantized model")
     sound = not wrong
     more: dict[str, Any] = {}
@@ -57,6 +58,8 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
         more["activations"], wrong = measure_inputs(wanted, quantized, quantizer, probe)
         problems += wrong
         more["kv_cache"], wrong = _of_cache(quantized, quantizer, probe)
+        problems += wrong
+        more["heads"], wrong = measure_heads(quantized, quantizer, probe)
         problems += wrong
     with quantizer.weights_alone(quantized):
         found = _of_weights(wanted, quantized, quantizer, moved, problems)

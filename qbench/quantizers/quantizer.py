@@ -117,11 +117,13 @@ class KVEvidence:
 class Evidence:
     """What the audit judges. ``weights``: by the name of the module that multiplies by them;
     ``activations``: by the name of the module that takes them in; ``kv_cache``: by the name of
-    the attention module."""
+    the attention module; ``heads``: by the same name, which of its heads stay, [heads] of 1 and
+    0, where some are pruned."""
 
     weights: Mapping[str, Stored] = field(default_factory=dict)
     activations: Mapping[str, ActivationEvidence] = field(default_factory=dict)
     kv_cache: Mapping[str, KVEvidence] = field(default_factory=dict)
+    heads: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Quantizer(ABC):
@@ -139,6 +141,9 @@ class Quantizer(ABC):
     mixes_batches: ClassVar[bool] = False
     sees_future: ClassVar[bool] = False
     treats: ClassVar[bool] = False
+    may_change_nothing: ClassVar[bool] = (
+        False  # logits equal to the unquantized model's are no sign
+    )
     chosen: str = ""
     compute_dtype: str  # of the model that it is given: bfloat16, float16 or float32
     threads: int

@@ -3,6 +3,7 @@
 from qbench.record.audit import (
     ActivationAudit,
     Audit,
+    HeadsAudit,
     InputAudit,
     KVAudit,
     KVModuleAudit,
@@ -49,6 +50,7 @@ __all__ = [
     "Flips",
     "Grid",
     "GridCell",
+    "HeadsAudit",
     "InputAudit",
     "KVAudit",
     "KVModuleAudit",

@@ -74,6 +74,19 @@ class KVAudit(Written):
     modules: tuple[KVModuleAudit, ...] = ()
 
 
+class HeadsAudit(Written):
+    """Attention heads that were cut out, as layer and head from 0, of ``total``.
+    ``largest_output``: the largest |value| that one of them gave on the probe text."""
+
+    total: int
+    pruned: tuple[tuple[int, int], ...]
+    largest_output: float
+
+    @property
+    def share(self) -> float:
+        return len(self.pruned) / self.total if self.total else 0.0
+
+
 class Audit(Written):
     """What was measured of a cell's quantized model. ``problems``: why it did not pass."""
 
@@ -95,3 +108,4 @@ class Audit(Written):
     # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
     treatment_error: float | None = None
     kv_cache: KVAudit | None = None  # None where it is not quantized
+    heads: HeadsAudit | None = None  # None where none are pruned

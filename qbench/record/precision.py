@@ -23,15 +23,18 @@ class Part(Written):
 
 
 class Precision(Written):
-    """The three parts of a cell's precision; None: not quantized."""
+    """The three parts of a cell's precision; None: not quantized. ``heads``: which attention heads
+    were cut out, in words; a cell without them is held against the whole model as quantized ones
+    are."""
 
     weights: Part | None = None
     activations: Part | None = None
     kv_cache: Part | None = None
+    heads: str | None = None
 
     @property
     def quantized(self) -> bool:
-        return not (self.weights is self.activations is self.kv_cache is None)
+        return not (self.weights is self.activations is self.kv_cache is self.heads is None)
 
     @property
     def name(self) -> str:
@@ -41,4 +44,4 @@ class Precision(Written):
             for part in (self.weights, self.activations)
         )
         kv_cache = f"KV{self.kv_cache.bits:g}" if self.kv_cache else ""
-        return f"W{weights}A{activations}{kv_cache}"
+        return f"W{weights}A{activations}{kv_cache}{', heads pruned' if self.heads else ''}"

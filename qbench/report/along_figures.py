@@ -18,7 +18,7 @@ from qbench.report.costs import Found
 from qbench.report.style import DASHES, MARKERS, SERIES, cut, legend, panels
 from qbench.report.why_figures import LEFT, heat
 from qbench.store import Store
-from qbench.tables.along import correlation, pairs
+from qbench.tables.along import Pruned, correlation, pairs, pruned_alone
 from qbench.tables.analyses import Why
 
 DEPTHS = 10  # rows of the passkey figure
@@ -37,6 +37,8 @@ def figures(why: Why, keys: Sequence[Row]) -> list[Callable[[], Iterator[Found]]
         own = [s for s in why.sensitivities if (s.quantizer, s.unit) == (label, unit)]
         makers.append(lambda own=own, label=label: sensitivity(own, label))
         makers.append(lambda own=own, label=label: scatter(own, label, why.cells))
+    if cut_out := pruned_alone(why.records):
+        makers.append(lambda: pruning(cut_out))
     if keys:
         makers.append(lambda: passkey(keys))
     return makers
@@ -134,6 +136,33 @@ def scatter(found: Sequence[Sensitivity], label: str, cells: Sequence[Analysis])
         f"that part is quantized alone. Spearman's rank correlation, 95 % interval: "
         f"{'; '.join(told).replace('-', '−') or 'too few parts'}. Numbers: inputs.csv and "
         "sensitivity.csv.",
+        figure,
+    )
+
+
+def pruning(found: Sequence[Pruned]) -> Iterator[Found]:
+    """How much of a model can go before its predictions move."""
+    names = list(dict.fromkeys(one.record.checkpoint for one in found))
+    figure, grid = panels([2.0], left=0.9, named=names)
+    axes = grid[0][0]
+    for index, name in enumerate(names):
+        own = [one for one in found if one.record.checkpoint == name]
+        axes.plot(
+            [100 * one.share for one in own], [max(one.kl, LEAST_KL) for one in own],
+            color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)], label=name,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    _few_powers(axes.yaxis)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("heads cut out (% of all)")
+    axes.set_ylabel("KL (nats a token)")
+    legend(figure, axes)
+    yield (
+        "pruning",
+        "Heads cut out, those first that give least on the calibration text (the softpick paper's "
+        "section 7.4): KL divergence from the whole model over all scored tokens. A cell whose "
+        "logits do not change stands at the bottom. Numbers: the table of heads cut out.",
         figure,
     )
 

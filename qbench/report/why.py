@@ -43,8 +43,8 @@ def write_analyses(store: Store) -> list[Path]:
 
 
 def why_tables(why: Why) -> list[DataTable]:
-    """Those of the page; without analyses those of passkey retrieval alone."""
-    found = all_sections(why) if why.there else list(along.passkeys(why.records))
+    """Those of the page; without analyses those of passkey retrieval and of pruned heads."""
+    found = all_sections(why) if why.there else along.of_records(why.records)
     return [_table(section) for section in found]
 
 

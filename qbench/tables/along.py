@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from qbench.record import Record, Score
+from qbench.record import Damage, Record, Score
 from qbench.record.analysis import Analysis, Sensitivity
 from qbench.record.passkey import CHANCE, DIGITS, task_length
-from qbench.tables.analyses import Section, Why
+from qbench.tables.analyses import Section, Why, kl
 from qbench.text.numbers import NO_VALUE, number
 
 LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
@@ -20,7 +20,75 @@ AT_CHANCE = 0.05  # a score that guessing reaches at least so often
 
 
 def sections(why: Why) -> list[Section]:
-    return [*stretches(why), *sensitivity(why), *correlations(why), *passkeys(why.records)]
+    return [
+        *stretches(why),
+        *sensitivity(why),
+        *correlations(why),
+        *of_records(why.records),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruned:
+    """A cell of which nothing but heads was cut out: how large a share of them, and its KL
+    divergence from the whole model, nats a token, mean over all scored tokens of all tasks."""
+
+    record: Record
+    share: float
+    kl: float
+
+
+def pruned_alone(records: Sequence[Record]) -> list[Pruned]:
+    """By checkpoint in the order of ``records``, then by share."""
+    found = []
+    for record in records:
+        only = (record.precision.weights, record.precision.activations, record.precision.kv_cache)
+        heads = record.audit.heads if record.audit else None
+        if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
+            continue
+        divergence = kl(record)
+        if divergence is not None:
+            found.append(Pruned(record=record, share=heads.share, kl=divergence))
+    names = list(dict.fromkeys(one.record.checkpoint for one in found))
+    return sorted(found, key=lambda one: (names.index(one.record.checkpoint), one.share))
+
+
+def pruned(records: Sequence[Record]) -> Iterator[Section]:
+    """Section 7.4 of the softpick paper: how much of a model can go."""
+    rows = tuple(
+        (
+            one.record.cell,
+            str(len(one.record.audit.heads.pruned)),
+            number(one.share, percent=True),
+            _value(one.kl, "{:.4g}"),
+            *(_per_cent(change) for change in [_perplexity_change(one.record)]),
+        )
+        for one in pruned_alone(records)
+        if one.record.audit is not None and one.record.audit.heads is not None
+    )
+    if rows:
+        yield Section(
+            name="pruned",
+            title="Heads cut out",
+            note="Heads whose output is set to zero, chosen by what they give on the calibration "
+            "text, and what that does: KL divergence from the whole model, nats a token, and the "
+            "change of the first perplexity that the tasks have.",
+            head=("Cell", "Heads", "% of all", "KL", "Perplexity"),
+            rows=rows,
+        )
+
+
+def _perplexity_change(record: Record) -> float | None:
+    assert isinstance(record.damage, Damage)
+    for task in record.damage.tasks.values():
+        for ratio in task.ln_perplexity_ratio.values():
+            return ratio.value
+    return None
+
+
+def of_records(records: Sequence[Record]) -> list[Section]:
+    """Those that need no analysis."""
+    return [*pruned(records), *passkeys(records)]
 
 
 def stretches(why: Why) -> Iterator[Section]:

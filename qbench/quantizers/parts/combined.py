@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qbench.quantizers.calibration import Calibration
+    from qbench.quantizers.heads import HeadPruning
 
 TREATMENT = "qbench_treatment"  # attribute of a quantized model: tensors of its outlier treatment
 WEIGHTS = "weights"
@@ -40,19 +41,26 @@ class Combined(Quantizer):
     activations: ActivationQuantizer | None = None
     kv: KVQuantizer | None = None
     outliers: OutlierTreatment | None = None
+    prune_heads: HeadPruning | None = None
     chosen: str = ""  # what was chosen where the recipe left it open, in a line
 
     @property
     def parts(self) -> dict[str, PartSettings]:
         """Those beside the weights that there are, in the order in which they are applied."""
-        found = {"outliers": self.outliers, "activations": self.activations, "kv": self.kv}
+        found = {
+            "outliers": self.outliers,
+            "activations": self.activations,
+            "kv": self.kv,
+            "prune_heads": self.prune_heads,
+        }
         return {kind: part for kind, part in found.items() if part is not None}
 
     @property
     def name(self) -> str:
         """``gptq-4bit+int8-token+kv-int4-token``: weights that are not quantized have no place."""
         named = [self.weights.name] if self.weights.precision.quantized else []
-        named += [f"{'kv-' if k == 'kv' else ''}{part.name}" for k, part in self.parts.items()]
+        prefixes = {"kv": "kv-", "prune_heads": "heads-"}
+        named += [f"{prefixes.get(k, '')}{part.name}" for k, part in self.parts.items()]
         return "+".join(named)
 
     @property
@@ -71,6 +79,8 @@ class Combined(Quantizer):
             yield "activations", "activations"
         if self.kv:
             yield "kv", "KV cache"
+        if self.prune_heads:
+            yield "heads", "heads pruned"
 
     @property
     def precision(self) -> Precision:
@@ -79,6 +89,7 @@ class Combined(Quantizer):
             weights=inner.weights,
             activations=self.activations.precision if self.activations else inner.activations,
             kv_cache=self.kv.precision if self.kv else None,
+            heads=self.prune_heads.scheme if self.prune_heads else None,
         )
 
     @property
@@ -186,12 +197,20 @@ class Combined(Quantizer):
             self.outliers.treat(original, tensors)
             self.outliers.install(original, tensors)
 
+    @property
+    def may_change_nothing(self) -> bool:  # type: ignore[override]
+        """Heads that gave nothing change nothing when they go."""
+        return set(self.parts) == {"prune_heads"} and not self.weights.precision.quantized
+
     def evidence(self, model: nn.Module) -> Evidence:
+        from qbench.quantizers import heads
+
         inner = self.weights.evidence(model)
         return Evidence(
             weights=inner.weights,
             activations=self.activations.evidence(model) if self.activations else inner.activations,
             kv_cache=self.kv.evidence(model) if self.kv else {},
+            heads=heads.evidence(model) if self.prune_heads else {},
         )
 
     def weights_alone(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from qbench.quantizers.parts.combined import Combined
 from qbench.quantizers.parts.registries import (
     ACTIVATIONS,
     COMBINATIONS,
+    HEADS,
     KV_CACHES,
     OUTLIERS,
 )
@@ -21,6 +22,7 @@ PARTS: dict[str, Presets] = {
     "activations": ACTIVATIONS,
     "kv": KV_CACHES,
     "outliers": OUTLIERS,
+    "prune_heads": HEADS,
 }
 UNQUANTIZED = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
@@ -29,9 +31,9 @@ def quantizer_of(entry: Mapping[str, Any], *, compute_dtype: str) -> Quantizer:
     """The quantizer that an entry of a recipe gives, its label taken off.
 
     ``entry``: ``{name: …, option: …}``, or parts (``{weights: …, activations: …, kv: …,
-    outliers: …}``), or the name of a combination with parts that replace its own. Each part is a
-    name or ``{name: …, option: …}``. Weights that are left out are not quantized. Computed in
-    ``compute_dtype`` unless an entry says otherwise. Raises RecipeError, one line.
+    outliers: …, prune_heads: …}``), or the name of a combination with parts that replace its own.
+    Each part is a name or ``{name: …, option: …}``. Weights that are left out are not quantized.
+    Computed in ``compute_dtype`` unless an entry says otherwise. Raises RecipeError, one line.
     """
     stated = dict(entry)
     name = stated.pop("name", None)

@@ -12,6 +12,7 @@ from qbench.registry import Registry
 ACTIVATIONS = Presets("activation quantizer")
 KV_CACHES = Presets("KV cache quantizer")
 OUTLIERS = Presets("outlier treatment")
+HEADS = Presets("pruning of heads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,5 +28,6 @@ COMBINATIONS: Registry[Combination] = Registry("combination")
 
 
 def register_combination(name: str, description: str, **parts: Any) -> None:
-    """Give ``parts`` (``weights``, ``activations``, ``kv``, ``outliers``) one name."""
+    """Give ``parts`` (``weights``, ``activations``, ``kv``, ``outliers``, ``prune_heads``) one
+    name."""
     COMBINATIONS.add(name, Combination(name=name, parts=parts, description=description))

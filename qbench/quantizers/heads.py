@@ -1,0 +1,188 @@
+"""Attention heads that are cut out: those that give about nothing on a text.
+
+The softpick paper's section 7.4 expects that heads which softpick shuts off can go without loss.
+What a head gives is measured on the calibration text, on the model as it is before its weights
+are quantized. A pruned head's output is zero wherever the model attends. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.parts.registries import HEADS
+from qbench.quantizers.parts.settings import PartSettings
+from qbench.quantizers.quantizer import SETTINGS, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from qbench.quantizers.calibration import Calibration
+
+KEPT = "qbench_kept_heads"  # attribute of attention modules: 1 for heads that stay, 0 for others
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what attention's output goes to
+
+
+class HeadPruning(PartSettings):
+    """Which heads go. ``scheme`` in words."""
+
+    method: ClassVar[str] = "heads"
+
+    @property
+    @abstractmethod
+    def scheme(self) -> str: ...
+
+    @property
+    def needs_calibration(self) -> bool:
+        return True
+
+    @abstractmethod
+    def choose(self, ratios: Tensor) -> Tensor:
+        """Which heads stay, bool [layers, heads], from their mean output norm on the text divided
+        by the mean of their layer's heads."""
+
+    def calibrate(
+        self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress
+    ) -> dict[str, Tensor]:
+        """By attention module: ``kept/<module>`` uint8 [heads], ``ratio/<module>`` float32."""
+        import torch
+
+        assert calibration is not None
+        found = output_ratios(model, calibration.ids, progress)
+        kept = self.choose(torch.stack(list(found.values())))
+        tensors = {}
+        for (name, ratios), own in zip(found.items(), kept, strict=True):
+            tensors[f"kept/{name}"] = own.to(torch.uint8).cpu()
+            tensors[f"ratio/{name}"] = ratios.float().cpu()
+        return tensors
+
+    def install(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        """Raises QuantizationError where the model's attention is not qbench's."""
+        attention = str(model.config._attn_implementation)
+        if not attention.startswith("qbench-"):
+            raise QuantizationError(
+                f"prune_heads: its attention is {attention}, which prunes no heads; use a model "
+                "that attends with one of qbench's normalizers"
+            )
+        for key, kept in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind == "kept":
+                module = model.get_submodule(name)
+                setattr(module, KEPT, kept.to(device=model.device, dtype=model.dtype))
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Dormant(HeadPruning):
+    """Heads below a share of their layer's mean."""
+
+    threshold: Annotated[
+        float, Field(gt=0, lt=1, description="of the mean output norm of the layer's heads")
+    ] = 0.01
+
+    @property
+    def name(self) -> str:
+        return "dormant"
+
+    @property
+    def scheme(self) -> str:
+        return f"heads that give below {self.threshold:g} of their layer's mean pruned"
+
+    def choose(self, ratios: Tensor) -> Tensor:
+        return ratios >= self.threshold
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Weakest(HeadPruning):
+    """A share of all heads, those that give least."""
+
+    share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1
+
+    @property
+    def name(self) -> str:
+        return "weakest"
+
+    @property
+    def scheme(self) -> str:
+        return f"the weakest {self.share:.0%} of all heads pruned"
+
+    def choose(self, ratios: Tensor) -> Tensor:
+        import torch
+
+        count = round(self.share * ratios.numel())
+        order = ratios.flatten().argsort(stable=True)
+        kept = torch.ones(ratios.numel(), dtype=torch.bool, device=ratios.device)
+        kept[order[:count]] = False
+        return kept.view(ratios.shape)
+
+
+def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Attention modules of ``model`` by name, each with its output projection."""
+    found = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "layer_idx") or not hasattr(module, "head_dim"):
+            continue
+        projection = next((getattr(module, p) for p in PROJECTIONS if hasattr(module, p)), None)
+        if projection is not None:
+            found[name] = (module, projection)
+    return found
+
+
+def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> dict[str, Tensor]:
+    """Of each attention module [heads], float64: mean norm of each head's output over the texts
+    ``ids`` [N, T], divided by the mean over the module's heads. As
+    ``qbench.analysis.attention.output_ratios`` has it of a text (Sandoval-Segura et al. 2025,
+    arXiv 2504.03889). Raises QuantizationError for a model whose heads cannot be told."""
+    import torch
+
+    modules = attention_modules(model)
+    if not modules:
+        raise QuantizationError(
+            f"prune_heads: the attention heads of {type(model).__name__} cannot be told; use a "
+            f"model whose attention ends in one of {', '.join(PROJECTIONS)}"
+        )
+    sums: dict[str, Tensor] = {}
+
+    def look(name: str, heads: int) -> Callable[..., None]:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            output = arguments[0].detach().unflatten(-1, (heads, -1)).float()
+            norms = output.norm(dim=-1).double().flatten(0, -2).mean(0)
+            sums[name] = sums[name] + norms if name in sums else norms
+
+        return hook
+
+    hooks = []
+    try:
+        for name, (module, projection) in modules.items():
+            heads = projection.in_features // module.head_dim
+            hooks.append(projection.register_forward_pre_hook(look(name, heads)))
+        with torch.no_grad():
+            for index, row in enumerate(ids):
+                model(input_ids=row[None].to(model.device), use_cache=False)
+                progress("heads", (index + 1) / len(ids))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {}
+    for name, total in sums.items():
+        mean = total.mean()
+        found[name] = torch.where(mean > 0, total / mean, torch.zeros_like(total))
+    return found
+
+
+def evidence(model: nn.Module) -> dict[str, Tensor]:
+    """Which heads stay, by the name of the attention module; empty where none are pruned."""
+    return {
+        name: getattr(module, KEPT)
+        for name, module in model.named_modules()
+        if getattr(module, KEPT, None) is not None
+    }
+
+
+HEADS.register("dormant", Dormant, "heads that give about nothing on the calibration text")
+HEADS.register("weakest", Weakest, "a share of all heads, those that give least on that text")
