@@ -39,13 +39,17 @@ def contrast(
         estimate = slope * float(total @ sign) / float(weight[0])
     else:
         estimate = slope * float(ratio @ sign)
-    # Linearization of a ratio of sums: each document's share of the error (delta method), over
-    # 1 − its leverage, since a long page pulls the ratio towards itself.
-    terms = (values - ratio * weights) / (1 - weights / weight) * (slope * sign / weight)
+    terms = _shares(values, weights, sign, slope)
     stderr = _length(terms.sum(axis=1))
     if abs(estimate) <= ROUNDING * abs(slope) * float(np.abs(ratio) @ np.abs(sign)):
         estimate = 0.0
     return estimate, 0.0 if stderr <= ROUNDING * _length(terms) else stderr
+
+
+def shares(values: Floats, weights: Floats, sign: Floats, aggregation: str) -> Floats:
+    """Each document's share of the error of :func:`contrast`: [documents], 0 in sum but for
+    leverage."""
+    return _shares(values, weights, sign, SLOPES[aggregation]).sum(axis=1)
 
 
 def effective_documents(weights: Floats) -> float:
@@ -56,3 +60,11 @@ def effective_documents(weights: Floats) -> float:
 def _length(terms: Floats) -> float:
     documents = len(terms)
     return math.sqrt((documents - 1) / documents * float(np.sum(terms**2)))
+
+
+def _shares(values: Floats, weights: Floats, sign: Floats, slope: float) -> Floats:
+    """Linearization of a ratio of sums (delta method), over 1 − a document's leverage, since a
+    long page pulls the ratio towards itself: [documents, columns]."""
+    total, weight = values.sum(axis=0), weights.sum(axis=0)
+    terms = (values - total / weight * weights) / (1 - weights / weight)
+    return terms * (slope * sign / weight)
