@@ -11,7 +11,8 @@ from pathlib import Path
 WITHOUT_EFFECT = (
     "__init__.py", "__main__.py", "analyses.py", "api.py", "cli.py", "code.py", "errors.py",
     "files.py", "hub.py", "overrides.py", "plan.py", "preflight.py", "recipe.py",
-    "recipe_inputs.py", "recipe_source.py", "registry.py", "sealed.py", "sink.py", "store.py",
+    "recipe_fields.py", "recipe_inputs.py", "recipe_source.py", "registry.py", "sealed.py",
+    "sink.py", "store.py",
     "analysis",  # whose digest its own keys hold
     "bench", "cluster", "commands", "comparison", "gate", "machine", "published", "record",
     "report", "running", "tables", "text", "training",

@@ -38,6 +38,7 @@ class Outcome:
             title=settings.title,
             precision=settings.precision,
             normalizer=cell.checkpoint.normalizer,
+            training=cell.checkpoint.training,
             attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
             status="failed" if error else "ok",
             error=error,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     InstanceOf,
     ValidationError,
@@ -20,7 +16,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
@@ -30,39 +25,24 @@ from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
 from qbench.quantizers import Quantizer, quantizer_of
 from qbench.quantizers.texts import HUB_FILE
+from qbench.recipe_fields import (
+    MOST_TOKENS,
+    FilePath,
+    Flag,
+    Seed,
+    Strict,
+    Text,
+    Whole,
+    problem,
+    problem_lines,
+)
 from qbench.recipe_source import Source, read
-from qbench.record import Line, Name, TaskName
-from qbench.record.written import LINE, NAME, TASK
+from qbench.record import Name, TaskName
+from qbench.record.written import NAME
 
 LABEL = re.compile(NAME)
-PATTERNS = {
-    f"^{NAME}$": "letters, digits and . _ + - only, at most 64",
-    LINE: "one line of text",
-    TASK: "the name of a task, without / and line breaks",
-}
 MOST_BATCH = 2**16  # requests
 MOST_DOCUMENTS = 10**9
-MOST_TOKENS = 2**24  # of one text
-
-Whole = Annotated[int, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-Seed = Annotated[Whole, Field(ge=0, lt=2**32)]
-Text = Annotated[Line, Field(min_length=1)]
-
-
-def _is_text(value: object) -> object:
-    if isinstance(value, str) and not all(c.isprintable() for c in value):
-        raise ValueError(f"a path is printable text (it is {shown(value)})")
-    return value
-
-
-FilePath = Annotated[Path, BeforeValidator(_is_text)]
-
-
-class Strict(BaseModel):
-    """Unknown keys are refused, values are not changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class CheckpointSource(Strict):
@@ -140,6 +120,10 @@ class Recipe(Strict):
 
     name: Name
     checkpoints: dict[Name, CheckpointSource] = Field(min_length=1)
+    # several trainings of one kind: a group's name → its checkpoints
+    replicates: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] = Field(
+        default_factory=dict
+    )
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of quantized cells
     quantizers: tuple[Column, ...]
     tasks: tuple[Task, ...] = Field(min_length=1)
@@ -158,8 +142,9 @@ class Recipe(Strict):
         path = Path(path)
         source = read(path)
         source.override(overrides or Overrides())
+        folder = Path(os.path.realpath(path)).parent
+        source.group_checkpoints(folder)
         try:
-            folder = Path(os.path.realpath(path)).parent
             recipe = cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
             raise RecipeProblems(problem_lines(source, error, _known_keys)) from None
@@ -196,6 +181,24 @@ class Recipe(Strict):
         except RuntimeError as error:  # ~nobody
             raise ValueError(str(error)) from None
 
+    @field_validator("replicates")
+    @classmethod
+    def _groups(
+        cls, value: dict[str, tuple[str, ...]], known: ValidationInfo
+    ) -> dict[str, tuple[str, ...]]:
+        checkpoints = known.data.get("checkpoints", {})
+        seen: set[str] = set()
+        for group, members in value.items():
+            if group in checkpoints:
+                raise problem((group,), "is the name of a checkpoint too; name the group otherwise")
+            for member in members:
+                if checkpoints and member not in checkpoints:
+                    raise problem((group,), f"{member} is none of the checkpoints")
+                if member in seen:
+                    raise problem((group,), f"{member} stands there twice")
+                seen.add(member)
+        return value
+
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
         labels = [column.label for column in self.quantizers]
@@ -205,10 +208,10 @@ class Recipe(Strict):
         ):
             for number, name in enumerate(names):
                 if name in names[:number]:
-                    raise _problem((what, number), f"{name} stands there twice{remedy}")
+                    raise problem((what, number), f"{name} stands there twice{remedy}")
         calibrated = [c.label for c in self.quantizers if c.quantizer.needs_calibration]
         if calibrated and self.calibration is None:
-            raise _problem(
+            raise problem(
                 ("quantizers", labels.index(calibrated[0])),
                 f"{calibrated[0]} needs calibration text; "
                 "add calibration: {path: FILE.jsonl} or --calibration FILE",
@@ -239,53 +242,19 @@ class Recipe(Strict):
 
 def _column(index: int, entry: Any, compute_dtype: str) -> Column:
     if not isinstance(entry, str | dict):
-        raise _problem((index,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
+        raise problem((index,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     label = options.pop("label", None)
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
-        raise _problem((index,), f"label {shown(label)}: letters, digits and . _ + - only")
+        raise problem((index,), f"label {shown(label)}: letters, digits and . _ + - only")
     try:
         quantizer = quantizer_of(options, compute_dtype=compute_dtype)
     except QbenchError as error:
-        raise _problem((index,), str(error)) from None
+        raise problem((index,), str(error)) from None
     label = label or options.get("name") or quantizer.name
     if not LABEL.fullmatch(label):
-        raise _problem((index,), f"{label} is too long a name; give it a label")
+        raise problem((index,), f"{label} is too long a name; give it a label")
     return Column(label=label, quantizer=quantizer)
-
-
-def _problem(location: tuple[int | str, ...], message: str) -> ValidationError:
-    """A problem at ``location`` within what is validated."""
-    kind = PydanticCustomError("recipe", "{message}", {"message": message})
-    details = InitErrorDetails(type=kind, loc=location, input=None)
-    return ValidationError.from_exception_data("Recipe", [details])
-
-
-def problem_lines(
-    source: Source, error: ValidationError, known: Callable[[tuple[int | str, ...]], str]
-) -> list[str]:
-    """One line a problem, with its place in the file; ``known`` says which keys a place has."""
-    lines = []
-    within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
-    for problem in error.errors():
-        if problem["type"] == "too_short" and problem["loc"] in within:
-            continue  # pydantic counts only items that are well; the others are told of
-        location = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
-        ).lstrip(".")
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            message = "unknown key; " + known(problem["loc"])
-        elif problem["type"] == "dataclass_type":
-            message = f"must be a mapping; {known((*problem['loc'], ''))} (it is "
-            message += f"{shown(problem['input'])})"
-        elif problem["type"] == "string_pattern_mismatch":
-            allowed = PATTERNS[problem["ctx"]["pattern"]]
-            message = f"must be {allowed} (it is {shown(problem['input'])})"
-        elif problem["type"] not in ("value_error", "missing", "recipe"):
-            message += f" (it is {shown(problem['input'])})"
-        lines.append(f"{source.at(problem['loc'])}: {location}: {message}")
-    return [" ".join(line.split("\n")) for line in lines]
 
 
 def _known_keys(location: tuple[int | str, ...]) -> str:

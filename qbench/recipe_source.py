@@ -6,6 +6,7 @@ so that aliases cannot grow into more than fits, and no tag makes anything but p
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections.abc import Mapping
@@ -65,6 +66,35 @@ class Source:
             self.replace("evaluation", "scoring", str(changed.scoring))
         if changed.dtype is not None:
             self._replace_dtype(changed.dtype)
+
+    def group_checkpoints(self, folder: Path) -> None:
+        """Take apart checkpoints that stand for several trainings of one kind, a list or a path
+        with ``*`` (relative to ``folder``): ``softmax`` becomes ``softmax.1``, ``softmax.2``, …,
+        and a group of ``replicates``. Raises RecipeError where fewer than two are found."""
+        declared = self.values.get("checkpoints")
+        if not isinstance(declared, dict):
+            return  # the schema says so, with its location
+        made: dict[str, Any] = {}
+        groups: dict[str, list[str]] = {}
+        for name, entry in declared.items():
+            members = _members(entry, folder)
+            if members is None:
+                made[name] = entry
+                continue
+            location = self.at(("checkpoints", name))
+            if len(members) < 2:
+                raise RecipeError(
+                    f"{location}: checkpoints.{name}: {shown(entry)} gives {len(members)} "
+                    "checkpoints; seeds of one kind are two or more"
+                )
+            groups[name] = [f"{name}.{number}" for number in range(1, len(members) + 1)]
+            for member, one in zip(groups[name], members, strict=True):
+                made[member] = one
+                self.lines["checkpoints", member] = self.lines.get(("checkpoints", name), 0)
+        if groups:
+            self.values["checkpoints"] = made
+            stated = self.values.get("replicates") or {}
+            self.values["replicates"] = {**stated, **groups} if isinstance(stated, dict) else stated
 
     def replace(self, part: str, key: str, value: Any) -> None:
         """Put ``value`` in the place of ``part.key``; no line is named for it."""
@@ -147,6 +177,18 @@ def _in_dtype(entry: Any, unquantized: str) -> Any:
             entry["name"] = unquantized
         return entry
     return unquantized if entry in UNQUANTIZED else entry
+
+
+def _members(entry: Any, folder: Path) -> list[Any] | None:
+    """The checkpoints that one entry stands for; None for an entry of a single one."""
+    if isinstance(entry, list):
+        return entry
+    path = entry.get("path") if isinstance(entry, dict) else entry
+    if not isinstance(path, str) or "*" not in path:
+        return None
+    found = sorted(glob.glob(os.path.expanduser(path), root_dir=folder))
+    found = [one for one in found if os.path.isdir(folder / one)]
+    return [{**entry, "path": one} if isinstance(entry, dict) else one for one in found]
 
 
 def _found(source: str) -> str:

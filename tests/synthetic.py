@@ -26,6 +26,7 @@ from qbench.record import (
     Record,
     Score,
     Stage,
+    Trained,
 )
 from qbench.store import Store
 
@@ -69,8 +70,11 @@ def make_store(
     missing: Sequence[str] = (),
     shift: dict[str, float] | None = None,
     seed: int = 0,
+    replicates: dict[str, Sequence[str]] | None = None,
+    trained: dict[str, Trained] | None = None,
 ) -> Store:
-    """``shift`` makes the named cells worse by that much (in standard deviations)."""
+    """``shift`` makes the named cells worse by that much (in standard deviations). ``replicates``
+    are the grid's groups, ``trained`` says how checkpoints were trained."""
     store = Store(directory)
     cells = [
         GridCell(
@@ -91,6 +95,7 @@ def make_store(
             quantizers=tuple(quantizers),
             tasks=tuple(sizes),
             cells=tuple(cells),
+            replicates={name: tuple(members) for name, members in (replicates or {}).items()},
         )
     )
     for cell in cells:
@@ -102,7 +107,9 @@ def make_store(
             continue
         worse = (shift or {}).get(cell.cell, 0.0)
         table = outcomes(cell, checkpoints.index(cell.checkpoint), sizes, worse, seed)
-        store.put(make_record(cell, scores(table)), table, None)
+        record = make_record(cell, scores(table))
+        training = (trained or {}).get(cell.checkpoint)
+        store.put(record.model_copy(update={"training": training}), table, None)
     return store
 
 

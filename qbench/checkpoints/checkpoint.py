@@ -8,6 +8,7 @@ from typing import Any
 
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.abilities import Abilities, abilities
+from qbench.record.training import FILE, Trained, Training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,15 @@ class Checkpoint:
         """Whose attention it can run on, and how fast it can be scored."""
         known = fla.llama_settings(self.config) if fla.recognizes(self.config) else self.config
         return abilities(known)
+
+    @property
+    def training(self) -> Trained | None:
+        """How it was trained, where qbench trained it; other programs' files are no matter."""
+        try:
+            payload = (self.folder / FILE).read_bytes()
+            return Training.model_validate_json(payload).summary
+        except (OSError, ValueError):
+            return None
 
     @property
     def max_length(self) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from qbench.comparison.lines import Comparison, Line, redundant
+from qbench.comparison.replicates import seed_lines
 from qbench.comparison.statistics import (
     Column,
     Effect,
@@ -58,7 +59,8 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
         )
         for index, line in enumerate(comparison.lines)
     )
-    return dataclasses.replace(comparison, lines=lines)
+    found_lines = dataclasses.replace(comparison, lines=lines)
+    return dataclasses.replace(found_lines, seeds=seed_lines(found_lines, columns))
 
 
 def read_columns(comparison: Comparison, store: Store) -> dict[str, dict[Name, Column]]:

@@ -17,6 +17,7 @@ from qbench.comparison.metrics import LOG_SCALE, REDUNDANT, base_metric, is_perc
 from qbench.record import Grid, Precision, Record
 
 if TYPE_CHECKING:
+    from qbench.comparison.seed_lines import SeedLine
     from qbench.comparison.statistics import Effect, Interval
 
 Status = Literal["ok", "failed", "missing"]
@@ -107,6 +108,7 @@ class Comparison:
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Line, ...]
     floors: Floors = field(default_factory=Floors)
+    seeds: tuple[SeedLine, ...] = ()  # over several trainings, where the grid has replicates
 
     @property
     def name(self) -> str:

@@ -19,12 +19,12 @@ from qbench.record.damage import (
     TaskDamage,
     Unavailable,
 )
+from qbench.record.environment import Environment
 from qbench.record.precision import Part, Precision
 from qbench.record.record import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     SCHEMA_VERSION,
-    Environment,
     Grid,
     GridCell,
     Record,
@@ -33,6 +33,7 @@ from qbench.record.record import (
     StoredTable,
 )
 from qbench.record.scoring import DifferenceFromExact, SampleDifference, ScoringReport
+from qbench.record.training import Trained, Training
 from qbench.record.written import Digest, Line, Name, TaskName, Written
 
 __all__ = [
@@ -69,6 +70,8 @@ __all__ = [
     "StoredTable",
     "TaskDamage",
     "TaskName",
+    "Trained",
+    "Training",
     "Unavailable",
     "Written",
 ]

@@ -21,8 +21,10 @@ from pydantic import Field, model_validator
 
 from qbench.record.audit import Audit
 from qbench.record.damage import Damage, Unavailable
+from qbench.record.environment import Environment
 from qbench.record.precision import Precision
 from qbench.record.scoring import ScoringReport
+from qbench.record.training import Trained
 from qbench.record.written import Digest, Line, Name, TaskName, Written
 
 SCHEMA_VERSION = 2
@@ -58,18 +60,6 @@ class Stage(Written):
     detail: str = ""  # e.g. "artifact reused"
 
 
-class Environment(Written):
-    """Where a record was made."""
-
-    python: str
-    platform: str
-    device: str  # "cpu" or "cuda"
-    hardware: str  # name of the processor or GPU
-    versions: dict[str, str]  # distribution name → version
-    git_revision: str | None
-    qbench: str
-
-
 class StoredTable(Written):
     """A Parquet file beside a record, as it was written."""
 
@@ -92,6 +82,7 @@ class Record(Written):
     title: Line  # the method as tables write it, e.g. "GPTQ"
     precision: Precision
     normalizer: Line
+    training: Trained | None = None  # None where the checkpoint does not say
     attention: Line  # what ran, e.g. "softpick/triton" or "softpick/reference"
     status: Literal["ok", "failed"]
     error: str | None = None
@@ -155,6 +146,8 @@ class Grid(Written):
     quantizers: Annotated[tuple[Name, ...], Field(min_length=1)]
     tasks: Annotated[tuple[TaskName, ...], Field(min_length=1)]
     cells: Annotated[tuple[GridCell, ...], Field(min_length=1)]
+    # several trainings of one kind: a group's name → its checkpoints
+    replicates: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _cells_are_of_the_grid(self) -> Self:
@@ -164,4 +157,7 @@ class Grid(Written):
                 raise ValueError(f"cell {cell.cell} is not of these checkpoints and quantizers")
             if names.count(cell.cell) > 1:
                 raise ValueError(f"cell {cell.cell} stands there twice")
+        members = [member for group in self.replicates.values() for member in group]
+        if not set(members) <= set(self.checkpoints) or len(set(members)) < len(members):
+            raise ValueError("replicates: each is one of the grid's checkpoints, in one group")
         return self

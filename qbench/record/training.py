@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from qbench.record.record import Environment
+from qbench.record.environment import Environment
 from qbench.record.written import Digest, Line, Name, Written
 
 FILE = "training.json"
@@ -33,6 +33,16 @@ class Sample(Written):
     sink_rate_gu: float  # the same by Gu et al. 2024
     kurtosis: float
     largest: float  # |x| of the hidden states
+
+
+class Trained(Written):
+    """What of a checkpoint's training its cells' records keep."""
+
+    recipe: Name
+    normalizer: Line
+    seed: int
+    attention: Line
+    in_common: dict[str, Any]  # what the runs of a pair must have in common, by part
 
 
 class TrainedOn(Written):
@@ -69,6 +79,16 @@ class Training(Written):
     watched: tuple[Sample, ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
     finished: datetime
+
+    @property
+    def summary(self) -> Trained:
+        return Trained(
+            recipe=self.name,
+            normalizer=self.normalizer,
+            seed=self.seed,
+            attention=self.attention,
+            in_common=self.in_common,
+        )
 
     @property
     def in_common(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qbench.comparison.lines import Comparison, Entry, Line
+from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
 from qbench.published import printed
 from qbench.store import KEY_DIGITS
@@ -86,6 +87,7 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
         rows.append(tuple(cells))
     notes = [*([LEGEND] if tested else []), *_ratio_notes(table, "deltas")]
     notes += [*noise_notes(comparison), *cache_notes(comparison, table), *table.notes]
+    notes += training_notes(comparison)
     if paper:
         notes[:0] = printed_notes(table, paper, published)
     return Layout(

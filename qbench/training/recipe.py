@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeProblems, shown
-from qbench.recipe import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole, problem_lines
+from qbench.recipe_fields import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole, problem_lines
 from qbench.recipe_source import Source, read
 from qbench.record import Name
 

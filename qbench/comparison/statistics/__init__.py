@@ -18,6 +18,7 @@ from qbench.comparison.statistics.effect import (
 from qbench.comparison.statistics.multiplicity import adjust
 from qbench.comparison.statistics.noninferiority import Worsening, documents_needed, worsening
 from qbench.comparison.statistics.panel import Column, Panel
+from qbench.comparison.statistics.seeds import SeedEffect, mean_score, over_seeds
 
 __all__ = [
     "ROUNDS",
@@ -26,11 +27,14 @@ __all__ = [
     "Interval",
     "Panel",
     "Resampled",
+    "SeedEffect",
     "Worsening",
     "adjust",
     "documents_needed",
     "effect",
+    "mean_score",
     "needs_rounds",
+    "over_seeds",
     "resample",
     "score",
     "value",

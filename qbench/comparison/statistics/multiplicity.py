@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 from statsmodels.stats.multitest import multipletests
 
 from qbench.comparison.statistics.effect import Effect
+from qbench.comparison.statistics.seeds import SeedEffect
+
+Tested = TypeVar("Tested", Effect, SeedEffect)
 
 
-def adjust(effects: Sequence[Effect]) -> list[Effect]:
+def adjust(effects: Sequence[Tested]) -> list[Tested]:
     """The same effects with p adjusted over all of them, in the same order."""
     if not effects:
         return []

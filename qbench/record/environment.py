@@ -1,0 +1,17 @@
+"""Where something was made. Imports no torch."""
+
+from __future__ import annotations
+
+from qbench.record.written import Written
+
+
+class Environment(Written):
+    """Where a record was made."""
+
+    python: str
+    platform: str
+    device: str  # "cpu" or "cuda"
+    hardware: str  # name of the processor or GPU
+    versions: dict[str, str]  # distribution name → version
+    git_revision: str | None
+    qbench: str

@@ -1,0 +1,134 @@
+"""Tables over seeds: each group of trainings' mean, Δ, damage and difference of damages."""
+
+from __future__ import annotations
+
+from qbench.comparison.lines import Comparison, redundant
+from qbench.comparison.seed_lines import SeedLine
+from qbench.comparison.seed_wording import (
+    LEGEND,
+    SEEDS_LEGEND,
+    each_text,
+    ends_text,
+    mean_text,
+    mostly_seeds,
+    values_text,
+)
+from qbench.comparison.trainings import training_notes
+from qbench.comparison.wording import RATIO_NOTE, arrow
+from qbench.tables.layout import INTERVAL, Layout
+from qbench.tables.table import Table
+from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
+
+
+def seed_layouts(comparison: Comparison, table: Table) -> list[Layout]:
+    """The delta table over seeds, and below it that of damage where there is any; nothing where
+    the grid has no replicates."""
+    lines = [
+        one
+        for one in comparison.seeds
+        if (one.line.method == table.method or not one.line.quantized)
+        and not redundant(one.line, comparison.lines)
+    ]
+    if not lines:
+        return []
+    made = [_delta(comparison, table, lines)]
+    quantized = [one for one in lines if one.line.quantized and one.damages]
+    if quantized:
+        made.append(_damage(comparison, table, quantized))
+    return made
+
+
+def _delta(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layout:
+    base, *others = comparison.grid.replicates
+    head = ["Task", "Metric", "Quantization"]
+    for group in (base, *others):
+        head += [group, f"{group}, each"]
+    for group in others:
+        name = "Δ" if len(others) == 1 else f"Δ {group}"
+        head += [name, INTERVAL, f"{name}, each"]
+    head.append("Documents")
+    rows = []
+    for one, names in zip(lines, _names(lines), strict=True):
+        line = one.line
+        cells = list(names)
+        for group in (base, *others):
+            mean = one.means.get(group)
+            cells.append(number(mean, percent=line.percent))
+            cells.append(values_text(one.values[group], line))
+        for group in others:
+            effect = one.deltas.get(group)
+            cells += [mean_text(effect, line), ends_text(effect, line), each_text(effect, line)]
+        rows.append((*cells, _documents([*one.deltas.values(), *one.scores.values()])))
+    against = ", ".join(f"{group} {MINUS} {base}" for group in others)
+    counts = ", ".join(f"{len(m)} of {g}" for g, m in comparison.grid.replicates.items())
+    return Layout(
+        title=f"{table.name} over seeds ({counts}){': Δ = ' + against if against else ''}",
+        method=table.method,
+        head=tuple(head),
+        rows=tuple(rows),
+        begins_task=_begins(lines),
+        notes=(*_notes(lines, ("deltas",)), *training_notes(comparison), *table.notes),
+        keys=(),
+    )
+
+
+def _damage(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layout:
+    base, *others = comparison.grid.replicates
+    head = ["Task", "Metric", "Quantization"]
+    for group in (base, *others):
+        head += [f"{group}’s damage", INTERVAL]
+    for group in others:
+        head += [f"{group}’s {MINUS} {base}’s", INTERVAL, "each"]
+    head.append("Documents")
+    rows = []
+    for one, names in zip(lines, _names(lines), strict=True):
+        cells = list(names)
+        for group in (base, *others):
+            effect = one.damages.get(group)
+            cells += [mean_text(effect, one.line), ends_text(effect, one.line)]
+        for group in others:
+            effect = one.differences.get(group)
+            cells += [mean_text(effect, one.line), ends_text(effect, one.line)]
+            cells.append(each_text(effect, one.line))
+        rows.append((*cells, _documents([*one.damages.values(), *one.differences.values()])))
+    claim = ", ".join(f"{group}’s {MINUS} {base}’s" for group in others)
+    return Layout(
+        title=f"{table.name} over seeds: damage{', and ' + claim if claim else ''}",
+        method=table.method,
+        head=tuple(head),
+        rows=tuple(rows),
+        begins_task=_begins(lines),
+        notes=_notes(lines, ("damages", "differences")),
+        keys=(),
+    )
+
+
+def _names(lines: list[SeedLine]) -> list[list[str]]:
+    return [
+        [
+            one.line.label if begins else "",
+            f"{metric_title(one.line.metric)} {arrow(one.line)}",
+            one.line.quantizer,
+        ]
+        for one, begins in zip(lines, _begins(lines), strict=True)
+    ]
+
+
+def _begins(lines: list[SeedLine]) -> tuple[bool, ...]:
+    tasks = [one.line.task for one in lines]
+    return tuple(task != before for task, before in zip(tasks, [None, *tasks], strict=False))
+
+
+def _notes(lines: list[SeedLine], questions: tuple[str, ...]) -> tuple[str, ...]:
+    effects = [e for one in lines for name in questions for e in getattr(one, name).values()]
+    notes = [LEGEND]
+    if any(mostly_seeds(effect) for effect in effects):
+        many = sum(mostly_seeds(effect) for effect in effects)
+        notes.append(f"{SEEDS_LEGEND} So it is in {many} of {len(effects)}.")
+    if any(effect.kind == "log ratio" for effect in effects):
+        notes.append(RATIO_NOTE)
+    return tuple(notes)
+
+
+def _documents(effects: list) -> str:
+    return "/".join(sorted({str(effect.documents) for effect in effects})) or NO_VALUE

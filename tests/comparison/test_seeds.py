@@ -1,0 +1,143 @@
+"""Effects over seeds: intervals that cover, and what of the uncertainty is the seeds'."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from qbench.comparison.statistics import Panel, effect, over_seeds
+
+DOCUMENTS = 50
+
+
+def panel(values, weights=None):
+    """Of outcomes by name, each [documents]."""
+    matrix = np.stack(list(values.values()), axis=1)
+    weights = np.ones_like(matrix) if weights is None else np.stack([weights] * matrix.shape[1], 1)
+    return Panel(values=matrix, weights=weights, index={name: i for i, name in enumerate(values)})
+
+
+def pairs(seeds):
+    """Contrasts of the second model minus the first, seed by seed."""
+    return [[{("new", seed): 1, ("old", seed): -1} for seed in range(seeds)]]
+
+
+def drawn(rng, seeds, by_seed, by_document, rest):
+    """Outcomes whose differences have these standard deviations, and mean 0."""
+    document = rng.normal(0, by_document, DOCUMENTS)
+    values = {}
+    for seed in range(seeds):
+        level = rng.normal(0, by_seed)
+        values["old", seed] = common = rng.normal(0, 1, DOCUMENTS)
+        values["new", seed] = common + level + document + rng.normal(0, rest, DOCUMENTS)
+    return panel(values)
+
+
+def covers(found):
+    return found.low <= 0 <= found.high
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("by_seed", "by_document", "rest"),
+    [(0.0, 1.0, 1.0), (0.1, 1.0, 1.0), (0.2, 1.0, 0.3), (0.3, 0.3, 1.0), (1.0, 1.0, 1.0)],
+)
+def test_the_interval_covers_whichever_part_is_the_larger(seeds, by_seed, by_document, rest):
+    rng = np.random.default_rng([seeds, int(100 * by_seed), int(100 * by_document)])
+    found = [
+        over_seeds(drawn(rng, seeds, by_seed, by_document, rest), pairs(seeds), "mean")
+        for _ in range(800)
+    ]
+    assert np.mean([covers(one) for one in found]) >= 0.935
+    # p and interval agree: both ask whether 0 is among what the outcomes allow
+    assert all(covers(one) == (one.p >= 0.05) for one in found if abs(one.p - 0.05) > 1e-6)
+
+
+def test_documents_alone_would_not_cover():
+    """What is wrong without seeds in it: the test above can fail."""
+    rng = np.random.default_rng(3)
+    hits = []
+    for _ in range(300):
+        seen = drawn(rng, 3, 0.3, 0.3, 1.0)
+        sides = {
+            side: [seen.values[:, seen.index[side, s]] for s in range(3)] for side in ("new", "old")
+        }
+        mean = panel({side: np.mean(columns, axis=0) for side, columns in sides.items()})
+        interval = effect(mean, {"new": 1, "old": -1}, "mean").interval
+        hits.append(interval.low <= 0 <= interval.high)
+    assert np.mean(hits) < 0.80
+
+
+def test_without_documents_part_it_is_students_t_over_seeds():
+    levels = [0.1, 0.4, 0.25, 0.3]
+    values = {("old", s): np.zeros(DOCUMENTS) for s in range(4)}
+    values |= {("new", s): np.full(DOCUMENTS, level) for s, level in enumerate(levels)}
+    found = over_seeds(panel(values), pairs(4), "mean")
+    expected = stats.ttest_1samp(levels, 0)
+    interval = expected.confidence_interval()
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.p == pytest.approx(expected.pvalue, rel=1e-6)
+    assert found.of_seeds == pytest.approx(1)
+    assert found.each == pytest.approx(levels)
+
+
+def test_with_seeds_that_are_all_alike_it_is_the_paired_t_over_documents():
+    rng = np.random.default_rng(1)
+    difference = rng.normal(0.2, 1, DOCUMENTS)
+    values = {("old", s): np.zeros(DOCUMENTS) for s in range(3)}
+    values |= {("new", s): difference for s in range(3)}
+    found = over_seeds(panel(values), pairs(3), "mean")
+    expected = stats.ttest_1samp(difference, 0)
+    interval = expected.confidence_interval()
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.of_seeds == 0
+
+
+@pytest.mark.parametrize(("by_seed", "mostly"), [(0.0, False), (1.0, True)])
+def test_it_says_whether_seeds_are_the_larger_part(by_seed, mostly):
+    rng = np.random.default_rng(7)
+    found = over_seeds(drawn(rng, 5, by_seed, 1.0, 0.5), pairs(5), "mean")
+    assert (found.of_seeds > 0.5) == mostly
+
+
+def test_perplexities_are_compared_by_their_logarithm_long_pages_weighing_more():
+    rng = np.random.default_rng(2)
+    words = rng.integers(20, 400, DOCUMENTS).astype(float)
+    nats = words * rng.normal(3, 0.2, DOCUMENTS)
+    values = {("old", s): -nats * (1 + 0.001 * s) for s in range(3)}
+    values |= {("new", s): -nats * (1.02 + 0.002 * s) for s in range(3)}
+    found = over_seeds(panel(values, words), pairs(3), "weighted_perplexity")
+    mean = nats.sum() / words.sum()
+    assert found.kind == "log ratio"
+    assert found.each == pytest.approx([mean * 0.02, mean * 0.021, mean * 0.022])
+    assert found.low < found.estimate < found.high
+
+
+def test_unequal_numbers_of_seeds_are_groups_of_their_own():
+    rng = np.random.default_rng(5)
+    values = {("old", s): rng.normal(0, 1, DOCUMENTS) + s for s in range(2)}
+    values |= {("new", s): rng.normal(0, 1, DOCUMENTS) for s in range(3)}
+    groups = [[{("new", s): 1} for s in range(3)], [{("old", s): -1} for s in range(2)]]
+    found = over_seeds(panel(values), groups, "mean")
+    new, old = (
+        np.mean([values[side, s].mean() for s in range(n)]) for side, n in (("new", 3), ("old", 2))
+    )
+    assert found.estimate == pytest.approx(new - old)
+    assert found.seeds == 2
+    assert len(found.each) == 5
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[[{("new", 0): 1, ("old", 0): -1}]], [[{("new", 0): 1}, {("new", 1): 1}], [{("old", 0): -1}]]],
+)
+def test_one_training_says_nothing_about_seeds(groups):
+    rng = np.random.default_rng(0)
+    assert over_seeds(drawn(rng, 2, 1, 1, 1), groups, "mean") is None
+
+
+def test_outcomes_that_are_not_finite_have_no_effect():
+    values = {(side, s): np.zeros(DOCUMENTS) for side in ("old", "new") for s in range(2)}
+    values["new", 1] = np.full(DOCUMENTS, -np.inf)
+    assert over_seeds(panel(values), pairs(2), "perplexity") is None

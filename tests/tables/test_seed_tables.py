@@ -1,0 +1,148 @@
+"""Tables over several trainings of each kind."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+
+import pytest
+from synthetic import make_store
+
+from qbench.comparison.compare import compare
+from qbench.comparison.trainings import training_notes
+from qbench.record import Trained
+from qbench.tables import render, write_tables
+
+SIZES = {"arc_easy": 120, "wikitext": 30}
+GROUPS = {
+    name: tuple(f"{name}.{number}" for number in (1, 2, 3)) for name in ("softmax", "softpick")
+}
+MEMBERS = tuple(member for members in GROUPS.values() for member in members)
+
+
+def trained(checkpoint, **changed):
+    name, _, number = checkpoint.partition(".")
+    common = {"seed": int(number), "data": "a" * 8, "steps": 6103, "settings.tokens": 400_000_000}
+    return Trained(
+        recipe="pair", normalizer=name, seed=int(number), attention=f"{name}/triton",
+        in_common=common | changed,
+    )  # fmt: skip
+
+
+def made(folder, *, shift=None, trained=None, groups=GROUPS):
+    return make_store(
+        folder,
+        checkpoints=MEMBERS,
+        quantizers=("bf16", "gptq-2bit"),
+        sizes=SIZES,
+        shift=shift,
+        replicates=groups,
+        trained=trained,
+    )
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    return compare(made(tmp_path / "grid"))
+
+
+def test_a_line_over_seeds_has_every_trainings_score_and_their_mean(comparison):
+    one = next(s for s in comparison.seeds if s.line.metric == "acc" and s.line.quantized)
+    for group, members in GROUPS.items():
+        values = [one.line.entry(member).value for member in members]
+        assert list(one.values[group]) == values
+        assert one.means[group] == pytest.approx(sum(values) / 3)
+    assert one.deltas["softpick"].estimate == pytest.approx(
+        one.means["softpick"] - one.means["softmax"]
+    )
+    assert one.deltas["softpick"].p_holm is not None
+    assert set(one.damages) == set(GROUPS)
+    assert set(one.differences) == {"softpick"}
+
+
+def test_tables_show_means_intervals_and_each_training(comparison):
+    text = render(comparison)
+    assert "over seeds (3 of softmax, 3 of softpick): Δ = softpick − softmax" in text
+    assert "over seeds: damage, and softpick’s − softmax’s" in text
+    assert "softmax.1" not in text  # a table of six checkpoints would say less
+    for block in text.split("### ")[1:]:
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({row.count("|") for row in rows}) == 1
+
+
+def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
+    shift = {f"softpick.{n}/{q}": 0.9 * n for n in (1, 2, 3) for q in ("bf16", "gptq-2bit")}
+    apart = compare(made(tmp_path / "apart", shift=shift))
+    effects = [one.deltas["softpick"] for one in apart.seeds]
+    assert all(effect.of_seeds > 0.5 for effect in effects)
+    assert "§: seeds, not documents, are the larger part of the uncertainty" in render(apart)
+
+
+def test_the_csv_has_every_question(comparison, tmp_path):
+    from qbench.store import Store
+
+    write_tables(Store(tmp_path / "grid"), comparison=comparison)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "grid" / "seeds.csv").read_text())))
+    assert {row["question"] for row in rows} == {"score", "delta", "damage", "did"}
+    one = next(r for r in rows if r["question"] == "delta" and r["metric"] == "acc")
+    assert len(one["each"].split()) == 3
+    assert float(one["low"]) < float(one["estimate"]) < float(one["high"])
+    assert 0 <= float(one["of_seeds"]) <= 1
+
+
+def test_a_grid_without_replicates_has_no_lines_over_seeds(tmp_path):
+    assert compare(made(tmp_path / "grid", groups=None)).seeds == ()
+
+
+def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
+    store = make_store(
+        tmp_path / "grid", checkpoints=MEMBERS, quantizers=("bf16", "gptq-2bit"), sizes=SIZES,
+        missing=("softpick.2/gptq-2bit",), replicates=GROUPS,
+    )  # fmt: skip
+    found = compare(store)
+    deltas = {(s.line.quantizer, bool(s.deltas)) for s in found.seeds}
+    assert deltas == {("bf16", True), ("gptq-2bit", False)}
+    assert "softpick.2/gptq-2bit: missing" in render(found)
+
+
+def test_trainings_that_differ_in_the_normalizer_and_seed_alone_need_no_note(tmp_path):
+    how = {member: trained(member) for member in MEMBERS}
+    assert training_notes(compare(made(tmp_path / "grid", trained=how))) == []
+
+
+@pytest.mark.parametrize(
+    ("member", "changed", "said"),
+    [
+        ("softpick.2", {"settings.tokens": 1}, "settings.tokens 400000000 and 1"),
+        ("softpick.3", {"seed": 9}, "seed 3 and 9"),
+        ("softmax.2", {"data": "b" * 8}, "data aaaaaaaa and bbbbbbbb"),
+    ],
+)
+def test_trainings_that_differ_elsewhere_are_named_below_the_table(tmp_path, member, changed, said):
+    how = {one: trained(one) for one in MEMBERS} | {member: trained(member, **changed)}
+    text = render(compare(made(tmp_path / "grid", trained=how)))
+    line = next(line for line in text.splitlines() if said in line)
+    assert member in line
+    assert "were trained otherwise than in the normalizer alone" in line
+
+
+def test_a_plain_pair_that_was_trained_otherwise_is_named_too(tmp_path):
+    how = {"softmax.1": trained("softmax.1"), "softpick.1": trained("softpick.1", steps=10)}
+    store = make_store(
+        tmp_path / "grid", checkpoints=("softmax.1", "softpick.1"), quantizers=("bf16",),
+        sizes=SIZES, trained=how,
+    )  # fmt: skip
+    assert "steps 6103 and 10" in render(compare(store))
+
+
+def test_seeds_of_one_kind_have_one_normalizer(tmp_path):
+    how = {one: trained(one) for one in MEMBERS}
+    how["softmax.2"] = how["softmax.2"].model_copy(update={"normalizer": "softpick"})
+    notes = training_notes(compare(made(tmp_path / "grid", trained=how)))
+    assert any("stand for seeds of one kind, and have two normalizers" in note for note in notes)
+
+
+def test_every_effect_is_data(comparison):
+    effect = comparison.seeds[0].deltas["softpick"]
+    assert dataclasses.asdict(effect)["documents"] == 120

@@ -1,0 +1,75 @@
+"""Several checkpoints of one kind in a recipe: lists, paths with *, groups by name."""
+
+from __future__ import annotations
+
+import pytest
+from small_recipe import DEMO, small_recipe
+
+from qbench.errors import RecipeError
+from qbench.overrides import Overrides
+from qbench.recipe import Recipe
+
+PAIR = {"softmax": str(DEMO / "softmax"), "softpick": str(DEMO / "softpick")}
+
+
+def copies(folder, count=3):
+    for number in range(count):
+        (folder / f"softmax-seed{number}").mkdir()
+    (folder / "softmax-seed9.txt").write_text("no folder")
+    return folder
+
+
+def test_a_list_is_a_group_of_checkpoints(tmp_path):
+    path = small_recipe(tmp_path, checkpoints={"softmax": ["a", "b"], "softpick": PAIR["softpick"]})
+    recipe = Recipe.load(path)
+    assert {name: one.path for name, one in recipe.checkpoints.items()} == {
+        "softmax.1": "a", "softmax.2": "b", "softpick": PAIR["softpick"],
+    }  # fmt: skip
+    assert recipe.replicates == {"softmax": ("softmax.1", "softmax.2")}
+
+
+@pytest.mark.parametrize(
+    "entry", ["softmax-seed*", {"path": "softmax-seed*", "normalizer": "softmax"}]
+)
+def test_a_path_with_a_star_is_a_group_of_its_folders_in_order(tmp_path, entry):
+    copies(tmp_path)
+    recipe = Recipe.load(small_recipe(tmp_path, checkpoints={"softmax": entry}))
+    assert [one.path for one in recipe.checkpoints.values()] == [
+        f"softmax-seed{n}" for n in range(3)
+    ]
+    assert {one.normalizer for one in recipe.checkpoints.values()} == {
+        entry["normalizer"] if isinstance(entry, dict) else None
+    }
+
+
+def test_the_command_line_may_name_a_group(tmp_path):
+    copies(tmp_path)
+    path = small_recipe(tmp_path)
+    recipe = Recipe.load(path, Overrides(checkpoints={"softmax": str(tmp_path / "softmax-seed*")}))
+    assert list(recipe.checkpoints) == ["softmax.1", "softmax.2", "softmax.3", "softpick"]
+
+
+def test_groups_may_be_named_by_their_checkpoints(tmp_path):
+    groups = {"ours": ["softmax", "softpick"]}
+    assert Recipe.load(small_recipe(tmp_path, replicates=groups)).replicates == {
+        "ours": ("softmax", "softpick")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"checkpoints": {"softmax": ["a"]}}, "gives 1 checkpoints; seeds of one kind are two"),
+        ({"checkpoints": {"softmax": "nowhere-*"}}, "gives 0 checkpoints"),
+        ({"replicates": {"a": ["softmax", "other"]}}, "other is none of the checkpoints"),
+        ({"replicates": {"a": ["softmax", "softmax"]}}, "softmax stands there twice"),
+        ({"replicates": {"softmax": ["softmax", "softpick"]}}, "is the name of a checkpoint too"),
+        ({"replicates": {"a": ["softmax"]}}, "at least 2"),
+        ({"replicates": 3}, "dictionary"),
+    ],
+)
+def test_what_is_no_group_is_refused_with_its_place(tmp_path, changes, said):
+    with pytest.raises(RecipeError, match=said) as error:
+        Recipe.load(small_recipe(tmp_path, **changes))
+    assert "small.yaml:" in str(error.value)
+    assert "\n" not in str(error.value)
