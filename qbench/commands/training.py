@@ -11,6 +11,7 @@ import typer
 
 from qbench.commands.options import Device, DeviceOption, to_folder
 from qbench.commands.screen import show_written
+from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine.quiet import redirected, terminal
 
@@ -27,10 +28,19 @@ def tokenize(
             ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION].",
         ),
     ],
-    tokenizer: Annotated[
-        str, typer.Option(metavar="FOLDER_OR_HUB_ID", help="Whose tokenizer to use.")
-    ],
     out: Annotated[Path, to_folder("The folder to write; it must not exist.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="Whose tokenizer to use.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            min=260,
+            max=2**22,
+            help="Learn a tokenizer of so many entries from the text (byte-level BPE, digits "
+            "apart), in place of --tokenizer.",
+        ),
+    ] = None,
     field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a hub dataset.")] = "train",
     bos: Annotated[bool, typer.Option(help="Begin each document with BOS.")] = True,
@@ -61,10 +71,14 @@ def tokenize(
     from qbench.training.tokenize import Tokenizing
     from qbench.training.tokenize import tokenize as write
 
+    if (tokenizer is None) == (vocabulary is None):
+        raise RecipeError(
+            "tokenize: say --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
+        )
     about = write(
         sources,
         out,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer or vocabulary or 0,
         settings=Tokenizing(
             field=field,
             split=split,

@@ -6,15 +6,21 @@ from qbench.comparison.lines import Comparison
 from qbench.report.effects import damages, differences, scores
 from qbench.report.kv_cache import kv_caches
 from qbench.report.proof import audit, divergence, divergence_notes, provenance, stages
+from qbench.report.seeds import seed_tables
 from qbench.report.settings import quantizers, settings
 from qbench.report.table import DataTable
 
 
 def data_tables(comparison: Comparison, *, published: str | None = None) -> list[DataTable]:
     """All tables that have rows: the differences of damages first, which the claim is about."""
+    # With several trainings of each kind their means are told, not each against the first.
+    first = (
+        seed_tables(comparison)
+        if comparison.seeds
+        else [*differences(comparison), *damages(comparison)]
+    )
     return [
-        *differences(comparison),
-        *damages(comparison),
+        *first,
         *scores(comparison, published),
         *divergence(comparison),
         *stages(comparison),

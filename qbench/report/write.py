@@ -11,12 +11,14 @@ from markupsafe import Markup, escape
 from qbench import __version__
 from qbench.comparison.compare import compare
 from qbench.comparison.lines import Comparison
+from qbench.comparison.trainings import training_notes
 from qbench.errors import RecipeError
 from qbench.files import write_atomically
 from qbench.report import why
 from qbench.report.content import DataTable, data_tables, notes
 from qbench.report.drawing import Plate, plates
 from qbench.report.figures import groups
+from qbench.report.seeds import seed_summary
 from qbench.report.settings import headline
 from qbench.report.style import inline
 from qbench.report.summary import summary
@@ -24,6 +26,7 @@ from qbench.store import Store
 
 FIGURE_FORMATS = ("svg", "png", "pdf")
 SECTIONS = {
+    "seeds": "Over seeds",
     "damage": "Damage",
     "scores": "Scores",
     "distributions": "Divergence and flips",
@@ -97,7 +100,10 @@ def render(
         name=name,
         headline=headline(comparison),
         sections=[one for one in sections if one["tables"] or one["figures"] or one["notes"]],
-        sentences=summary(comparison),
+        sentences=[
+            *(seed_summary(comparison) if comparison.seeds else summary(comparison)),
+            *training_notes(comparison),
+        ],
         problems=comparison.problems(),
         version=__version__,
     )

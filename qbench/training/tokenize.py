@@ -28,6 +28,7 @@ from qbench.training.token_files import (
     tokenizer_digest,
     write_about,
 )
+from qbench.training.tokenizer import learn_tokenizer
 
 BATCH = 1 << 22  # characters that are encoded at once, on all cores
 STRIDE = 50  # one document of so many is held out, until there are enough
@@ -75,22 +76,34 @@ def tokenize(
     sources: Sequence[str],
     out: Path,
     *,
-    tokenizer: str,
+    tokenizer: str | int,
     settings: Tokenizing,
     progress: Callable[[int, int], None] | None = None,
 ) -> AboutTokens:
-    """Write the folder ``out`` of token files; it must not exist. ``progress`` is told documents
-    and tokens. Raises DataError, RecipeError and OutputError."""
+    """Write the folder ``out`` of token files; it must not exist.
+
+    ``tokenizer``: a folder or hub id that has one, or how many entries a new one gets, learnt from
+    the text. ``progress`` is told documents and tokens. Raises DataError, RecipeError and
+    OutputError.
+    """
     for source in sources:
         require_source(source)
     if out.exists():
         raise RecipeError(f"--out {out}: is there already; name a new folder, or remove it")
-    found = _tokenizer_folder(tokenizer)
+    found = _tokenizer_folder(tokenizer) if isinstance(tokenizer, str) else None
     making = temporary(out)
     making.mkdir(parents=True)
     try:
-        copy_tokenizer(found, making)
-        about = _write(sources, making, tokenizer, settings, progress or (lambda *_: None))
+        if found is None:
+            named = f"learnt from the text, {tokenizer} entries"
+            texts = (
+                t for s in sources for t in documents(s, field=settings.field, split=settings.split)
+            )
+            learn_tokenizer(texts, int(tokenizer), making)
+        else:
+            named = str(tokenizer)
+            copy_tokenizer(found, making)
+        about = _write(sources, making, named, settings, progress or (lambda *_: None))
         write_about(making, about)
         making.replace(out)
     finally:

@@ -35,12 +35,24 @@ def test_the_committed_calibration_text_is_what_the_generator_makes(demo, made):
 
 
 def test_the_command_writes_the_committed_bytes_in_a_process_of_its_own(demo, tmp_path):
-    command = [sys.executable, demo / "make.py", "--seed", "0", "--data-only", "--out", tmp_path]
+    command = [sys.executable, demo / "make.py", "--seed", "0", "--out", tmp_path]
     subprocess.run(command, check=True, env={"PYTHONHASHSEED": "77"})
     written = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*.jsonl"))
     assert len(written) == 4
     for name in written:
         assert (tmp_path / name).read_bytes() == (demo / name).read_bytes(), name
+
+
+def test_the_command_writes_the_training_text(demo, made, tmp_path):
+    from corpus import held_out_triples, make_training
+
+    path = tmp_path / "new" / "text.jsonl"
+    command = [sys.executable, demo / "make.py", "--documents", "50", "--text", path]
+    subprocess.run(command, check=True, env={"PYTHONHASHSEED": "77"})
+    world, evaluation, _ = made
+    expected = make_training(world, 0, held_out_triples(evaluation), 50)
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == expected
+    assert [file.name for file in path.parent.iterdir()] == ["text.jsonl"]
 
 
 def test_another_seed_makes_another_world(made):

@@ -146,3 +146,15 @@ def test_seeds_of_one_kind_have_one_normalizer(tmp_path):
 def test_every_effect_is_data(comparison):
     effect = comparison.seeds[0].deltas["softpick"]
     assert dataclasses.asdict(effect)["documents"] == 120
+
+
+def test_the_report_tells_of_means_over_trainings(comparison, tmp_path):
+    from qbench.report import write
+    from qbench.store import Store
+
+    page = write(Store(tmp_path / "grid"), tmp_path / "out", figures=[], comparison=comparison)[0]
+    text = page.read_text()
+    assert "Several trainings: 3 of softmax, 3 of softpick." in text
+    assert "larger part of the uncertainty" in text
+    assert "Difference of damages over seeds" in text
+    assert "softpick.2" in text  # each training's own scores are still there

@@ -1,18 +1,21 @@
-"""The demo's tokenizer: byte-level BPE, digits apart, trained on the training documents."""
+"""A tokenizer of one's own: byte-level BPE, digits apart, learnt from the text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3
-BOS, EOS = 1, 2
+DOCUMENTS = 20_000  # of which it is learnt, the first ones
 
 
-def train_tokenizer(documents: list[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of ``vocabulary`` entries, the 256 bytes and special tokens counted in."""
+def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of at most ``vocabulary`` entries, the
+    256 bytes and the special tokens counted in."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -27,12 +30,7 @@ def train_tokenizer(documents: list[str], vocabulary: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
-    return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """``tokenizer.json`` and ``tokenizer_config.json``, as transformers reads them."""
+    tokenizer.train_from_iterator(islice(documents, DOCUMENTS), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     unk, bos, eos, pad = SPECIAL
     config = {
@@ -42,7 +40,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
         "unk_token": unk,
         "pad_token": pad,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": context,
     }
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
