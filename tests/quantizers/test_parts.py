@@ -31,7 +31,7 @@ REFUSED = {
     "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: say weights: gptq-4bit where there "
     "is activations beside it",
     "{weights: gptq-4bit, group_size: 64}": "unknown part 'group_size'; there are weights, "
-    "activations, kv, outliers, and label",
+    "activations, kv, outliers, prune_heads, and label",
     "{weights: bnb-8bit, activations: int8-token}": "weights: bnb-8bit quantizes activations "
     "itself; leave activations out",
     "{label: x}": "a quantizer is a name, or {name: …, option: value}",
