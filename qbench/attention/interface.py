@@ -33,6 +33,7 @@ from qbench.attention.implementation import choose
 from qbench.attention.kv_cache import KV_CACHE, READ, read, residual
 from qbench.attention.masks import Mask, mask_function, watch_positions
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.attention.rotation import rotated
 from qbench.errors import UnavailableError
 
 # What transformers hands to attention functions that changes the weights: refused, unless it is
@@ -91,9 +92,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         if dropout:
             raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        rotation = getattr(module, "qbench_rotation", None)  # of a treated model, see quantizers
-        if rotation is not None:
-            query, key = rotation(query), rotation(key)
+        query, key = rotated(module, query, key, options)
         cached = None if READ in options else getattr(module, KV_CACHE, None)
         two_sources: dict[str, Any] = {}
         if cached is not None:

@@ -6,7 +6,8 @@ from quantizer_models import calibration, ids, logits
 from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 from treated_models import CONFIGS, decoder
 
-from qbench.errors import QuantizationError
+from qbench.errors import QuantizationError, RecipeError
+from qbench.quantizers import quantizer_of
 from qbench.quantizers.outliers import Rotation, SmoothQuant
 
 TEXT = ids(3, 2, 40)
@@ -181,3 +182,25 @@ def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
         "Paley's constructions; set online: false"
     )
     Rotation(online=False).calibrate(model, None, say_nothing)
+
+
+@pytest.mark.parametrize(
+    ("kv", "says"),
+    [
+        (
+            {"name": "int4-token", "before_rope": True},
+            "outliers: rotation: queries_keys rotates keys after RoPE, and kv: int4-token keeps "
+            "them before it; set one of queries_keys and before_rope to false",
+        ),
+        (
+            None,
+            "outliers: rotation: queries_keys changes nothing without a quantized KV cache; add "
+            "kv, or leave it out",
+        ),
+    ],
+)
+def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
+    entry = {"weights": "rtn-4bit", "outliers": {"name": "rotation", "queries_keys": True}}
+    with pytest.raises(RecipeError) as raised:
+        quantizer_of(entry | ({} if kv is None else {"kv": kv}), compute_dtype="float32")
+    assert str(raised.value) == says

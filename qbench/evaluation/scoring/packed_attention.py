@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.kv_cache import READ, read_apart
+from qbench.attention.rotation import rotated
 from qbench.evaluation.scoring.packing import PackedBatch, PrefixGroup
 from qbench.evaluation.scoring.rows import to_device
 
@@ -222,6 +223,7 @@ def _forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     function = ALL_ATTENTION_FUNCTIONS[qbench_attention]
+    query, key = rotated(module, query, key, options)
     once = read_apart(module, key, value)
     if once is not None:  # before keys are laid out for each segment that sees them
         key, value = once

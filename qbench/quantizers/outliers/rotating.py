@@ -16,6 +16,8 @@ from qbench.errors import QuantizationError
 from qbench.quantizers.outliers import hadamard
 from qbench.quantizers.outliers.anatomy import Anatomy, anatomy
 
+ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
+
 if TYPE_CHECKING:
     from qbench.quantizers.outliers.rotation import Rotation
 
@@ -67,7 +69,7 @@ def rotate(model: PreTrainedModel, settings: Rotation, diagonal: Tensor) -> None
             _set(weight, hadamard.transform(weight.double()))
             block.block.mlp = RotatedMlp(mlp)
         if settings.queries_keys:
-            attention.qbench_rotation = online
+            setattr(attention, ROTATION, online)
 
 
 def online(x: Tensor) -> Tensor:

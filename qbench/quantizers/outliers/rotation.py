@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qbench.errors import RecipeError
 from qbench.quantizers.parts.registries import OUTLIERS
-from qbench.quantizers.parts.settings import OutlierTreatment
+from qbench.quantizers.parts.settings import KVQuantizer, OutlierTreatment
 from qbench.quantizers.quantizer import SETTINGS, Progress
 
 if TYPE_CHECKING:
@@ -50,6 +51,18 @@ class Rotation(OutlierTreatment):
     @property
     def name(self) -> str:
         return self.method
+
+    def require_fit(self, kv: KVQuantizer | None) -> None:
+        if self.queries_keys and getattr(kv, "before_rope", False):
+            raise RecipeError(
+                "outliers: rotation: queries_keys rotates keys after RoPE, and kv: "
+                f"{kv.name} keeps them before it; set one of queries_keys and before_rope to false"
+            )
+        if self.queries_keys and kv is None:
+            raise RecipeError(
+                "outliers: rotation: queries_keys changes nothing without a quantized KV cache; "
+                "add kv, or leave it out"
+            )
 
     def calibrate(
         self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress

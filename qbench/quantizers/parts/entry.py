@@ -70,6 +70,8 @@ def _combined(stated: dict[str, Any], compute_dtype: str) -> Quantizer:
         raise RecipeError(
             f"weights: {weights.name} quantizes activations itself; leave activations out"
         )
+    if "outliers" in parts:
+        parts["outliers"].require_fit(parts.get("kv"))
     combined = Combined(**parts)
     if not combined.precision.quantized:
         raise RecipeError(

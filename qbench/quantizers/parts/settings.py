@@ -134,6 +134,9 @@ class OutlierTreatment(PartSettings):
     pre-hooks, which run before those of the activations, or in the attention.
     """
 
+    def require_fit(self, kv: KVQuantizer | None) -> None:
+        """Raise RecipeError where it cannot stand beside ``kv``."""
+
     @abstractmethod
     def treat(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         """Change the weights of ``model``, unquantized, in place."""
