@@ -155,6 +155,7 @@ REFUSED = [
     ("gpt_oss", {"name": "rtn-4bit", "group_size": 48}, "has 64 inputs, no multiple of"),
     ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj by itself; say leave_out:"),
     ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, and the KV cache"),
+    ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
 ]
 
 
