@@ -59,20 +59,25 @@ def quantize(
     linearize(model)
     _require_sound(model, quantizer)
     attention = model.config._attn_implementation
-    store = artifact(
-        artifacts,
-        digest=digest,
-        quantizer=quantizer,
-        calibration=calibration if quantizer.needs_calibration else None,
-        attention=attention,
-        device=model.device,
-    )
-    with store.locked(lambda: report("waiting for another process that quantizes the same", 0.0)):
-        tensors, detail = _obtain(store, model, quantizer, calibration, report)
+    tensors: dict[str, Tensor] = {}
+    details = []
+    for prefix, stage in quantizer.stages:
+        store = artifact(
+            artifacts,
+            digest=digest,
+            quantizer=stage,
+            calibration=calibration if stage.needs_calibration else None,
+            attention=attention,
+            device=model.device,
+        )
+        with store.locked(lambda: report("waiting for another process at the same weights", 0.0)):
+            found, detail = _obtain(store, model, stage, calibration, report)
+        tensors |= {f"{prefix}{name}": tensor for name, tensor in found.items()}
+        details.append(detail)
     model = quantizer.apply(model, tensors)
     assert model.config._attn_implementation == attention
     report("quantized", 1.0)
-    return Quantized(model=model.eval(), detail=detail)
+    return Quantized(model=model.eval(), detail="; ".join(details))
 
 
 def _require_sound(model: PreTrainedModel, quantizer: Quantizer) -> None:

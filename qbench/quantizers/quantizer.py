@@ -192,6 +192,12 @@ class Quantizer(ABC):
         asked of what a checkpoint's headers say, and of the model when it is quantized."""
 
     @property
+    def stages(self) -> tuple[tuple[str, Quantizer], ...]:
+        """What is made and kept on disk by itself, in order, with what its tensors' names begin
+        with for ``apply``: cells that share a stage make it once."""
+        return (("", self),)
+
+    @property
     def of_weights(self) -> Quantizer:
         """What quantizes the weights: itself, or a part of it."""
         return self

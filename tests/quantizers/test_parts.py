@@ -135,6 +135,23 @@ def test_combined_cells_come_from_their_artifact_the_second_time(tmp_path):
     assert not hasattr(llama(), "qbench_inputs")
 
 
+def test_cells_that_share_weights_quantize_them_once(tmp_path):
+    """And what is calibrated beside them, with whatever weights."""
+    stated = {"weights": {"name": "gptq-4bit", "group_size": 32, "backend": "torch"}}
+    details = [
+        make(quantizer_of({**stated, **more}, compute_dtype="float32"), tmp_path).detail
+        for more in (
+            {"activations": "int8-static"},
+            {},
+            {"activations": "int8-token"},
+            {"activations": "int8-static", "weights": {"name": "rtn-8bit", "group_size": 32}},
+        )
+    ]
+    assert details[0] == "unquantized, float32, int8-static; our own GPTQ"
+    assert details[1] == details[2] == "artifact reused: our own GPTQ"
+    assert details[3].startswith("artifact reused: unquantized, float32, int8-static; ")
+
+
 def test_parts_are_parsed_without_torch():
     code = "import sys, qbench.quantizers.parts; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from qbench.quantizers.names import parse
 from qbench.quantizers.parts.settings import (
     ActivationQuantizer,
     KVQuantizer,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from qbench.quantizers.calibration import Calibration
     from qbench.quantizers.heads import HeadPruning
 
+UNQUANTIZED = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 TREATMENT = "qbench_treatment"  # attribute of a quantized model: tensors of its outlier treatment
 WEIGHTS = "weights"
 
@@ -112,6 +114,17 @@ class Combined(Quantizer):
     @property
     def leave_out(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.weights.leave_out
+
+    @property
+    def stages(self) -> tuple[tuple[str, Quantizer], ...]:
+        """Weights that are not treated are those of any other cell. What is calibrated beside them
+        comes first, for quantizing the weights consumes the model."""
+        if self.outliers or not self.weights.precision.quantized:
+            return (("", self),)
+        plain = parse(UNQUANTIZED[self.compute_dtype])
+        rest = replace(self, weights=plain)
+        calibrated = (("", rest),) if rest.needs_calibration else ()
+        return (*calibrated, (f"{WEIGHTS}:", self.weights))
 
     @property
     def of_weights(self) -> Quantizer:

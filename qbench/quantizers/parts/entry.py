@@ -7,7 +7,7 @@ from typing import Any
 
 from qbench.errors import RecipeError, shown
 from qbench.quantizers.names import QUANTIZERS, Presets, parse
-from qbench.quantizers.parts.combined import Combined
+from qbench.quantizers.parts.combined import UNQUANTIZED, Combined
 from qbench.quantizers.parts.registries import (
     ACTIVATIONS,
     COMBINATIONS,
@@ -24,7 +24,6 @@ PARTS: dict[str, Presets] = {
     "outliers": OUTLIERS,
     "prune_heads": HEADS,
 }
-UNQUANTIZED = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
 def quantizer_of(entry: Mapping[str, Any], *, compute_dtype: str) -> Quantizer:
