@@ -178,7 +178,7 @@ def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
     with pytest.raises(QuantizationError) as raised:
         Rotation().calibrate(model, None, say_nothing)
     assert str(raised.value) == (
-        "rotation: input of down_proj 92: no Hadamard matrix of that order by Sylvester's and "
+        "rotation: intermediate_size 92: no Hadamard matrix of that order by Sylvester's and "
         "Paley's constructions; set online: false"
     )
     Rotation(online=False).calibrate(model, None, say_nothing)
@@ -204,3 +204,36 @@ def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
     with pytest.raises(RecipeError) as raised:
         quantizer_of(entry | ({} if kv is None else {"kv": kv}), compute_dtype="float32")
     assert str(raised.value) == says
+
+
+@pytest.mark.parametrize(
+    ("outliers", "config", "says"),
+    [
+        (
+            "smoothquant", {"model_type": "gemma2"},
+            "outliers: smoothquant: the blocks of gemma2 models are not known to it; it knows "
+            "llama, transformer, mistral, qwen2, qwen3",
+        ),
+        (
+            "rotation", {"model_type": "llama", "hidden_size": 50},
+            "outliers: rotation: hidden_size 50: no Hadamard matrix of that order by Sylvester's "
+            "and Paley's constructions",
+        ),
+        (
+            "rotation", {"model_type": "transformer", "intermediate_size": 92},
+            "outliers: rotation: intermediate_size 92: no Hadamard matrix of that order by "
+            "Sylvester's and Paley's constructions; set online: false",
+        ),
+    ],
+)  # fmt: skip
+def test_what_can_be_seen_in_a_config_is_refused_before_work(outliers, config, says):
+    entry = {"activations": "int8-token", "outliers": outliers}
+    with pytest.raises(RecipeError) as raised:
+        quantizer_of(entry, compute_dtype="float32").check(config, "cpu")
+    assert str(raised.value) == says
+
+
+def test_a_width_that_only_the_online_rotation_needs_may_be_any_without_it():
+    entry = {"activations": "int8-token", "outliers": {"name": "rotation", "online": False}}
+    config = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 92}
+    quantizer_of(entry, compute_dtype="float32").check(config, "cpu")

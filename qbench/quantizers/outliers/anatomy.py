@@ -13,9 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
+from qbench.quantizers.outliers.classes import KNOWN
 
-# Their forwards were read: nothing between these layers but what this file's docstring says.
-KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}  # within a head, after the projection: nothing folds across
@@ -69,9 +68,10 @@ def anatomy(model: PreTrainedModel, treatment: str) -> Anatomy:
     Raises QuantizationError, in the name of ``treatment``, for a class that is not known.
     """
     kind = type(model).__name__
-    if kind not in KNOWN:
+    if kind not in KNOWN.values():
         raise QuantizationError(
-            f"{treatment}: the blocks of {kind} are not known to it; it knows {', '.join(KNOWN)}"
+            f"{treatment}: the blocks of {kind} are not known to it; it knows "
+            f"{', '.join(dict.fromkeys(KNOWN.values()))}"
         )
     decoder, config = model.model, model.config
     blocks = []

@@ -1,9 +1,6 @@
 """Hadamard matrices: entries ±1, rows orthogonal; divided by √n, a rotation.
 
-Sylvester's construction gives the powers of two, Paley's two (R. E. A. C. Paley, On orthogonal
-matrices, 1933) those of order q + 1 for a prime power q ≡ 3 (mod 4) and 2 (q + 1) for q ≡ 1
-(mod 4); the Kronecker product of two is one again. An order is taken as the smallest Paley
-matrix times a power of two that gives it: 384 = 12 · 32, 2,816 = 44 · 64, 11,008 = 344 · 32.
+Built by Sylvester's and Paley's constructions, and their Kronecker products (``orders``).
 """
 
 from __future__ import annotations
@@ -15,26 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-LARGEST = 1024  # Paley matrix; a transform costs a product with it
-CHUNK = 64  # largest Sylvester matrix that is multiplied by at once
-
-
-def factors(order: int) -> tuple[int, ...] | None:
-    """Orders of the matrices whose Kronecker product is the Hadamard matrix of ``order``: a
-    Paley matrix first, if any, then powers of two; None where no such matrix is known here."""
-    power = order & -order
-    odd = order // power
-    paley = 1
-    if odd > 1:
-        sizes = (odd * 2**k for k in range(2, power.bit_length()))
-        paley = next((n for n in sizes if n <= LARGEST and _source(n)), 0)
-        if not paley:
-            return None
-    rest, parts = order // paley, [paley] if paley > 1 else []
-    while rest > 1:
-        parts.append(min(rest, CHUNK))
-        rest //= parts[-1]
-    return tuple(parts) or (1,)
+from qbench.quantizers.outliers.orders import factors, source
 
 
 def transform(x: Tensor, *, inverse: bool = False) -> Tensor:
@@ -46,10 +24,13 @@ def transform(x: Tensor, *, inverse: bool = False) -> Tensor:
     parts = factors(order)
     if parts is None:
         raise ValueError(f"no Hadamard matrix of order {order} is known here")
-    y = x.reshape(-1, *parts)
-    for axis, part in enumerate(parts, start=1):
+    y, after = x, order
+    for part in parts:
+        after //= part
         factor = _matrix(part, x.dtype, x.device)
-        y = torch.movedim(torch.movedim(y, axis, -1) @ (factor.T if inverse else factor), -1, axis)
+        factor = factor.T if inverse else factor
+        # No axis is moved, which would copy: the last takes a matrix on the right, others left.
+        y = y.reshape(-1, part) @ factor if after == 1 else factor.T @ y.reshape(-1, part, after)
     return y.reshape(x.shape) / math.sqrt(order)
 
 
@@ -67,7 +48,7 @@ def _sylvester(order: int) -> Tensor:
 
 
 def _paley(order: int) -> Tensor:
-    field = _source(order)
+    field = source(order)
     assert field is not None
     prime, degree, second = field
     characters = _characters(prime, degree)
@@ -81,31 +62,6 @@ def _paley(order: int) -> Tensor:
     one = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
     zero = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)
     return torch.kron(core, one) + torch.kron(torch.eye(q + 1, dtype=torch.int8), zero)
-
-
-def _source(order: int) -> tuple[int, int, bool] | None:
-    """Prime and degree of the field that gives ``order``, and whether by the second construction;
-    None if neither does."""
-    if order % 4:
-        return None
-    for q, remainder in ((order - 1, 3), (order // 2 - 1, 1)):
-        found = _prime_power(q) if q % 4 == remainder else None
-        if found:
-            return (*found, remainder == 1)
-    return None
-
-
-def _prime_power(q: int) -> tuple[int, int] | None:
-    """``q`` as prime and exponent of at most 3; None for other numbers."""
-    for degree in (1, 2, 3):
-        prime = round(q ** (1 / degree))
-        if prime**degree == q and prime > 1 and _is_prime(prime):
-            return prime, degree
-    return None
-
-
-def _is_prime(n: int) -> bool:
-    return all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
 
 
 def _characters(prime: int, degree: int) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from qbench.errors import QuantizationError
 from qbench.quantizers.outliers import hadamard
 from qbench.quantizers.outliers.anatomy import Anatomy, anatomy
+from qbench.quantizers.outliers.orders import factors, no_matrix
 
 ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
 
@@ -28,18 +29,14 @@ def signs(model: PreTrainedModel, settings: Rotation) -> dict[str, Tensor]:
     Raises QuantizationError for an unknown class and for widths without a Hadamard matrix.
     """
     parts = anatomy(model, settings.name)
-    widths = {"hidden size": parts.hidden}
+    widths = {"hidden_size": parts.hidden}
     if settings.values or settings.queries_keys:
-        widths["head width"] = parts.head_dim
+        widths["head_dim"] = parts.head_dim
     if settings.online:
-        widths["input of down_proj"] = parts.blocks[0].mlp.down_proj.in_features
+        widths["intermediate_size"] = parts.blocks[0].mlp.down_proj.in_features
     for what, width in widths.items():
-        if hadamard.factors(width) is None:
-            raise QuantizationError(
-                f"{settings.name}: {what} {width:,}: no Hadamard matrix of that order by "
-                "Sylvester's and Paley's constructions"
-                + ("; set online: false" if what.startswith("input") else "")
-            )
+        if factors(width) is None:
+            raise QuantizationError(f"{settings.name}: {no_matrix(what, width)}")
     draw = torch.Generator().manual_seed(settings.seed)
     return {"signs": (torch.randint(0, 2, (parts.hidden,), generator=draw) * 2 - 1).to(torch.int8)}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
+from qbench.quantizers.outliers.classes import require_known
+from qbench.quantizers.outliers.orders import factors, no_matrix
 from qbench.quantizers.parts.registries import OUTLIERS
 from qbench.quantizers.parts.settings import KVQuantizer, OutlierTreatment
 from qbench.quantizers.quantizer import SETTINGS, Progress
@@ -51,6 +53,13 @@ class Rotation(OutlierTreatment):
     @property
     def name(self) -> str:
         return self.method
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        require_known(config, self.name)
+        for width, needed in (("hidden_size", True), ("intermediate_size", self.online)):
+            size = config.get(width)
+            if needed and isinstance(size, int) and size > 0 and factors(size) is None:
+                raise RecipeError(f"outliers: {self.name}: {no_matrix(width, size)}")
 
     def require_fit(self, kv: KVQuantizer | None) -> None:
         if self.queries_keys and getattr(kv, "before_rope", False):

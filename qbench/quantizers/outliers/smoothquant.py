@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qbench.quantizers.outliers.classes import require_known
 from qbench.quantizers.parts.registries import OUTLIERS
 from qbench.quantizers.parts.settings import OutlierTreatment
 from qbench.quantizers.quantizer import SETTINGS, Progress
@@ -59,6 +60,9 @@ class SmoothQuant(OutlierTreatment):
     @property
     def needs_calibration(self) -> bool:
         return True
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        require_known(config, self.name)
 
     def calibrate(
         self, model: PreTrainedModel, calibration: Calibration | None, progress: Progress

@@ -22,12 +22,13 @@ def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> Coded
     What is not finite makes the scale NaN, and so all that is multiplied by it.
     """
     wide = x.float()
+    largest = wide.new_full((), LARGEST[kind])  # by a plain number, CUDA multiplies by 1 / it
     if fixed is not None:
         scale = torch.where(torch.isfinite(wide).all(1, keepdim=True), fixed, torch.nan)
     elif per == "row":
-        scale = wide.abs().amax(1, keepdim=True) / LARGEST[kind]
+        scale = wide.abs().amax(1, keepdim=True) / largest
     else:
-        scale = (wide.abs().amax() / LARGEST[kind]).view(1, 1)
+        scale = (wide.abs().amax() / largest).view(1, 1)
     scale = torch.where(torch.isinf(scale), torch.nan, scale)
     ratio = wide / torch.where(scale == 0, 1.0, scale)
     ratio = ratio.nan_to_num(0.0).clamp(-LARGEST[kind], LARGEST[kind])

@@ -69,7 +69,7 @@ def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> Coded
     if per == "tensor" and fixed is None:
         low, high = torch.aminmax(x)
         largest = torch.maximum(-low, high).float().view(1, 1)
-        given = largest / LARGEST[kind]
+        given = largest / torch.full_like(largest, LARGEST[kind])
         given = torch.where(torch.isinf(given), torch.nan, given)
     codes = torch.empty(x.shape, dtype=DTYPE[kind], device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
