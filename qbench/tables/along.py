@@ -259,6 +259,7 @@ def passkeys(records: Sequence[Record]) -> Iterator[Section]:
         rows = tuple(
             (cell, *(passkey_text(found.get((length, metric))) for length in lengths))
             for cell, found in scored.items()
+            if any(known == metric for _, known in found)
         )
         if rows:
             yield Section(

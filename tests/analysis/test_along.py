@@ -1,0 +1,148 @@
+"""Tables beside table 4: stretches, sensitivity and its correlation, pruned heads, passkeys."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from small_recipe import qbench, small_recipe
+from synthetic import make_store
+
+from qbench.analyses import Analyses
+from qbench.errors import RecipeError
+from qbench.record import Score
+from qbench.record.analysis import Sensitivity, UnitSensitivity
+from qbench.record.damage import Ratio
+from qbench.record.passkey import CHANCE
+from qbench.report.why import why_tables
+from qbench.tables.along import Pair, at_chance, correlation, pairs, passkey_text, passkeys
+from qbench.tables.analyses import Why, gather
+from qbench.tables.why import beside_paper
+
+
+def some(count, noise, seed=0):
+    draw = np.random.default_rng(seed)
+    x = draw.lognormal(size=count)
+    y = x * np.exp(noise * draw.normal(size=count))
+    return [
+        Pair(name=str(i), layer=i, outliers=a, kl=b)
+        for i, (a, b) in enumerate(zip(x, y, strict=True))
+    ]
+
+
+def test_the_rank_correlation_is_scipys_and_its_interval_holds_it():
+    found = correlation(some(84, 1.0))
+    x, y = zip(*[(one.outliers, one.kl) for one in some(84, 1.0)], strict=True)
+    assert found.value == pytest.approx(stats.spearmanr(x, y).statistic)
+    assert found.low < found.value < found.high
+    assert found.pairs == 84
+    assert correlation(some(4, 1.0)) is None
+    same = [Pair(name=str(i), layer=i, outliers=1.0, kl=float(i)) for i in range(9)]
+    assert correlation(same) is None
+    assert correlation(some(9, 0.0)).value == pytest.approx(1.0)
+
+
+def test_the_interval_covers_the_truth_about_95_times_of_100():
+    """Of a bivariate normal with Spearman's ρ known: 6/π · asin(r/2)."""
+    draw = np.random.default_rng(3)
+    r, hits, tries = 0.6, 0, 400
+    truth = 6 / math.pi * math.asin(r / 2)
+    for _ in range(tries):
+        x = draw.normal(size=60)
+        y = r * x + math.sqrt(1 - r * r) * draw.normal(size=60)
+        known = [Pair(name="", layer=0, outliers=a, kl=b) for a, b in zip(x, y, strict=True)]
+        found = correlation(known)
+        hits += found.low <= truth <= found.high
+    assert 0.91 < hits / tries < 0.985
+
+
+def score(value, metric="exact_match", documents=200, task="passkey_256"):
+    return Score(
+        task=task, label=task, metric=metric, value=value, stderr=None, higher_is_better=True,
+        aggregation="mean", documents=documents,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "metric", "chance"),
+    [
+        (0.0, "exact_match", True),
+        (1 / 200, "exact_match", False),  # 1 of 90,000 by guessing
+        (0.10, "acc_digits", True),
+        (0.11, "acc_digits", True),
+        (0.13, "acc_digits", False),
+        (0.05, "acc_digits", True),
+    ],
+)
+def test_scores_that_guessing_reaches_are_shown_as_such(value, metric, chance):
+    assert at_chance(score(value, metric)) is chance
+    assert passkey_text(score(value, metric)).endswith("(chance)") is chance
+    tried = 200 * (5 if metric == "acc_digits" else 1)
+    reached = stats.binomtest(round(value * tried), tried, CHANCE[metric], "greater").pvalue
+    assert bool(reached > 0.05) is chance
+
+
+def test_passkeys_stand_by_length_in_the_papers_layout(tmp_path):
+    store = make_store(tmp_path, quantizers=["bf16"], sizes={"wikitext": 12})
+    record = store.records()[0].model_copy(
+        update={"scores": (score(0.975, task="passkey_890"), score(0.0, task="passkey_4986"))}
+    )
+    (section,) = passkeys([record])
+    assert section.head == ("Cell", "890", "4986")
+    assert section.rows == (("softmax/bf16", "97.5", "0.0 (chance)"),)
+
+
+def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
+    store = make_store(tmp_path, quantizers=["bf16"], sizes={"wikitext": 12})
+    four, seven = beside_paper(gather(store), "softpick-340m")
+    assert four.rows[0] == (
+        "340M Softmax (paper)", "68.28", "63.41", "33510.81", "-207.55", "240.27", "4.53*",
+    )  # fmt: skip
+    assert [row[0] for row in four.rows] == ["340M Softmax (paper)", "340M Softpick (paper)"]
+    assert "none; run `qbench analyze`" in four.note
+    assert [row[0] for row in seven.rows][-1] == "340M Scalable-Softmax (paper)"
+    assert dict(zip(seven.head, seven.rows[1], strict=True))["3075"] == "75.0"
+    assert "Ours: none" in seven.note
+    (large,) = beside_paper(gather(store), "softpick-1.8b")
+    assert large.rows[1][3] == "2193.27"
+    with pytest.raises(RecipeError, match="--published nothing: unknown"):
+        beside_paper(gather(store), "nothing")
+    assert why_tables(gather(store)) == []
+    assert qbench("tables", tmp_path, "--published", "softpick-340m") == 0
+    text = (tmp_path / "tables.md").read_text()
+    assert "Beside the paper: passkey retrieval" in text
+    assert "340M Softpick (paper)" in text
+
+
+def test_outliers_are_those_of_the_unquantized_model_and_a_layers_are_its_most(analyzed_pair):
+    cells, names = analyzed_pair
+    units = tuple(
+        UnitSensitivity(
+            name=name, layer=index, kl=Ratio(value=0.1 + index, stderr=None, documents=1),
+            ln_perplexity_ratio=Ratio(value=0.0, stderr=None, documents=1),
+        )
+        for index, name in enumerate(names)
+    )  # fmt: skip
+    one = Sensitivity.model_construct(
+        checkpoint="softmax", quantizer="rtn-4bit", unit="block", units=units
+    )
+    inputs = {i.name: i.largest_to_rms for i in cells[0].measured.inputs}
+    for pair in pairs(one, cells):
+        inside = [v for name, v in inputs.items() if name.startswith(f"{pair.name}.")]
+        assert pair.outliers == max(inside)
+    assert len(pairs(one, cells)) == len(names)
+    assert pairs(one.model_copy(update={"checkpoint": "other"}), cells) == []
+    why = Why(cells=tuple(cells), long=(), sensitivities=(), records=(), problems=())
+    assert [table.name for table in why_tables(why)] == [
+        "why-table-4", "why-definitions", "why-heads", "why-inputs", "why-stretches",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def analyzed_pair(tmp_path_factory):
+
+    folder = tmp_path_factory.mktemp("pair")
+    out = folder / "out"
+    options = ("--device", "cpu", "--samples", 2, "--length", 32)
+    assert qbench("analyze", small_recipe(folder), "--out", out, *options) == 0
+    return Analyses(out).all(), [f"model.layers.{index}" for index in range(4)]
