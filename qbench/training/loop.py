@@ -66,14 +66,24 @@ def train(run: Run) -> tuple[Progress, float | None]:
         device=processes.device,
     )  # fmt: skip
     window = _Window(run, progress)
+    end = recipe.steps
+    if run.stop_after is not None:
+        end = min(end, progress.step + run.stop_after)
+    try:
+        _steps(run, step, progress, window, end)
+    finally:
+        window.close_log()
+    return progress, window.mean
+
+
+def _steps(run: Run, step: Step, progress: Progress, window: _Window, end: int) -> None:
+    """From where the progress is to ``end``: log, look and save as the recipe says."""
+    recipe, processes = run.recipe, run.processes
+    session = Session(progress, processes)
 
     def take(number: int) -> None:
         window.add(*step(number))
 
-    end = recipe.steps
-    if run.stop_after is not None:
-        end = min(end, progress.step + run.stop_after)
-    session = Session(progress, processes)
     if progress.step == 0:
         _watch(run, progress, window)
     for number in range(progress.step, end):
@@ -94,9 +104,6 @@ def train(run: Run) -> tuple[Progress, float | None]:
                 save_state(run.folder / LAST, progress, step.parameters, step.optimizers)
             processes.wait()
             window.resume_clock()
-    if window.log is not None:
-        window.log.close()
-    return progress, window.mean
 
 
 def _resumed(run: Run, step: Step) -> Progress:
@@ -180,6 +187,10 @@ class _Window:
                 f"{speed:,.0f} tokens/s{share}, {left} left",
             )
         self.resume_clock()
+
+    def close_log(self) -> None:
+        if self.log is not None:
+            self.log.close()
 
     def resume_clock(self) -> None:
         self.began = time.perf_counter()

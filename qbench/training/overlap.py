@@ -34,13 +34,14 @@ class Overlap:
             raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
         found = cls()
         for path in files:
-            for number, line in enumerate(path.open(encoding="utf-8"), start=1):
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    raise DataError(f"{path}:{number}: not JSON") from None
-                for text in _texts(row):
-                    found.runs.update(_runs(text))
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        row = json.loads(line)
+                    except ValueError:
+                        raise DataError(f"{path}:{number}: not JSON") from None
+                    for text in _texts(row):
+                        found.runs.update(_runs(text))
         return found
 
     def without(self, texts: Iterable[str]) -> Iterator[str]:

@@ -1,0 +1,189 @@
+"""Trainings as a whole: what they leave behind, and how they end where they go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.errors import DataError, RecipeError, TrainingError
+from qbench.record import Training
+from qbench.training.log import read_log, require_trackers
+from qbench.training.runs import draw
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def read(run, kind):
+        found = read_log(tmp_path / run / "state" / "log.jsonl")
+        return [line for line in found if line["kind"] == kind]
+
+    return read
+
+
+def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(tmp_path, train):
+    pair = train(tmp_path)
+    assert [record.normalizer for record in pair] == ["softmax", "softpick"]
+    assert pair[0].in_common == pair[1].in_common
+    configs = [
+        json.loads((tmp_path / f"{r.normalizer}-seed3" / "config.json").read_text()) for r in pair
+    ]
+    different = {key for key in configs[0] if configs[0][key] != configs[1][key]}
+    assert different == {"attn_impl"}
+    for record in pair:
+        assert record.final_loss < 3.6  # ln 64 is 4.16
+        checkpoint = find(str(tmp_path / f"{record.normalizer}-seed3"))
+        assert checkpoint.normalizer == record.normalizer
+        assert checkpoint.training == record.summary
+        model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+        assert model.config._attn_implementation == f"qbench-{record.normalizer}-reference"
+        assert load_tokenizer(checkpoint)("the cat")["input_ids"]
+
+
+def test_the_record_says_how_it_came_about(tmp_path, train, tokens):
+    [record] = train(tmp_path, normalizers=["softpick"])
+    path = tmp_path / "softpick-seed3" / "training.json"
+    assert Training.model_validate_json(path.read_bytes()) == record
+    assert (record.steps, record.tokens) == (40, 2560)
+    assert record.attention == "softpick/reference"
+    assert record.kernels == ("none",)  # on a CPU
+    assert record.data.sources == ("text.txt",)
+    about = json.loads((tokens / "tokens.json").read_text())
+    assert record.data.tokens == about["train"]["tokens"]
+    assert [sample.step for sample in record.watched] == [0, 10, 20, 30, 40]
+    assert record.best_loss == min(s.loss for s in record.watched[1:])
+    session = record.sessions[0]
+    assert (session.first_step, session.last_step, session.processes) == (0, 40, 1)
+    assert session.environment.versions["torch"]
+
+
+def test_the_log_has_a_line_for_each_look_and_each_logged_step(tmp_path, train, lines):
+    train(tmp_path, normalizers=["softmax"])
+    steps = lines("softmax-seed3", "step")
+    assert [line["step"] for line in steps] == list(range(5, 45, 5))
+    assert set(steps[0]) == {
+        "kind", "step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu",
+    }  # fmt: skip
+    looks = lines("softmax-seed3", "watch")
+    assert set(looks[0]) >= {"loss", "sink_rate", "sink_rate_gu", "kurtosis", "largest"}
+    curves = draw(_recipe(tmp_path), tmp_path)
+    assert curves.read_text().count("<path") > 10
+
+
+def _recipe(folder):
+    from qbench.training.recipe import TrainingRecipe
+
+    return TrainingRecipe.load(folder / "recipe.yaml")
+
+
+def test_a_look_measures_what_analyze_measures(tmp_path, train, tokens):
+    from qbench.analysis.measure import measure
+    from qbench.training.recipe import TrainingRecipe
+    from qbench.training.token_files import read_token_files
+    from qbench.training.watch import watched
+
+    [record] = train(tmp_path, normalizers=["softmax"])
+    recipe = TrainingRecipe.load(tmp_path / "recipe.yaml")
+    files = read_token_files(tokens)
+    texts = watched(recipe, files, torch.float32)
+    assert texts.ids.shape == (4, 16)
+    assert (texts.ids[:, 0] == 1).all()
+    assert not (texts.ids[:, 1:] == 1).any()  # no BOS of a document after ours
+    model = load_model(find(str(tmp_path / "softmax-seed3")), dtype=torch.float32, device="cpu")
+    found = measure(model, texts.ids, tokenizer=texts.tokenizer, linears=(), batch=4)
+    last = record.watched[-1]  # the checkpoint is in bfloat16, what was looked at in float32
+    assert last.kurtosis == pytest.approx(found.hidden.kurtosis, rel=0.05)
+    assert last.loss == pytest.approx(torch.tensor(found.perplexity).log().item(), abs=0.02)
+
+
+def test_weights_may_be_cut_into_files_of_a_size(tmp_path, train):
+    train(tmp_path, normalizers=["softmax"], largest_file=4000)
+    folder = tmp_path / "softmax-seed3"
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert not (folder / "model.safetensors").exists()
+    load_model(find(str(folder)), dtype=torch.float32, device="cpu")
+
+
+def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
+    tmp_path, train, monkeypatch
+):
+    from qbench.training import step
+
+    def breaks(number, steps, schedule):
+        return float("nan") if number == 23 else 1.0
+
+    monkeypatch.setattr(step, "learning_rate", breaks)
+    with pytest.raises(TrainingError, match=r"step 25: the loss is nan.*kept in") as error:
+        train(tmp_path, normalizers=["softmax"])
+    assert "\n" not in str(error.value)
+    monkeypatch.undo()
+    [record] = train(tmp_path, normalizers=["softmax"])
+    assert record.sessions[1].first_step == 20
+    assert record.final_loss < 3.5
+
+
+def test_a_loss_far_above_the_lowest_ends_it(tmp_path, train):
+    with pytest.raises(TrainingError, match="training diverged; lower the learning rate"):
+        train(
+            tmp_path, optimizer={"learning_rate": 30.0}, watch={"diverged": 0.5},
+            schedule={"warmup_steps": 30},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ({"model": {"vocabulary": 16}}, RecipeError, "the tokenizer of"),
+        ({"tokens": 10**6, "batch": {"tokens": 10**5}}, RecipeError, "fewer than one step takes"),
+        ({"watch": {"samples": 500}}, DataError, "watch.samples asks for 500"),
+    ],
+)  # fmt: skip
+def test_data_that_do_not_fit_are_refused_before_training(tmp_path, train, changed, error, said):
+    with pytest.raises(error, match=said):
+        train(tmp_path, **changed)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_second_process_does_not_train_in_the_same_folder(tmp_path, train):
+    from filelock import FileLock
+
+    (tmp_path / "softmax-seed3").mkdir()
+    with (
+        FileLock(tmp_path / "softmax-seed3" / ".lock"),
+        pytest.raises(TrainingError, match="another process trains there"),
+    ):
+        train(tmp_path)
+
+
+def test_a_tracker_that_is_not_installed_is_named():
+    from qbench.errors import UnavailableError
+
+    with pytest.raises(UnavailableError, match="--tracker mlflow: unknown; possible: tensorboard"):
+        require_trackers(["mlflow"])
+
+
+def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines):
+    settings = {"normalizers": ["softpick"], "tokens": 1280, "watch": {"every": 20}}
+    path = recipe_file(**settings)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+        "29731", "-m", "qbench", "train", path, "--out", tmp_path / "two", "--device", "cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert found.returncode == 0, found.stderr
+    [one] = train(tmp_path / "one", **settings)
+    two = Training.model_validate_json(
+        (tmp_path / "two" / "softpick-seed3" / "training.json").read_bytes()
+    )
+    assert two.sessions[0].processes == 2
+    assert two.final_loss == pytest.approx(one.final_loss, abs=1e-4)

@@ -1,0 +1,147 @@
+"""One step: the same start for every normalizer, one graph under torch.compile, no host numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from qbench.training.feed import batches
+from qbench.training.model import Loss, initial_model
+from qbench.training.order import Sequences
+from qbench.training.processes import Processes
+from qbench.training.recipe import Shape, TrainingRecipe
+from qbench.training.step import Step
+
+SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def dynamo(monkeypatch):
+    """Other tests do without, see conftest.py."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", False, raising=False)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def model(normalizer="softmax", seed=0, **options):
+    return initial_model(SHAPE, normalizer=normalizer, seed=seed, device="cpu", **options)[0]
+
+
+def rows(count=2):
+    return torch.randint(64, (count, 17), generator=torch.Generator().manual_seed(1))
+
+
+def test_models_of_every_normalizer_start_alike_and_other_seeds_elsewhere():
+    first, second, other = model("softmax"), model("softpick"), model("softmax", seed=1)
+    pairs = zip(first.named_parameters(), second.named_parameters(), strict=True)
+    assert all(name == same and torch.equal(a, b) for (name, a), (same, b) in pairs)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])
+def test_the_loss_is_what_the_model_says_of_the_next_tokens(normalizer):
+    one, batch = model(normalizer), rows()
+    logits = one(batch[:, :-1]).logits
+    expected = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    torch.testing.assert_close(Loss(one, "float32")(batch), expected)
+
+
+def test_in_bfloat16_weights_stay_float32_and_all_that_flows_is_bfloat16():
+    one, seen = model("softpick"), []
+    for layer in one.model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        layer.self_attn.q_proj.register_forward_hook(lambda m, i, output: seen.append(output.dtype))
+    loss = Loss(one, "bfloat16")(rows())
+    loss.backward()
+    assert set(seen) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    assert {p.grad.dtype for p in one.parameters()} == {torch.float32}
+    torch.testing.assert_close(loss, Loss(one, "float32")(rows()), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_compiler_sees_one_whole_graph_and_no_mask(dynamo, normalizer, precision):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    loss = Loss(model(normalizer), precision)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=False, backend=backend)
+    compiled(rows()).backward()
+    assert len(graphs) == 1
+    shapes = [
+        tuple(node.meta["example_value"].shape)
+        for node in graphs[0].graph.nodes
+        if isinstance(node.meta.get("example_value"), torch.Tensor)
+        and node.meta["example_value"].dtype == torch.bool
+    ]
+    assert (2, 1, 16, 16) not in shapes  # a dense mask over the batch
+
+
+def recipe(**changed):
+    return TrainingRecipe.model_validate({
+        "name": "step", "model": SHAPE.model_dump(), "normalizers": ["softmax"],
+        "data": {"tokens": "none"}, "tokens": 6400, "batch": {"tokens": 128, "sequences": 8},
+        "optimizer": {"learning_rate": 1e-2}, "schedule": {"warmup_steps": 2},
+        "compute": {"precision": "float32", "compile": False}, **changed,
+    })  # fmt: skip
+
+
+def stepped(one, count, **changed):
+    """``one`` after ``count`` steps, and what the last one gave."""
+    settings = recipe(**changed)
+    step = Step(one, settings, Processes(device=CPU))
+    ids = np.random.default_rng(0).integers(0, 64, 3000, np.uint16)
+    source = Sequences(tokens=ids, context=16, bos=None)
+    step.feed = batches(source, step.share, first=0, steps=settings.steps, seed=0, device=CPU)
+    for number in range(count):
+        found = step(number)
+    return found
+
+
+def test_gradients_of_several_passes_are_those_of_one():
+    whole, parts = model(), model()
+    (loss, norm) = stepped(whole, 3)
+    (same_loss, same_norm) = stepped(parts, 3, batch={"tokens": 128, "sequences": 2})
+    torch.testing.assert_close(loss, same_loss)
+    torch.testing.assert_close(norm, same_norm)
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_gradients_are_clipped_and_the_norm_before_is_told():
+    one = model()
+    _, norm = stepped(one, 1, optimizer={"learning_rate": 1e-9, "clip": 1e-4})
+    assert float(norm) > 1e-2
+
+
+@pytest.mark.parametrize("decay_vectors", [True, False])
+def test_norms_decay_only_where_that_is_asked_for(decay_vectors):
+    settings = {"learning_rate": 1e-2, "weight_decay": 50.0, "clip": 1e-9, "eps": 1.0,
+                "decay_vectors": decay_vectors}  # fmt: skip
+    one = model()
+    stepped(one, 1, optimizer=settings, schedule={"warmup_steps": 0})
+    norm = one.model.norm.weight.detach()
+    assert bool((norm < 0.9).all()) == decay_vectors
+    assert float(one.lm_head.weight.detach().std()) < 0.015  # from 0.02
+
+
+def test_muon_takes_the_layers_matrices_and_adamw_all_else():
+    one = model()
+    settings = recipe(optimizer={"name": "muon", "learning_rate": 1e-3, "muon_learning_rate": 2e-2})
+    muon, adamw = Step(one, settings, Processes(device=CPU)).optimizers
+    names = {id(p): name for name, p in one.named_parameters()}
+    taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert all(".layers." in name and "norm" not in name for name in taken)
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= rest
+    assert taken | rest == set(names.values())
+    assert not taken & rest

@@ -1,0 +1,164 @@
+"""Token files: what is read, written, held out, left out and noticed when it changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+
+from qbench.errors import DataError, RecipeError
+from qbench.training.overlap import Overlap
+from qbench.training.sources import documents, require_source
+from qbench.training.token_files import read_token_files
+from qbench.training.tokenize import Tokenizing, tokenize
+
+TEXTS = ["the cat sat", "a mat\nand dogs", "never come back"]
+
+
+def separated(folder):
+    path = folder / "a.txt"
+    path.write_text("\0".join(TEXTS) + "\0", encoding="utf-8")
+    return path
+
+
+def lines(folder):
+    path = folder / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS), encoding="utf-8")
+    return path
+
+
+def packed(make, opener, ending):
+    def write(folder):
+        plain = make(folder)
+        path = plain.with_name(plain.name + ending)
+        with opener(path, "wb") as file:
+            file.write(plain.read_bytes())
+        return path
+
+    return write
+
+
+def parquet(folder):
+    import pyarrow
+    from pyarrow import parquet as files
+
+    path = folder / "a.parquet"
+    files.write_table(pyarrow.table({"text": [*TEXTS, None], "id": range(4)}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        separated,
+        lines,
+        parquet,
+        packed(separated, lzma.open, ".xz"),
+        packed(separated, gzip.open, ".gz"),
+        packed(lines, gzip.open, ".gz"),
+    ],
+)
+def test_every_kind_of_file_gives_its_documents(tmp_path, make):
+    assert list(documents(str(make(tmp_path)))) == TEXTS
+
+
+def test_documents_longer_than_a_chunk_stay_whole(tmp_path):
+    long = "word " * 500_000
+    path = tmp_path / "long.txt"
+    path.write_text(f"short\0{long}\0end", encoding="utf-8")
+    assert list(documents(str(path))) == ["short", long, "end"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in field 'text'; say"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: not a JSON object"),
+        ("a.txt", b"\xff\xfe", "cannot be read as text"),
+        ("a.txt.xz", b"no xz", "cannot be read as text"),
+        ("a.parquet", b"no parquet", "not a Parquet file"),
+    ],
+)  # fmt: skip
+def test_what_is_malformed_is_named_with_its_place(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        list(documents(str(tmp_path / name)))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "nowhere.txt", "hf://datasets/only"])
+def test_a_source_that_is_none_is_refused_before_work_begins(tmp_path, name):
+    (tmp_path / "a.csv").write_text("x")
+    source = name if name.startswith("hf:") else str(tmp_path / name)
+    with pytest.raises((DataError, RecipeError)):
+        require_source(source)
+
+
+def test_each_document_is_bos_text_eos_and_some_are_held_out(tokens, texts, tokenizer_folder):
+    from transformers import PreTrainedTokenizerFast
+
+    files = read_token_files(tokens)
+    encode = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    ids = [[1, *encode(text)["input_ids"], 2] for text in texts]
+    held = [i for i in range(len(texts)) if i % 50 == 0][: files.about.held_out.documents]
+    assert files.held_out.tolist() == [t for i in held for t in ids[i]]
+    assert files.train.tolist() == [t for i, row in enumerate(ids) if i not in held for t in row]
+    assert (files.about.train.documents, files.about.dtype) == (len(texts) - len(held), "uint16")
+    assert files.train.dtype == np.uint16
+
+
+def test_the_tokenizer_lies_beside_the_tokens(tokens, tokenizer_folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tokens / name).read_bytes() == (tokenizer_folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json"])
+def test_a_changed_byte_is_noticed(tmp_path, tokens, name):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(tokens, copy)
+    payload = bytearray((copy / name).read_bytes())
+    payload[10] ^= 1
+    (copy / name).write_bytes(payload)
+    with pytest.raises(DataError, match="tokenize again"):
+        read_token_files(copy)
+
+
+def test_a_folder_that_is_there_is_not_written_into(tmp_path, tokens):
+    with pytest.raises(RecipeError, match="is there already"):
+        tokenize([str(separated(tmp_path))], tokens, tokenizer=str(tokens), settings=Tokenizing())
+
+
+def test_a_failure_leaves_no_folder_behind(tmp_path, tokenizer_folder):
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\nno\n')
+    with pytest.raises(DataError):
+        tokenize(
+            [str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=str(tokenizer_folder),
+            settings=Tokenizing(),
+        )  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_paragraphs_that_share_thirteen_words_with_an_evaluation_text_are_left_out(tmp_path):
+    asked = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "test.jsonl").write_text(json.dumps({"q": {"parts": [f"So: {asked}."]}}))
+    overlap = Overlap.of(tmp_path)
+    kept = "one two three four five six seven eight nine ten eleven twelve"
+    texts = [f"fine\nOne, two {asked[8:]} and more\nfine too", asked.upper(), kept]
+    assert list(overlap.without(texts)) == ["fine\nfine too", kept]
+    assert overlap.left_out == 2
+
+
+def test_a_tokenizer_may_be_learnt_from_the_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\0".join([*TEXTS * 30, "numbers 1234"]), encoding="utf-8")
+    about = tokenize([str(path)], tmp_path / "out", tokenizer=300, settings=Tokenizing())
+    assert about.vocabulary <= 300
+    assert (about.bos, about.eos, about.pad) == (1, 2, 3)
+    again = tokenize([str(path)], tmp_path / "again", tokenizer=300, settings=Tokenizing())
+    assert again.digest == about.digest

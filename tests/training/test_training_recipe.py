@@ -1,0 +1,112 @@
+"""Training recipes: strict, with the place of what is wrong, and the shipped ones as stated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qbench.errors import RecipeError
+from qbench.training.recipe import TrainingOverrides, TrainingRecipe
+from qbench.training.shape import checkpoint_config, flops_per_token, parameters
+
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"normalisers": ["softmax"]}, "normalisers: unknown key; known: name, model, normalizers"),
+        ({"model": {"width": 3}}, "model.width: unknown key; known: hidden, layers"),
+        ({"normalizers": ["softplus"]}, "unknown normalizer 'softplus'; known: softmax, softpick"),
+        ({"normalizers": ["softmax", "softmax"]}, "softmax stands there twice"),
+        ({"seeds": [1, 1]}, "1 stands there twice"),
+        ({"seeds": []}, "at least 1 item"),
+        ({"model": {"heads": 3}}, "heads must divide hidden into even parts"),
+        ({"batch": {"tokens": 65}}, "batch.tokens 65 must be a multiple of model.context 16"),
+        ({"batch": {"sequences": 3}}, "batch.sequences 3 must divide the 4 sequences of a step"),
+        ({"tokens": 8}, "tokens 8: less than one step"),
+        ({"watch": {"length": 17}}, "watch.length 17 is more than model.context 16"),
+        ({"optimizer": {"name": "muon"}}, "muon_learning_rate goes with name: muon"),
+        ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
+        ({"optimizer": {"learning_rate": 0}}, "greater than 0"),
+        ({"compute": {"compile": True}}, "compute.compile"),
+        ({"compute": {"precision": "float16"}}, "'bfloat16' or 'float32'"),
+        ({"log_every": 2.5}, "log_every"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_line(recipe_file, changed, said):
+    with pytest.raises(RecipeError) as error:
+        TrainingRecipe.load(recipe_file(**changed))
+    assert said in str(error.value)
+    assert "recipe.yaml" in str(error.value)
+
+
+def test_the_command_line_replaces_parts_of_a_recipe(recipe_file, tmp_path):
+    changed = TrainingOverrides(
+        normalizers=("rectified",), seeds=(5, 6), tokens=6400, data=tmp_path, sequences=4
+    )
+    recipe = TrainingRecipe.load(recipe_file(), changed)
+    assert recipe.runs() == [("rectified", 5), ("rectified", 6)]
+    assert (recipe.steps, recipe.batch.sequences) == (100, 4)
+    assert recipe.token_folder == tmp_path
+
+
+def test_runs_go_seed_by_seed_so_that_pairs_are_whole_early(recipe_file):
+    assert TrainingRecipe.load(recipe_file(seeds=[1, 2])).runs() == [
+        ("softmax", 1), ("softpick", 1), ("softmax", 2), ("softpick", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_are_well(path):
+    recipe = TrainingRecipe.load(path)
+    assert recipe.name == path.stem
+    assert recipe.normalizers == ("softmax", "softpick")
+
+
+SIZES = {"pair-1m": 1_311_872, "pair-27m": 27_534_720, "pair-124m": 134_105_856}
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES.items())
+def test_shipped_shapes_have_their_size(name, size):
+    recipe = TrainingRecipe.load(next(path for path in SHIPPED if path.stem == name))
+    assert parameters(recipe.model) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "warmup", "steps", "layers", "hidden"),
+    [("paper-340m", 3e-4, 1000, 100_000, 24, 1024), ("paper-1.8b", 2e-4, 2000, 200_000, 32, 2048)],
+)
+def test_the_papers_recipes_state_table_1(name, rate, warmup, steps, layers, hidden):
+    recipe = TrainingRecipe.load(next(path for path in SHIPPED if path.stem == name))
+    shape, optimizer = recipe.model, recipe.optimizer
+    assert (shape.layers, shape.hidden, shape.heads * 64) == (layers, hidden, hidden)
+    assert (shape.context, shape.vocabulary, shape.init, shape.tied) == (4096, 32_000, 0.006, False)
+    assert (optimizer.learning_rate, optimizer.eps, optimizer.betas) == (rate, 1e-15, (0.9, 0.95))
+    assert (optimizer.weight_decay, optimizer.clip, optimizer.decay_vectors) == (0.1, 1.0, True)
+    assert (recipe.schedule.warmup_steps, recipe.schedule.floor) == (warmup, 0.1)
+    assert (recipe.steps, recipe.batch.tokens, recipe.rows) == (steps, 524_288, 128)
+    assert not recipe.data.bos_first
+
+
+def test_work_counts_every_matrix_that_is_multiplied_and_half_of_attentions_pairs():
+    recipe = TrainingRecipe.load(next(path for path in SHIPPED if path.stem == "pair-124m"))
+    layers = 12 * (4 * 768**2 + 3 * 768 * 2048)
+    expected = 6 * (layers + 32_000 * 768) + 12 * 12 * 768 * 2048 / 2
+    assert flops_per_token(recipe.model) == expected
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "said"),
+    [
+        ("softmax", {"attn_impl": "parallel_attn"}),
+        ("softpick", {"attn_impl": "parallel_softpick_attn"}),
+        ("rectified", {"attn_impl": "parallel_rectified_attn"}),
+    ],
+)
+def test_a_config_names_its_normalizer_as_upstream_does(recipe_file, normalizer, said):
+    shape = TrainingRecipe.load(recipe_file()).model
+    config = checkpoint_config(shape, normalizer, bos=1, eos=2, pad=None)
+    assert config.items() >= said.items()
+    assert "qbench_normalizer" not in config
