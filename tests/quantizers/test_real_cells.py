@@ -38,8 +38,9 @@ def test_real_int8_on_a_cpu_passes_its_audit_and_equals_its_simulation(
         model = make(chosen, tmp_path / arithmetic, WHICH).model
         layers = [m for m in model.modules() if isinstance(m, ScaledLinear)]
         assert len(layers) == 14
-        assert all((m.product is not None) == (arithmetic == "real") for m in layers)
         report = judged(chosen, model, WHICH)
+        kind = {"real": "RealLinear", "simulated": "ScaledLinear"}[arithmetic]
+        assert {module.kind for module in report.modules} == {kind}
         assert report.problems == ()
         assert (report.coverage, report.bits) == (1.0, 8)
         assert chosen.precision.activations.simulated == (arithmetic == "simulated")
@@ -138,7 +139,7 @@ def test_a_layer_that_stopped_multiplying_codes_fails_its_audit(tmp_path):
     """As where a library leaves a layer out in silence."""
     chosen = cell(parts("int8-row", "int8-token", "real"))
     model = make(chosen, tmp_path, WHICH).model
-    model.model.layers[1].mlp.up_proj.product = None
+    model.model.layers[1].mlp.up_proj.__class__ = ScaledLinear
     report = judged(chosen, model, WHICH)
     assert any("model.layers.1.mlp.up_proj: its product is" in line for line in report.problems)
 

@@ -1,4 +1,4 @@
-"""A linear layer over codes and scales, whose product is simulated or real."""
+"""Linear layers over codes and scales, whose products are simulated or real."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ Product = Callable[[Tensor, "ScaledLinear"], Tensor]
 
 
 class ScaledLinear(nn.Module):
-    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1].
-
-    ``product``: what multiplies codes by codes; None: the weight is dequantized first.
-    """
+    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1]; its forward
+    dequantizes, then multiplies."""
 
     def __init__(self, shape: Plain, tensors: Tensors) -> None:
         super().__init__()
         self.in_features, self.out_features = shape.in_features, shape.out_features
         self.dtype = shape.dtype
-        self.product: Product | None = None
         self.register_buffer("codes", tensors["codes"])
         self.register_buffer("scale", tensors["scale"])
         self.register_buffer("bias", shape.bias)
@@ -34,13 +31,20 @@ class ScaledLinear(nn.Module):
         return decode(self.codes, self.scale).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.product is not None:
-            return self.product(x, self)
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
-        real = "" if self.product is None else ", real products"
-        return f"{self.in_features} → {self.out_features}, {self.codes.dtype}{real}"
+        return f"{self.in_features} → {self.out_features}, {self.codes.dtype}"
+
+
+class RealLinear(ScaledLinear):
+    """A ``ScaledLinear`` whose ``product`` multiplies codes by codes. A class of its own, so that
+    an audit's record names what ran."""
+
+    product: Product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self)
 
 
 def store(weight: Tensor, kind: str, per: str) -> Tensors:

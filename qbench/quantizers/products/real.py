@@ -22,7 +22,7 @@ from qbench.quantizers.activations.inputs import ATTRIBUTE, Inputs
 from qbench.quantizers.activations.quantize import Fixed
 from qbench.quantizers.products import codes
 from qbench.quantizers.products.activations import MULTIPLE
-from qbench.quantizers.products.layers import ScaledLinear
+from qbench.quantizers.products.layers import RealLinear, ScaledLinear
 
 ENVIRONMENT = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}  # its own kernels: none is used
 
@@ -65,6 +65,7 @@ def install(
     inputs = Inputs(quantize, fixed, modules)
     for name, module in modules.items():
         _require(name, module, kind)
+        module.__class__ = RealLinear
         module.product = Product(inputs, kind, inputs.fixed.get(name))  # type: ignore[assignment]
     setattr(model, ATTRIBUTE, inputs)
 
