@@ -21,7 +21,7 @@ from qbench.bench.attention_timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import write_atomically
 from qbench.quantizers.linears import plain
-from qbench.quantizers.products import codes, layers, real
+from qbench.quantizers.products import codes, kernels, layers, real
 from qbench.text import markdown
 
 WIDTHS = {"340M": (1024, 2816), "1.8B": (2048, 5632)}  # hidden and intermediate size
@@ -218,3 +218,17 @@ def _parts(layer: nn.Linear, tokens: int) -> Iterator[tuple[str, Callable[[], An
         if kind == "int8":
             run = partial(torch._int_mm, coded[0], scaled.codes.T)
             yield "torch._int_mm, sums left as int32", run, read + 4 * made, flops
+            scale, columns = coded[1], scaled.scale
+            for tile in kernels.TILES:
+                run = partial(
+                    kernels.int8_product,
+                    coded[0],
+                    scale,
+                    scaled.codes,
+                    columns,
+                    None,
+                    x.dtype,
+                    tile,
+                )
+                name = "×".join(map(str, tile[:3]))
+                yield f"{arithmetic} product in tiles of {name}", run, read + 2 * made, flops

@@ -39,7 +39,13 @@ def product(shape, bias, dtype):
     wanted = (wanted if offset is None else wanted + offset.float()).to(dtype)
     found = torch.full((count, columns), math.nan)
     found = kernels.int8_product(
-        a.to(torch.int8), scales[0], b.to(torch.int8), scales[1], offset, dtype, tile=(16, 32, 32)
+        a.to(torch.int8),
+        scales[0],
+        b.to(torch.int8),
+        scales[1],
+        offset,
+        dtype,
+        tile=(16, 32, 32, 4, 1),
     )
     # the interpreter cuts bfloat16 off where hardware rounds
     off = ((found - wanted).abs() / wanted.abs().clamp(min=1e-3)).max()

@@ -15,7 +15,8 @@ from torch import Tensor
 from qbench.quantizers.products.codes import DTYPE, LARGEST, Coded
 
 LONGEST = 65536  # columns of a row
-TILES = [  # rows, columns, depth, warps, stages
+Tile = tuple[int, int, int, int, int]  # rows, columns, depth, warps, stages
+TILES: list[Tile] = [
     (128, 256, 128, 8, 3),
     (128, 128, 128, 8, 3),
     (128, 128, 64, 4, 4),
@@ -121,18 +122,17 @@ def _product_kernel(
 
 def int8_product(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, tile: tuple[int, int, int] | None = None,
+    dtype: torch.dtype, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """codes [T, K] · weight [N, K]ᵀ, exact sums, times ``scale`` [T, 1] and ``weight_scale``
-    [N, 1], plus ``bias`` [N]: ``dtype`` [T, N]. ``tile``: rows, columns and depth; None: one that
-    suits the number of rows."""
+    [N, 1], plus ``bias`` [N]: ``dtype`` [T, N]. ``tile``: None for one that suits the number of
+    rows."""
     rows, depth = codes.shape
     columns = weight.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if not rows:
         return out
-    chosen = (*tile, 4, 1) if tile else _tile(rows, columns)
-    high, wide, deep, warps, stages = chosen
+    high, wide, deep, warps, stages = tile or _tile(rows, columns)
     grid = (triton.cdiv(rows, high) * triton.cdiv(columns, wide),)
     _product_kernel[grid](
         codes, weight, scale, weight_scale, out if bias is None else bias, out,
@@ -142,7 +142,7 @@ def int8_product(
     return out
 
 
-def _tile(rows: int, columns: int) -> tuple[int, int, int, int, int]:
+def _tile(rows: int, columns: int) -> Tile:
     """The widest tile that still gives a GPU of about 132 multiprocessors two tiles each."""
     for tile in TILES:
         if triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]) >= 2 * 132:
