@@ -27,9 +27,10 @@ def checkpoint(name: str):
     return find(str(folder), revision=None, normalizer=None, base=Path())
 
 
-def pair_model(name: str):
-    """In float32 on the CPU, with the reference attention."""
-    return load_model(checkpoint(name), dtype=torch.float32, device="cpu", attention="reference")
+def pair_model(name: str, device: str = "cpu"):
+    """In float32, with the reference attention on the CPU and the kernels on a GPU."""
+    attention = "reference" if device == "cpu" else "triton"
+    return load_model(checkpoint(name), dtype=torch.float32, device=device, attention=attention)
 
 
 @functools.cache
@@ -49,7 +50,7 @@ def texts(name: str) -> Tensor:
 def loss(model, ids: Tensor, batch: int) -> float:
     """Mean of −log p of the predicted tokens, in nats; ``batch`` texts at once."""
     total = 0.0
-    for part in ids.split(batch):
+    for part in ids.to(model.device).split(batch):
         logits = model(part, use_cache=False).logits[:, :-1].double()
         log_p = logits.log_softmax(-1).gather(-1, part[:, 1:, None])
         total -= float(log_p.sum())

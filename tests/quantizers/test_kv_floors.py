@@ -1,0 +1,22 @@
+"""Damage by a KV cache of few bits on the trained pair, against an independent measurement on 15
+texts of 1,024 tokens: here on two of them, which differ from all by a tenth; in full on a GPU
+(tests/gpu/test_kv_cache.py)."""
+
+from __future__ import annotations
+
+import pytest
+from pair import loss, pair_model, texts
+
+from qbench.quantizers.parts import quantizer_of
+
+FLOOR = {"softmax": 0.143, "softpick": 0.104}  # nats a token, int3 per head and token
+
+
+@pytest.mark.parametrize("name", FLOOR)
+def test_three_bits_cost_about_what_others_measured(name):
+    ids = texts(name)[1:3]
+    model = pair_model(name)
+    before = loss(model, ids, 2)
+    quantizer = quantizer_of({"kv": "int3-token"}, compute_dtype="float32")
+    damage = loss(quantizer.apply(model, {}), ids, 2) - before
+    assert damage == pytest.approx(FLOOR[name], rel=0.3)
