@@ -38,7 +38,7 @@ from qbench.errors import UnavailableError
 
 # What transformers hands to attention functions that changes the weights: refused, unless it is
 # a parameter of the normalizer.
-CHANGING = ("softcap", "position_bias", "s_aux", "cache")
+CHANGING = ("position_bias", "s_aux", "cache")
 
 
 def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
@@ -82,6 +82,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        softcap: float | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
@@ -106,7 +107,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 two_sources = {"sources": sources, "residual": spared, "positions": positions}
         if cu_seq_lens_q is not None:
             output = _packed(
-                implementation, normalizer, parameters, query, key, value, scaling, causal,
+                implementation, normalizer, parameters, query, key, value, scaling, softcap, causal,
                 cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, two_sources,
             )  # fmt: skip
             return _of_kept_heads(module, output).transpose(1, 2), None
@@ -131,6 +132,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             normalizer=normalizer,
             parameters=parameters,
             scale=scaling,
+            softcap=softcap,
             mask=attention_mask,
             causal=causal and attention_mask is None,
             **band,
@@ -187,6 +189,7 @@ def _packed(
     key: Tensor,
     value: Tensor,
     scale: float | None,
+    softcap: float | None,
     causal: bool,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -200,20 +203,20 @@ def _packed(
 
         return module.packed_attention(
             query, **two_sources, implementation=implementation, normalizer=normalizer,
-            parameters=parameters, scale=scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            parameters=parameters, scale=scale, softcap=softcap, causal=causal,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
     if implementation == "triton":
         from qbench.attention import kernels
 
         return kernels.packed_attention(
             query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-            causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            softcap=softcap, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
     return reference.packed_attention(
         query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-        causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        softcap=softcap, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 
 CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's cache holds
 
@@ -37,6 +37,7 @@ def attention(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -44,6 +45,7 @@ def attention(
     """Attention of query [B, Hq, Tq, D] over key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv].
 
     ``parameters``: the normalizer's, by name. ``scale``: factor of the scores, 1/√D by default.
+    ``softcap`` c: scores x become c · tanh(x / c) (Gemma 2), before ALiBi's slopes and the rest.
     ``mask``: bool, [B or 1, Hq or 1, Tq, Tk], True = attend. ``causal`` aligns the last query
     with the last key; ``window`` lets a query see that many keys up to and with its own. A query
     with nothing to attend to gives 0. Returns [B, Hq, Tq, Dv], in the dtype of torch.autocast where
@@ -53,8 +55,9 @@ def attention(
     query, key, value = autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
         return _attention(
-            query, key, value, NORMALIZERS.get(normalizer), parameters, scale, mask, causal, window
-        )
+            query, key, value, NORMALIZERS.get(normalizer), parameters, scale, softcap, mask,
+            causal, window,
+        )  # fmt: skip
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -74,13 +77,14 @@ def _attention(
     chosen: Normalizer,
     parameters: Mapping[str, Tensor] | None,
     scale: float | None,
+    softcap: float | None,
     mask: Tensor | None,
     causal: bool,
     window: int | None,
 ) -> Tensor:
     check(query, key, value, mask)
     given = chosen.checked(parameters, query.shape[1])
-    if not window and not given:
+    if not window and not softcap and not given:
         output = chosen.attention(
             query, key, value, scale=_scale(query, scale), mask=mask, causal=causal
         )
@@ -90,7 +94,7 @@ def _attention(
     learning = torch.is_grad_enabled() and any(p.requires_grad for p in given.values())
     outputs = []
     for scores, allowed, distances, keys in chunks(
-        query, key, scale, mask, causal, window, chosen.uses_distances
+        query, key, chosen, given, scale, softcap, mask, causal, window
     ):
         settings = {"allowed": allowed, "parameters": given, "distances": distances}
         inference = not (scores.requires_grad or learning)
@@ -111,6 +115,7 @@ def weights(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -124,7 +129,7 @@ def weights(
     given = chosen.checked(parameters, query.shape[1])
     rows = []
     for scores, allowed, distances, keys in chunks(
-        query, key, scale, mask, causal, window, chosen.uses_distances
+        query, key, chosen, given, scale, softcap, mask, causal, window
     ):
         chunk = chosen.weights(scores, allowed=allowed, parameters=given, distances=distances)
         after = key.shape[2] - keys.stop
@@ -166,13 +171,17 @@ def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Non
 def chunks(
     query: Tensor,
     key: Tensor,
+    chosen: Normalizer,
+    given: Mapping[str, Tensor],
     scale: float | None,
+    softcap: float | None,
     mask: Tensor | None,
     causal: bool,
     window: int | None,
-    measured: bool,
 ) -> Iterator[Chunk]:
-    """The scores in chunks of queries; ``measured``: with distances."""
+    """The scores in chunks of queries, capped and sloped."""
+    slopes = given.get(SLOPES.name) if SLOPES in chosen.parameters else None
+    measured = chosen.uses_distances or slopes is not None
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
     # BLAS rounds by layout: keys from a cache are contiguous, others are views.
@@ -201,6 +210,10 @@ def chunks(
                 band = band & (other > own - window)
             allowed = band if allowed is None else allowed & band
         scores = mix(query[:, :, start:stop], key[..., keys])
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        if slopes is not None:
+            scores = scores - slopes.to(scores.dtype)[:, None, None] * distances
         yield Chunk(scores, allowed, distances, keys)
 
 
@@ -230,6 +243,7 @@ def packed_attention(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     causal: bool = True,
     window: int | None = None,
     cu_seqlens_q: Tensor,
@@ -252,6 +266,7 @@ def packed_attention(
                 normalizer=normalizer,
                 parameters=parameters,
                 scale=scale,
+                softcap=softcap,
                 causal=causal,
                 window=window,
             )

@@ -22,6 +22,7 @@ def attention(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -35,7 +36,7 @@ def attention(
     key, value, coded_key, coded_value = sources
     reference.check(query, key, value, mask)
     given = chosen.checked(parameters, query.shape[1])
-    settings = (scale, mask, causal, window, chosen.uses_distances)
+    settings = (chosen, given, scale, softcap, mask, causal, window)
     own = positions[:, key.shape[2] - query.shape[2] :]
     values, coded_values = (reference.wide(v).contiguous() for v in (value, coded_value))
     outputs, start = [], 0
@@ -68,6 +69,7 @@ def by_kernel(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -78,13 +80,16 @@ def by_kernel(
     UnavailableError for a normalizer or a parameter that the kernels do not have."""
     from qbench.attention.kernels import two_sources
     from qbench.attention.kernels.families import require
+    from qbench.attention.kernels.settings import Parameters
 
     reference.check(query, sources.key, sources.value, mask)
-    require(normalizer, NORMALIZERS.get(normalizer).checked(parameters, query.shape[1]))
+    given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
+    require(normalizer, given)
     return two_sources.attention(
         query, sources, keep_first=residual.keep_first, keep_recent=residual.keep_recent,
-        key_group=residual.key_group, positions=positions, normalizer=normalizer, scale=scale,
-        mask=mask, causal=causal, window=window, spans=spans, max_seqlen_q=max_seqlen_q,
+        key_group=residual.key_group, positions=positions, normalizer=normalizer,
+        parameters=Parameters.of(given), scale=scale, softcap=softcap or 0.0, mask=mask,
+        causal=causal, window=window, spans=spans, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
 
 
@@ -98,6 +103,7 @@ def packed_attention(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     causal: bool = True,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -109,7 +115,7 @@ def packed_attention(
 
         return by_kernel(
             query, sources, residual=residual, positions=positions, normalizer=normalizer,
-            parameters=parameters, scale=scale, causal=causal,
+            parameters=parameters, scale=scale, softcap=softcap, causal=causal,
             spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
     output = sources.value.new_zeros(*query.shape[:3], sources.value.shape[3])
@@ -125,6 +131,7 @@ def packed_attention(
                 normalizer=normalizer,
                 parameters=parameters,
                 scale=scale,
+                softcap=softcap,
                 causal=causal,
             )
     return output

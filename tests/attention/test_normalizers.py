@@ -153,9 +153,9 @@ def test_a_models_parameters_are_taken_from_its_attention_modules_and_trained():
     ("normalizer", "handed_over", "refused"),
     [
         ("softmax", "s_aux", True),
-        ("softpick", "softcap", True),
+        ("softpick", "s_aux", True),
         ("softpick", "position_bias", True),
-        ("sunk", "softcap", True),
+        ("sunk", "cache", True),
         ("sunk", "s_aux", False),
     ],
 )

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from qbench.errors import UnavailableError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,6 +25,7 @@ def attention(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -41,13 +44,16 @@ def attention(
 
     from qbench.attention.kernels import operator
     from qbench.attention.kernels.families import require
+    from qbench.attention.kernels.settings import Parameters, Settings
     from qbench.attention.normalizers import NORMALIZERS
     from qbench.attention.reference import autocast, check
 
     query, key, value = autocast(query, key, value)
     check(query, key, value, mask)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
-    learning = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    learning = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (query, key, value, *given.values())
+    )
     require(normalizer, given, gradients=learning)
     for tensor in (query, key, value):
         if tensor.dtype not in operator.DTYPES or tensor.dtype != query.dtype:
@@ -55,12 +61,19 @@ def attention(
                 f"the kernels take bfloat16, float16 or float32, one for all, not {tensor.dtype}; "
                 "reference.attention takes float64"
             )
+    if learning and "slopes" in given and given["slopes"].requires_grad:
+        raise UnavailableError("attention: the kernels give no gradient of slopes; use 'reference'")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:
-        raise ValueError(f"scale must be positive; it is {scale}")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and number <= 0:
+            raise ValueError(f"{name} must be positive; it is {number}")
     return operator.apply(
-        query, key, value, mask, spans, normalizer, scale, causal, window or 0,
-        max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
+        query, key, value, mask, spans,
+        Parameters.of(given),
+        Settings(
+            normalizer, scale, softcap or 0.0, causal, window or 0,
+            max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
+        ),
     )  # fmt: skip
 
 
@@ -72,6 +85,7 @@ def packed_attention(
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     causal: bool = True,
     window: int | None = None,
     cu_seqlens_q: Tensor,
@@ -84,6 +98,7 @@ def packed_attention(
 
     return attention(
         query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-        causal=causal, window=window, spans=packed_spans(cu_seqlens_q, cu_seqlens_k),
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        softcap=softcap, causal=causal, window=window,
+        spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )  # fmt: skip

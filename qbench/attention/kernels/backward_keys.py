@@ -16,20 +16,30 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
+from qbench.attention.kernels.modes import CAPPED, RESHAPED, SCALED
+from qbench.attention.kernels.scores import (
+    head_factor,
+    log2_length,
+    reshaped,
+    row_factor,
+    slope_of,
+)
 
 
 @triton.jit
 def key_sweep(
-    dk, dv, k, v, keys, begin, end, q_source, g_source, lse_row, delta_row, mask, scale,
-    q_strides, g_strides, mask_strides, batch, head, limits,
-    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr, BLOCK_Q: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    dk, dv, k, v, keys, begin, end, q_source, g_source, lse_row, delta_row, mask, counts,
+    scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys:
-    dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]."""
+    dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]. ``shaping``: where the sequence's keys begin,
+    the block's first key, and what the scores of the head are made with."""
     stop_q = limits[0]
+    start_k, origin, inner, slope, factor, value_row = shaping
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
         q = load_rows(  # [BLOCK_Q, BLOCK_D]
@@ -48,7 +58,22 @@ def key_sweep(
             MASKED, TMA,
         )  # fmt: skip
         dp = tl.dot(v, g.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
-        e, weight = recomputed(scores, scale, lse[None, :], FAMILY, PRECISE)  # [BLOCK_K, BLOCK_Q]
+        unit = scale
+        products = scores
+        gain = scale
+        row_slope = slope
+        if RESHAPED & MODES:
+            unit = 1.0
+            if SCALED & MODES:
+                length = log2_length(rows, value_row, limits, start_k, counts, CAUSAL, WINDOW)
+                gain = row_factor(length, factor, scale, MODES)[None, :]  # [1, BLOCK_Q]
+                row_slope = row_factor(length, factor, slope, MODES)[None, :]  # [1, BLOCK_Q]
+            own = rows[None, :] + limits[2]
+            scores, products = reshaped(
+                scores, keys[:, None], own, origin, gain, inner, row_slope, MODES, FUSED
+            )
+        # [BLOCK_K, BLOCK_Q]
+        e, weight = recomputed(scores, unit, lse[None, :], FAMILY, PRECISE, FUSED)
         if MASKED:
             seen = visible(  # [BLOCK_K, BLOCK_Q]
                 rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head,
@@ -59,6 +84,10 @@ def key_sweep(
         # The tensor cores add to dv while the scores' gradients are computed.
         dv = tl.dot(rounded(weight, g.dtype, FAMILY, FUSED), g, dv, input_precision="ieee")
         ds = score_gradient(e, scores, dp, delta[None, :], FAMILY)  # [BLOCK_K, BLOCK_Q]
+        if CAPPED & MODES:
+            ds = ds * (1 - products * products)
+        if SCALED & MODES:
+            ds = ds * (gain / scale)
         dk = tl.dot(narrowed(ds, q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -66,11 +95,12 @@ def key_sweep(
 @triton.jit(do_not_specialize=["queries", "keys_total", "window", "mask_b", "mask_h", "mask_t"])
 def key_kernel(
     q_source, k_source, v_source, g_source, lse_source, deltas, imprecise, dk_out, dv_out,
-    mask, spans, head_counts, queries, keys_total, window, scale, score_scale, strides,
+    mask, spans, slopes, s, counts,
+    head_counts, queries, keys_total, window, scale, score_scale, inner, strides,
     mask_b, mask_h, mask_t, mask_k,
-    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISE: tl.constexpr,
-    FUSED: tl.constexpr, TMA: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of BLOCK_K keys and values, over all query heads that share them.
@@ -119,36 +149,38 @@ def key_kernel(
     for member in range(group):
         head = kv_head * group + member
         offset = (wide(batch) * kv_heads * group + head) * queries
+        slope = slope_of(head, slopes, MODES)
+        shaping = (start_k, first, inner, slope, head_factor(head, s, MODES), offset)
         if PRECISE or careful:
             dk, dv = key_sweep(
                 dk, dv, k, v, keys, begin, end,
-                q_source, g_source, lse_source + offset, deltas + offset, mask,
-                score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
-                FAMILY, CAUSAL, WINDOW, True, True, FUSED, TMA,
+                q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                score_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                FAMILY, MODES, CAUSAL, WINDOW, True, True, FUSED, TMA,
                 BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
             )  # fmt: skip
         else:
             if CAUSAL and mask is None:
                 dk, dv = key_sweep(
                     dk, dv, k, v, keys, begin, tl.minimum(whole_begin, end),
-                    q_source, g_source, lse_source + offset, deltas + offset, mask,
-                    score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
-                    FAMILY, CAUSAL, WINDOW, True, False, FUSED, TMA,
+                    q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                    score_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                    FAMILY, MODES, CAUSAL, WINDOW, True, False, FUSED, TMA,
                     BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
                 )  # fmt: skip
             if mask is None:
                 dk, dv = key_sweep(
                     dk, dv, k, v, keys, whole_begin, whole_end,
-                    q_source, g_source, lse_source + offset, deltas + offset, mask,
-                    score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
-                    FAMILY, CAUSAL, WINDOW, False, False, FUSED, TMA,
+                    q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                    score_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                    FAMILY, MODES, CAUSAL, WINDOW, False, False, FUSED, TMA,
                     BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
                 )  # fmt: skip
             dk, dv = key_sweep(
                 dk, dv, k, v, keys, whole_end, end,
-                q_source, g_source, lse_source + offset, deltas + offset, mask,
-                score_scale, q_strides, g_strides, mask_strides, batch, head, limits,
-                FAMILY, CAUSAL, WINDOW, True, False, FUSED, TMA,
+                q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                score_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                FAMILY, MODES, CAUSAL, WINDOW, True, False, FUSED, TMA,
                 BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
             )  # fmt: skip
 

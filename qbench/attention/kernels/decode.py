@@ -22,20 +22,35 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
+from qbench.attention.kernels.modes import SCALED, SHAPED, SLOPED, SUMLESS
+from qbench.attention.kernels.scores import (
+    head_factor,
+    log2_length,
+    row_factor,
+    row_level,
+    row_scores,
+    sink_of,
+    slope_of,
+)
+from qbench.attention.kernels.sigmoid import sigmoid
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "splits", "mask_b", "mask_h", "mask_t"])
 def decode_kernel(
     q_source, k_source, v_source, output, lse_out, partial, mask, spans,
-    head_counts, queries, keys, window, scale, splits, strides, mask_b, mask_h, mask_t, mask_k,
-    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SKIP: tl.constexpr,
-    FUSED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    sinks, bias, slopes, s, counts,
+    head_counts, queries, keys, window, scale, inner, splits, strides,
+    mask_b, mask_h, mask_t, mask_k,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SKIP: tl.constexpr, FUSED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence, key head and split; its BLOCK_R rows are the group's heads × queries.
     ``partial`` [sequences · kv_heads, splits, BLOCK_R, BLOCK_DV + 2], if there is more than one
     split, takes what each gives. ``head_counts``: key heads, and how many query heads share one.
-    Strides as in :func:`qbench.attention.kernels.forward.forward_kernel`."""
+    Strides, and what follows ``spans``, as in
+    :func:`qbench.attention.kernels.forward.forward_kernel`."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides, o_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
@@ -69,9 +84,27 @@ def decode_kernel(
     end = tl.minimum(end, begin + share)
     limits = (stop_q, end, shift, window)
 
+    known = tl.where(real, heads, kv_head * group)  # a head that is there
+    value_row = (wide(batch) * kv_heads * group + known) * queries  # [BLOCK_R]
+    row_limits = (stop_q, stop_k, shift, window)
+    length = log2_length(rows, value_row, row_limits, start_k, counts, CAUSAL, WINDOW)  # [BLOCK_R]
+    factor = head_factor(known, s, MODES)
+    gain = row_factor(length, factor, scale, MODES)
+    slope = row_factor(length, factor, slope_of(known, slopes, MODES), MODES)
+    if SCALED & MODES:
+        gain = gain[:, None]
+    level = row_level(length, known, bias, MODES)  # [BLOCK_R]
+    if SLOPED & MODES:
+        slope = slope[:, None]
+    unit = scale
+    if SHAPED & MODES:
+        unit = 1.0
+
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     maximum = tl.full([BLOCK_R], first_maximum(FAMILY), tl.float32)
+    if SUMLESS & MODES:
+        maximum = level
     v_columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = load_rows(  # [BLOCK_K, BLOCK_D]
@@ -84,14 +117,22 @@ def decode_kernel(
             rows[:, None], tile[None, :], limits, mask, mask_strides, batch, heads[:, None],
             CAUSAL, WINDOW,
         )  # fmt: skip
+        if SHAPED & MODES:
+            scores = row_scores(
+                scores, tile[None, :], rows[:, None] + shift, stop_q - 1 + shift,
+                gain, inner, slope, level[:, None], MODES, FUSED,
+            )  # fmt: skip
         scores = tl.where(seen, scores, masked_score(FAMILY))
-        raised = tl.maximum(maximum, tl.max(scores, 1) * scale)  # [BLOCK_R]
-        shift_2 = finite_shift(raised, FAMILY)  # [BLOCK_R]
-        above, below = terms(scores * scale, shift_2[:, None], FAMILY, True)  # [BLOCK_R, BLOCK_K]
-        lower = tl.math.exp2(maximum - shift_2)  # [BLOCK_R]
-        total = total * lower + tl.sum(below, 1)  # [BLOCK_R]
-        acc = acc * lower[:, None]
-        maximum = raised
+        if SUMLESS & MODES:
+            above = sigmoid(scores, FUSED)
+        else:
+            raised = tl.maximum(maximum, tl.max(scores, 1) * unit)  # [BLOCK_R]
+            shift_2 = finite_shift(raised, FAMILY)  # [BLOCK_R]
+            above, below = terms(scores * unit, shift_2[:, None], FAMILY, True)
+            lower = tl.math.exp2(maximum - shift_2)  # [BLOCK_R]
+            total = total * lower + tl.sum(below, 1)  # [BLOCK_R]
+            acc = acc * lower[:, None]
+            maximum = raised
         wanted = tile < end  # [BLOCK_K]
         if SKIP:
             wanted = wanted & (tl.max(above, 0) > 0)
@@ -111,7 +152,9 @@ def decode_kernel(
         tl.store(pointers + BLOCK_DV, total)
         tl.store(pointers + BLOCK_DV + 1, maximum)
     else:
-        out, lse = finish(acc, total, maximum, FAMILY)  # [BLOCK_R, BLOCK_DV], [BLOCK_R]
+        sink = sink_of(known, sinks, MODES)
+        # [BLOCK_R, BLOCK_DV], [BLOCK_R]
+        out, lse = finish(acc, total, maximum, sink, FAMILY, MODES)
         pointers = output + wide(batch) * o_strides[0] + wide(heads) * o_strides[1]
         pointers += rows * o_strides[2]
         tl.store(
@@ -125,8 +168,9 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])
 def join_kernel(
-    output, lse_out, partial, spans, head_counts, queries, keys, splits, o_strides,
-    FAMILY: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    output, lse_out, partial, spans, sinks, head_counts, queries, keys, splits, o_strides,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one sequence and key head, always in the same order."""
     kv_heads, group = head_counts
@@ -143,17 +187,23 @@ def join_kernel(
         first = (wide(tl.program_id(0)) * splits + split) * BLOCK_R
         pointers = partial + first * (BLOCK_DV + 2) + index * (BLOCK_DV + 2)  # [BLOCK_R]
         their_maximum = tl.load(pointers + BLOCK_DV + 1)  # [BLOCK_R]
-        raised = tl.maximum(maximum, their_maximum)
-        shift_2 = finite_shift(raised, FAMILY)
-        ours = tl.math.exp2(maximum - shift_2)
-        theirs = tl.math.exp2(their_maximum - shift_2)
-        acc = acc * ours[:, None]
-        acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
-        total = total * ours + tl.load(pointers + BLOCK_DV) * theirs
-        maximum = raised
-    out, lse = finish(acc, total, maximum, FAMILY)  # [BLOCK_R, BLOCK_DV], [BLOCK_R]
+        if SUMLESS & MODES:
+            acc += tl.load(pointers[:, None] + columns[None, :])
+            maximum = their_maximum
+        else:
+            raised = tl.maximum(maximum, their_maximum)
+            shift_2 = finite_shift(raised, FAMILY)
+            ours = tl.math.exp2(maximum - shift_2)
+            theirs = tl.math.exp2(their_maximum - shift_2)
+            acc = acc * ours[:, None]
+            acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
+            total = total * ours + tl.load(pointers + BLOCK_DV) * theirs
+            maximum = raised
     rows = start_q + index % count  # [BLOCK_R]
     heads = kv_head * group + index // count  # [BLOCK_R]
+    sink = sink_of(tl.where(real, heads, kv_head * group), sinks, MODES)
+    # [BLOCK_R, BLOCK_DV], [BLOCK_R]
+    out, lse = finish(acc, total, maximum, sink, FAMILY, MODES)
     pointers = output + wide(batch) * o_strides[0] + wide(heads) * o_strides[1]
     pointers += rows * o_strides[2]
     tl.store(

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qbench.attention.kernels.modes import SUNK
+from qbench.attention.kernels.sigmoid import sigmoid
 from qbench.attention.normalizers import softpick
 
 LOG2_E = 1.4426950408889634
@@ -57,7 +59,7 @@ def masked_score(FAMILY: tl.constexpr):
     """The score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
     if FAMILY == "softpick":
         return 0.0
-    elif FAMILY == "softmax" or FAMILY == "rectified":
+    elif FAMILY == "softmax" or FAMILY == "rectified" or FAMILY == "sigmoid":
         return float("-inf")
     else:
         tl.static_assert(False, NO_FORMULA)
@@ -68,7 +70,7 @@ def first_maximum(FAMILY: tl.constexpr):
     """Where the running maximum starts."""
     if FAMILY == "softmax":
         return float("-inf")
-    elif FAMILY == "softpick" or FAMILY == "rectified":
+    elif FAMILY == "softpick" or FAMILY == "rectified" or FAMILY == "sigmoid":
         return 0.0
     else:
         tl.static_assert(False, NO_FORMULA)
@@ -123,7 +125,7 @@ def terms(y, shift, FAMILY: tl.constexpr, PRECISE: tl.constexpr):
 def rounded(above, dtype: tl.constexpr, FAMILY: tl.constexpr, FUSED: tl.constexpr):
     """Weights as an operand of a matrix product: softpick's rectified, then rounded to ``dtype``.
     FUSED does both to two bf16 values in one instruction, which the compiler does not find."""
-    if FAMILY == "softmax" or FAMILY == "rectified":
+    if FAMILY == "softmax" or FAMILY == "rectified" or FAMILY == "sigmoid":
         return above.to(dtype)
     elif FAMILY == "softpick":
         if FUSED:
@@ -151,14 +153,24 @@ def narrowed(gradient, dtype: tl.constexpr):
 
 
 @triton.jit
-def finish(acc, total, maximum, FAMILY: tl.constexpr):
+def finish(acc, total, maximum, sink, FAMILY: tl.constexpr, MODES: tl.constexpr):
     """The output rows, and each row's log-sum-exp in log2 units: lse = m + log2 Σ, in softpick of
     |e^x − 1|. From it the backward pass recomputes weights as 2^(y − lse). A row with nothing to
-    attend to gives 0 and +∞."""
+    attend to gives 0 and +∞. Sigmoid's sums are ready, and ``maximum`` is what its backward pass
+    subtracts from the scores."""
     if FAMILY == "softpick":
         total += EPSILON
         return acc / total[:, None], maximum + tl.math.log2(total)
+    elif FAMILY == "sigmoid":
+        return acc, maximum
     elif FAMILY == "softmax" or FAMILY == "rectified":
+        if SUNK & MODES:
+            raised = tl.maximum(maximum, sink)
+            raised = tl.where(raised == float("-inf"), 0.0, raised)
+            lower = tl.math.exp2(maximum - raised)
+            acc = acc * lower[:, None]
+            total = total * lower + tl.math.exp2(sink - raised)
+            maximum = raised
         empty = total == 0
         safe = tl.where(empty, 1.0, total)
         lse = tl.where(empty, float("inf"), maximum + tl.math.log2(safe))
@@ -168,7 +180,7 @@ def finish(acc, total, maximum, FAMILY: tl.constexpr):
 
 
 @triton.jit
-def recomputed(scores, scale, lse, FAMILY: tl.constexpr, PRECISE: tl.constexpr):
+def recomputed(scores, scale, lse, FAMILY: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr):
     """E = e^(x − m) / Σ of every score, and its weight, for :func:`rounded`."""
     y = scores * scale
     e = tl.math.exp2(y - lse)
@@ -183,6 +195,9 @@ def recomputed(scores, scale, lse, FAMILY: tl.constexpr, PRECISE: tl.constexpr):
         return e, e
     elif FAMILY == "softmax":
         return e, e
+    elif FAMILY == "sigmoid":
+        weight = sigmoid(y - lse, FAST)
+        return weight, weight
     else:
         tl.static_assert(False, NO_FORMULA)
 
@@ -194,6 +209,8 @@ def score_gradient(e, scores, dp, delta, FAMILY: tl.constexpr):
     as negative."""
     if FAMILY == "softpick":
         return e * tl.where(scores > 0, dp - delta, delta)
+    elif FAMILY == "sigmoid":
+        return (e - e * e) * dp
     elif FAMILY == "softmax" or FAMILY == "rectified":
         return e * (dp - delta)
     else:

@@ -30,22 +30,35 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
+from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
+from qbench.attention.kernels.scores import (
+    head_factor,
+    log2_length,
+    row_factor,
+    row_level,
+    row_scores,
+    sink_of,
+    slope_of,
+)
+from qbench.attention.kernels.sigmoid import sigmoid
 
 
 @triton.jit
 def sweep(
-    acc, total, maximum, q, rows, begin, end, k_source, v_source, mask, scale,
+    acc, total, maximum, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
     k_strides, v_strides, mask_strides, index, limits,
-    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr,
-    TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr,
+    SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, BLOCK_DV],
     sum and maximum [BLOCK_Q], which are [BLOCK_Q, 8] with FREE. ``index``: batch row, query head
-    and key head. ``limits``: see :func:`qbench.attention.kernels.family.visible`."""
+    and key head. ``limits``: see :func:`qbench.attention.kernels.family.visible`. ``shaping``:
+    what scores.row_scores takes after the positions; ``scale`` is 1 where it has been applied."""
     batch, head, kv_head = index
+    origin, gain, inner, slope, level = shaping
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = load_rows(  # [BLOCK_K, BLOCK_D]
@@ -53,14 +66,21 @@ def sweep(
             MASKED, TMA,
         )  # fmt: skip
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        if SHAPED & MODES:
+            own = rows[:, None] + limits[2]
+            scores = row_scores(
+                scores, keys[None, :], own, origin, gain, inner, slope, level, MODES, FUSED
+            )
         if MASKED:
-            keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
             seen = visible(  # [BLOCK_Q, BLOCK_K]
                 rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head,
                 CAUSAL, WINDOW,
             )  # fmt: skip
             scores = tl.where(seen, scores, masked_score(FAMILY))
-        if FREE:
+        if SUMLESS & MODES:
+            above = sigmoid(scores, FUSED)
+        elif FREE:
             # Eight sums a row, so that no thread needs another's until the end.
             above, below = terms(scores * scale, 0.0, FAMILY, False)  # [BLOCK_Q, BLOCK_K] each
             total += tl.sum(tl.reshape(below, [BLOCK_Q, BLOCK_K // 8, 8]), 1)  # [BLOCK_Q, 8]
@@ -96,15 +116,19 @@ def sweep(
 @triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
 def forward_kernel(
     q_source, k_source, v_source, output, lse_out, imprecise, mask, spans,
-    head_counts, queries, keys, window, scale, strides, mask_b, mask_h, mask_t, mask_k,
-    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FREE: tl.constexpr,
-    NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr, TMA: tl.constexpr,
-    FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    sinks, bias, slopes, s, counts,
+    head_counts, queries, keys, window, scale, inner, strides, mask_b, mask_h, mask_t, mask_k,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr,
+    TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
-    The mask's stay by themselves: inside a tuple Triton would compile for their values."""
+    The mask's stay by themselves: inside a tuple Triton would compile for their values.
+    ``sinks``, ``bias``, ``slopes``, ``s`` [heads] and ``counts`` [B, heads, queries]: see
+    :mod:`qbench.attention.kernels.scores`; ``scale`` and ``inner``: see ``launch.factors``."""
     heads, group = head_counts
     q_strides, k_strides, v_strides, o_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
@@ -141,6 +165,20 @@ def forward_kernel(
         whole_begin = begin
         whole_end = begin
 
+    unit = scale
+    value_row = (wide(batch) * heads + head) * queries
+    length = log2_length(rows, value_row, limits, start_k, counts, CAUSAL, WINDOW)  # [BLOCK_Q]
+    factor = head_factor(head, s, MODES)
+    gain = row_factor(length, factor, scale, MODES)
+    slope = row_factor(length, factor, slope_of(head, slopes, MODES), MODES)
+    if SCALED & MODES:
+        gain = gain[:, None]
+        slope = slope[:, None]
+    level = row_level(length, head, bias, MODES)  # [BLOCK_Q]
+    shaping = (first + shift, gain, inner, slope, level[:, None])
+    if SHAPED & MODES:
+        unit = 1.0
+
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     if FREE:
         total = tl.zeros([BLOCK_Q, 8], tl.float32)
@@ -150,29 +188,31 @@ def forward_kernel(
         maximum = tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32)
     if WINDOW:
         acc, total, maximum = sweep(
-            acc, total, maximum, q, rows, begin, whole_begin, k_source, v_source, mask, scale,
-            k_strides, v_strides, mask_strides, index, limits,
-            FAMILY, CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
-            BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            acc, total, maximum, q, rows, begin, whole_begin, k_source, v_source, mask, unit,
+            shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
+            WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM,
+            BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     if mask is None:
         acc, total, maximum = sweep(
-            acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask, scale,
-            k_strides, v_strides, mask_strides, index, limits,
-            FAMILY, CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
-            BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask, unit,
+            shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
+            WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM,
+            BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     acc, total, maximum = sweep(
-        acc, total, maximum, q, rows, whole_end, end, k_source, v_source, mask, scale,
+        acc, total, maximum, q, rows, whole_end, end, k_source, v_source, mask, unit, shaping,
         k_strides, v_strides, mask_strides, index, limits,
-        FAMILY, CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
+        FAMILY, MODES, CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
         BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
     )  # fmt: skip
 
     if FREE:
         total = tl.sum(total, 1)  # [BLOCK_Q]
-        maximum = tl.max(maximum, 1) * scale  # [BLOCK_Q]
-    if FREE or (NEAR_ZERO and not PRECISE):
+        maximum = tl.max(maximum, 1) * unit  # [BLOCK_Q]
+    if SUMLESS & MODES:
+        maximum = level
+    elif FREE or (NEAR_ZERO and not PRECISE):
         again = tl.zeros([BLOCK_Q], tl.int1)
         if NEAR_ZERO:
             again = (maximum > 0) & (maximum < SMALL_MAXIMUM)
@@ -185,15 +225,17 @@ def forward_kernel(
             acc, total, maximum = sweep(
                 tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
                 tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32),
-                q, rows, begin, end, k_source, v_source, mask, scale,
+                q, rows, begin, end, k_source, v_source, mask, unit, shaping,
                 k_strides, v_strides, mask_strides, index, limits,
-                FAMILY, CAUSAL, WINDOW, True, False, NEAR_ZERO, True, False, TMA, FUSED,
+                FAMILY, MODES, CAUSAL, WINDOW, True, False, NEAR_ZERO, True, False, TMA, FUSED,
                 BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
             )  # fmt: skip
 
         elif FREE:
             maximum = tl.zeros([BLOCK_Q], tl.float32)
-    out, lse = finish(acc, total, maximum, FAMILY)  # [BLOCK_Q, BLOCK_DV], [BLOCK_Q]
+    sink = sink_of(head, sinks, MODES)
+    # [BLOCK_Q, BLOCK_DV], [BLOCK_Q]
+    out, lse = finish(acc, total, maximum, sink, FAMILY, MODES)
     columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     pointers = output + wide(batch) * o_strides[0] + wide(head) * o_strides[1]
     pointers += wide(first) * o_strides[2]
@@ -203,5 +245,4 @@ def forward_kernel(
         out.to(output.dtype.element_ty),
         mask=inside,
     )
-    lse_row = lse_out + (wide(batch) * heads + head) * queries
-    tl.store(lse_row + rows, lse, mask=rows < stop_q)
+    tl.store(lse_out + value_row + rows, lse, mask=rows < stop_q)

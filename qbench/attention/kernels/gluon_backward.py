@@ -15,10 +15,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from qbench.attention.kernels import modes
 from qbench.attention.kernels.families import FAMILIES
 from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.gluon_keys import key_kernel
 from qbench.attention.kernels.gluon_queries import query_kernel
+
+HAD = modes.SUNK.value  # what these kernels have of modes.py
 
 # Batch × heads × length² × head dimension from which this is faster than the Triton kernels. With
 # less, it is the launches that take the time, and these take more: 0.25 ms of the host's.
@@ -63,11 +66,12 @@ def backward(
         )  # fmt: skip
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, asked: int) -> bool:
     """Whether the kernels here are for such tensors, where there is no mask and no spans."""
     batch, heads, length, width = query.shape
     return (
-        causal
+        asked & ~HAD == 0
+        and causal
         and window == 0
         and query.dtype == torch.bfloat16
         and width in TILES

@@ -11,10 +11,10 @@ from qbench.attention.kernels import families, tiles
 from qbench.attention.kernels.backward_keys import key_kernel
 from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
-from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.forward import forward_kernel
+from qbench.attention.kernels.settings import Parameters, Settings, factors, kernel_modes
 from qbench.attention.kernels.tiles import Tile
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.normalizers import NORMALIZERS, Kernels
 
 try:  # Gluon is Triton's, but still experimental
     from qbench.attention.kernels import gluon_backward
@@ -46,10 +46,11 @@ def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
-    normalizer: str, scale: float, causal: bool, window: int, max_seqlen_q: int, max_seqlen_k: int,
-    tile: Tile | None = None,
+    parameters: Parameters, settings: Settings, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, lse, and a flag [1] that is 1 where rows of tiny scores were met."""
+    normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
+    sinks, bias, slopes, s = parameters
     kernels = families.require(normalizer)
     family = families.FAMILIES[kernels.family]
     skippable = NORMALIZERS.get(normalizer).sparse
@@ -63,8 +64,11 @@ def forward(
         return output, lse, imprecise
     query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
     sequences = batch if spans is None else spans.shape[0]
+    modes = kernel_modes(kernels, parameters, softcap)
+    gain, inner = factors(scale, softcap)
+    counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
     common = {
-        "FAMILY": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
+        "FAMILY": kernels.family, "MODES": modes, "CAUSAL": causal, "WINDOW": window > 0,
         "HEAD_DIM": width, "BLOCK_D": block(width),
         "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
     }  # fmt: skip
@@ -82,15 +86,15 @@ def forward(
             shape = (pairs, splits, rows, block(v_width) + 2)
             partial = query.new_empty(shape, dtype=torch.float32)
         decode_kernel[(splits, pairs)](
-            query, key, value, output, lse, partial, mask, spans,
-            (kv_heads, group), queries, keys, window, scale * LOG2_E, splits, strides,
+            query, key, value, output, lse, partial, mask, spans, sinks, bias, slopes, s, counts,
+            (kv_heads, group), queries, keys, window, gain, inner, splits, strides,
             *_mask_strides(mask), SKIP=tile.skip and skippable, FUSED=_fused(query),
             BLOCK_R=rows, **tile.launch, **common,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(pairs,)](
-                output, lse, partial, spans, (kv_heads, group), queries, keys, splits,
-                output.stride()[:3], FAMILY=kernels.family, BLOCK_R=rows,
+                output, lse, partial, spans, sinks, (kv_heads, group), queries, keys, splits,
+                output.stride()[:3], FAMILY=kernels.family, MODES=modes, BLOCK_R=rows,
                 V_HEAD_DIM=v_width, BLOCK_DV=block(v_width),
             )  # fmt: skip
         return output, lse, imprecise
@@ -100,9 +104,10 @@ def forward(
     if tma:
         sources = [_descriptor(source, tile.block_k) for source in sources]
     forward_kernel[(triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences)](
-        query, *sources, output, lse, imprecise, mask, spans,
-        (heads, group), queries, keys, window, scale * LOG2_E, strides, *_mask_strides(mask),
-        PRECISE=query.dtype == torch.float32, NEAR_ZERO=family.near_zero, FREE=tile.free, TMA=tma,
+        query, *sources, output, lse, imprecise, mask, spans, sinks, bias, slopes, s, counts,
+        (heads, group), queries, keys, window, gain, inner, strides, *_mask_strides(mask),
+        PRECISE=query.dtype == torch.float32, NEAR_ZERO=family.near_zero,
+        FREE=tile.free and kernels.family != "sigmoid", TMA=tma,
         FUSED=_fused(query), SKIP=tile.skip and skippable,
         BLOCK_Q=tile.block_q, **tile.launch, **common,
     )  # fmt: skip
@@ -112,10 +117,13 @@ def forward(
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     imprecise: Tensor, mask: Tensor | None, spans: Tensor | None,
-    normalizer: str, scale: float, causal: bool, window: int, max_seqlen_q: int, max_seqlen_k: int,
+    parameters: Parameters, settings: Settings, learning: bool = False,
     key_tile: Tile | None = None, query_tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value, laid out as the output is."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, laid out as the output is; and, where ``learning``, that
+    of bias, sinks or s [heads], whichever the normalizer learns, else an empty tensor."""
+    normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
+    sinks, _, slopes, s = parameters
     kernels = families.require(normalizer, gradients=True)
     family = families.FAMILIES[kernels.family]
     batch, heads, queries, width = query.shape
@@ -127,9 +135,15 @@ def backward(
     dq = make((batch, queries, heads, width), **like).transpose(1, 2)
     dk = make((batch, keys, kv_heads, width), **like).transpose(1, 2)
     dv = make((batch, keys, kv_heads, v_width), **like).transpose(1, 2)
+    learned = query.new_zeros(heads if learning else 0, dtype=torch.float32)
     if query.numel() == 0 or key.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_(), learned
     query, key, value, gradient = (_dense_rows(t) for t in (query, key, value, gradient))
+    modes = kernel_modes(kernels, parameters, softcap, learning)
+    gain, inner = factors(scale, softcap)
+    rows = None
+    if learning:  # rows outside the sequences give nothing
+        rows = torch.empty_like(lse) if spans is None else torch.zeros_like(lse)
     if (
         gluon_backward is not None
         and kernels.gluon
@@ -138,20 +152,21 @@ def backward(
         and spans is None
         and key_tile is None
         and query_tile is None
-        and gluon_backward.fits(query, key, value, causal, window)
+        and gluon_backward.fits(query, key, value, causal, window, modes)
         and all(map(_tma_layout, (query, key, value, gradient)))
     ):
         gluon_backward.backward(
             gradient, query, key, value, output, lse, imprecise, dq, dk, dv, kernels.family,
             scale,
         )  # fmt: skip
-        return dq, dk, dv
+        return dq, dk, dv, learned
     deltas = torch.empty_like(lse)
     sequences = batch if spans is None else spans.shape[0]
+    counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
     common = {
-        "FAMILY": kernels.family, "CAUSAL": causal, "WINDOW": window > 0,
-        "HEAD_DIM": width, "BLOCK_D": block(width),
-        "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
+        "FAMILY": kernels.family, "MODES": modes, "FUSED": _fused(query), "CAUSAL": causal,
+        "WINDOW": window > 0, "HEAD_DIM": width, "BLOCK_D": block(width), "V_HEAD_DIM": v_width,
+        "BLOCK_DV": block(v_width),
     }  # fmt: skip
     tile = query_tile or tiles.query_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
@@ -159,8 +174,8 @@ def backward(
     if tma:
         sources[1:3] = (_descriptor(source, tile.block_k) for source in (key, value))
     query_kernel[(triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences)](
-        *sources, output, lse, deltas, dq, mask, spans,
-        (heads, group), queries, keys, window, scale, scale * LOG2_E,
+        *sources, output, lse, deltas, dq, rows, mask, spans, sinks, slopes, s, counts,
+        (heads, group), queries, keys, window, scale, gain, inner,
         _strides(query, key, value, gradient, output, dq), *_mask_strides(mask),
         NEAR_ZERO=family.near_zero, TMA=tma, BLOCK_Q=tile.block_q, **tile.launch, **common,
     )  # fmt: skip
@@ -170,13 +185,36 @@ def backward(
     if tma:
         sources[0], sources[3] = (_descriptor(source, tile.block_q) for source in (query, gradient))
     key_kernel[(triton.cdiv(max_seqlen_k, tile.block_k), kv_heads * sequences)](
-        *sources, lse, deltas, imprecise, dk, dv, mask, spans,
-        (kv_heads, group), queries, keys, window, scale, scale * LOG2_E,
+        *sources, lse, deltas, imprecise, dk, dv, mask, spans, slopes, s, counts,
+        (kv_heads, group), queries, keys, window, scale, gain, inner,
         _strides(query, key, value, gradient, dk, dv), *_mask_strides(mask),
-        PRECISE=query.dtype == torch.float32, FUSED=_fused(query),
-        TMA=tma, BLOCK_Q=tile.block_q, **tile.launch, **common,
+        PRECISE=query.dtype == torch.float32, TMA=tma, BLOCK_Q=tile.block_q, **tile.launch,
+        **common,
     )  # fmt: skip
-    return dq, dk, dv
+    if rows is not None:
+        learned = rows.sum((0, 2))
+    return dq, dk, dv, learned
+
+
+def visible_counts(
+    mask: Tensor | None, query: Tensor, key: Tensor, kernels: Kernels, parameters: Parameters,
+    causal: bool, window: int,
+) -> Tensor | None:  # fmt: skip
+    """How many keys each row may see [B, H, Tq] in float32, where a mask says so and the normalizer
+    goes by it; elsewhere the kernels know."""
+    wanted = kernels.scaled or (kernels.family == "sigmoid" and parameters.bias is None)
+    if mask is None or not wanted:
+        return None
+    queries, keys = query.shape[2], key.shape[2]
+    if causal or window:
+        own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
+        other = torch.arange(keys, device=mask.device)
+        if causal:
+            mask = mask & (other <= own)
+        if window:
+            mask = mask & (other > own - window)
+    counts = mask.sum(-1, dtype=torch.float32)
+    return counts.expand(query.shape[0], query.shape[1], queries).contiguous()
 
 
 def _fused(query: Tensor) -> bool:

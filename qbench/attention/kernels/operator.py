@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qbench.attention.kernels import launch
+from qbench.attention.kernels.settings import Parameters, Settings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -19,32 +20,25 @@ def attention(
     value: Tensor,
     mask: Tensor | None,
     spans: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    s: Tensor | None,
     normalizer: str,
     scale: float,
+    softcap: float,
     causal: bool,
     window: int,
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch.forward(
-        query,
-        key,
-        value,
-        mask,
-        spans,
-        normalizer,
-        scale,
-        causal,
-        window,
-        max_seqlen_q,
-        max_seqlen_k,
-    )
+    settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
+    parameters = Parameters(sinks, bias, slopes, s)
+    return launch.forward(query, key, value, mask, spans, parameters, settings)
 
 
 @attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     output, lse = launch.empty_output(query, value, covered=True)
     return output, lse, query.new_empty(1, dtype=torch.int32)
 
@@ -60,16 +54,24 @@ def attention_backward(
     imprecise: Tensor,
     mask: Tensor | None,
     spans: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    s: Tensor | None,
     normalizer: str,
     scale: float,
+    softcap: float,
     causal: bool,
     window: int,
     max_seqlen_q: int,
     max_seqlen_k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    learning: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
+    parameters = Parameters(sinks, bias, slopes, s)
     return launch.backward(
-        gradient, query, key, value, output, lse, imprecise, mask, spans,
-        normalizer, scale, causal, window, max_seqlen_q, max_seqlen_k,
+        gradient, query, key, value, output, lse, imprecise, mask, spans, parameters, settings,
+        learning,
     )  # fmt: skip
 
 
@@ -79,22 +81,31 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
         batch, heads, length, width = tensor.shape
         return tensor.new_empty((batch, length, heads, width)).transpose(1, 2)
 
-    return like(query), like(key), like(value)
+    learned = query.new_empty(query.shape[1] if rest[-1] else 0, dtype=torch.float32)
+    return like(query), like(key), like(value), learned
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, mask, spans, *ctx.settings = inputs
+    query, key, value, mask, spans, *parameters = inputs[:9]
+    ctx.settings = inputs[9:]
     ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(query, key, value, *output, mask, spans)
+    ctx.save_for_backward(query, key, value, *output, mask, spans, *parameters)
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-    gradients = attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return *gradients, *[None] * (2 + len(ctx.settings))
+    learned = ctx.needs_input_grad[5:9]
+    *gradients, of_parameter = attention_backward(
+        gradient, *ctx.saved_tensors, *ctx.settings, any(learned)
+    )
+    parameters = [of_parameter if wanted else None for wanted in learned]
+    return *gradients, None, None, *parameters, *[None] * len(ctx.settings)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def apply(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
-    return attention(query, key, value, *settings)[0]
+def apply(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
+    parameters: Parameters, settings: Settings,
+) -> Tensor:  # fmt: skip
+    return attention(query, key, value, mask, spans, *parameters, *settings)[0]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from qbench.attention.kernels import families
 from qbench.attention.kernels.family import (
-    LOG2_E,
     finish,
     finite_shift,
     first_maximum,
@@ -27,7 +26,19 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
-from qbench.attention.kernels.launch import block, empty_output
+from qbench.attention.kernels.launch import block, empty_output, visible_counts
+from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
+from qbench.attention.kernels.scores import (
+    head_factor,
+    log2_length,
+    row_factor,
+    row_level,
+    row_scores,
+    sink_of,
+    slope_of,
+)
+from qbench.attention.kernels.settings import Parameters, factors, kernel_modes
+from qbench.attention.kernels.sigmoid import sigmoid
 from qbench.attention.normalizers import NORMALIZERS
 
 FAR = tl.constexpr(2**30)
@@ -47,15 +58,17 @@ def bounds(position, first, recent, GROUP: tl.constexpr):
 )  # fmt: skip
 def two_source_kernel(
     q_source, k_source, v_source, ck_source, cv_source, output, positions, mask, spans,
-    head_counts, queries, keys, window, keep_first, keep_recent, scale, strides, position_stride,
-    mask_b, mask_h, mask_t, mask_k,
-    FAMILY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SKIP: tl.constexpr,
-    FUSED: tl.constexpr, KEY_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    sinks, bias, slopes, s, counts,
+    head_counts, queries, keys, window, keep_first, keep_recent, scale, inner, strides,
+    position_stride, mask_b, mask_h, mask_t, mask_k,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SKIP: tl.constexpr, FUSED: tl.constexpr, KEY_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``positions`` [B or 1, Tk] int32;
-    ``strides``: of batch row, head and row, of q, k, v, coded k, coded v and output each."""
+    ``strides``: of batch row, head and row, of q, k, v, coded k, coded v and output each; others as
+    in :func:`qbench.attention.kernels.forward.forward_kernel`."""
     heads, group = head_counts
     q_strides, k_strides, v_strides, ck_strides, cv_strides, o_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
@@ -89,6 +102,18 @@ def two_source_kernel(
         end = tl.minimum(stop_k, tl.minimum(first + BLOCK_Q, stop_q) + shift)
     if WINDOW:
         begin = tl.maximum(begin, first + shift - window + 1)
+    value_row = (wide(batch) * heads + head) * queries
+    length = log2_length(rows, value_row, limits, start_k, counts, CAUSAL, WINDOW)  # [BLOCK_Q]
+    factor = head_factor(head, s, MODES)
+    gain = row_factor(length, factor, scale, MODES)
+    slope = row_factor(length, factor, slope_of(head, slopes, MODES), MODES)
+    if SCALED & MODES:
+        gain = gain[:, None]
+        slope = slope[:, None]
+    level = row_level(length, head, bias, MODES)  # [BLOCK_Q]
+    unit = scale
+    if SHAPED & MODES:
+        unit = 1.0
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     maximum = tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32)
@@ -118,18 +143,26 @@ def two_source_kernel(
             )  # fmt: skip
             coded = tl.dot(q, k.T, input_precision="ieee")
             scores = tl.where(written[None, :] & (at[None, :] < key_bound[:, None]), coded, scores)
+        if SHAPED & MODES:
+            scores = row_scores(
+                scores, tile[None, :], rows[:, None] + shift, first + shift,
+                gain, inner, slope, level[:, None], MODES, FUSED,
+            )  # fmt: skip
         seen = visible(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], tile[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
         )
         seen = seen & (tile[None, :] < stop_k)
         scores = tl.where(seen, scores, masked_score(FAMILY))
-        raised = tl.maximum(maximum, tl.max(scores, 1) * scale)  # [BLOCK_Q]
-        shift_2 = finite_shift(raised, FAMILY)
-        above, below = terms(scores * scale, shift_2[:, None], FAMILY, True)
-        lower = tl.math.exp2(maximum - shift_2)
-        total = total * lower + tl.sum(below, 1)
-        acc = acc * lower[:, None]
-        maximum = raised
+        if SUMLESS & MODES:
+            above = sigmoid(scores, FUSED)
+        else:
+            raised = tl.maximum(maximum, tl.max(scores, 1) * unit)  # [BLOCK_Q]
+            shift_2 = finite_shift(raised, FAMILY)
+            above, below = terms(scores * unit, shift_2[:, None], FAMILY, True)
+            lower = tl.math.exp2(maximum - shift_2)
+            total = total * lower + tl.sum(below, 1)
+            acc = acc * lower[:, None]
+            maximum = raised
         if SKIP:
             some = tl.max(above) > 0
             plain_values = plain_values & some
@@ -150,7 +183,8 @@ def two_source_kernel(
             )  # fmt: skip
             acc = tl.dot(tl.where(of_value, weights, none), v, acc, input_precision="ieee")
 
-    out, _ = finish(acc, total, maximum, FAMILY)  # [BLOCK_Q, BLOCK_DV]
+    sink = sink_of(head, sinks, MODES)
+    out, _ = finish(acc, total, maximum, sink, FAMILY, MODES)  # [BLOCK_Q, BLOCK_DV]
     columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     pointers = output + wide(batch) * o_strides[0] + wide(head) * o_strides[1]
     pointers += wide(first) * o_strides[2]
@@ -171,7 +205,9 @@ def attention(
     key_group: int,
     positions: Tensor,
     normalizer: str,
+    parameters: Parameters,
     scale: float | None,
+    softcap: float,
     mask: Tensor | None,
     causal: bool,
     window: int | None,
@@ -192,20 +228,22 @@ def attention(
     assert positions.dtype == torch.int32
     assert positions.stride(1) == 1
     longest = max_seqlen_q or queries
+    gain, inner = factors(scale or width**-0.5, softcap)
+    counts = visible_counts(mask, query, key, kernels, parameters, causal, window or 0)
     few = longest <= 16 or query.dtype == torch.float32
     block_q, block_k = (16 if longest <= 16 else 32, 32) if few else (64, 64)
     sequences = batch if spans is None else spans.shape[0]
     tensors = (query, key, value, coded_key, coded_value, output)
     two_source_kernel[(triton.cdiv(longest, block_q), heads * sequences)](
-        *tensors, positions, mask, spans, (heads, heads // kv_heads), queries, keys, window or 0,
-        keep_first, keep_recent, (scale or width**-0.5) * LOG2_E,
+        *tensors, positions, mask, spans, *parameters, counts, (heads, heads // kv_heads), queries,
+        keys, window or 0, keep_first, keep_recent, gain, inner,
         tuple(tensor.stride()[:3] for tensor in tensors),
         positions.stride(0) if positions.shape[0] > 1 else 0, *_mask_strides(mask),
-        FAMILY=kernels.family, CAUSAL=causal, WINDOW=bool(window),
-        SKIP=NORMALIZERS.get(normalizer).sparse,
+        FAMILY=kernels.family, MODES=kernel_modes(kernels, parameters, softcap), CAUSAL=causal,
+        WINDOW=bool(window), SKIP=NORMALIZERS.get(normalizer).sparse,
         FUSED=query.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
-        KEY_GROUP=key_group, BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width,
-        BLOCK_D=block(width), V_HEAD_DIM=v_width, BLOCK_DV=block(v_width), num_warps=4,
+        KEY_GROUP=key_group, BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width, BLOCK_D=block(width),
+        V_HEAD_DIM=v_width, BLOCK_DV=block(v_width), num_warps=4,
     )  # fmt: skip
     return output
 

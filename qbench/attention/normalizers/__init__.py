@@ -6,13 +6,16 @@ for one that comes with qbench, in the file itself for one from outside the pack
 
 from __future__ import annotations
 
-from qbench.attention.normalizers.normalizer import Kernels, Normalizer, Parameter
+from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
 from qbench.attention.normalizers.rectified import Rectified
+from qbench.attention.normalizers.scalable import ScalableSoftmax, ScalableSoftpick
+from qbench.attention.normalizers.sigmoid import Sigmoid
+from qbench.attention.normalizers.sinks import Softmax1, SoftmaxSink
 from qbench.attention.normalizers.softmax import Softmax
 from qbench.attention.normalizers.softpick import Softpick
 from qbench.registry import Registry
 
-__all__ = ["NORMALIZERS", "Kernels", "Normalizer", "Parameter", "register"]
+__all__ = ["NORMALIZERS", "SLOPES", "Kernels", "Normalizer", "Parameter", "register"]
 
 NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
 
@@ -23,5 +26,14 @@ def register(normalizer: Normalizer) -> Normalizer:
     return NORMALIZERS.add(normalizer.name, normalizer)
 
 
-for _normalizer in (Softmax(), Softpick(), Rectified()):
+for _normalizer in (
+    Softmax(),
+    Softpick(),
+    Rectified(),
+    Sigmoid(),
+    Softmax1(),
+    SoftmaxSink(),
+    ScalableSoftmax(),
+    ScalableSoftpick(),
+):
     register(_normalizer)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qbench.errors import UnavailableError
 
@@ -24,6 +24,7 @@ class Parameter:
     ``attribute``: under which the model's attention module keeps it, and a checkpoint after that
     module's name. ``keyword``: under which transformers hands it to attention functions, if it
     does. Without a tensor that is not ``required`` the definition has a default of its own.
+    ``initial``: what training starts from.
     """
 
     name: str
@@ -32,6 +33,14 @@ class Parameter:
     attribute: str
     keyword: str | None = None
     required: bool = True
+    initial: float = 0.0
+
+
+# ALiBi (Press et al. 2022): the head's slope times how far a key is behind the query is taken from
+# the score before the definition sees it. Any normalizer may list it among its parameters.
+SLOPES = Parameter(
+    name="slopes", shape=("H",), trainable=False, attribute="alibi_slopes", required=False
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +48,17 @@ class Kernels:
     """Which Triton kernels compute a normalizer. ``family``: the formulas that they are compiled
     with, one of :data:`qbench.attention.kernels.families.FAMILIES`. ``backward``: whether there
     are gradients; inputs that need them are refused where not. ``decode``: whether few queries
-    have a kernel of their own. ``gluon``: whether the backward kernels for Hopper have it."""
+    have a kernel of their own. ``gluon``: whether the backward kernels for Hopper have it.
+    ``sink``: what the denominator has beside the keys: nothing (""), ``one``, or ``learned``, e to
+    the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter ``s`` times log n,
+    of the n keys that a query may see."""
 
     family: str
     backward: bool
     decode: bool
     gluon: bool
+    sink: Literal["", "one", "learned"] = ""
+    scaled: bool = False
 
 
 class Normalizer(ABC):

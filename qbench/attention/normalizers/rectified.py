@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qbench.attention.normalizers.normalizer import Kernels, Normalizer
+from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,7 @@ class Rectified(Normalizer):
     description = "softmax over the scores that are not negative (the paper's appendix B)"
     rows_sum_to_one = False
     sparse = True
+    parameters = (SLOPES,)
     kernels = Kernels(family="rectified", backward=True, decode=True, gluon=True)
 
     def weights(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qbench.attention.normalizers.normalizer import Kernels, Normalizer
+from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,7 @@ class Softmax(Normalizer):
     description = "exponentials divided by their sum"
     rows_sum_to_one = True
     sparse = False
+    parameters = (SLOPES,)
     kernels = Kernels(family="softmax", backward=True, decode=True, gluon=True)
 
     def weights(

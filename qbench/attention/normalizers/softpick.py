@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qbench.attention.normalizers.normalizer import Kernels, Normalizer
+from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,7 @@ class Softpick(Normalizer):
     description = "rectified e^x − 1 divided by the sum of |e^x − 1| (the paper's equation 1)"
     rows_sum_to_one = False
     sparse = True
+    parameters = (SLOPES,)
     kernels = Kernels(family="softpick", backward=True, decode=True, gluon=True)
 
     def weights(
@@ -37,12 +38,11 @@ class Softpick(Normalizer):
     ) -> Tensor:
         import torch
 
-        visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+        if allowed is not None:  # e^0 − 1 = 0: a score of 0 adds nothing above or below the line
+            scores = scores.masked_fill(~allowed, 0.0)
         # The maximum only shifts the exponents: function and gradient do not depend on it.
-        maximum = visible.detach().amax(-1, keepdim=True).clamp(min=0)
+        maximum = scores.detach().amax(-1, keepdim=True).clamp(min=0)
         distance = torch.expm1(-scores.abs()) * (scores.clamp(min=0) - maximum).exp()
-        if allowed is not None:
-            distance = distance.masked_fill(~allowed, 0.0)
         total = EPSILON - distance.sum(-1, keepdim=True)
         return torch.where(scores > 0, -distance, 0.0) / total
 

@@ -14,6 +14,7 @@ import torch
 from qbench.attention import kernels, reference
 from qbench.attention.interface import attend
 from qbench.attention.kernels import families, launch
+from qbench.attention.kernels.settings import NONE, Parameters, Settings
 from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS, Kernels, register
 from qbench.errors import UnavailableError
@@ -45,16 +46,34 @@ def error(got, expected):
     return ((got.double() - expected.double()).norm() / norm).item()
 
 
-def compare(inputs, normalizer, **settings):
-    """Largest relative error of output and gradients against the float64 reference."""
-    output = kernels.attention(*inputs, normalizer=normalizer, **settings)
+def parameters(normalizer, heads, sloped=False):
+    """What the normalizer has, of some size; slopes only where asked for."""
+    given = {}
+    for parameter in NORMALIZERS.get(normalizer).parameters:
+        if parameter.name != "slopes":
+            given[parameter.name] = parameter.initial / 4 + 0.5 + torch.rand(heads)
+        elif sloped:
+            given["slopes"] = 0.5 ** torch.arange(1, heads + 1)
+    return given
+
+
+def compare(inputs, normalizer, given=None, **settings):
+    """Largest relative error of output and gradients against the float64 reference; those of
+    parameters are sums of both signs over all rows, and may be ten times as coarse."""
+    given = parameters(normalizer, inputs[0].shape[1]) if given is None else given
+    given = {name: p.requires_grad_(name != "slopes") for name, p in given.items()}
+    learned = [p for p in given.values() if p.requires_grad]
+    output = kernels.attention(*inputs, normalizer=normalizer, parameters=given, **settings)
     gradient = torch.randn_like(output)
-    gradients = torch.autograd.grad(output, inputs, gradient)
+    gradients = torch.autograd.grad(output, [*inputs, *learned], gradient)
     settings.pop("spans", None)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = reference.attention(*wide, normalizer=normalizer, **settings)
-    truths = torch.autograd.grad(truth, wide, gradient.double())
-    return max(error(a, b) for a, b in zip((output, *gradients), (truth, *truths), strict=True))
+    given = {n: p.detach().double().requires_grad_(p.requires_grad) for n, p in given.items()}
+    learned = [p for p in given.values() if p.requires_grad]
+    truth = reference.attention(*wide, normalizer=normalizer, parameters=given, **settings)
+    truths = torch.autograd.grad(truth, [*wide, *learned], gradient.double())
+    errors = [error(a, b) for a, b in zip((output, *gradients), (truth, *truths), strict=True)]
+    return max(*errors[:4], *[each / 10 for each in errors[4:]])
 
 
 def features():
@@ -63,10 +82,7 @@ def features():
         for name in chosen:
             shape, settings = CASES[name]
             yield f"{normalizer}: {name}", compare(draw(shape), normalizer, **settings)
-        inputs = draw((2, 2, 1, 20, 20, 16))
-        mask = torch.rand(2, 1, 20, 20) < 0.5
-        mask[0, 0, 3] = False
-        yield f"{normalizer}: mask", compare(inputs, normalizer, mask=mask)
+        yield f"{normalizer}: mask", masked(normalizer)
         yield f"{normalizer}: packed", packed(normalizer)
         yield f"{normalizer}: free of a maximum", free(normalizer)
         yield f"{normalizer}: a row near zero, fp16", near_zero(normalizer)
@@ -74,16 +90,61 @@ def features():
         yield f"softpick: scores of {scale}", compare_forward(scale)
 
 
-def packed(normalizer):
+SHAPED = {  # shape; settings
+    "slopes": ((1, 2, 1, 21, 37, 20), {"causal": True}),
+    "cap": ((1, 2, 2, 21, 21, 16), {"causal": True, "softcap": 2.0}),
+    "all, window": ((1, 2, 1, 21, 37, 16), {"causal": True, "softcap": 2.0, "window": 7}),
+    "all, decode": ((2, 4, 2, 3, 70, 16), {"causal": True, "softcap": 2.0, "window": 50}),
+}
+
+
+def shaped():
+    """ALiBi's slopes, soft caps and windows together with each normalizer's own parameters."""
+    for normalizer in families.computed():
+        for name, (shape, settings) in SHAPED.items():
+            given = parameters(normalizer, shape[1], sloped=name != "cap")
+            yield f"{normalizer}: {name}", compare(draw(shape), normalizer, given, **settings)
+        yield f"{normalizer}: all, mask", masked(normalizer, softcap=2.0, sloped=True)
+    shape, settings = SHAPED["all, window"]
+    given = parameters("sigmoid", shape[1], sloped=True)
+    given.pop("bias")  # −log n
+    yield "sigmoid: by length, window", compare(draw(shape), "sigmoid", given, **settings)
+    yield "sigmoid: by length, mask", masked("sigmoid", without="bias")
+    yield "sigmoid: by length, packed", packed("sigmoid", without="bias")
+    for name, sinks in (("huge", [300.0, 0.0]), ("none", [float("-inf"), -300.0])):
+        given = {"sinks": torch.tensor(sinks)}
+        inputs = [tensor.detach() for tensor in draw((1, 2, 2, 5, 5, 16))]
+        got = kernels.attention(*inputs, normalizer="softmax-sink", parameters=given, causal=True)
+        truth = reference.attention(
+            *inputs, normalizer="softmax-sink", parameters=given, causal=True
+        )
+        yield f"softmax-sink: {name}", error(got, truth)
+
+
+def masked(normalizer, softcap=None, sloped=False, without=None):
+    """A mask that hides half of the keys, and from one query all."""
+    inputs = draw((2, 2, 1, 20, 20, 16))
+    mask = torch.rand(2, 1, 20, 20) < 0.5
+    mask[0, 0, 3] = False
+    given = parameters(normalizer, 2, sloped)
+    given.pop(without, None)
+    return compare(inputs, normalizer, given, mask=mask, softcap=softcap)
+
+
+def packed(normalizer, without=None):
     cu_seqlens = torch.tensor([0, 5, 5, 24], dtype=torch.int32)
-    settings = {"normalizer": normalizer, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    given = parameters(normalizer, 2)
+    given.pop(without, None)
+    learned = [parameter.requires_grad_() for parameter in given.values()]
+    settings = {"normalizer": normalizer, "parameters": given}
+    settings |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     inputs = draw((1, 2, 1, 24, 24, 16))
     got = kernels.packed_attention(*inputs, **settings, max_seqlen_q=19, max_seqlen_k=19)
     expected = reference.packed_attention(*inputs, **settings)
     gradient = torch.randn_like(got)
     pairs = zip(
-        (got, *torch.autograd.grad(got, inputs, gradient)),
-        (expected, *torch.autograd.grad(expected, inputs, gradient)),
+        (got, *torch.autograd.grad(got, [*inputs, *learned], gradient)),
+        (expected, *torch.autograd.grad(expected, [*inputs, *learned], gradient)),
         strict=True,
     )
     return max(error(a, b) for a, b in pairs)
@@ -95,12 +156,13 @@ def free(normalizer):
     for scale in (1.0, 1e-4, 100.0):
         q, k, v = (tensor.detach() for tensor in draw((1, 1, 1, 33, 33, 16), scale))
         tile = replace(SMALL, free=True)
-        got, _, _ = launch.forward(
-            q, k, v, None, None, normalizer, 0.25, True, 0, 65, 65, tile=tile
-        )
+        given = parameters(normalizer, 1)
+        settings = Settings(normalizer, 0.25, 0.0, True, 0, 65, 65)
+        got, _, _ = launch.forward(q, k, v, None, None, Parameters(**given), settings, tile=tile)
         truth = reference.attention(
-            q.double(), k.double(), v.double(), normalizer=normalizer, causal=True
-        )
+            q.double(), k.double(), v.double(), normalizer=normalizer, causal=True,
+            parameters=given,
+        )  # fmt: skip
         worst = max(worst, error(got, truth))
     return worst / 100  # it is for bf16, and may be that much coarser
 
@@ -168,14 +230,14 @@ def refusals():
     families.FAMILIES["claimed"] = families.Family()
     claims = Kernels(family="claimed", backward=True, decode=True, gluon=False)
     register(type("Claims", (toy.Toy,), {"name": "claims", "kernels": claims})())
-    settings = ("claims", 0.25, True, 0, 20, 20)
+    settings = Settings("claims", 0.25, 0.0, True, 0, 20, 20)
     for name, queries, tile in (("forward", 20, SMALL), ("free", 20, replace(SMALL, free=True)),
                                 ("decode", 1, SMALL)):  # fmt: skip
         rows = query[:, :, :queries]
-        arguments = (rows, query, query, None, None, *settings[:4], queries, 20)
+        arguments = (rows, query, query, None, None, NONE, settings._replace(max_seqlen_q=queries))
         yield f"{name}: does not compile", compiles(launch.forward, *arguments, tile=tile)
     lse, imprecise = torch.zeros(1, 1, 20), torch.zeros(1, dtype=torch.int32)
-    arguments = (query, query, query, query, query, lse, imprecise, None, None, *settings)
+    arguments = (query, query, query, query, query, lse, imprecise, None, None, NONE, settings)
     yield "backward: does not compile", compiles(launch.backward, *arguments)
     assert NORMALIZERS.get("claims").kernels is claims
 
@@ -188,8 +250,10 @@ def compiles(run, *arguments, **settings):
     return 1.0
 
 
+GROUPS = {"features": features, "shaped": shaped, "model": model, "refusals": refusals}
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for name, worst in {"features": features, "model": model, "refusals": refusals}[sys.argv[1]]():
+    for name, worst in GROUPS[sys.argv[1]]():
         print(f"{name}\t{worst:.1e}", flush=True)

@@ -9,7 +9,9 @@ CASES = Path(__file__).with_name("interpreted.py")
 LIMIT = 1e-5  # relative, float32 against the float64 reference
 
 
-@pytest.mark.parametrize(("group", "count"), [("features", 25), ("model", 1), ("refusals", 5)])
+@pytest.mark.parametrize(
+    ("group", "count"), [("features", 55), ("shaped", 45), ("model", 1), ("refusals", 5)]
+)
 def test_kernels_in_the_interpreter_equal_the_reference(group, count):
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -1,0 +1,19 @@
+"""What a kernel does beside its family's formula, as bits of a compile-time number: what is not
+asked for costs no instruction. Read by the host and by the kernels."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+SCALED = tl.constexpr(1)  # scores times s · log n
+CAPPED = tl.constexpr(2)  # c · tanh(score / c)
+SLOPED = tl.constexpr(4)  # minus slope · distance
+BIASED = tl.constexpr(8)  # plus a bias a row: sigmoid's
+SUMLESS = tl.constexpr(16)  # weights need no sum of their row: sigmoid's
+SINK_ONE = tl.constexpr(32)  # 1 in the denominator
+SINK_LEARNED = tl.constexpr(64)  # e^sink in the denominator
+LEARNING = tl.constexpr(128)  # the backward pass gives the gradient of bias, sinks or s too
+
+RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
+SHAPED = tl.constexpr(15)  # or BIASED
+SUNK = tl.constexpr(96)

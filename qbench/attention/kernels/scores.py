@@ -1,0 +1,132 @@
+"""From products of queries and keys to scores in units of log2: soft caps, ALiBi's slopes, the
+scale by a row's own length, and sigmoid's bias. ``MODES``: bits of
+:mod:`qbench.attention.kernels.modes`."""
+
+from __future__ import annotations
+
+# ruff: noqa: RET505 (early returns in constexpr branches need their else in Triton)
+import triton
+import triton.language as tl
+
+from qbench.attention.kernels.modes import BIASED, CAPPED, RESHAPED, SCALED, SINK_LEARNED, SLOPED
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def hyperbolic_tangent(x, FAST: tl.constexpr):
+    """FAST: one instruction, right to 2^-11 of itself, a quarter of what bf16 scores are."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        e = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
+        far = (1 - e) / (1 + e)
+        square = x * x  # the series near 0, where 1 − e has lost bits: right to 1e-9 of itself
+        near = 1 + square * (
+            -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))
+        )
+        return tl.where(tl.abs(x) < 0.15, x * near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def log2_length(
+    rows, value_row, limits, start_k, counts, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """log2 of how many keys each row may see, 0 where that is none. ``counts``: these numbers,
+    where a mask says who sees whom; ``value_row``: where a head's values by row begin."""
+    stop_q, stop_k, shift, window = limits
+    if counts is not None:
+        seen = tl.load(counts + value_row + rows, mask=rows < stop_q, other=1.0)
+    else:
+        own = rows + shift
+        last = tl.minimum(own + 1, stop_k) if CAUSAL else own * 0 + stop_k
+        first = tl.maximum(own - window + 1, start_k) if WINDOW else start_k
+        seen = (last - first).to(tl.float32)
+    return tl.math.log2(tl.maximum(seen, 1.0))
+
+
+@triton.jit
+def head_factor(head, s, MODES: tl.constexpr):
+    """What log2 n is multiplied by, in a head."""
+    if SCALED & MODES:
+        return tl.load(s + head) * LN_2
+    else:
+        return 1.0
+
+
+@triton.jit
+def row_factor(length, factor, number, MODES: tl.constexpr):
+    """``number`` of a head, gain or slope, times s · log n of each row."""
+    if SCALED & MODES:
+        return number * (factor * length)
+    else:
+        return number
+
+
+@triton.jit
+def row_level(length, head, bias, MODES: tl.constexpr):
+    """Minus sigmoid's bias, in log2 units; what its backward pass is given as log-sum-exp."""
+    if BIASED & MODES:
+        if bias is not None:
+            return length * 0 - tl.load(bias + head) * LOG2_E
+        else:
+            return length
+    else:
+        return length * 0
+
+
+@triton.jit
+def slope_of(head, slopes, MODES: tl.constexpr):
+    """In log2 units a key."""
+    if SLOPED & MODES:
+        return tl.load(slopes + head) * LOG2_E
+    else:
+        return 0.0
+
+
+@triton.jit
+def sink_of(head, sinks, MODES: tl.constexpr):
+    """In log2 units."""
+    if SINK_LEARNED & MODES:
+        return tl.load(sinks + head) * LOG2_E
+    else:
+        return 0.0
+
+
+@triton.jit
+def sloped(y, keys, own, origin, slope):
+    """Takes slope · (own − key) from the scores. Both count from ``origin`` near the diagonal, so
+    that what is far, and weighs little, has the coarser differences."""
+    return y + ((keys - origin).to(tl.float32) * slope - (own - origin).to(tl.float32) * slope)
+
+
+@triton.jit
+def reshaped(
+    products, keys, own, origin, gain, inner, slope, MODES: tl.constexpr, FAST: tl.constexpr
+):
+    """Scores in log2 units, and tanh of the products where they are capped, for the gradient:
+    products, keys and own positions broadcast against each other. ``inner``: before the tanh."""
+    if CAPPED & MODES:
+        products = hyperbolic_tangent(products * inner, FAST)
+    y = products * gain
+    if SLOPED & MODES:
+        y = sloped(y, keys, own, origin, slope)
+    return y, products
+
+
+@triton.jit
+def row_scores(
+    products, keys, own, origin, gain, inner, slope, level,
+    MODES: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Scores of the forward pass, with sigmoid's bias."""
+    if RESHAPED & MODES:
+        y, _ = reshaped(products, keys, own, origin, gain, inner, slope, MODES, FAST)
+    else:
+        y = products * gain
+    if BIASED & MODES:
+        y = y - level
+    return y

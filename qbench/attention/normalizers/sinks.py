@@ -1,0 +1,69 @@
+"""Softmax with one more term in the denominator, so that a query may attend to nothing:
+w_i = e^(x_i − m) / (e^(s − m) + Σ_k e^(x_k − m)), m = max(s, max x).
+
+``softmax1`` has s = 0 ("off by one", Miller 2023); ``softmax-sink`` learns an s a head (gpt-oss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _weights(scores: Tensor, allowed: Tensor | None, sink: Tensor) -> Tensor:
+    import torch
+
+    visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+    # The maximum only shifts the exponents: function and gradient do not depend on it.
+    maximum = torch.maximum(visible.amax(-1, keepdim=True), sink).detach()
+    exponentials = (visible - maximum).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (sink - maximum).exp())
+
+
+class Softmax1(Normalizer):
+    name = "softmax1"
+    description = "softmax with 1 added to the denominator"
+    rows_sum_to_one = False
+    sparse = False
+    parameters = (SLOPES,)
+    kernels = Kernels(family="softmax", backward=True, decode=True, gluon=True, sink="one")
+
+    def weights(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> Tensor:
+        return _weights(scores, allowed, scores.new_zeros(()))
+
+
+class SoftmaxSink(Normalizer):
+    name = "softmax-sink"
+    description = "softmax with e to a learned sink a head added to the denominator"
+    rows_sum_to_one = False
+    sparse = False
+    parameters = (
+        Parameter(
+            name="sinks", shape=("H",), trainable=True, attribute="sinks", keyword="s_aux"
+        ),
+        SLOPES,
+    )  # fmt: skip
+    kernels = Kernels(family="softmax", backward=True, decode=True, gluon=True, sink="learned")
+
+    def weights(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> Tensor:
+        assert parameters is not None, "checked() has refused it"
+        return _weights(scores, allowed, parameters["sinks"].to(scores.dtype)[:, None, None])
