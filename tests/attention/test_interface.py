@@ -1,5 +1,6 @@
 import pytest
 import torch
+from normalizer_parameters import attach
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention import reference
@@ -51,7 +52,7 @@ def test_the_model_runs_what_was_asked_for(model, ids, normalizer, monkeypatch):
         seen.append(settings["normalizer"])
         return real(*args, **settings)
 
-    attend(model, normalizer=normalizer)
+    attend(attach(model, normalizer), normalizer=normalizer)
     monkeypatch.setattr(reference, "attention", spy)
     logits(model, ids)
     assert seen == [normalizer] * 2
@@ -61,7 +62,7 @@ def test_the_model_runs_what_was_asked_for(model, ids, normalizer, monkeypatch):
 def test_normalizers_give_different_models(model, ids):
     outputs = []
     for normalizer in NORMALIZERS:
-        attend(model, normalizer=normalizer)
+        attend(attach(model, normalizer), normalizer=normalizer)
         outputs.append(logits(model, ids))
     assert (outputs[0] - outputs[1]).abs().max() > 0.1
     assert (outputs[1] - outputs[2]).abs().max() > 0.1
@@ -70,7 +71,7 @@ def test_normalizers_give_different_models(model, ids):
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(model, ids, normalizer, side):
-    attend(model, normalizer=normalizer)
+    attend(attach(model, normalizer), normalizer=normalizer)
     padding = torch.ones(3, 17, dtype=torch.long)
     tokens = [slice(5, 17), slice(0, 17), slice(3, 17)]
     if side == "right":
@@ -89,7 +90,7 @@ def test_padding_changes_nothing(model, ids, normalizer, side):
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 @pytest.mark.parametrize("padded", [False, True])
 def test_decoding_with_a_cache_equals_one_full_pass(model, ids, normalizer, padded):
-    attend(model, normalizer=normalizer)
+    attend(attach(model, normalizer), normalizer=normalizer)
     padding = torch.ones(3, 17, dtype=torch.long)
     if padded:
         padding[0, :4] = 0
@@ -115,7 +116,7 @@ def test_decoding_with_a_cache_equals_one_full_pass(model, ids, normalizer, padd
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "mask"])
 def test_packed_sequences_equal_each_alone(model, ids, normalizer, how):
-    attend(model, normalizer=normalizer)
+    attend(attach(model, normalizer), normalizer=normalizer)
     packed = torch.cat([ids[0, :6], ids[1], ids[2, :1]])[None]
     positions = torch.cat([torch.arange(6), torch.arange(17), torch.arange(1)])[None]
     inputs = {"position_ids": positions, "use_cache": False}

@@ -61,7 +61,9 @@ def test_a_model_of_transformers_attends_with_it(model, monkeypatch):
     padding[0, :5] = 0
     padded = model(ids, attention_mask=padding, position_ids=(padding.cumsum(-1) - 1).clamp(min=0))
     torch.testing.assert_close(padded.logits[0, 5:], model(ids[:1, 5:]).logits[0])
-    monkeypatch.setattr(reference, "attention", lambda q, k, v, **_: by_hand(q, k, v))
+    monkeypatch.setattr(
+        reference, "attention", lambda query, key, value, **_: by_hand(query, key, value)
+    )
     torch.testing.assert_close(got, model(ids).logits)
 
 

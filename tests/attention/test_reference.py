@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
+from normalizer_parameters import parameters
 
+from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.normalizers.softpick import EPSILON
-from qbench.attention.reference import attention, packed_attention, weights
 from qbench.errors import RecipeError
 
 SHAPES = (  # batch, query heads, key heads, queries, keys, width, value width
@@ -17,7 +18,25 @@ SHAPES = (  # batch, query heads, key heads, queries, keys, width, value width
 
 
 def normalize(scores, normalizer):
-    return NORMALIZERS.get(normalizer).weights(scores)
+    """Of scores [N], as one head's."""
+    given = parameters(normalizer, 1, dtype=scores.dtype)
+    return NORMALIZERS.get(normalizer).weights(scores[None, None], parameters=given)[0, 0]
+
+
+def given(function):
+    """With the parameters that the normalizer needs, where no others are given."""
+
+    def run(query, *inputs, normalizer, **settings):
+        if "parameters" not in settings and normalizer in NORMALIZERS:
+            settings["parameters"] = parameters(normalizer, query.shape[1], dtype=query.dtype)
+        return function(query, *inputs, normalizer=normalizer, **settings)
+
+    return run
+
+
+attention, packed_attention, weights = map(
+    given, (reference.attention, reference.packed_attention, reference.weights)
+)
 
 
 def draw(shape, dtype=torch.float64, seed=0):
@@ -33,6 +52,7 @@ def by_hand(query, key, value, normalizer, allowed):
     """The paper's formulas row by row, as they are printed."""
     batch, heads, queries, width = query.shape
     group = heads // key.shape[1]
+    given = parameters(normalizer, heads)
     output = torch.zeros(batch, heads, queries, value.shape[3], dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
@@ -41,13 +61,21 @@ def by_hand(query, key, value, normalizer, allowed):
                 if not len(seen):
                     continue
                 x = (key[b, h // group, seen] @ query[b, h, i]) / math.sqrt(width)
+                if "s" in given:  # equation (8)
+                    x = x * given["s"][h] * math.log(len(seen))
                 m = max(0.0, x.max().item())
-                if normalizer == "softpick":  # equation (1)
+                if normalizer.endswith("softpick"):  # equation (1)
                     e = torch.exp(x - m) - math.exp(-m)
                     w = e.relu() / (e.abs().sum() + EPSILON)
                 elif normalizer == "rectified":  # appendix B
                     e = torch.exp(torch.where(x >= 0, x, -torch.inf) - m)
                     w = e / e.sum() if e.sum() > 0 else e
+                elif normalizer == "sigmoid":  # equation (2) of its paper
+                    w = 1 / (1 + torch.exp(-x) * len(seen))
+                elif normalizer == "softmax1":
+                    w = torch.exp(x) / (1 + torch.exp(x).sum())
+                elif normalizer == "softmax-sink":
+                    w = torch.exp(x) / (torch.exp(given["sinks"][h]) + torch.exp(x).sum())
                 else:
                     w = torch.softmax(x, 0)
                 output[b, h, i] = w @ value[b, h // group, seen]
@@ -68,7 +96,7 @@ def test_attention_is_the_papers_formula(shape, normalizer, causal, window, dtyp
         allowed = allowed & (other > own - window)
     expected = by_hand(query.double(), key.double(), value.double(), normalizer, allowed)
     got = attention(query, key, value, normalizer=normalizer, causal=causal, window=window)
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-6
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -87,9 +115,56 @@ def test_the_jacobian_of_softpick_is_equation_7():
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 def test_gradients_agree_with_finite_differences(normalizer):
     inputs = [tensor.requires_grad_() for tensor in draw((1, 2, 1, 4, 6, 5, 3), seed=3)]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: attention(q, k, v, normalizer=normalizer, causal=True), inputs
-    )
+    names = parameters(normalizer, 2, slopes=True)
+    if normalizer == "sigmoid":
+        names["bias"] = torch.tensor([-2.0, 0.5], dtype=torch.float64)
+    learned = [parameter.requires_grad_() for parameter in names.values()]
+
+    def run(query, key, value, *learned):
+        return attention(
+            query, key, value, normalizer=normalizer, causal=True, softcap=1.5,
+            parameters=dict(zip(names, learned, strict=True)),
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(run, (*inputs, *learned))
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("window", [None, 4])
+def test_scores_are_capped_then_sloped_then_normalized(normalizer, window):
+    query, key, value = draw((2, 4, 2, 9, 13, 8, 5))
+    names = parameters(normalizer, 4, slopes=True)
+    got = attention(
+        query, key, value, normalizer=normalizer, parameters=names, causal=True, window=window,
+        softcap=0.7,
+    )  # fmt: skip
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / math.sqrt(8)
+    distances = torch.arange(9)[:, None] + 4 - torch.arange(13)
+    scores = 0.7 * torch.tanh(scores / 0.7) - names.pop("slopes")[:, None, None] * distances
+    allowed = (distances >= 0) & (distances < (window or 99))
+    w = NORMALIZERS.get(normalizer).weights(scores, allowed=allowed, parameters=names)
+    torch.testing.assert_close(got, w @ value.repeat_interleave(2, 1))
+
+
+def test_a_bias_replaces_the_one_by_length():
+    query, key, _ = draw((1, 2, 2, 5, 5, 8, 8))
+    bias = torch.tensor([-3.0, 1.0], dtype=torch.float64)
+    got = weights(query, key, normalizer="sigmoid", parameters={"bias": bias}, causal=True)
+    scores = query @ key.transpose(2, 3) / math.sqrt(8)
+    torch.testing.assert_close(got, torch.sigmoid(scores + bias[:, None, None]).tril())
+    by_length = weights(query, key, normalizer="sigmoid", causal=True)
+    n = torch.arange(1, 6)[:, None]
+    torch.testing.assert_close(by_length, torch.sigmoid(scores - n.log()).tril())
+
+
+def test_a_masked_score_may_be_far_above_the_others():
+    """As ALiBi makes keys that come later; e to such a difference is infinite."""
+    scores = torch.tensor([[1.0, 2.0, 1e4]], requires_grad=True)
+    allowed = torch.tensor([[True, True, False]])
+    w = NORMALIZERS.get("softpick").weights(scores, allowed=allowed)
+    (gradient,) = torch.autograd.grad(w[0, 1], scores)
+    assert w[0, 2] == 0
+    assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
@@ -103,7 +178,7 @@ def test_extreme_scores_give_finite_weights_and_gradients(normalizer, scores, dt
     (gradient,) = torch.autograd.grad((w * torch.arange(40)).sum(), x)
     assert w.isfinite().all()
     assert gradient.isfinite().all()
-    assert w.sum() <= 1 + 1e-5
+    assert w.sum() <= (40 if normalizer == "sigmoid" else 1) + 1e-5
 
 
 def test_softpick_keeps_its_precision_where_all_scores_are_near_zero():
