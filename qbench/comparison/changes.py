@@ -6,50 +6,16 @@ Serves ``qbench compare A B`` (two results folders) and the gate (a folder again
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qbench.comparison.lines import judge
-from qbench.comparison.metrics import REDUNDANT, base_metric, is_percentage
-from qbench.comparison.statistics import Column, Effect, Panel, adjust, effect, value
+from qbench.comparison.metrics import base_metric, is_percentage
+from qbench.comparison.result_sets import CellResults, Name, ResultSet, read_results
+from qbench.comparison.seed_changes import SeedChange, seed_changes
+from qbench.comparison.statistics import Effect, Panel, adjust, effect, value
+from qbench.comparison.trainings import differences
 from qbench.errors import ResultsError
-from qbench.record import Record, Score
+from qbench.record import Score
 from qbench.store import Store
-
-Name = tuple[str, str]  # task, metric
-# Outcomes are compared to a thousandth of a nat, which is what a baseline file keeps.
-DECIMALS = 3
-
-AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CellResults:
-    """One cell: what its scores are, and the outcomes that they rest on."""
-
-    key: str
-    key_parts: Mapping[str, object]
-    method: str
-    audited: bool
-    measures: Mapping[str, float]  # of the audit; empty for unquantized cells
-    scores: Mapping[Name, Score]
-    columns: Mapping[Name, Column]
-    documents: Mapping[str, str]  # task → digest of what was asked, wherever it came from
-
-    @property
-    def tasks(self) -> Mapping[str, str]:
-        """Task → digest of its definition and data files, which stands in the key."""
-        digests = self.key_parts.get("tasks", {})
-        return digests if isinstance(digests, Mapping) else {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ResultSet:
-    """All cells of a results folder or baseline. ``broken`` says why a cell has none."""
-
-    name: str
-    cells: Mapping[str, CellResults]
-    broken: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,28 +51,17 @@ class Changes:
     new: str
     lines: tuple[Change, ...]
     problems: tuple[str, ...]
-
-
-def read_results(store: Store) -> ResultSet:
-    """The cells of a results folder with their outcomes, redundant metrics left out."""
-    grid = store.grid()
-    cells, broken = {}, {}
-    for cell in grid.cells:
-        record = store.get(cell)
-        status, reason = judge(record)
-        if status != "ok":
-            broken[cell.cell] = f"{status}: {reason}"
-            continue
-        cells[cell.cell] = _cell(store, record)
-    return ResultSet(name=grid.name, cells=cells, broken=broken)
+    seeds: tuple[SeedChange, ...] = ()  # over several trainings of one kind
 
 
 def compare_results(a: Store, b: Store) -> Changes:
     """What the results of folder ``b`` change against those of folder ``a``, paired.
 
-    Raises ResultsError where the folders have no cell in common or score different data.
+    Raises ResultsError where the folders have no cell in common, score different data, or hold
+    models that were trained otherwise than in the normalizer and the seed.
     """
     old, new = read_results(a), read_results(b)
+    _same_trainings(old, new)
     lines = compare_sets(old, new)
     if not lines:
         raise ResultsError(
@@ -119,7 +74,11 @@ def compare_results(a: Store, b: Store) -> Changes:
         known = other.cells.keys() | other.broken.keys()
         problems += [f"{cell}: not in {folder.directory}" for cell in one.cells.keys() - known]
     return Changes(
-        old=str(a.directory), new=str(b.directory), lines=tuple(lines), problems=tuple(problems)
+        old=str(a.directory),
+        new=str(b.directory),
+        lines=tuple(lines),
+        problems=tuple(problems),
+        seeds=seed_changes(old, new),
     )
 
 
@@ -144,40 +103,6 @@ def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:
     return lines
 
 
-def _cell(store: Store, record: Record) -> CellResults:
-    scores = {(score.task, score.metric): score for score in record.scores}
-    kept = {
-        name: score
-        for name, score in scores.items()
-        if (name[0], REDUNDANT.get(name[1])) not in scores
-    }
-    columns = {
-        name: Column.of(
-            rows["document"].to_numpy(),
-            rows["value"].to_numpy(dtype=float).round(DECIMALS),
-            rows["weight"].to_numpy(),
-        )
-        for name, rows in store.outcomes(record).groupby(["task", "metric"], sort=False)
-        if name in kept
-    }
-    return CellResults(
-        key=record.key,
-        key_parts=record.key_parts,
-        method=record.method,
-        audited=record.audit is not None,
-        measures=_measures(record),
-        scores={name: score for name, score in kept.items() if name in columns},
-        columns=columns,
-        documents=record.documents,
-    )
-
-
-def _measures(record: Record) -> dict[str, float]:
-    if record.audit is None or not record.quantized:
-        return {}
-    return {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
-
-
 def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
     for task in dict.fromkeys([*before.documents, *before.tasks]):
         told = task in before.documents and task in after.documents
@@ -187,6 +112,19 @@ def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
             raise ResultsError(
                 f"{cell}: {task}: its definition or data are not those of the other results, so "
                 "documents cannot be paired; score both on the same data (or make a new baseline)"
+            )
+
+
+def _same_trainings(old: ResultSet, new: ResultSet) -> None:
+    for cell, before in old.cells.items():
+        after = new.cells.get(cell)
+        if after is None or before.training is None or after.training is None:
+            continue
+        if differing := differences(before.training, after.training, seeds=True):
+            raise ResultsError(
+                f"{cell}: trained otherwise than in the other results, in more than the normalizer "
+                f"and the seed: {'; '.join(differing)}; compare results of models that were "
+                "trained alike"
             )
 
 

@@ -18,7 +18,7 @@ def training_notes(comparison: Comparison) -> list[str]:
         pair = trained.get(one), trained.get(other)
         if None in pair:
             continue
-        differing = _differing(*pair, seeds=seeds)
+        differing = differences(*pair, seeds=seeds)
         if differing:
             lines.append(
                 f"{one} and {other} were trained otherwise than in the normalizer alone: "
@@ -49,7 +49,9 @@ def _pairs(
         yield from ((one, other, False) for one, other in zip(base, members, strict=False))
 
 
-def _differing(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
+def differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
+    """What two trainings do not have in common beside their normalizers, and their ``seeds`` where
+    that is so: a few words a part."""
     found = []
     for part in dict.fromkeys([*one.in_common, *other.in_common]):
         if seeds and part == "seed":

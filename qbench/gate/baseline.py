@@ -22,14 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 
-from qbench.comparison.changes import (
-    DECIMALS,
-    CellResults,
-    Changes,
-    ResultSet,
-    compare_sets,
-    read_results,
-)
+from qbench.comparison.changes import Changes, compare_sets
+from qbench.comparison.result_sets import DECIMALS, CellResults, ResultSet, read_results
 from qbench.comparison.statistics import Column
 from qbench.errors import ResultsError
 from qbench.files import write_atomically

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
+from qbench.comparison.changes import Change, compare_sets
+from qbench.comparison.result_sets import CellResults, read_results
 from qbench.comparison.statistics import Column, Worsening, documents_needed, worsening
 from qbench.errors import ResultsError
 from qbench.gate.baseline import read

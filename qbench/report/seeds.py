@@ -107,16 +107,16 @@ def _row(one: SeedLine, question: str, groups: list[tuple[str, str]]) -> list[Ce
         for group, values in one.values.items():
             mean = one.means.get(group)
             row.append(Cell(text=number(mean, percent=line.percent), sort=mean))
-            row.append(Cell(text=values_text(values, line)))
+            row.append(Cell(text=values_text(values, percent=line.percent)))
     for group, _ in groups:
         effect = getattr(one, question).get(group)
         if effect is None:
             row += [Cell(text=NO_VALUE)] * 5
             continue
         row += [
-            Cell(text=mean_text(effect, line), sort=effect.estimate),
-            Cell(text=ends_text(effect, line), sort=effect.low),
-            Cell(text=each_text(effect, line)),
+            Cell(text=mean_text(effect, percent=line.percent), sort=effect.estimate),
+            Cell(text=ends_text(effect, percent=line.percent), sort=effect.low),
+            Cell(text=each_text(effect, percent=line.percent)),
             p_value(effect.p_holm),
             plain(effect.of_seeds, "{:.0%}"),
         ]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from qbench.comparison.changes import Change, Changes
+from qbench.comparison.metrics import is_percentage
+from qbench.comparison.seed_changes import SeedChange
+from qbench.comparison.seed_wording import LEGEND, SEEDS_LEGEND, ends_text, mean_text
 from qbench.comparison.wording import RATIO_NOTE, interval_text
 from qbench.text.escape import for_markdown
 from qbench.text.markdown import table
 from qbench.text.numbers import NO_VALUE, metric_title, number
 
+SEEDS_HEAD = (
+    *("Over seeds", "Task", "Metric", "New − old, mean", "95 % interval", "p"),
+    "Seeds × documents",
+)
 HEAD = ("Cell", "Task", "Metric", "Old", "New", "New − old", "95 % interval", "p", "Documents")
 
 
@@ -20,12 +27,32 @@ def changes_table(changes: Changes) -> str:
         "Benjamini–Hochberg's only; p is not corrected.",
         *changes.problems,
     ]
+    if changes.seeds:
+        notes[:0] = [LEGEND, SEEDS_LEGEND]
     parts = [
         f"### {for_markdown(changes.new)} against {for_markdown(changes.old)}",
         table(HEAD, [_texts(line) for line in changes.lines], align="lllrrrrrr"),
+        *(
+            [table(SEEDS_HEAD, [_seed_texts(one) for one in changes.seeds], align="lllrrrr")]
+            if changes.seeds
+            else []
+        ),
         "\n".join(f"- {for_markdown(note)}" for note in notes),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _seed_texts(one: SeedChange) -> list[str]:
+    score, percent = one.score, is_percentage(one.score.metric)
+    return [
+        f"{one.group}/{one.quantizer}",
+        score.label,
+        f"{metric_title(score.metric)} {'↑' if score.higher_is_better else '↓'}",
+        mean_text(one.effect, percent=percent),
+        ends_text(one.effect, percent=percent),
+        f"{one.effect.p:.2g}",
+        f"{one.effect.seeds} × {one.effect.documents}",
+    ]
 
 
 def _texts(line: Change) -> list[str]:

@@ -54,10 +54,14 @@ def _delta(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layou
         for group in (base, *others):
             mean = one.means.get(group)
             cells.append(number(mean, percent=line.percent))
-            cells.append(values_text(one.values[group], line))
+            cells.append(values_text(one.values[group], percent=line.percent))
         for group in others:
             effect = one.deltas.get(group)
-            cells += [mean_text(effect, line), ends_text(effect, line), each_text(effect, line)]
+            cells += [
+                mean_text(effect, percent=line.percent),
+                ends_text(effect, percent=line.percent),
+                each_text(effect, percent=line.percent),
+            ]
         rows.append((*cells, _documents([*one.deltas.values(), *one.scores.values()])))
     against = ", ".join(f"{group} {MINUS} {base}" for group in others)
     counts = ", ".join(f"{len(m)} of {g}" for g, m in comparison.grid.replicates.items())
@@ -85,11 +89,17 @@ def _damage(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layo
         cells = list(names)
         for group in (base, *others):
             effect = one.damages.get(group)
-            cells += [mean_text(effect, one.line), ends_text(effect, one.line)]
+            cells += [
+                mean_text(effect, percent=one.line.percent),
+                ends_text(effect, percent=one.line.percent),
+            ]
         for group in others:
             effect = one.differences.get(group)
-            cells += [mean_text(effect, one.line), ends_text(effect, one.line)]
-            cells.append(each_text(effect, one.line))
+            cells += [
+                mean_text(effect, percent=one.line.percent),
+                ends_text(effect, percent=one.line.percent),
+            ]
+            cells.append(each_text(effect, percent=one.line.percent))
         rows.append((*cells, _documents([*one.damages.values(), *one.differences.values()])))
     claim = ", ".join(f"{group}’s {MINUS} {base}’s" for group in others)
     return Layout(
