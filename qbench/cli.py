@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from qbench import __version__
-from qbench.commands import analysis, benchmarks, results, running, training
+from qbench.commands import analysis, benchmarks, models, results, running, training
 from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError, RecipeError
 from qbench.machine.memory import settle_memory
@@ -56,6 +56,7 @@ for _command in (
     app.command(rich_help_panel="Read results")(_command)
 for _command in (training.tokenize, training.train):
     app.command(rich_help_panel="Train pairs")(_command)
+app.command(rich_help_panel="Measure and look up")(models.convert)
 app.add_typer(benchmarks.app, name="bench", rich_help_panel="Measure and look up")
 
 

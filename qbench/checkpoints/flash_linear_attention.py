@@ -33,6 +33,7 @@ NORMALIZER_OF = {
     "parallel_scaled_softpick_attn": "scalable-softpick",
     "naive_scaled_softpick_attn": "scalable-softpick",
 }
+IMPLEMENTATION_OF = {of: name for name, of in NORMALIZER_OF.items() if name.startswith("parallel")}
 WINDOWED = ("flash_attn", None)  # the only implementations that look at window_size
 QK_NORM_EPS = 1e-5  # of queries' and keys' norms, whatever norm_eps says
 RENAMED = (
@@ -40,6 +41,12 @@ RENAMED = (
     (r"^(model\.layers\.\d+)\.attn_norm\.", r"\1.input_layernorm."),
     (r"^(model\.layers\.\d+)\.mlp_norm\.", r"\1.post_attention_layernorm."),
     (r"^(model\.layers\.\d+)\.attn\.", r"\1.self_attn."),
+)
+OURS = (
+    (r"^model\.embed_tokens\.", "model.embeddings."),
+    (r"^(model\.layers\.\d+)\.input_layernorm\.", r"\1.attn_norm."),
+    (r"^(model\.layers\.\d+)\.post_attention_layernorm\.", r"\1.mlp_norm."),
+    (r"^(model\.layers\.\d+)\.self_attn\.", r"\1.attn."),
 )
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = {  # tensors of a layer, by the names of their sizes
@@ -172,6 +179,23 @@ def llama_name(name: str) -> str:
         if changed:
             break
     return name
+
+
+def own_name(name: str) -> str:
+    """The inverse of :func:`llama_name`."""
+    for theirs, ours in OURS:
+        name, changed = re.subn(theirs, ours, name)
+        if changed:
+            break
+    return name
+
+
+def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:
+    """The tables that the scaled variants store: log 2, log 3, … for four times the positions."""
+    import torch
+
+    table = torch.log(torch.arange(2, 4 * longest + 2, dtype=torch.float32))[:, None, None]
+    return {f"model.layers.{layer}.attn.logn": table.clone() for layer in range(layers)}
 
 
 def llama_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:

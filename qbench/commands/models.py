@@ -1,11 +1,44 @@
-"""``qbench list models``: the classes of transformers that were tried, as text or Markdown.
-
-Imports no torch.
+"""``qbench list models``: the classes of transformers that were tried, as text or Markdown; and
+``qbench convert``. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from qbench.checkpoints.classes import CLASSES, ModelClass
+from qbench.commands.screen import show_written
+
+
+class Format(StrEnum):
+    llama = "llama"
+    fla = "fla"
+
+
+def convert(
+    checkpoint: Annotated[str, typer.Argument(help="A folder or hub id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.", metavar="OUT")],
+    to: Annotated[
+        Format,
+        typer.Option(
+            help="llama: a stock class of transformers (Llama, or Mistral, Qwen 2, Qwen 3 where "
+            "attention has windows, biases, norms); fla: flash-linear-attention's transformer."
+        ),
+    ],
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+) -> None:
+    """Write a checkpoint in the other format, weights bit for bit, tokenizer along.
+
+    What the other format cannot say is refused by name (exit code 2), and nothing is written.
+    """
+    from qbench.checkpoints import find
+    from qbench.checkpoints.convert import convert as write
+
+    show_written(write(find(checkpoint, revision=revision), to.value, out))
 
 
 def model_lines() -> list[str]:
