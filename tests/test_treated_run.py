@@ -1,0 +1,74 @@
+"""Treated outliers and real products through a whole run: planned, audited, scored, recorded."""
+
+import pytest
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.store import Store
+
+COLUMNS = {
+    "int8": {"name": "w8a8-int8"},
+    "static": {"name": "w8a8-int8-static", "outliers": "smoothquant"},
+    "fp8": {"name": "w8a8-fp8"},
+    "w4a8kv4": {
+        "weights": {"name": "gptq-4bit", "backend": "torch", "group_size": 64},
+        "activations": "int8-token",
+        "kv": "int4-token",
+        "outliers": {"name": "rotation", "queries_keys": True},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("treated")
+    return small_recipe(
+        folder,
+        checkpoints={"softpick": str(DEMO / "softpick")},
+        quantizers=["fp32", *({**entry, "label": label} for label, entry in COLUMNS.items())],
+        tasks=["demo_choice"],
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 4, "length": 64},
+    )
+
+
+@pytest.fixture(scope="module")
+def records(recipe):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QBENCH_CACHE", str(recipe.parent / "cache"))
+        assert qbench("run", recipe, "--out", recipe.parent / "out", "--device", "cpu") == 0
+    return {record.cell: record for record in Store(recipe.parent / "out").records()}
+
+
+def test_a_plan_says_what_auto_became(recipe, capsys):
+    qbench("plan", recipe, "--device", "cpu", "--out", recipe.parent / "planned")
+    told = capsys.readouterr().out
+    assert "softpick: int8: int8-token: arithmetic auto: real\n" in told
+    assert "softpick: static: int8-static: arithmetic auto: real\n" in told
+    assert (
+        "softpick: fp8: fp8-row: arithmetic auto: simulated, since fp8 products give bfloat16, "
+        "not float32\n"
+    ) in told
+
+
+@pytest.mark.parametrize(
+    ("label", "arithmetic", "kind"),
+    [("int8", "real", "RealLinear"), ("static", "real", "RealLinear"),
+     ("fp8", "simulated", "ScaledLinear")],
+)  # fmt: skip
+def test_the_record_holds_which_arithmetic_ran(records, label, arithmetic, kind):
+    record = records[f"softpick/{label}"]
+    assert record.key_parts["quantizer"]["activations"]["arithmetic"] == arithmetic
+    assert record.precision.activations.simulated == (arithmetic == "simulated")
+    assert {module.kind for module in record.audit.modules} == {kind}
+    assert ("torchao" in record.key_parts["versions"]) == (arithmetic == "real")
+
+
+@pytest.mark.parametrize("label", COLUMNS)
+def test_every_cell_covers_its_weights_and_has_damage(records, label):
+    record = records[f"softpick/{label}"]
+    assert record.audit.passed
+    assert record.audit.coverage >= 0.99
+    assert record.damage.tasks["demo_choice"].distributions.kl.mean > 0
+    treated = label in ("static", "w4a8kv4")
+    assert (record.audit.treatment_error is not None) == treated
+    if treated:
+        assert record.audit.treatment_error < 1e-5
