@@ -37,6 +37,26 @@ class Precision(Written):
         return not (self.weights is self.activations is self.kv_cache is self.heads is None)
 
     @property
+    def in_parts(self) -> bool:
+        """Whether activations or the KV cache are parts of their own: LLM.int8's activations
+        belong to its weights."""
+        activations = self.activations is not None and self.activations.simulated is not None
+        return activations or self.kv_cache is not None
+
+    @property
+    def words(self) -> str:
+        """``W4A8, simulated``: the name, and what multiplied quantized activations."""
+        simulated = self.activations.simulated if self.activations else None
+        return self.name + {None: "", True: ", simulated", False: ", real"}[simulated]
+
+    @property
+    def order(self) -> tuple[float, float, float]:
+        """By which precisions are sorted: weights first."""
+        parts = (self.weights, self.activations, self.kv_cache)
+        weights, activations, kv_cache = (p.bits if p else UNQUANTIZED_BITS for p in parts)
+        return weights, activations, kv_cache
+
+    @property
     def name(self) -> str:
         """As the field writes it: ``W4A16``, ``W8A8``, ``W4A8KV4``; ``W16A16`` for none."""
         weights, activations = (

@@ -10,6 +10,7 @@ from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_t
 from qbench.published import printed
 from qbench.store import KEY_DIGITS
 from qbench.tables.beside import models, printed_cells, printed_notes
+from qbench.tables.by_part import PART_HEADS, parts_alone
 from qbench.tables.cache import cache_notes
 from qbench.tables.table import Table
 from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
@@ -29,6 +30,11 @@ DAMAGE_LEGEND = (
     "Damage: quantized minus unquantized, of the same checkpoint. It differs from 0 at 5 %: ‡ "
     "after Holm's correction over all damages{differences}, † after Benjamini–Hochberg's only. "
     "Brackets hold 95 % intervals, paired by document."
+)
+PRECISION_LEGEND = (
+    "In brackets: bits of weights (W), activations (A) and the KV cache (KV), 16 where they are "
+    "not quantized. Simulated: activations rounded to the format, multiplied in a wider one; real: "
+    "multiplied in the format."
 )
 DIFFERENCES = " (of differences of damage: over all of them)"
 
@@ -55,7 +61,8 @@ def layouts(comparison: Comparison, table: Table, *, published: str | None = Non
     made = [_delta(comparison, table, published)]
     if any(row.line.damages for row in table.rows):
         made.append(_damage(comparison, table))
-    return made
+    by_part = _by_part(comparison, table)
+    return [*made, by_part] if by_part else made
 
 
 def _delta(comparison: Comparison, table: Table, published: str | None) -> Layout:
@@ -87,7 +94,7 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
         rows.append(tuple(cells))
     notes = [*([LEGEND] if tested else []), *_ratio_notes(table, "deltas")]
     notes += [*noise_notes(comparison), *cache_notes(comparison, table), *table.notes]
-    notes += training_notes(comparison)
+    notes += [*_precision_notes(table), *training_notes(comparison)]
     if paper:
         notes[:0] = printed_notes(table, paper, published)
     return Layout(
@@ -134,7 +141,46 @@ def _damage(comparison: Comparison, table: Table) -> Layout:
         head=tuple(head),
         rows=tuple(rows),
         begins_task=tuple(begins),
-        notes=(legend, *_ratio_notes(table, "damages")),
+        notes=(legend, *_ratio_notes(table, "damages"), *_precision_notes(table)),
+        keys=(),
+    )
+
+
+def _by_part(comparison: Comparison, table: Table) -> Layout | None:
+    """The damage of each part alone beside that of all together; None where no cell has several
+    parts whose own cells the grid has too."""
+    found = [(row.line, parts_alone(comparison, row.line)) for row in table.rows]
+    rows, begins, last = [], [], None
+    kinds = [kind for kind in PART_HEADS if any(kind in alone for _, alone in found)]
+    for line, alone in found:
+        if not alone:
+            continue
+        begins.append(line.task != last)
+        last = line.task
+        cells = _names(line, begins_task=begins[-1])
+        for checkpoint in table.checkpoints:
+            for one in (*(alone.get(kind) for kind in kinds), line):
+                effect = one.damages.get(checkpoint) if one else None
+                cells.append(effect_text(effect, percent=line.percent))
+        rows.append(tuple(cells))
+    if not rows:
+        return None
+    columns = [*(PART_HEADS[kind] for kind in kinds), "together"]
+    return Layout(
+        title=f"{table.name}: damage by part",
+        method=table.method,
+        head=(
+            *("Task", "Metric", "Quantization"),
+            *(f"{checkpoint}: {column}" for checkpoint in table.checkpoints for column in columns),
+        ),
+        rows=tuple(rows),
+        begins_task=tuple(begins),
+        notes=(
+            "Damage of the cells that quantize one of these parts alone, with the same settings, "
+            "and of the cell that quantizes them together.",
+            *_ratio_notes(table, "damages"),
+            *_precision_notes(table),
+        ),
         keys=(),
     )
 
@@ -143,8 +189,12 @@ def _names(line: Line, *, begins_task: bool) -> list[str]:
     return [
         line.label if begins_task else "",
         f"{metric_title(line.metric)} {arrow(line)}",
-        line.quantizer,
+        f"{line.quantizer} ({line.precision.words})" if line.precision.in_parts else line.quantizer,
     ]
+
+
+def _precision_notes(table: Table) -> list[str]:
+    return [PRECISION_LEGEND] if any(row.line.precision.in_parts for row in table.rows) else []
 
 
 def entry_text(entry: Entry, line: Line) -> str:

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
+from qbench.record import Precision
 from qbench.tables.beside import find_printed, standard_errors_away
 from qbench.text.escape import for_csv
 
 if TYPE_CHECKING:
     from qbench.comparison.statistics import Effect
 
+# Where activations or the KV cache are parts of their own.
+PRECISION = ("precision", "activations", "arithmetic", "kv_cache")
 ABOUT = (
-    *("task", "label", "metric", "direction", "method", "bits", "quantizer", "checkpoint"),
+    *("task", "label", "metric", "direction", "method", "bits", *PRECISION),
+    *("quantizer", "checkpoint"),
     *("status", "value", "stderr", "low", "high", "documents"),
 )
 QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
@@ -47,6 +51,8 @@ def comma_separated(comparison: Comparison, *, published: str | None = None) -> 
     paper = printed(published) if published else {}
     normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
     left_out = [*(() if paper else PRINTED), *(() if comparison.floors.of else (NOISE,))]
+    if not any(line.precision.in_parts for line in comparison.lines):
+        left_out += PRECISION
     columns = [column for column in COLUMNS if column not in left_out]
     text = io.StringIO()
     table = csv.DictWriter(text, columns, lineterminator="\n")
@@ -60,7 +66,8 @@ def comma_separated(comparison: Comparison, *, published: str | None = None) -> 
                 )
             if paper:
                 row |= _printed(line, entry, paper, normalizers)
-            table.writerow({column: for_csv(cell) for column, cell in row.items()})
+            told = {column: cell for column, cell in row.items() if column in columns}
+            table.writerow({column: for_csv(cell) for column, cell in told.items()})
     return text.getvalue()
 
 
@@ -72,6 +79,7 @@ def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
     yield "direction", "up" if line.higher_is_better else "down"
     yield "method", line.method
     yield "bits", line.bits
+    yield from zip(PRECISION, _precision(line.precision), strict=True)
     yield "quantizer", line.quantizer
     yield "checkpoint", entry.checkpoint
     yield "status", entry.status
@@ -88,6 +96,15 @@ def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
             yield from _effect(question, effects[entry.checkpoint])
     yield "key", entry.key
     yield "reason", entry.reason
+
+
+def _precision(precision: Precision) -> Iterator[str | None]:
+    activations, kv_cache = precision.activations, precision.kv_cache
+    yield precision.name
+    yield activations.scheme if activations else None
+    simulated = activations.simulated if activations else None
+    yield {None: None, True: "simulated", False: "real"}[simulated]
+    yield kv_cache.scheme if kv_cache else None
 
 
 def _effect(question: str, effect: Effect) -> Iterator[tuple[str, object]]:
