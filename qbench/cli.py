@@ -103,22 +103,9 @@ def _listing(what: Listing) -> list[str]:
         pairs = ((f"{one.name:10} {one.description}", f"{'':10}   {one.traits}") for one in known)
         native = f"{'native':10} what a model's own class in transformers computes, by its own code"
         return [*(line for pair in pairs for line in pair), native]
-    from qbench.quantizers import QUANTIZERS
+    from qbench.commands.parts import quantizer_lines
 
-    lines, explained = [], None
-    for preset in map(QUANTIZERS.get, QUANTIZERS):
-        lines.append(f"{preset.name:10} {preset.description}")
-        if preset.kind is explained and preset.options:
-            lines.append(f"{'':10}   options as above")
-            continue
-        explained = preset.kind
-        for option, default in preset.options.items():
-            lines.append(f"{'':10}   {option}={_plain(default)}: {preset.explain(option)}")
-    return lines
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+    return quantizer_lines()
 
 
 def _version(wanted: bool) -> None:

@@ -32,12 +32,16 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
         zero = (-low / scale).round() if given is None else about.zero.double().reshape(1, 1)  # type: ignore[union-attr]
         codes = ((groups / scale).round() + zero).clamp(0, 2**bits - 1)
         return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
-    table = _table(kind, bits).to(groups.device)
+    if kind == "symmetric":
+        most = 2 ** (bits - 1) - 1
+        scale = _usable((largest / most if given is None else given).float().double())
+        return (groups / scale).round().clamp(-most, most) * scale, -most * scale, most * scale
+    table = _table(kind).to(groups.device)
     if about.grid.scale_format == "e8m0":
         power = torch.floor(torch.log2(_usable(largest)))
         scale = torch.exp2((power - torch.floor(torch.log2(table[-1]))).clamp(min=-126))
     elif about.grid.scale_format == "e4m3":
-        e4m3 = _table("e4m3", 8).to(groups.device)
+        e4m3 = _table("e4m3").to(groups.device)
         above = torch.ones((), dtype=torch.float64, device=groups.device)
         if about.scale_of == "tensor":
             above = _usable(largest.max() / (table[-1] * e4m3[-1]))
@@ -50,11 +54,8 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
     return _nearest(groups / scale, table) * scale, table[0] * scale, table[-1] * scale
 
 
-def _table(kind: str, bits: int) -> Tensor:
-    """All values of a format in order, float64."""
-    if kind == "symmetric":
-        most = 2 ** (bits - 1) - 1
-        return torch.arange(-most, most + 1, dtype=torch.float64)
+def _table(kind: str) -> Tensor:
+    """All values of a floating-point format in order, float64."""
     if kind == "e4m3":
         every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
         return every[every.isfinite()].unique()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qbench.comparison.lines import Comparison
 from qbench.report.effects import damages, differences, scores
+from qbench.report.inputs import independence, inputs
 from qbench.report.kv_cache import kv_caches
 from qbench.report.proof import audit, divergence, divergence_notes, provenance, stages
 from qbench.report.seeds import seed_tables
@@ -25,7 +26,9 @@ def data_tables(comparison: Comparison, *, published: str | None = None) -> list
         *divergence(comparison),
         *stages(comparison),
         *audit(comparison),
+        *inputs(comparison),
         *kv_caches(comparison),
+        *independence(comparison),
         *quantizers(comparison),
         *settings(comparison),
         *provenance(comparison),

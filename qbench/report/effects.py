@@ -158,7 +158,11 @@ def _names(line: Line) -> list[Cell]:
 
 
 def _bits(line: Line) -> Cell:
-    return Cell(text="" if line.bits is None else f"{line.bits:g}", sort=line.bits)
+    """Of a weight; of all three parts where the others are quantized too."""
+    if not line.precision.in_parts:
+        return Cell(text="" if line.bits is None else f"{line.bits:g}", sort=line.bits)
+    weights, activations, kv_cache = line.precision.order
+    return Cell(text=line.precision.words, sort=weights + activations / 1e2 + kv_cache / 1e4)
 
 
 def _effect(effect: Effect | None, line: Line) -> list[Cell]:

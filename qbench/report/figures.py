@@ -90,9 +90,11 @@ def _scores(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:
     for (axes,), metric in zip(grid, metrics, strict=True):
         _score_panel(axes, comparison, [line for line in lines if line.metric == metric])
     legend(figure, *grid[:, 0])
+    parts = any(line.precision.in_parts for line in lines)
+    against = "precision (weights, activations, KV cache)" if parts else "the bits of a weight"
     caption = (
-        f"{lines[0].label}: score against the bits of a weight for each method, with 95 % "
-        "intervals. Dotted: unquantized."
+        f"{lines[0].label}: score against {against} for each method, with 95 % intervals. Dotted: "
+        "unquantized."
     )
     yield f"scores-{lines[0].task}", caption, figure
 
@@ -100,7 +102,7 @@ def _scores(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:
 def _score_panel(axes: Axes, comparison: Comparison, lines: Sequence[Line]) -> None:
     quantized = [line for line in lines if line.quantized]
     methods = list(dict.fromkeys(line.method for line in quantized))
-    ordered = sorted(quantized, key=lambda line: (methods.index(line.method), line.bits or 0))
+    ordered = sorted(quantized, key=lambda line: (methods.index(line.method), line.precision.order))
     where = {
         line.quantizer: index + methods.index(line.method) * 0.6
         for index, line in enumerate(ordered)
