@@ -8,7 +8,7 @@ timings after a warm-up; the two ceilings are measured in the same run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qbench.attention import kernels
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels.families import computed, require
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_checks import check_kernels
+from qbench.bench.attention_prefill import (
+    SHAPES,
+    flash_sigmoid_lines,
+    prefill,
+    prefill_table,
+    step_table,
+    steps,
+)
 from qbench.bench.attention_skipping import measure_skipping, skipping_table
-from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
+from qbench.bench.attention_timing import given, milliseconds, random_tensor, sparse_keys
 from qbench.errors import UnavailableError
 from qbench.files import write_atomically
 from qbench.text import markdown
 
-SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
 DECODE = (64, 4096, 16, 64)
 PACKED = (64, 4096, 16, 64)  # sequences, most tokens of one, heads, width
 
@@ -37,21 +44,26 @@ def bench_attention(
     quick: bool,
     checkpoint: str | None = None,
     text: Path | None = None,
+    only: Collection[str] = (),
 ) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out``
     (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and repeats.
     With a softpick ``checkpoint`` and a ``text`` to run it over, skipping of empty tiles is
-    measured on its activations too.
+    measured on its activations too. ``only``: these normalizers, what they are measured beside,
+    and neither packed sequences nor skipping.
 
-    Raises UnavailableError without a CUDA device, EvaluationError where a check is red: then
+    Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
+    without a CUDA device, EvaluationError where a check is red: then
     nothing is timed.
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
-    checks = check_kernels(quick)
+    for name in only:
+        require(name)
+    checks = check_kernels(quick, only)
     repeat_ms = 20 if quick else 100
     shapes = SHAPES[:1] if quick else SHAPES
-    rows = [row for shape in shapes for row in _prefill(shape, repeat_ms)]
+    rows = [row for shape in shapes for row in prefill(shape, repeat_ms, only)]
     results = {
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": _triton_version()},
@@ -59,9 +71,10 @@ def bench_attention(
         "ceilings": _ceilings(repeat_ms),
         "checks": checks,
         "prefill": rows,
-        "decode": list(_decode(repeat_ms, quick)),
-        "packed": list(_packed(repeat_ms, quick)),
-        "skipping": measure_skipping(repeat_ms, checkpoint, text),
+        "steps": list(steps(repeat_ms, only)),
+        "decode": list(_decode(repeat_ms, quick, only)),
+        "packed": [] if only else list(_packed(repeat_ms, quick)),
+        "skipping": [] if only else measure_skipping(repeat_ms, checkpoint, text),
     }
     copied = results["ceilings"]["copy_tb_per_s"]
     for row in results["decode"]:
@@ -83,7 +96,9 @@ def table(results: dict[str, Any]) -> str:
         f"causal. bf16 matrix product {ceilings['matmul_tflops']:.0f} TFLOP/s, device-to-device "
         f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run.",
         "",
-        _prefill_table(results["prefill"]),
+        prefill_table(results["prefill"]),
+        *flash_sigmoid_lines(results["prefill"]),
+        *step_table(results["steps"]),
         "",
         "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
         "",
@@ -96,19 +111,11 @@ def table(results: dict[str, Any]) -> str:
             ],
             align="llrrr",
         ),
-        "",
-        "Packed sequences of many lengths, forward.",
-        "",
-        markdown.table(
-            ("sequences", "tokens", "kernel", "ms"),
-            [
-                [row["sequences"], row["tokens"], row["kernel"], f"{row['ms']:.3f}"]
-                for row in results["packed"]
-            ],
-            align="rrlr",
-        ),
     ]  # fmt: skip
-    lines += skipping_table(results["skipping"])
+    if results["packed"]:
+        lines += _packed_table(results["packed"])
+    if results["skipping"]:
+        lines += skipping_table(results["skipping"])
     worst = max(check["error"] / check["limit"] for check in results["checks"])
     lines += [
         "",
@@ -118,92 +125,17 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _prefill_table(rows: list[dict[str, Any]]) -> str:
-    cudnn = {tuple(row["shape"]): row for row in rows if row["kernel"] == "cuDNN softmax"}
-    head = ("B, T, H, D", "kernel", "forward TFLOP/s", "× cuDNN", "backward TFLOP/s", "× cuDNN")
-    lines = []
-    for row in rows:
-        cells = [", ".join(map(str, row["shape"])), row["kernel"]]
-        for direction in ("forward", "backward"):
-            rate, best = row[direction], cudnn[tuple(row["shape"])][direction]
-            cells += [
-                "–" if rate is None else f"{rate:.0f}",
-                "–" if rate is None or best is None else f"{rate / best:.2f}",
-            ]
-        lines.append(cells)
-    return markdown.table(head, lines, align="llrrrr")
+def _packed_table(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [[row["sequences"], row["tokens"], row["kernel"], f"{row['ms']:.3f}"] for row in rows]
+    return [
+        "",
+        "Packed sequences of many lengths, forward.",
+        "",
+        markdown.table(("sequences", "tokens", "kernel", "ms"), cells, align="rrlr"),
+    ]
 
 
-def _prefill(shape: tuple[int, ...], repeat_ms: int) -> Iterator[dict[str, Any]]:
-    batch, length, heads, width = shape
-    work = 4 * batch * heads * length * length * width / 2
-    inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
-    gradient = torch.randn_like(inputs[0])
-    for name, function in _contenders(length).items():
-        try:
-            plain = name.startswith("plain")  # its gradients' intermediates would not fit
-            with torch.set_grad_enabled(not plain):
-                output = function(*inputs)
-            with torch.no_grad():
-                forward = milliseconds(lambda f=function: f(*inputs), repeat_ms)
-            backward = None
-            if not plain:
-                backward = milliseconds(
-                    lambda o=output: torch.autograd.grad(o, inputs, gradient, retain_graph=True),
-                    repeat_ms,
-                )
-        except RuntimeError as error:  # a library's kernel that does not run here is said so
-            yield {"shape": shape, "kernel": name, "forward": None, "backward": None,
-                   "error": str(error).splitlines()[0]}  # fmt: skip
-            continue
-        yield {
-            "shape": shape,
-            "kernel": name,
-            "forward": work / forward / 1e9,
-            "backward": None if backward is None else 2.5 * work / backward / 1e9,
-        }
-
-
-def _contenders(length: int) -> dict[str, Callable[..., Tensor]]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def ours(normalizer: str) -> Callable[..., Tensor]:
-        return lambda q, k, v: kernels.attention(q, k, v, normalizer=normalizer, causal=True)
-
-    def torchs(backend: SDPBackend) -> Callable[..., Tensor]:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        return run
-
-    return {
-        **{f"qbench {normalizer}": ours(normalizer) for normalizer in computed()},
-        "torch flash softmax": torchs(SDPBackend.FLASH_ATTENTION),
-        "cuDNN softmax": torchs(SDPBackend.CUDNN_ATTENTION),
-        "FlexAttention softmax": _flex(length),
-        "plain PyTorch softpick": _plain_softpick,
-    }
-
-
-def _flex(length: int) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
-    torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
-
-
-def _plain_softpick(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What a user writes today: all scores at once."""
-    scores = (query @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
-    seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    weights = NORMALIZERS.get("softpick").weights(scores, allowed=seen)
-    return weights.to(value.dtype) @ value
-
-
-def _decode(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
+def _decode(repeat_ms: int, quick: bool, only: Collection[str]) -> Iterator[dict[str, Any]]:
     batch, length, heads, width = DECODE
     batch = 8 if quick else batch
     key, value = (random_tensor(batch, length, heads, width).contiguous() for _ in range(2))
@@ -217,13 +149,16 @@ def _decode(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
         return {"shape": shape, "kernel": name, "ms": ms, "tb_per_s": size / ms / 1e9}
 
     with torch.no_grad():
-        for normalizer in computed():
+        for normalizer in only or computed():
+            parameters = given(normalizer, heads)
             for name, keys in (("random keys", key), ("99 % of scores negative", sparse)):
                 if keys is sparse and not NORMALIZERS.get(normalizer).sparse:
                     continue
                 yield row(
                     f"qbench {normalizer}, {name}",
-                    lambda n=normalizer, k=keys: kernels.attention(query, k, value, normalizer=n),
+                    lambda n=normalizer, k=keys, p=parameters: kernels.attention(
+                        query, k, value, normalizer=n, parameters=p
+                    ),
                 )
         yield row("torch softmax", lambda: F.scaled_dot_product_attention(query, key, value))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from qbench.attention import kernels, reference
 from qbench.attention.kernels.families import computed
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.bench.attention_timing import given
 from qbench.errors import EvaluationError
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
 
 
+OF_PARAMETERS = 5  # times the limit: sums of both signs over all rows
 LONG = 2048  # queries
 NEAR_ZERO = 1e-6  # of scores of standard deviation 1, in float32
 ATTEMPTS = 200
@@ -26,17 +29,26 @@ ATTEMPTS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """``scores``: factor on the queries. ``mask``: share of keys each query sees, or None."""
+    """``scores``: factor on the queries. ``mask``: share of keys each query sees, or None.
+    ``every``: for every normalizer, not only for those that others derive from."""
 
     shape: tuple[int, int, int, int, int, int]  # batch, heads, key heads, queries, keys, width
     causal: bool = True
     window: int | None = None
     scores: float = 1.0
     mask: float | None = None
+    sloped: bool = False
+    softcap: float | None = None
+    every: bool = False
 
-    def fits(self, dtype: torch.dtype) -> bool:
+    def fits(self, dtype: torch.dtype, normalizer: str) -> bool:
         """Queries of 1e-5 are below fp16's normal numbers: their gradients have few bits there.
-        The long cases are there for the kernels that only bf16 has."""
+        The long cases are there for the kernels that only bf16 has. Slopes bring scores to 0,
+        where rounding decides on the sign."""
+        if not self.every and normalizer not in BASES:
+            return False
+        if self.sloped and NORMALIZERS.get(normalizer).sparse and dtype == torch.float32:
+            return False
         if self.shape[3] > LONG:
             return dtype == torch.bfloat16
         return dtype != torch.float16 or self.scores >= 1e-3
@@ -46,35 +58,48 @@ class Case:
         words += [f"window {self.window}"] if self.window else []
         words += [f"scores × {self.scores:g}"] if self.scores != 1 else []
         words += ["mask"] if self.mask else []
+        words += ["ALiBi"] if self.sloped else []
+        words += [f"soft cap {self.softcap:g}"] if self.softcap else []
         return ", ".join(words)
 
 
+BASES = ("softmax", "softpick", "rectified", "sigmoid")
 CASES = (
-    *(Case(shape=(2, 4, 2, 333, 333, width)) for width in (16, 32, 64, 80, 96, 128, 256)),
+    *(
+        Case(shape=(2, 4, 2, 333, 333, width), every=width in (64, 80))
+        for width in (16, 32, 64, 80, 96, 128, 256)
+    ),
     Case(shape=(1, 2, 2, 200, 129, 64), causal=False),
     Case(shape=(1, 4, 1, 130, 517, 64)),
-    Case(shape=(1, 2, 2, 700, 700, 64), window=100),
-    Case(shape=(2, 2, 1, 257, 257, 64), mask=0.5, causal=False),
-    Case(shape=(3, 8, 2, 1, 1000, 64)),
+    Case(shape=(1, 2, 2, 700, 700, 64), window=100, every=True),
+    Case(shape=(2, 2, 1, 257, 257, 64), mask=0.5, causal=False, every=True),
+    Case(shape=(3, 8, 2, 1, 1000, 64), every=True),
     Case(shape=(2, 4, 4, 3, 4097, 128)),
     Case(shape=(1, 2, 2, 1, 1, 64)),
     # The heads of what is timed: compiled here, many at a time.
-    *(Case(shape=(1, 16, 16, 130, 130, width)) for width in (64, 128)),
+    *(Case(shape=(1, 16, 16, 130, 130, width), every=True) for width in (64, 128)),
     Case(shape=(2, 16, 16, 1, 600, 64)),
     # Long enough for the backward kernels in Gluon, see gluon_backward.ENOUGH.
-    Case(shape=(1, 16, 8, 3200, 3200, 64)),
-    Case(shape=(1, 16, 16, 2304, 2304, 128)),
+    Case(shape=(1, 16, 8, 3200, 3200, 64), every=True),
+    Case(shape=(1, 16, 16, 2304, 2304, 128), every=True),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-3),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-5),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=30.0),
+    # What published models combine.
+    Case(shape=(1, 16, 16, 3200, 3200, 64), sloped=True),
+    Case(shape=(1, 16, 16, 3200, 3200, 64), softcap=20.0),
+    Case(shape=(2, 4, 2, 333, 333, 128), sloped=True, softcap=5.0),
+    Case(shape=(2, 4, 2, 333, 333, 64), sloped=True, softcap=5.0, window=50, every=True),
+    Case(shape=(2, 4, 2, 3, 999, 64), sloped=True, softcap=5.0, window=500, every=True),
 )
-QUICK = tuple(CASES[i] for i in (2, 5, 8, 11))
+QUICK = tuple(CASES[i] for i in (2, 9, 11, 25))
 
 
-def check_kernels(quick: bool = False) -> list[dict[str, Any]]:
-    """Relative errors of the output and every gradient, each with its limit. Raises
+def check_kernels(quick: bool = False, only: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Relative errors of the output and every gradient, each with its limit; of the normalizers
+    ``only``, or of all. Raises
     EvaluationError that names each case over its limit, or not finite."""
-    results = list(_results(QUICK if quick else CASES))
+    results = list(_results(QUICK if quick else CASES, only))
     red = [r for r in results if not r["error"] <= r["limit"]]
     if red:
         lines = (f"{r['case']}: {r['what']} {r['error']:.1e} > {r['limit']:.0e}" for r in red)
@@ -82,14 +107,14 @@ def check_kernels(quick: bool = False) -> list[dict[str, Any]]:
     return results
 
 
-def _results(cases: tuple[Case, ...]) -> Iterator[dict[str, Any]]:
+def _results(cases: tuple[Case, ...], only: Collection[str]) -> Iterator[dict[str, Any]]:
     """In several processes, since most of the time goes into compiling kernels."""
     jobs = [
         (case, normalizer, dtype, seed)
         for seed, case in enumerate(cases)
-        for normalizer in computed()
+        for normalizer in only or computed()
         for dtype in LIMITS
-        if case.fits(dtype)
+        if case.fits(dtype, normalizer)
     ]
     workers = max(1, min(14, (os.cpu_count() or 2) - 1))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -98,13 +123,23 @@ def _results(cases: tuple[Case, ...]) -> Iterator[dict[str, Any]]:
         ):
             name = f"{normalizer}, {str(dtype).removeprefix('torch.')}, {case}"
             for what, error in found.items():
-                yield {"case": name, "what": what, "error": error, "limit": LIMITS[dtype]}
+                yield {"case": name, "what": what, "error": error, "limit": limit(what, dtype)}
+
+
+def limit(what: str, dtype: torch.dtype) -> float:
+    """The largest error that passes."""
+    return LIMITS[dtype] * (OF_PARAMETERS if what.startswith("gradient of") else 1)
 
 
 def errors(case: Case, normalizer: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
-    """‖got − truth‖ / ‖truth‖ of the output and the gradients of query, key and value."""
+    """‖got − truth‖ / ‖truth‖ of the output and the gradients of inputs and parameters."""
     batch, heads, _, queries, keys, width = case.shape
     settings = {"normalizer": normalizer, "causal": case.causal, "window": case.window}
+    settings["softcap"] = case.softcap
+    parameters = given(normalizer, heads, sloped=case.sloped, trained=True)
+    if normalizer == "sigmoid" and seed % 2:
+        parameters["bias"] = torch.linspace(-6, -4, heads, device="cuda").requires_grad_()
+    learned = [name for name, tensor in parameters.items() if tensor.requires_grad]
     for attempt in range(ATTEMPTS):
         generator = torch.Generator("cuda").manual_seed(seed + 1000 * attempt)
         inputs = _draw(case, dtype, generator)
@@ -115,12 +150,19 @@ def errors(case: Case, normalizer: str, dtype: torch.dtype, seed: int) -> dict[s
         settings["mask"] = torch.rand(shape, device="cuda", generator=generator) < case.mask
     gradient = torch.randn(batch, heads, queries, width, device="cuda", generator=generator)
     gradient = gradient.to(dtype)
-    output = kernels.attention(*inputs, **settings)
-    got = (output, *torch.autograd.grad(output, inputs, gradient))
+    output = kernels.attention(*inputs, parameters=parameters, **settings)
+    sources = [*inputs, *(parameters[name] for name in learned)]
+    got = (output, *torch.autograd.grad(output, sources, gradient))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = reference.attention(*wide, **settings)
-    truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
+    parameters = {
+        name: tensor.detach().double().requires_grad_(name in learned)
+        for name, tensor in parameters.items()
+    }
+    truth = reference.attention(*wide, parameters=parameters, **settings)
+    sources = [*wide, *(parameters[name] for name in learned)]
+    truths = (truth, *torch.autograd.grad(truth, sources, gradient.double()))
     names = ("output", "query gradient", "key gradient", "value gradient")
+    names += tuple(f"gradient of {name}" for name in learned)
     if keys == 1:  # the weight of a single key does not depend on its score: only rounding is left
         got, truths, names = got[::3], truths[::3], names[::3]
     return {name: relative_error(a, b) for name, a, b in zip(names, got, truths, strict=True)}

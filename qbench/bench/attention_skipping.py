@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qbench.attention.kernels import launch, tiles
+from qbench.attention.kernels.settings import NONE, Settings
 from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
 from qbench.errors import DataError
 from qbench.text import markdown
@@ -38,8 +39,11 @@ def measure_skipping(repeat_ms: int, checkpoint: str | None, text: Path | None) 
                 chosen = replace(tile, skip=skip)
                 row[f"{step} {'skipping' if skip else 'whole'} ms"] = milliseconds(
                     lambda q=queries, t=chosen, k=key, v=value: launch.forward(
-                        q, k, v, None, None, "softpick", q.shape[3] ** -0.5, True, 0,
-                        q.shape[2], k.shape[2], t,
+                        q, k, v, None, None, NONE,
+                        Settings(
+                            "softpick", q.shape[3] ** -0.5, 0.0, True, 0, q.shape[2], k.shape[2]
+                        ),
+                        t,
                     ),
                     repeat_ms,
                 )  # fmt: skip

@@ -8,11 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qbench.attention.normalizers import NORMALIZERS, SLOPES
+
 
 def random_tensor(batch: int, length: int, heads: int, width: int) -> Tensor:
     """[B, H, T, D] with the memory of [B, T, H, D], as models have it."""
     shape = (batch, length, heads, width)
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+
+def given(
+    normalizer: str, heads: int, *, sloped: bool = False, trained: bool = False
+) -> dict[str, Tensor]:
+    """A normalizer's parameters [heads] on the GPU, each head another; slopes as ALiBi's paper has
+    them. Where there is a default without a tensor, that."""
+    found = {}
+    for parameter in NORMALIZERS.get(normalizer).parameters:
+        if parameter is SLOPES:
+            if sloped:
+                powers = torch.arange(1, heads + 1, device="cuda") * (8 / heads)
+                found[parameter.name] = torch.exp2(-powers)
+        elif parameter.required:
+            spread = torch.linspace(0.8, 1.2, heads, device="cuda")
+            found[parameter.name] = (spread * (parameter.initial or 1)).requires_grad_(trained)
+    return found
 
 
 def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:

@@ -40,15 +40,19 @@ def attention(
         typer.Option(help="A softpick checkpoint: measure skipping on its activations too."),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Plain text to run --checkpoint over.")] = None,
+    only: Annotated[
+        list[str],
+        typer.Option(help="A normalizer to check and time, beside its plain kernel; repeat it."),
+    ] = [],  # noqa: B006
 ) -> None:
-    """The softpick kernels against float64, then against what else runs. Needs a GPU."""
+    """The kernels against float64, then against what else runs. Needs a GPU."""
     from qbench.bench.attention import bench_attention, table
 
     if (checkpoint is None) != (text is None):
         raise RecipeError("bench attention: --checkpoint and --text go together")
     if text is not None and not text.is_file():
         raise RecipeError(f"--text {text}: no such file")
-    typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text)))
+    typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text, only)))
 
 
 @app.command("products")

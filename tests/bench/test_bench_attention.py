@@ -5,7 +5,7 @@ import pytest
 from qbench.bench.attention import bench_attention, table
 from qbench.errors import UnavailableError
 
-SHAPE = (4, 4096, 16, 64)
+SHAPE, STEP = (4, 4096, 16, 64), (8, 1024, 16, 64)
 RESULTS = {
     "hardware": "a GPU",
     "versions": {"torch": "2.11.0", "triton": "3.6.0"},
@@ -13,8 +13,16 @@ RESULTS = {
     "checks": [{"case": "softpick", "what": "output", "error": 2e-3, "limit": 1e-2}],
     "prefill": [
         {"shape": SHAPE, "kernel": "qbench softpick", "forward": 400.0, "backward": 300.0},
+        {"shape": SHAPE, "kernel": "qbench softpick, ALiBi", "forward": 392.0, "backward": 150.0},
+        {"shape": SHAPE, "kernel": "qbench scalable-softpick", "forward": 380.0, "backward": 285.0},
+        {"shape": SHAPE, "kernel": "qbench sigmoid", "forward": 468.0, "backward": None},
+        {"shape": SHAPE, "kernel": "torch flash softmax", "forward": 400.0, "backward": 250.0},
         {"shape": SHAPE, "kernel": "cuDNN softmax", "forward": 410.0, "backward": 375.0},
         {"shape": SHAPE, "kernel": "plain PyTorch softpick", "forward": 4.0, "backward": None},
+    ],
+    "steps": [
+        {"shape": STEP, "kernel": "qbench softpick", "ms": 0.5},
+        {"shape": STEP, "kernel": "cuDNN softmax", "ms": 0.4},
     ],
     "decode": [
         {"shape": SHAPE, "kernel": "qbench softpick", "ms": 0.25, "tb_per_s": 4.0,
@@ -34,8 +42,12 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "| 4, 4096, 16, 64 | qbench softpick | 400 | 0.98 | 300 | 0.80 |",
-        "| 4, 4096, 16, 64 | plain PyTorch softpick | 4 | 0.01 | – | – |",
+        "| 4, 4096, 16, 64 | qbench softpick | 400 | 0.98 | – | 300 | 0.80 | – |",
+        "| 4, 4096, 16, 64 | qbench softpick, ALiBi | 392 | 0.96 | 0.98 | 150 | 0.40 | 0.50 |",
+        "| 4, 4096, 16, 64 | qbench scalable-softpick | 380 | 0.93 | 0.95 | 285 | 0.76 | 0.95 |",
+        "| 4, 4096, 16, 64 | plain PyTorch softpick | 4 | 0.01 | – | – | – | – |",
+        "| 4, 4096, 16, 64 | 1.17 |",
+        "| 8, 1024, 16, 64 | qbench softpick | 0.500 | 0.80 |",
         "| 4, 4096, 16, 64 | qbench softpick | 0.250 | 4.00 | 93% |",
         "| 64 | 9000 | qbench softpick | 1.500 |",
     ],

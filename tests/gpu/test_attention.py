@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from normalizer_parameters import attach
 
 from qbench.attention import kernels, reference
 from qbench.attention.interface import attend, attention_name
 from qbench.attention.kernels.families import computed
-from qbench.bench.attention_checks import CASES, LIMITS, errors, relative_error
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.bench.attention_checks import CASES, LIMITS, errors, limit, relative_error
+from qbench.bench.attention_timing import given
 from qbench.errors import EvaluationError
 
 pytestmark = [
@@ -20,6 +24,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
 NAMES = computed()
+IN_GLUON = ["softmax", "softpick", "rectified", "softmax1"]
 
 
 def draw(*shape, dtype=torch.bfloat16, seed=0):
@@ -30,14 +35,26 @@ def draw(*shape, dtype=torch.bfloat16, seed=0):
     return tensor.to(dtype).transpose(1, 2)
 
 
+def attention(query, key, value, normalizer):
+    parameters = given(normalizer, query.shape[1])
+    return kernels.attention(
+        query, key, value, normalizer=normalizer, parameters=parameters, causal=True
+    )
+
+
+def truth_of(wide, normalizer):
+    parameters = given(normalizer, wide[0].shape[1])
+    return reference.attention(*wide, normalizer=normalizer, parameters=parameters, causal=True)
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("normalizer", NAMES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_gradients_equal_the_float64_reference(case, normalizer, dtype):
-    if not case.fits(dtype):
-        pytest.skip("too small for fp16")
+    if not case.fits(dtype, normalizer):
+        pytest.skip("not for this dtype, or for the normalizers that this one derives from")
     found = errors(case, normalizer, dtype, seed=7)
-    assert {what: e for what, e in found.items() if not e <= LIMITS[dtype]} == {}
+    assert {what: e for what, e in found.items() if not e <= limit(what, dtype)} == {}
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -58,7 +75,7 @@ def test_extreme_scores_give_finite_results_and_gradients(kind, normalizer, dtyp
     else:
         query = query * 1e-4
     inputs = [tensor.requires_grad_() for tensor in (query.detach(), key.detach(), value)]
-    output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+    output = attention(*inputs, normalizer)
     gradients = torch.autograd.grad(output, inputs, draw(1, 1, length, 64, dtype=dtype, seed=9))
     assert all(tensor.isfinite().all() for tensor in (output, *gradients))
 
@@ -73,9 +90,9 @@ def test_tiny_positive_scores_among_large_negative_ones_are_exact(normalizer, mi
     value = draw(1, 1, 300, 64, seed=2)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     gradient = draw(1, 1, 300, 64, seed=3)
-    output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+    output = attention(*inputs, normalizer)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = reference.attention(*wide, normalizer=normalizer, causal=True)
+    truth = truth_of(wide, normalizer)
     got = (output, *torch.autograd.grad(output, inputs, gradient))
     expected = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
     assert max(relative_error(a, b) for a, b in zip(got, expected, strict=True)) <= 1e-2
@@ -84,10 +101,10 @@ def test_tiny_positive_scores_among_large_negative_ones_are_exact(normalizer, mi
 @pytest.mark.parametrize("normalizer", NAMES)
 def test_every_row_is_written(normalizer):
     query, key, value = (draw(2, 2, 333, 64, seed=s) for s in range(3))
-    expected = kernels.attention(query, key, value, normalizer=normalizer, causal=True).clone()
+    expected = attention(query, key, value, normalizer).clone()
     poison = torch.full((64 << 20,), float("nan"), device="cuda")  # what empty memory will hold
     del poison
-    got = kernels.attention(query, key, value, normalizer=normalizer, causal=True)
+    got = attention(query, key, value, normalizer)
     assert torch.equal(got, expected)
 
 
@@ -97,13 +114,13 @@ def test_gradients_are_the_same_bits_in_every_run(normalizer):
     gradient = draw(2, 4, 777, 64, seed=3)
     runs = []
     for _ in range(3):
-        output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+        output = attention(*inputs, normalizer)
         runs.append(torch.autograd.grad(output, inputs, gradient))
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
 
-@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("normalizer", IN_GLUON)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("tiny", [False, True])
@@ -111,6 +128,7 @@ def test_gradients_in_gluon_equal_the_reference_in_every_run(
     normalizer, width, kv_heads, tiny, monkeypatch
 ):
     from qbench.attention.kernels import launch
+    from qbench.attention.kernels.settings import NONE, kernel_modes
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
@@ -122,16 +140,17 @@ def test_gradients_in_gluon_equal_the_reference_in_every_run(
     if tiny:  # needs the series for e^x − 1
         query, key = torch.ones_like(query), key.abs() * 1e-5
         key[:, :, ::2] = -1
-    assert launch.gluon_backward.fits(query, key, value, True, 0)
+    modes = kernel_modes(NORMALIZERS.get(normalizer).kernels, NONE, 0.0)
+    assert launch.gluon_backward.fits(query, key, value, True, 0, modes)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     runs = []
     for _ in range(3):
-        output = kernels.attention(*inputs, normalizer=normalizer, causal=True)
+        output = attention(*inputs, normalizer)
         runs.append(torch.autograd.grad(output, inputs, gradient))
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = reference.attention(*wide, normalizer=normalizer, causal=True)
+    truth = truth_of(wide, normalizer)
     expected = torch.autograd.grad(truth, wide, gradient.double())
     pairs = zip(runs[0], expected, strict=True)
     assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
@@ -178,6 +197,7 @@ def test_packed_sequences_equal_each_alone(normalizer, width):
     cu_seqlens = torch.tensor([0, 5, 5, 300, 301, 900], dtype=torch.int32, device="cuda")
     inputs = [draw(1, 4, 900, width, seed=s).requires_grad_() for s in range(3)]
     settings = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    settings["parameters"] = given(normalizer, 4)
     got = kernels.packed_attention(*inputs, normalizer=normalizer, max_seqlen_q=600, **settings)
     gradient = draw(1, 4, 900, width, seed=3)
     gradients = torch.autograd.grad(got, inputs, gradient)
@@ -202,7 +222,7 @@ def small_model(dtype=torch.float32):
 @pytest.mark.parametrize("normalizer", NAMES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, side):
-    model = small_model()
+    model = attach(small_model(), normalizer)
     ids = torch.randint(0, 101, (3, 150), device="cuda")
     padding = torch.ones_like(ids)
     for row, count in enumerate((0, 31, 140)):
@@ -270,7 +290,7 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
     """float32 queries and keys after RoPE, bf16 values; which kernels ran, and without a mask."""
     from qbench.attention.kernels import launch
 
-    model = small_model()
+    model = attach(small_model(), normalizer)
     attend(model, normalizer=normalizer, implementation="triton")
     asked = []
     for name in ("forward", "backward"):
@@ -296,6 +316,36 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
     assert {"forward_kernel", "query_kernel", "key_kernel"} <= ran
     assert not any("fmha" in name or "flash" in name for name in ran)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("normalizer", "name"), [("sigmoid", "bias"), ("softmax-sink", "sinks"),
+                                                   ("scalable-softmax", "s")])  # fmt: skip
+def test_parameters_are_trained_in_a_graph_and_with_checkpointing(normalizer, name):
+    """The same gradients eagerly, under activation checkpointing, and replayed as a CUDA graph."""
+    inputs = [draw(2, 4, 256, 64, seed=s).requires_grad_() for s in range(3)]
+    parameter = torch.linspace(-2, 1, 4, device="cuda").requires_grad_()
+    sources = [*inputs, parameter]
+
+    def run(query, key, value, parameter):
+        return kernels.attention(
+            query, key, value, normalizer=normalizer, parameters={name: parameter}, causal=True
+        )
+
+    gradient = draw(2, 4, 256, 64, seed=3)
+    expected = torch.autograd.grad(run(*sources), sources, gradient)
+    output = torch.utils.checkpoint.checkpoint(run, *sources, use_reentrant=False)
+    got = torch.autograd.grad(output, sources, gradient)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(run(*sources), sources, gradient)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        replayed = torch.autograd.grad(run(*sources), sources, gradient)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
 
 
 def test_lengths_and_batch_sizes_do_not_compile_again():

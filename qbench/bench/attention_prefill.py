@@ -1,0 +1,202 @@
+"""Prefill in ``qbench bench attention``: every normalizer, its variants, and what else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qbench.attention import kernels
+from qbench.attention.kernels.families import computed
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.bench.attention_timing import given, milliseconds, random_tensor
+from qbench.text import markdown
+
+SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
+STEP = (8, 1024, 16, 64)  # a short step, where launches take their share of the time
+CUDNN, FLASH = "cuDNN softmax", "torch flash softmax"
+CAP = 50.0  # Gemma 2's
+FLASH_SIGMOID = 1.17  # × FlashAttention-2 on an H100, forward (Ramapuram et al. 2024, abstract)
+
+# What a normalizer with parameters is measured beside: the kernel without.
+PLAIN = {
+    "sigmoid": "softmax", "softmax1": "softmax", "softmax-sink": "softmax",
+    "scalable-softmax": "softmax", "scalable-softpick": "softpick",
+}  # fmt: skip
+VARIANTS = ("ALiBi", "soft cap")
+OF_VARIANTS = ("softmax", "softpick", "sigmoid")
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(normalizer: str, heads: int, variant: str | None = None, *, trained: bool = True) -> Run:
+    """Our kernel, with parameters that need gradients where it has any."""
+    parameters = given(normalizer, heads, sloped=variant == "ALiBi", trained=trained)
+    softcap = CAP if variant == "soft cap" else None
+    return lambda q, k, v: kernels.attention(
+        q, k, v, normalizer=normalizer, parameters=parameters, softcap=softcap, causal=True
+    )
+
+
+def contenders(length: int, heads: int, only: Collection[str]) -> dict[str, Run]:
+    """By the names of the tables' rows; with ``only`` these normalizers, what they are measured
+    beside, and torch's fastest."""
+    names = [n for n in computed() if not only or n in only]
+    names += [PLAIN[n] for n in names if PLAIN.get(n, n) not in names]
+    found = {f"qbench {name}": ours(name, heads) for name in dict.fromkeys(names)}
+    for name in names:
+        if name in OF_VARIANTS and (not only or name in only):
+            found |= {f"qbench {name}, {v}": ours(name, heads, v) for v in VARIANTS}
+    from torch.nn.attention import SDPBackend
+
+    found[FLASH] = _torchs(SDPBackend.FLASH_ATTENTION)
+    found[CUDNN] = _torchs(SDPBackend.CUDNN_ATTENTION)
+    if not only:
+        found["FlexAttention softmax"] = _flex(length)
+        found["plain PyTorch softpick"] = _plain_softpick
+    return found
+
+
+def prefill(
+    shape: tuple[int, ...], repeat_ms: int, only: Collection[str]
+) -> Iterator[dict[str, Any]]:
+    """Forward and backward pass of every contender, in TFLOP/s."""
+    batch, length, heads, width = shape
+    work = 4 * batch * heads * length * length * width / 2
+    inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
+    gradient = torch.randn_like(inputs[0])
+    for name, function in contenders(length, heads, only).items():
+        try:
+            plain = name.startswith("plain")  # its gradients' intermediates would not fit
+            with torch.set_grad_enabled(not plain):
+                output = function(*inputs)
+            with torch.no_grad():
+                forward = milliseconds(lambda f=function: f(*inputs), repeat_ms)
+            backward = None
+            if not plain:
+                backward = milliseconds(
+                    lambda o=output: torch.autograd.grad(o, inputs, gradient, retain_graph=True),
+                    repeat_ms,
+                )
+        except RuntimeError as error:  # a library's kernel that does not run here is said so
+            yield {"shape": shape, "kernel": name, "forward": None, "backward": None,
+                   "error": str(error).splitlines()[0]}  # fmt: skip
+            continue
+        yield {
+            "shape": shape,
+            "kernel": name,
+            "forward": work / forward / 1e9,
+            "backward": None if backward is None else 2.5 * work / backward / 1e9,
+        }
+
+
+def steps(repeat_ms: int, only: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Forward and backward pass of a short step, what the host takes to launch included."""
+    batch, length, heads, width = STEP
+    inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
+    gradient = torch.randn_like(inputs[0])
+    for name, function in contenders(length, heads, only or computed()).items():
+        if ", " in name:  # a variant's launches are its kernel's
+            continue
+
+        def step(f: Run = function) -> Any:
+            return torch.autograd.grad(f(*inputs), inputs, gradient)
+
+        try:
+            yield {"shape": STEP, "kernel": name, "ms": milliseconds(step, repeat_ms)}
+        except RuntimeError as error:
+            yield {"shape": STEP, "kernel": name, "ms": None, "error": str(error).splitlines()[0]}
+
+
+def prefill_table(rows: list[dict[str, Any]]) -> str:
+    """In Markdown, each rate beside cuDNN's and beside the kernel without parameters."""
+    by_name = {(tuple(row["shape"]), row["kernel"]): row for row in rows}
+    head = ("B, T, H, D", "kernel")
+    for direction in ("forward", "backward"):
+        head += (f"{direction} TFLOP/s", "× cuDNN", "× plain")
+    lines = []
+    for row in rows:
+        shape = tuple(row["shape"])
+        cells = [", ".join(map(str, shape)), row["kernel"]]
+        for direction in ("forward", "backward"):
+            rate = row[direction]
+            cells.append("–" if rate is None else f"{rate:.0f}")
+            for other in (CUDNN, _plain_name(row["kernel"])):
+                best = by_name.get((shape, other), {}).get(direction)
+                cells.append("–" if rate is None or best is None else f"{rate / best:.2f}")
+        lines.append(cells)
+    return markdown.table(head, lines, align="ll" + "r" * 6)
+
+
+def step_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown."""
+    best = {tuple(row["shape"]): row["ms"] for row in rows if row["kernel"] == CUDNN}
+    cells = []
+    for row in rows:
+        ms, other = row["ms"], best.get(tuple(row["shape"]))
+        cells.append([
+            ", ".join(map(str, row["shape"])), row["kernel"],
+            "–" if ms is None else f"{ms:.3f}",
+            "–" if ms is None or other is None else f"{other / ms:.2f}",
+        ])  # fmt: skip
+    return [
+        "",
+        "A short step: forward and backward pass together, launches from the host included.",
+        "",
+        markdown.table(("B, T, H, D", "kernel", "ms", "× cuDNN"), cells, align="llrr"),
+    ]
+
+
+def flash_sigmoid_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Our sigmoid beside torch's FlashAttention-2, as Apple's paper puts theirs."""
+    rates = {(tuple(row["shape"]), row["kernel"]): row["forward"] for row in rows}
+    cells = []
+    for (shape, kernel), rate in rates.items():
+        other = rates.get((shape, FLASH))
+        if kernel == "qbench sigmoid" and rate and other:
+            cells.append([", ".join(map(str, shape)), f"{rate / other:.2f}"])
+    if not cells:
+        return []
+    return [
+        "",
+        f"Sigmoid's forward pass, × torch's FlashAttention-2 in the same run. Apple's FlashSigmoid "
+        f"claims {FLASH_SIGMOID:.2f} on an H100.",
+        "",
+        markdown.table(("B, T, H, D", "× FlashAttention-2"), cells, align="lr"),
+    ]
+
+
+def _plain_name(kernel: str) -> str:
+    """Of a row with parameters, a slope or a cap: the row without."""
+    name, _, variant = kernel.removeprefix("qbench ").partition(", ")
+    return f"qbench {name if variant else PLAIN.get(name, '')}"
+
+
+def _torchs(backend: Any) -> Run:
+    from torch.nn.attention import sdpa_kernel
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return run
+
+
+def _flex(length: int) -> Run:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
+    torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def _plain_softpick(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What a user writes today: all scores at once."""
+    scores = (query @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
+    seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    weights = NORMALIZERS.get("softpick").weights(scores, allowed=seen)
+    return weights.to(value.dtype) @ value
