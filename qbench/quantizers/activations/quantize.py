@@ -40,14 +40,14 @@ def fixed_by(low: Tensor, high: Tensor, grid: Grid) -> Fixed:
     low, high = low.float(), high.float()
     largest = torch.maximum(-low, high)
     if grid.kind == "symmetric":
-        return Fixed(largest / (2 ** (int(grid.bits) - 1) - 1))
+        return Fixed(rounding.over(largest, 2 ** (int(grid.bits) - 1) - 1))
     if grid.kind == "asymmetric":
         low, high = low.clamp(max=0), high.clamp(min=0)
-        scale = (high - low) / (2 ** int(grid.bits) - 1)
+        scale = rounding.over(high - low, 2 ** int(grid.bits) - 1)
         return Fixed(scale, torch.round(-low / torch.where(scale == 0, 1.0, scale)))
-    largest = largest / rounding.ELEMENTS[grid.kind].largest
+    largest = rounding.over(largest, rounding.ELEMENTS[grid.kind].largest)
     if grid.scale_format == "e4m3":  # so that the largest block's scale is E4M3's largest value
-        largest = largest / rounding.ELEMENTS["e4m3"].largest
+        largest = rounding.over(largest, rounding.ELEMENTS["e4m3"].largest)
     return Fixed(largest)
 
 

@@ -56,7 +56,7 @@ def _symmetric(x: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
     """scale · clamp(round(x / scale), ±(2^(bits−1) − 1)), scale = max|x| / (2^(bits−1) − 1)."""
     most = 2 ** (int(grid.bits) - 1) - 1
     if scale is None:
-        scale = x.abs().amax(-1, keepdim=True) / most
+        scale = over(x.abs().amax(-1, keepdim=True), most)
     codes = torch.round(x / _above_zero(scale)).clamp(-most, most)
     return (codes + _broken(x)) * scale
 
@@ -67,7 +67,7 @@ def _asymmetric(x: Tensor, grid: Grid, scale: Tensor | None, zero: Tensor | None
     steps = 2 ** int(grid.bits) - 1
     if scale is None:
         low, high = (t.clamp(max=0) if i == 0 else t.clamp(min=0) for i, t in enumerate(_ends(x)))
-        scale = (high - low) / steps
+        scale = over(high - low, steps)
         zero = torch.round(-low / _above_zero(scale))
     assert zero is not None
     codes = (torch.round(x / _above_zero(scale)) + zero).clamp(0, steps)
@@ -83,11 +83,11 @@ def _floats(x: Tensor, grid: Grid, given: Tensor | None) -> Tensor:
     """
     element = ELEMENTS[grid.kind]
     if grid.scale_format == "float32":
-        scale = x.abs().amax(-1, keepdim=True) / element.largest if given is None else given
+        scale = over(x.abs().amax(-1, keepdim=True), element.largest) if given is None else given
     elif grid.scale_format == "e8m0":
         scale = _power_of_two(x.abs().amax(-1, keepdim=True), element.highest)
     else:
-        inner = x.abs().amax(-1, keepdim=True) / element.largest
+        inner = over(x.abs().amax(-1, keepdim=True), element.largest)
         tensor = torch.ones((), device=x.device) if given is None else given
         ratio = (inner / _above_zero(tensor)).clamp(min=LEAST_E4M3)
         scale = nearest(ratio + _broken(inner), ELEMENTS["e4m3"]) * tensor
@@ -98,6 +98,11 @@ def nearest(x: Tensor, element: Element) -> Tensor:
     """The value of ``element`` nearest to ``x``, float32; saturates, NaN stays NaN."""
     step = _two_to(_exponent(x).clamp(min=element.lowest) - element.mantissa)
     return (torch.round(x / step) * step).clamp(-element.largest, element.largest)
+
+
+def over(x: Tensor, number: float) -> Tensor:
+    """``x`` / ``number``, rounded once: by a plain number CUDA multiplies with its reciprocal."""
+    return x / torch.full_like(x, number)
 
 
 def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
