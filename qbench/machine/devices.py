@@ -85,6 +85,16 @@ def capability(index: int = 0) -> tuple[int, int]:
 
 
 @functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What this host's processor can do, in Linux's words (avx512_vnni); none where it does not
+    say, as on ARM."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text() if path.is_file() else ""
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+@functools.cache
 def torch_cuda() -> str | None:
     """The CUDA version that the installed PyTorch is built for; None for a build without."""
     found = importlib.util.find_spec("torch")

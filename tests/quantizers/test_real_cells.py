@@ -8,10 +8,15 @@ from torch import nn
 from treated_models import decoder
 
 from qbench.errors import QuantizationError, RecipeError
+from qbench.machine.devices import cpu_flags
 from qbench.quantizers import quantizer_of
 from qbench.quantizers.products import real
+from qbench.quantizers.products.activations import VNNI
 from qbench.quantizers.products.layers import ScaledLinear
 
+needs_vnni = pytest.mark.skipif(
+    bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
+)
 WHICH = "llama-wide"  # widths are multiples of 16
 CONFIG = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -26,6 +31,7 @@ def parts(weights, activations, arithmetic, **more):
     return {"weights": weights, "activations": named, **more}
 
 
+@needs_vnni
 @pytest.mark.parametrize("activations", ["int8-token", "int8-static", "int8-tensor"])
 @pytest.mark.parametrize("outliers", [None, "smoothquant", "rotation"])
 def test_real_int8_on_a_cpu_passes_its_audit_and_equals_its_simulation(
@@ -79,7 +85,8 @@ def test_real_int8_on_a_cpu_passes_its_audit_and_equals_its_simulation(
         (parts("int8-row", "int8-token", "simulated"), "cpu", "float32", CONFIG, ""),
     ],
 )  # fmt: skip
-def test_auto_is_decided_when_planned_and_says_why(entry, device, dtype, config, says):
+def test_auto_is_decided_when_planned_and_says_why(entry, device, dtype, config, says, monkeypatch):
+    monkeypatch.setattr("qbench.machine.devices.cpu_flags", lambda: frozenset({"avx_vnni"}))
     chosen = cell(entry, device, dtype, config)
     assert chosen.chosen == says
     assert chosen.settings["activations"]["arithmetic"] == (
@@ -106,6 +113,14 @@ def test_fp8_asks_the_gpu(here, says, monkeypatch):
     assert chosen.chosen == f"fp8-row: arithmetic auto: {says}"
 
 
+def test_a_cpu_without_vnni_simulates(monkeypatch):
+    monkeypatch.setattr("qbench.machine.devices.cpu_flags", lambda: frozenset({"avx2"}))
+    assert cell("w8a8-int8").chosen == (
+        "int8-token: arithmetic auto: simulated, since int8 sums saturate on this CPU, which has "
+        "no VNNI"
+    )
+
+
 def test_real_that_cannot_be_is_refused_before_work():
     with pytest.raises(RecipeError) as raised:
         cell(parts("bnb-4bit", "int8-token", "real"))
@@ -122,6 +137,7 @@ def test_an_undecided_choice_does_not_run(tmp_path):
         make(undecided, tmp_path, WHICH)
 
 
+@needs_vnni
 def test_a_layer_left_out_of_both_parts_stays_whole(tmp_path):
     entry = {
         "weights": {"name": "int8-row", "leave_out": ["down_proj"]},
@@ -135,6 +151,7 @@ def test_a_layer_left_out_of_both_parts_stays_whole(tmp_path):
     assert cell(entry).chosen.endswith("since weights leave down_proj out and activations do not")
 
 
+@needs_vnni
 def test_a_layer_that_stopped_multiplying_codes_fails_its_audit(tmp_path):
     """As where a library leaves a layer out in silence."""
     chosen = cell(parts("int8-row", "int8-token", "real"))
@@ -144,6 +161,7 @@ def test_a_layer_that_stopped_multiplying_codes_fails_its_audit(tmp_path):
     assert any("model.layers.1.mlp.up_proj: its product is" in line for line in report.problems)
 
 
+@needs_vnni
 def test_a_product_that_is_off_fails_its_audit(tmp_path, monkeypatch):
     chosen = cell(parts("int8-row", "int8-token", "real"))
     model = make(chosen, tmp_path, WHICH).model

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CODES = {("symmetric", 8): "int8", ("e4m3", 8): "e4m3"}  # of a grid with float32 scales
 WEIGHTS = {"int8": "int8-row", "e4m3": "fp8-row or fp8-tensor"}
 MULTIPLE = {"int8": 8, "e4m3": 16}  # of inputs and outputs, in cuBLAS
+VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}  # without, PyTorch's int8 products are wrong
 CAPABILITY = {"int8": (8, 0), "e4m3": (8, 9)}  # Ampere; Ada and Hopper
 
 
@@ -113,10 +114,15 @@ def _codes(grid: Grid) -> str | None:
 
 
 def _device_obstacle(kind: str, device: str) -> str | None:
-    if device == "cpu":
-        return "fp8 products need a GPU" if kind == "e4m3" else None
-    from qbench.machine.devices import capability
+    from qbench.machine.devices import capability, cpu_flags
 
+    if device == "cpu":
+        if kind == "e4m3":
+            return "fp8 products need a GPU"
+        flags = cpu_flags()
+        if flags and not flags & VNNI:
+            return "int8 sums saturate on this CPU, which has no VNNI"
+        return None
     here, least = capability(), CAPABILITY[kind]
     if here < least:
         format = "fp8" if kind == "e4m3" else kind

@@ -65,6 +65,8 @@ def install(
     inputs = Inputs(quantize, fixed, modules)
     for name, module in modules.items():
         _require(name, module, kind)
+        if kind == "int8" and module.codes.device.type == "cpu":  # type: ignore[union-attr]
+            _require_sums()
         module.__class__ = RealLinear
         module.product = Product(inputs, kind, inputs.fixed.get(name))  # type: ignore[assignment]
     setattr(model, ATTRIBUTE, inputs)
@@ -83,6 +85,19 @@ def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> codes
 def multiply(kind: str, coded: codes.Coded, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
     """Codes [rows, in] by the layer's, times both scales, plus its bias: ``dtype`` [rows, out]."""
     return (_int8 if kind == "int8" else _fp8)(*coded, layer, dtype)
+
+
+@cache
+def _require_sums() -> None:
+    """Raise QuantizationError where a CPU's int8 products saturate on the way: without VNNI two
+    products are added in 16 bits, and no library says so."""
+    ones = torch.full((16, 64), 127, dtype=torch.int8)
+    found = _torchao("torchao.kernel").int_scaled_matmul(ones, ones.T, torch.ones(16, 1))
+    if not bool((found == 64 * 127**2).all()):
+        raise QuantizationError(
+            f"int8 products are wrong on this CPU: 64 · 127² = {64 * 127**2:,} came out as "
+            f"{int(found[0, 0]):,}; set arithmetic: simulated"
+        )
 
 
 def _require(name: str, module: nn.Module, kind: str) -> None:
