@@ -16,10 +16,11 @@ from qbench.record.analysis import Analysis, Sensitivity, Stretch
 from qbench.record.passkey import depth, task_length
 from qbench.report.costs import Found
 from qbench.report.style import DASHES, MARKERS, SERIES, cut, legend, panels
-from qbench.report.why_figures import LEFT, heat
+from qbench.report.why_figures import BARS, LEFT, heat
 from qbench.store import Store
 from qbench.tables.along import Pruned, correlation, pairs, pruned_alone
 from qbench.tables.analyses import Why
+from qbench.tables.chance import at_chance
 
 DEPTHS = 10  # rows of the passkey figure
 LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale
@@ -145,10 +146,11 @@ def pruning(found: Sequence[Pruned]) -> Iterator[Found]:
     names = list(dict.fromkeys(one.record.checkpoint for one in found))
     figure, grid = panels([2.0], left=0.9, named=names)
     axes = grid[0][0]
+    lowest = min((one.kl for one in found if one.kl > 0), default=LEAST_KL) / 10
     for index, name in enumerate(names):
         own = [one for one in found if one.record.checkpoint == name]
         axes.plot(
-            [100 * one.share for one in own], [max(one.kl, LEAST_KL) for one in own],
+            [100 * one.share for one in own], [max(one.kl, lowest) for one in own],
             color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)],
             marker=MARKERS[index % len(MARKERS)], label=name,
         )  # fmt: skip
@@ -200,8 +202,15 @@ def passkey(rows: Sequence[Row]) -> Iterator[Found]:
     exact = [row for row in rows if row["metric"] == "exact_match"]
     cells = list(dict.fromkeys(f"{row['checkpoint']}/{row['quantizer']}" for row in exact))
     lengths = sorted({int(str(row["length"])) for row in exact})
-    figure, grid = panels([1.4] * len(cells), left=LEFT, named=[], between=0.7)
-    for cell, (axes,) in zip(cells, grid, strict=True):
+    abreast = min(2, len(cells))
+    figure, grid = panels(
+        [1.3] * -(-len(cells) // abreast), left=LEFT, named=[], columns=[1] * abreast, between=0.75
+    )
+    if abreast == 2:
+        figure.subplots_adjust(**BARS)
+    for axes in grid.flat[len(cells) :]:
+        axes.set_axis_off()
+    for cell, axes in zip(cells, grid.flat, strict=False):
         values = np.full((DEPTHS, len(lengths)), np.nan)
         for row in exact:
             if f"{row['checkpoint']}/{row['quantizer']}" == cell:
@@ -209,17 +218,39 @@ def passkey(rows: Sequence[Row]) -> Iterator[Found]:
                 place = lengths.index(int(str(row["length"])))
                 values[part, place] = 100 * float(str(row["value"]))
         heat(figure, axes, values, most=100.0, turned=True)
-        axes.set_xticks(range(len(lengths)), list(map(str, lengths)))
+        for place, length in enumerate(lengths):
+            if _guessed(exact, cell, length):
+                axes.text(
+                    place, (DEPTHS - 1) / 2, "chance", rotation=90, color="white", fontsize=7,
+                    ha="center", va="center",
+                )  # fmt: skip
+        axes.set_xticks(range(len(lengths)), list(map(str, lengths)), rotation=30)
         axes.set_yticks([0, DEPTHS - 1], ["first", "last"])
-        axes.set_ylabel("tenth")
-        axes.set_title(cut(cell))
-    grid[-1][0].set_xlabel("tokens of the prompt")
+        axes.set_title(cut(cell), fontsize=7.5, loc="left")
+    for row in grid:
+        row[0].set_ylabel("tenth")
+        for axes in row[1:]:
+            axes.tick_params(labelleft=False)
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens of the prompt", fontsize=8)
     yield (
         "passkey",
         "Passkey retrieval: keys given back (%) by length of the prompt and by the tenth of it in "
-        "which the key stands. Guessing gives 0. Numbers: passkey.csv.",
+        "which the key stands; chance: no more than guessing reaches. Numbers: passkey.csv.",
         figure,
     )
+
+
+def _guessed(rows: Sequence[Row], cell: str, length: int) -> bool:
+    """Whether a cell's score at a length, all depths together, is one that guessing reaches."""
+    own = [
+        (float(str(row["value"])), int(str(row["documents"])))
+        for row in rows
+        if f"{row['checkpoint']}/{row['quantizer']}" == cell and row["length"] == length
+    ]
+    documents = sum(count for _, count in own)
+    right = sum(value * count for value, count in own)
+    return bool(documents) and at_chance("exact_match", right / documents, documents)
 
 
 def _by_layer(one: Sensitivity) -> dict[tuple[str, int], float]:

@@ -10,13 +10,13 @@ from scipy import stats
 
 from qbench.record import Damage, Record, Score
 from qbench.record.analysis import Analysis, Sensitivity
-from qbench.record.passkey import CHANCE, DIGITS, task_length
+from qbench.record.passkey import task_length
 from qbench.tables.analyses import Section, Why, kl
+from qbench.tables.chance import AT_CHANCE, at_chance
 from qbench.text.numbers import NO_VALUE, number
 
 LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
 NORMAL = 1.96  # standard errors either side: 95 %
-AT_CHANCE = 0.05  # a score that guessing reaches at least so often
 
 
 def sections(why: Why) -> list[Section]:
@@ -272,17 +272,11 @@ def passkeys(records: Sequence[Record]) -> Iterator[Section]:
             )
 
 
-def at_chance(score: Score) -> bool:
-    """Whether guessing gives so many right answers, or more, in 5 % of runs or oftener."""
-    tried = score.documents * (DIGITS if score.metric == "acc_digits" else 1)
-    right = round(score.value * tried)
-    return float(stats.binom.sf(right - 1, tried, CHANCE[score.metric])) > AT_CHANCE
-
-
 def passkey_text(score: Score | None) -> str:
     if score is None:
         return NO_VALUE
-    return f"{score.value * 100:.1f}{' (chance)' if at_chance(score) else ''}"
+    chance = at_chance(score.metric, score.value, score.documents)
+    return f"{score.value * 100:.1f}{' (chance)' if chance else ''}"
 
 
 def _value(value: float | None, form: str) -> str:

@@ -15,8 +15,9 @@ from qbench.record.analysis import Sensitivity, UnitSensitivity
 from qbench.record.damage import Ratio
 from qbench.record.passkey import CHANCE
 from qbench.report.why import why_tables
-from qbench.tables.along import Pair, at_chance, correlation, pairs, passkey_text, passkeys
+from qbench.tables.along import Pair, correlation, pairs, passkey_text, passkeys
 from qbench.tables.analyses import Why, gather
+from qbench.tables.chance import at_chance
 from qbench.tables.why import beside_paper
 
 
@@ -75,7 +76,7 @@ def score(value, metric="exact_match", documents=200, task="passkey_256"):
     ],
 )
 def test_scores_that_guessing_reaches_are_shown_as_such(value, metric, chance):
-    assert at_chance(score(value, metric)) is chance
+    assert at_chance(metric, value, 200) is chance
     assert passkey_text(score(value, metric)).endswith("(chance)") is chance
     tried = 200 * (5 if metric == "acc_digits" else 1)
     reached = stats.binomtest(round(value * tried), tried, CHANCE[metric], "greater").pvalue

@@ -125,6 +125,9 @@ def test_a_run_scores_it_like_any_task(tmp_path):
         ]  # fmt: skip
         assert record.key_parts["tasks"].keys() == {"passkey_256", "passkey_300"}
         assert len(Store(out).outcomes(record)) == 12
+    text = (out / "tables.md").read_text()
+    assert "At chance, which guessing reaches" in text
+    assert "passkey_256 Exact Match of softmax/fp32" in text
     quantized = next(record for record in records if record.cell == "softpick/rtn-4bit")
     flips = quantized.damage.tasks["passkey_256"].flips["exact_match"]
     assert (flips.documents, flips.right_to_wrong) == (3, 0)
