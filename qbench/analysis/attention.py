@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.normalizers.normalizer import SLOPES
 
 POSITIONS = 4  # first key positions whose sinks are measured
 GU_LENGTH = 64  # T of Gu et al. 2024
@@ -21,7 +22,8 @@ CHUNK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # held at once: 4 MiB and 256
 class Call:
     """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D], and what turns
     them into weights. ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None:
-    causal. ``scale``: factor of the scores, None: 1/√D. ``output``: [B, T, Hq, Dv], before the
+    causal. ``scale``: factor of the scores, None: 1/√D; ``softcap`` c: they become c · tanh(x / c)
+    (see ``reference.attention``). ``output``: [B, T, Hq, Dv], before the
     output projection."""
 
     query: Tensor
@@ -29,6 +31,7 @@ class Call:
     normalizer: str
     parameters: Mapping[str, Tensor] | None = None
     scale: float | None = None
+    softcap: float | None = None
     mask: Tensor | None = None
     output: Tensor | None = None
 
@@ -151,6 +154,7 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     batch, heads, length, width = call.query.shape
     kv_heads = call.key.shape[1]
     given = normalizer.checked(call.parameters, heads)
+    slopes = given.get(SLOPES.name) if SLOPES in normalizer.parameters else None
     query = call.query.float() * (width**-0.5 if call.scale is None else call.scale)
     key = call.key.float().transpose(2, 3)
     room = CHUNK_WEIGHTS["cuda" if query.is_cuda else "cpu"]
@@ -165,11 +169,12 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
         # Heads that share keys are rows of one product.
         rows = query[:, :, start:stop].reshape(batch, kv_heads, -1, width)
         scores = (rows @ key[..., :stop]).view(batch, heads, stop - start, stop)
-        settings = {
-            "allowed": allowed,
-            "parameters": given,
-            "distances": positions[start:stop, None] - positions[:stop],
-        }
+        distances = positions[start:stop, None] - positions[:stop]
+        if call.softcap:
+            scores = call.softcap * (scores / call.softcap).tanh()
+        if slopes is not None:
+            scores = scores - slopes.float()[:, None, None] * distances
+        settings = {"allowed": allowed, "parameters": given, "distances": distances}
         fraction = normalizer.fraction(scores, **settings)
         if fraction is None:
             yield normalizer.weights(scores, **settings), allowed

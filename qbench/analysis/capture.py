@@ -20,6 +20,7 @@ from qbench.analysis.attention import Call
 from qbench.attention.kv_cache import KV_CACHE, read_apart
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.attention.rotation import rotated
 from qbench.errors import UnavailableError
 
 NAME = "qbench-measured"
@@ -69,6 +70,7 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
             normalizer=normalizer.name,
             parameters=_parameters(normalizer, module, options),
             scale=scaling,
+            softcap=options.get("softcap"),
             mask=mask,
             output=output,
         )
@@ -86,9 +88,7 @@ def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tu
     """
     if getattr(module, KV_CACHE, None) is None:
         return query, key
-    rotation = getattr(module, "qbench_rotation", None)
-    if rotation is not None:
-        query, key = rotation(query), rotation(key)
+    query, key = rotated(module, query, key, {})
     found = read_apart(module, key, value)
     if found is None:
         raise UnavailableError(

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from normalizer_parameters import parameters
 
 from qbench.analysis import attention
 from qbench.analysis.attention import (
@@ -11,6 +12,7 @@ from qbench.analysis.attention import (
     POSITIONS,
     Call,
     LayerAttention,
+    chunks,
     column_means,
     column_means_gu,
     delimiter_means,
@@ -18,6 +20,7 @@ from qbench.analysis.attention import (
     output_ratios,
 )
 from qbench.attention import reference
+from qbench.attention.normalizers import NORMALIZERS
 
 
 def tensors(heads, kv_heads, length, seed=0):
@@ -83,6 +86,26 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
             assert found.entropy[b, h].tolist() == pytest.approx(
                 entropies, rel=1e-5, abs=1e-5, nan_ok=True
             )
+
+
+@pytest.mark.parametrize("normalizer", [*NORMALIZERS])
+@pytest.mark.parametrize("options", ["", "slopes", "softcap"])
+def test_every_normalizer_is_measured_by_its_definition(normalizer, options, monkeypatch):
+    monkeypatch.setitem(attention.CHUNK_WEIGHTS, "cpu", 2 * 4 * 40 * 7)
+    query, key = tensors(4, 2, 40)
+    given = parameters(normalizer, 4, dtype=torch.float32, slopes=options == "slopes")
+    softcap = 3.0 if options == "softcap" else None
+    settings = {"normalizer": normalizer, "parameters": given, "softcap": softcap}
+    whole = reference.weights(query, key, causal=True, **settings)
+    found = measure_weights(Call(query=query, key=key, **settings))
+    assert torch.allclose(found.mass, whole.sum(-1), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(found.largest, whole.amax(-1), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(found.columns.float(), whole.sum(2), rtol=1e-4, atol=1e-5)
+    rows = torch.cat(
+        [torch.nn.functional.pad(part, (0, 40 - part.shape[-1])) for part, _ in
+         chunks(Call(query=query, key=key, **settings))], 2,
+    )  # fmt: skip
+    assert torch.allclose(rows, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_softmax_rows_weigh_one_and_have_no_zeros_while_softpick_rows_may_be_silent():
