@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from scoring_models import choices, llama, pages, scorer
 
 from qbench.attention.interface import attend
+from qbench.evaluation.scoring.greedy import greedy
 from qbench.evaluation.tolerance import Tolerance
 from qbench.quantizers.parts import quantizer_of
 
@@ -71,3 +73,14 @@ def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
     monkeypatch.setattr(rounding, "by_token", noting)
     fast.loglikelihood(choices(9), disable_tqdm=True)
     assert sum(rounded) == fast.report().tokens * 3 * 2  # layers, keys and values
+
+
+@pytest.mark.parametrize("scheme", ["first tokens", "kivi, recent, before RoPE"])
+def test_prompts_decoded_side_by_side_read_the_same_cache(scheme):
+    model = model_with(scheme)
+    prompts = [[(7 * i + 3 * t) % 400 for t in range(21)] for i in range(3)]
+    for prompt, answer in zip(prompts, greedy(model, prompts, 12), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        likeliest = logits[len(prompt) - 1 : -1].argmax(-1)
+        assert likeliest.tolist() == answer
