@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -12,6 +14,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.training.recipe import Shape
 from qbench.training.shape import llama_settings
 
+NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -49,15 +52,32 @@ class Loss(nn.Module):
 
     def __init__(self, model: LlamaForCausalLM, precision: str) -> None:
         super().__init__()
-        self.model = model
         self.dtype = DTYPES[precision]
+        self.embeddings = model.get_input_embeddings()
+        self.rest: nn.Module = LossOfEmbedded(model)
 
     def forward(self, rows: Tensor) -> Tensor:
         """``rows`` [B, T + 1] int64: every token but the first is predicted."""
-        inputs, targets = rows[:, :-1], rows[:, 1:]
-        embedded = self.model.get_input_embeddings()(inputs).to(self.dtype)
+        # Looked up outside of what is compiled: the gradient by torch's own kernel is the same
+        # every time, and quick for tokens that come often; the compiler's is one or the other.
         # Handed over in the passes' dtype, so that the residual stream and the rotary embedding
         # are of it too; from float32 embeddings autocast would make them float32.
-        with torch.autocast(rows.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        embedded = self.embeddings(rows[:, :-1]).to(self.dtype)
+        with warnings.catch_warnings():  # the compiler looks whether it has a gradient already
+            warnings.filterwarnings("ignore", message=NO_LEAF)
+            return self.rest(embedded, rows[:, 1:])
+
+
+class LossOfEmbedded(nn.Module):
+    """The same from embedded tokens on."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, embedded: Tensor, targets: Tensor) -> Tensor:
+        """``embedded`` [B, T, D], ``targets`` [B, T] int64."""
+        half = embedded.dtype != torch.float32
+        with torch.autocast(embedded.device.type, embedded.dtype, enabled=half):
             logits = self.model(inputs_embeds=embedded, use_cache=False).logits
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -67,11 +67,11 @@ class Step:
         return self.loss.no_sync() if self.processes.count > 1 and not last else nullcontext()
 
 
-def _compiled(loss: nn.Module, compute: Compute) -> nn.Module:
+def _compiled(loss: Loss, compute: Compute) -> Loss:
     loss.train()
-    if not compute.compile:
-        return loss
-    return torch.compile(loss, fullgraph=True, dynamic=False, mode=compute.compile)
+    if compute.compile:
+        loss.rest = torch.compile(loss.rest, fullgraph=True, dynamic=False, mode=compute.compile)
+    return loss
 
 
 def _parallel(loss: nn.Module, processes: Processes) -> nn.Module:
