@@ -1,15 +1,12 @@
 """Treated outliers and real products through a whole run: planned, audited, scored, recorded."""
 
 import pytest
+from quantizer_models import needs_vnni
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.machine.devices import cpu_flags
-from qbench.quantizers.products.activations import VNNI
 from qbench.store import Store
 
-pytestmark = pytest.mark.skipif(
-    bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
-)
+pytestmark = needs_vnni
 COLUMNS = {
     "int8": {"name": "w8a8-int8"},
     "static": {"name": "w8a8-int8-static", "outliers": "smoothquant"},

@@ -7,23 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantizer_models import needs_vnni
 from torch import nn
 
 from qbench.errors import QuantizationError
-from qbench.machine.devices import cpu_flags
 from qbench.quantizers.activations.quantize import Fixed
 from qbench.quantizers.activations.rounding import rounded
 from qbench.quantizers.linears import plain
 from qbench.quantizers.products import codes, layers, real
-from qbench.quantizers.products.activations import VNNI
 from qbench.quantizers.quantizer import Grid
 
 GRIDS = {"int8": Grid(kind="symmetric", bits=8), "e4m3": Grid(kind="e4m3", bits=8)}
-
-
-needs_vnni = pytest.mark.skipif(
-    bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
-)
 
 
 def draw(*shape, seed=0):

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
-from quantizer_models import calibration, damage, ids, logits
+from quantizer_models import calibration, damage, ids, logits, needs_vnni
 from test_treated_cells import judged, make
 from torch import nn
 from treated_models import decoder
 
 from qbench.errors import QuantizationError, RecipeError
-from qbench.machine.devices import cpu_flags
 from qbench.quantizers import quantizer_of
 from qbench.quantizers.products import real
-from qbench.quantizers.products.activations import VNNI
 from qbench.quantizers.products.layers import ScaledLinear
 
-needs_vnni = pytest.mark.skipif(
-    bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
-)
 WHICH = "llama-wide"  # widths are multiples of 16
 CONFIG = {"hidden_size": 64, "intermediate_size": 96}
 

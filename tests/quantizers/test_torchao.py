@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from pydantic.dataclasses import dataclass
-from quantizer_models import DIGEST, PROBE, llama
+from quantizer_models import DIGEST, PROBE, llama, needs_vnni
 from torch import nn
 from torchao.quantization import (
     Float8WeightOnlyConfig,
@@ -100,6 +100,7 @@ def test_a_model_that_torchao_quantized_does_not_pass_for_an_unquantized_one(kin
     assert len([line for line in report.problems if "not a plain weight in float32" in line]) == 14
 
 
+@needs_vnni
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_its_layers_are_measured_as_quantized(kind, tmp_path):
     chosen = Torchao(kind=kind, compute_dtype="float32")
