@@ -15,6 +15,7 @@ from torch import Tensor
 from qbench.quantizers.products.codes import DTYPE, LARGEST, Coded
 
 LONGEST = 65536  # columns of a row
+TAKEN = 2048  # values a program encodes, unless a row is longer
 Tile = tuple[int, int, int, int, int]  # rows, columns, depth, warps, stages
 TILES: list[Tile] = [
     (128, 256, 128, 8, 3),
@@ -29,19 +30,20 @@ GROUP = 8  # tiles of rows that take the same columns after one another, which s
 
 @triton.jit
 def _encode_kernel(
-    x_at, codes_at, scale_at, fixed_at, columns,
-    LARGEST: tl.constexpr, INT: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr,
+    x_at, codes_at, scale_at, fixed_at, rows, columns,
+    LARGEST: tl.constexpr, INT: tl.constexpr, FIXED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
     x = tl.load(x_at + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     # max() leaves NaN out; the sum of x · 0 does not, and inf · 0 is NaN
-    broken = tl.sum(x * 0.0, axis=0)
+    broken = tl.sum(x * 0.0, axis=1)[:, None]
     if FIXED:
         scale = tl.load(fixed_at) + broken
     else:
-        largest = tl.max(tl.abs(x), axis=0) + broken
+        largest = tl.max(tl.abs(x), axis=1)[:, None] + broken
         scale = tl.div_rn(largest, largest * 0.0 + LARGEST)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     ratio = tl.div_rn(x, x * 0.0 + divisor)
@@ -55,12 +57,12 @@ def _encode_kernel(
     if not INT:
         ratio *= step
     tl.store(codes_at + row * columns + column, ratio.to(codes_at.dtype.element_ty), mask=inside)
-    tl.store(scale_at + row, scale)
+    tl.store(scale_at + row, scale, mask=row < rows)
 
 
 def fits(x: Tensor) -> bool:
     """Whether the kernels take rows ``x`` [rows, columns]."""
-    return x.is_cuda and x.shape[1] <= LONGEST
+    return x.is_cuda and len(x) > 0 and x.shape[1] <= LONGEST
 
 
 def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> Coded:
@@ -75,10 +77,11 @@ def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> Coded
     codes = torch.empty(x.shape, dtype=DTYPE[kind], device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
-    _encode_kernel[(rows,)](
-        x, codes, scale, scale if given is None else given, columns,
-        LARGEST=LARGEST[kind], INT=kind == "int8", FIXED=given is not None, BLOCK=block,
-        num_warps=min(16, max(4, block // 512)),
+    at_once = max(1, TAKEN // block)
+    _encode_kernel[(triton.cdiv(rows, at_once),)](
+        x, codes, scale, scale if given is None else given, rows, columns,
+        LARGEST=LARGEST[kind], INT=kind == "int8", FIXED=given is not None,
+        ROWS=at_once, BLOCK=block, num_warps=min(16, max(4, at_once * block // 512)),
     )  # fmt: skip
     return codes, given if per == "tensor" and fixed is None else scale
 
