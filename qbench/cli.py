@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -30,6 +31,29 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Wrong use is one line, too: where, what, and what to do."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **options)
+        try:
+            code = super().main(*args, standalone_mode=False, **options)
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # click's, which some versions of typer hold
+                raise
+            complain(_usage(error))
+            sys.exit(2)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    """One line on a wrong use of the command line."""
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "qbench"
+    said = " ".join(error.format_message().split()).rstrip(".")
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(error.ctx.get_help(), err=True)
+        said = "no command was given"
+    return f"{command}: {said}; `{command} --help` shows what there is"
 
 
 app = typer.Typer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,9 +79,12 @@ def model_choices(
 def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
     """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none.
 
-    Only transformers knows what a tokenizer puts first, so that this asks it, and imports torch.
+    Where classes of transformers have a say in what a tokenizer puts first, and where it seems to
+    put none, they are asked, which imports torch.
     """
     if not add_bos:
+        return
+    if checkpoint.format != "transformers" and _file_adds_bos(checkpoint.folder):
         return
     from qbench.checkpoints import load_tokenizer
     from qbench.evaluation.scoring.tokenization import check_bos
@@ -135,6 +139,21 @@ def require_runnable(cells: Iterable[Cell]) -> None:
     if reasons:
         lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
         raise RecipeProblems([*lines, "these cells can never run; --only PATTERN runs others"])
+
+
+def _file_adds_bos(folder: Path) -> bool:
+    """Whether ``tokenizer.json`` alone says that a BOS is put first."""
+    from tokenizers import Tokenizer
+
+    try:
+        about = json.loads((folder / "tokenizer_config.json").read_bytes())
+        if "add_bos_token" in about or "add_eos_token" in about:  # replaces what the file says
+            return False
+        bos = about.get("bos_token")
+        bos = bos["content"] if isinstance(bos, dict) else bos
+        return Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a").tokens[:1] == [bos]
+    except Exception:  # whatever is wrong with the files, transformers says it
+        return False
 
 
 def require_room(name: str, tasks: Sequence[PlannedTask], max_length: int) -> None:

@@ -52,7 +52,7 @@ class Source:
     def override(self, changed: Overrides) -> None:
         """Put what the command line says into the place of what the file says."""
         try:
-            self._replace_checkpoints({k: _found(v) for k, v in changed.checkpoints.items()})
+            self._replace_checkpoints({k: self._found(v) for k, v in changed.checkpoints.items()})
             if changed.data is not None:
                 self.values["data"] = os.path.realpath(changed.data)
                 self.lines["data",] = 0
@@ -95,6 +95,19 @@ class Source:
             self.values["checkpoints"] = made
             stated = self.values.get("replicates") or {}
             self.values["replicates"] = {**stated, **groups} if isinstance(stated, dict) else stated
+
+    def _found(self, source: str) -> str:
+        """An absolute path for a folder, and for what is no hub id either: a command line's paths
+        are relative to where it is given, not to the recipe. A hub id as it is."""
+        path = os.path.expanduser(source)
+        if os.path.isdir(path) or not HUB_ID.fullmatch(source):
+            return os.path.realpath(path)
+        if os.path.isdir(os.path.join(os.path.dirname(os.path.realpath(self.path)), source)):
+            raise RecipeError(
+                f"--checkpoint {source}: no such folder here, but one beside {self.path}; name it "
+                "by its path from here"
+            )
+        return source
 
     def replace(self, part: str, key: str, value: Any) -> None:
         """Put ``value`` in the place of ``part.key``; no line is named for it."""
@@ -189,14 +202,6 @@ def _members(entry: Any, folder: Path) -> list[Any] | None:
     found = sorted(glob.glob(os.path.expanduser(path), root_dir=folder))
     found = [one for one in found if os.path.isdir(folder / one)]
     return [{**entry, "path": one} if isinstance(entry, dict) else one for one in found]
-
-
-def _found(source: str) -> str:
-    """An absolute path for a folder, and for what is no hub id either: a command line's paths are
-    relative to where it is given, not to the recipe. A hub id as it is."""
-    path = os.path.expanduser(source)
-    folder = os.path.isdir(path) or not HUB_ID.fullmatch(source)
-    return os.path.realpath(path) if folder else source
 
 
 def _text(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.plan import Cell, Plan
 from qbench.record import Record, Unavailable
-from qbench.run import cache_folder
+from qbench.run import cache_folder, failed
 from qbench.running.executors import SerialExecutor
 from qbench.running.relay import Relay
 from qbench.running.work import Work, complete, give_up, rows_problem, settled
@@ -50,8 +50,11 @@ def run_cells(
     remote = executor if isinstance(executor, Remote) else None
     problem = remote.rows_problem if remote else rows_problem(cache or cache_folder())
     put_grid(plan, store, shown)
-    grid = _Grid(plan, store, shown, force, _without_distributions(wanted, store, problem, shown))
-    missing = grid.take_what_is_there(wanted, problem)
+    refused = _refused(plan, wanted, store, shown)
+    mine = [cell for cell in wanted if cell.name not in refused]
+    grid = _Grid(plan, store, shown, force, _without_distributions(mine, store, problem, shown))
+    grid.done |= refused
+    missing = grid.take_what_is_there(mine, problem)
     if executor is None:
         work = Work(plan=plan, out=out, sink=shown, cache=cache)
         grid.run(missing, SerialExecutor(), work, None)
@@ -189,6 +192,23 @@ class _Grid:
             begun=self.begun,
             force=self.force,
         )
+
+
+def _refused(plan: Plan, cells: Sequence[Cell], store: Store, sink: Sink) -> dict[str, Record]:
+    """Failed records, which are not written, of cells whose record, or that of the unquantized
+    cell that they are measured against, a newer qbench wrote: it is neither read nor replaced."""
+    found = {}
+    for cell in cells:
+        try:
+            for one in (cell.grid_cell, cell.base):
+                if one is not None:
+                    store.get(one)
+        except NewerSchemaError as error:
+            found[cell.name] = failed(cell, plan, str(error))
+            sink.say(f"{cell.name}: left alone: {error}", "bold red")
+        except ResultsError:
+            pass  # damaged or older: made again
+    return found
 
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:

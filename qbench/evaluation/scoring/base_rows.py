@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qbench.errors import EvaluationError, ResultsError
-from qbench.evaluation.base_file import ABOUT, sha256, verified, write_checksum
+from qbench.evaluation.base_file import ABOUT, locked, sha256, verified, write_checksum
 from qbench.evaluation.scoring.head import Projection
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import clean_temporaries, temporary
@@ -70,8 +70,9 @@ class BaseRows:
             about = {"key": self.key, "tasks": [*self.tasks]}
             save_file(tensors, making, {ABOUT: json.dumps(about)})
             digest = sha256(making)
-            making.replace(path)
-            write_checksum(path, digest)
+            with locked(path):
+                making.replace(path)
+                write_checksum(path, digest)
         except (OSError, SafetensorError) as error:
             raise ResultsError(
                 f"{path}: cannot be written: {error}; make room there, or leave damage out with "
