@@ -41,15 +41,22 @@ class Commands(TyperGroup):
         except Exception as error:
             if not hasattr(error, "format_message"):  # click's, which some versions of typer hold
                 raise
-            complain(_usage(error))
+            complain(_usage(error, sys.argv[1:]))
             sys.exit(2)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _usage(error: Any) -> str:
+def _usage(error: Any, arguments: list[str]) -> str:
     """One line on a wrong use of the command line."""
-    command = error.ctx.command_path if getattr(error, "ctx", None) else "qbench"
-    said = " ".join(error.format_message().split()).rstrip(".")
+    names, context = [], getattr(error, "ctx", None)
+    while context is not None and context.parent is not None:
+        names.insert(0, context.info_name)
+        context = context.parent
+    if not names:  # an option without its value: click says of no command
+        known = typer.main.get_command(app).commands
+        names = [name for name in arguments[:1] if name in known]
+    command = " ".join(["qbench", *names])
+    said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(error.ctx.get_help(), err=True)
         said = "no command was given"

@@ -85,7 +85,8 @@ class Plan:
     def grid(self) -> Grid:
         return Grid(
             name=self.recipe.name,
-            checkpoints=tuple(self.recipe.checkpoints),
+            checkpoints=self.recipe.compared,
+            limit=self.recipe.evaluation.limit,
             quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
             cells=tuple(cell.grid_cell for cell in self.cells),

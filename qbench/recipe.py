@@ -36,7 +36,8 @@ from qbench.recipe_fields import (
     problem,
     problem_lines,
 )
-from qbench.recipe_source import Source, read
+from qbench.recipe_override import folder_of, group_checkpoints, source_of
+from qbench.recipe_source import Source
 from qbench.record import Name, TaskName
 from qbench.record.written import NAME
 
@@ -120,6 +121,7 @@ class Recipe(Strict):
 
     name: Name
     checkpoints: dict[Name, CheckpointSource] = Field(min_length=1)
+    baseline: Name | None = None  # the checkpoint that Δ is taken against; None: the first
     # several trainings of one kind: a group's name → its checkpoints
     replicates: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] = Field(
         default_factory=dict
@@ -134,16 +136,16 @@ class Recipe(Strict):
     folder: Path = Path()  # of the recipe file
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Overrides | None = None) -> Recipe:
-        """Read and check a recipe, parts of it replaced by ``overrides``.
+    def load(cls, path: str | Path | None, overrides: Overrides | None = None) -> Recipe:
+        """Read and check a recipe, parts of it replaced by ``overrides``. Without a ``path`` these
+        say all of it: checkpoints, quantizers and tasks.
 
         Raises RecipeError, one line a problem.
         """
-        path = Path(path)
-        source = read(path)
-        source.override(overrides or Overrides())
-        folder = Path(os.path.realpath(path)).parent
-        source.group_checkpoints(folder)
+        path = Path(path) if path is not None else None
+        source = source_of(path, overrides or Overrides())
+        folder = folder_of(path)
+        group_checkpoints(source, folder)
         try:
             recipe = cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
@@ -201,6 +203,9 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
+        if self.baseline is not None and self.baseline not in self.checkpoints:
+            known = ", ".join(self.checkpoints)
+            raise problem(("baseline",), f"{self.baseline} is no checkpoint; there is {known}")
         labels = [column.label for column in self.quantizers]
         for what, names, remedy in (
             ("quantizers", labels, "; give one a label"),
@@ -217,6 +222,11 @@ class Recipe(Strict):
                 "add calibration: {path: FILE.jsonl} or --calibration FILE",
             )
         return self
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The checkpoints' names, the one that Δ is taken against first."""
+        return tuple(sorted(self.checkpoints, key=lambda name: name != self.baseline))
 
     def resolve(self, path: Path) -> Path:
         """``path`` as the recipe means it: relative to the recipe's folder."""

@@ -1,6 +1,7 @@
 """Records on disk: atomic, locked, resumable, verified by checksum. Imports no torch.
 
     DIR/grid.json                                             what the last run was of
+    DIR/grids/<id>.json                                       what each run was of
     DIR/records/<checkpoint>/<quantizer>/<key16>.json         the record
     DIR/records/…/<key16>.<digest16>.outcomes.parquet         per-document outcomes
     DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
@@ -16,7 +17,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -35,6 +36,7 @@ from qbench.record import (
     StoredTable,
     Written,
 )
+from qbench.runs import GRIDS, find_run, run_id, runs
 from qbench.sealed import AGAIN, seal, unseal
 
 if TYPE_CHECKING:
@@ -50,15 +52,21 @@ T = TypeVar("T", bound=Written)
 class Store:
     """The records of one results folder."""
 
-    def __init__(self, directory: Path, *, grid: Grid | None = None) -> None:
-        """``grid``: what to show of the folder, instead of what its last run was of."""
+    def __init__(
+        self, directory: Path, *, grid: Grid | None = None, run: str | None = None
+    ) -> None:
+        """``grid``: what to show of the folder, instead of what its last run was of; ``run``: the
+        id of an earlier run that is shown instead."""
         self.directory = Path(directory)
-        self._grid = grid
+        self._grid, self._run = grid, run
 
     def grid(self) -> Grid:
-        """The grid of the last run. Raises ResultsError where there is none, or it is damaged."""
+        """The grid of the last run, or of the one that was asked for. Raises ResultsError where
+        there is none, or it is damaged."""
         if self._grid is not None:
             return self._grid
+        if self._run is not None:
+            return read(find_run(self.directory, self._run), Grid)
         path = self.directory / "grid.json"
         if not path.is_file():
             raise ResultsError(
@@ -83,7 +91,17 @@ class Store:
                 except ResultsError:
                     pass  # damaged or old: written anew
             clean_temporaries(self.directory)
+            self._keep_grid()
             write(self.directory / "grid.json", grid)
+            write(self.directory / GRIDS / f"{run_id(grid)}.json", grid)
+
+    def _keep_grid(self) -> None:
+        """Of a folder that an earlier qbench wrote, or one whose ``grids`` were removed."""
+        with suppress(ResultsError):
+            last = read(self.directory / "grid.json", Grid) if self.has_grid() else None
+            path = self.directory / GRIDS / f"{run_id(last)}.json" if last else None
+            if path is not None and not path.exists():
+                write(path, last)
 
     def get(self, cell: GridCell) -> Record | None:
         """The record that ``cell`` asks for, failed ones too; None where there is none.
@@ -160,6 +178,15 @@ class Store:
                 if old not in kept:
                     old.unlink()
         return record
+
+    def elsewhere(self, cell: GridCell) -> str | None:
+        """The id of an earlier run that has a record of this cell, with other settings."""
+        for name, path in runs(self.directory):
+            with suppress(ResultsError):
+                for one in read(path, Grid).cells:
+                    if one.cell == cell.cell and self._path(one.cell, one.key).is_file():
+                        return name
+        return None
 
     def outcomes(self, record: Record) -> pd.DataFrame:
         """Columns ``OUTCOME_COLUMNS``; raises DamagedError where the file is missing or changed."""

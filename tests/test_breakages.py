@@ -10,6 +10,7 @@ import yaml
 from qbench.gate import baseline
 from qbench.gate.check import check
 from qbench.gate.gates import Gate
+from qbench.quantizers import bnb
 from qbench.store import Store
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
@@ -141,3 +142,45 @@ def test_a_skipped_layer_fails(gates_of, monkeypatch):
     assert gate.outcome == "fail"
     assert "not quantized" in gate.reason
     assert "model.layers.0" in gate.reason
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes(tmp_path_factory):
+    """A recipe with bitsandbytes' layers, and the baseline of its results."""
+    folder = tmp_path_factory.mktemp("bnb")
+    content = {
+        "name": "bnb",
+        "checkpoints": {"softpick": str(DEMO / "softpick")},
+        "compute_dtype": "float32",
+        "quantizers": ["fp32", "bnb-4bit", "bnb-8bit"],
+        "tasks": [TASK],
+        "definitions": str(DEMO / "tasks"),
+        "data": str(DEMO / "data"),
+        "evaluation": {"damage": False, "limit": 4},
+    }
+    path = folder / "bnb.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        store = run_recipe(path, folder / "good", monkeypatch)
+    baseline.make(store, folder / "baseline.parquet")
+    return path, folder / "baseline.parquet"
+
+
+@pytest.mark.parametrize("kind", ["bnb-4bit", "bnb-8bit"])
+def test_bitsandbytes_layers_with_their_scales_rolled_fail(
+    bitsandbytes, tmp_path, monkeypatch, kind
+):
+    """The layers that run are changed, as by a kernel that reads another row's scales."""
+    path, held = bitsandbytes
+    cell = f"softpick/{kind}"
+    good = check(run_recipe(path, tmp_path / "same", monkeypatch, cell), held)
+    assert {gate.outcome for gate in good.gates if gate.cell == cell} == {"pass"}
+    of_kind = {"bnb-4bit": bnb.Bnb4, "bnb-8bit": bnb.Bnb8}[kind]
+    whole = of_kind.rebuild
+
+    def rebuild(self, shape, tensors):
+        return whole(self, shape, {**tensors, "absmax": tensors["absmax"].roll(1, dims=0)})
+
+    monkeypatch.setattr(of_kind, "rebuild", rebuild)
+    bad = check(run_recipe(path, tmp_path / "broken", monkeypatch, cell), held)
+    assert "fail" in {gate.outcome for gate in bad.gates if gate.cell == cell}

@@ -55,7 +55,7 @@ class Place:
     description: str = ""
 
 
-def make_job(recipe: Path, overrides: Overrides, *, out: Path | None, device: str) -> Job:
+def make_job(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
     require_memory()
     from qbench.machine.devices import choose_device
@@ -121,6 +121,16 @@ def _processes(slots: Sequence[int], device: str) -> Iterator[Processes | None]:
         yield executor
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def listed(option: str, names: str | None) -> tuple[str, ...] | None:
+    """Names by commas; RecipeError for an empty one."""
+    if names is None:
+        return None
+    found = tuple(name.strip() for name in names.split(","))
+    if not all(found):
+        raise RecipeError(f"{option} {names!r}: write names with commas between them")
+    return found
 
 
 def named(pairs: Sequence[str]) -> dict[str, str]:

@@ -60,13 +60,37 @@ class Dtype(StrEnum):
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe, such as recipes/gptq.yaml.")]
 Folder = Annotated[Path, typer.Argument(help="A results folder that `qbench run` wrote.")]
+RecipeOrOptions = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="A recipe, such as recipes/gptq.yaml. Without one, --checkpoint, --quantizers and "
+        "--tasks say what to run.",
+    ),
+]
 Checkpoints = Annotated[
     list[str],
     typer.Option(
         "--checkpoint",
         metavar="NAME=PATH_OR_HUB_ID",
-        help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable.",
+        help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a "
+        "recipe: the checkpoints, Δ is taken against the first.",
     ),
+]
+Quantizers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="These quantizers, by commas: bf16,gptq-4bit. With a recipe, its labels keep their "
+        "settings.",
+    ),
+]
+Tasks = Annotated[
+    str | None,
+    typer.Option(metavar="NAMES", help="These tasks, by commas, instead of the recipe's."),
+]
+Definitions = Annotated[
+    Path | None, typer.Option(help="Folder of lm-eval YAML files: tasks of your own.")
 ]
 Data = Annotated[
     Path | None,
@@ -109,6 +133,15 @@ ScoringOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
+Run = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="ID",
+        help="An earlier run into the same folder, as `qbench show FOLDER` lists them. Default: "
+        "the last one.",
+    ),
+]
 Published = Annotated[
     str | None,
     typer.Option(metavar="SET", help="Print a paper's numbers beside ours: softpick-340m."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.options import Folder, Published, to_file, to_folder
+from qbench.commands.options import Folder, Published, Run, to_file, to_folder
 from qbench.commands.screen import show_written
 from qbench.files import require_folder
 from qbench.machine.memory import require_memory
@@ -41,15 +41,38 @@ def tables(
     folder: Folder,
     format: Annotated[Format, typer.Option(help="What to print and write.")] = Format.md,
     published: Published = None,
+    run: Run = None,
 ) -> None:
     """Write and show the delta tables of a results folder, in the paper's layout."""
     from qbench.store import Store
 
-    show_tables(Store(folder), format=format, published=published)
+    say_run(folder, run)
+    show_tables(Store(folder, run=run), format=format, published=published, run=run)
 
 
-def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> None:
-    """Write tables.md, tables.csv and tables.<format>; print the latter.
+def say_run(folder: Path, run: str | None) -> None:
+    """On standard error, where a folder holds several runs: which of them is shown."""
+    from qbench.runs import find_run, run_id, runs
+    from qbench.store import Store
+
+    known = [name for name, _ in runs(folder)]
+    if run is not None:
+        find_run(folder, run)
+    elif len(known) > 1:
+        last = run_id(Store(folder).grid())
+        others = ", ".join(name for name in known if name != last)
+        typer.echo(
+            f"{folder} holds {len(known)} runs; this is the last one, {last}; --run shows another: "
+            f"{others}",
+            err=True,
+        )
+
+
+def show_tables(
+    store: Store, *, format: str = "md", published: str | None = None, run: str | None = None
+) -> None:
+    """Write tables.md, tables.csv and tables.<format>; print the latter. Those of an earlier
+    ``run`` go to a folder of their own.
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
@@ -61,7 +84,10 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
     require_folder(store.directory)
     comparison = compare(store)
     formats = list(dict.fromkeys([format, "md", "csv"]))
-    paths = write_tables(store, formats=formats, published=published, comparison=comparison)
+    directory = store.directory / "runs" / run if run else None
+    paths = write_tables(
+        store, directory, formats=formats, published=published, comparison=comparison
+    )
     typer.echo(render(comparison, format=format, published=published), nl=False)
     if format == "md" and published:
         typer.echo(paper(store, published), nl=False)

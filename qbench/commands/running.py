@@ -8,16 +8,18 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.job import make_job, named, placed
+from qbench.commands.job import listed, make_job, named, placed
 from qbench.commands.options import (
     Calibration,
     Checkpoints,
     ClusterOption,
     Data,
+    Definitions,
     Device,
     DeviceOption,
     DtypeOption,
@@ -25,8 +27,12 @@ from qbench.commands.options import (
     Only,
     Out,
     OutToRead,
+    Quantizers,
     RecipeFile,
+    RecipeOrOptions,
     ScoringOption,
+    Tasks,
+    to_file,
 )
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
@@ -41,8 +47,11 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: RecipeFile,
+    recipe: RecipeOrOptions = None,
     checkpoint: Checkpoints = [],  # noqa: B006  typer copies it
+    quantizers: Quantizers = None,
+    tasks: Tasks = None,
+    definitions: Definitions = None,
     data: Data = None,
     calibration: Calibration = None,
     limit: Limit = None,
@@ -66,8 +75,12 @@ def run(
         ),
     ] = None,
     cluster: ClusterOption = None,
+    save_recipe: Annotated[
+        Path | None, to_file("Write what is run as a recipe, with absolute paths.")
+    ] = None,
 ) -> None:
-    """Quantize, audit and score every cell of a recipe; write records and delta tables.
+    """Quantize, audit and score every cell of a recipe, or of options alone; write records and
+    delta tables.
 
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
     where a cell failed (it is tried again next time), 2 for input that cannot work.
@@ -75,13 +88,17 @@ def run(
     from qbench.commands.results import show_tables
     from qbench.comparison.floors import read_noise
     from qbench.plan import cell_names, select
+    from qbench.recipe_override import save
     from qbench.run import cache_folder
-    from qbench.running.grid import run_cells, total
+    from qbench.running.grid import readable, run_cells, total
     from qbench.running.progress import Display
     from qbench.store import Store
 
     overrides = Overrides(
         checkpoints=named(checkpoint),
+        quantizers=listed("--quantizers", quantizers),
+        tasks=listed("--tasks", tasks),
+        definitions=definitions,
         data=data,
         calibration=calibration,
         limit=limit,
@@ -89,6 +106,8 @@ def run(
         scoring=scoring,
     )
     job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
+    if save_recipe is not None:
+        save(recipe, overrides, save_recipe)
     require_folder(job.out, "--out")
     require_folder(cache_folder(), "$QBENCH_CACHE")
     read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
@@ -111,7 +130,7 @@ def run(
             )
             if made := [record for record in records if record.started >= begun]:
                 display.say(total(made, time.monotonic() - start))
-    show_tables(Store(job.out, grid=planned.grid))
+    show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
     broken = [record for record in records if record.status == "failed"]
     for record in broken:
         complain(f"{record.cell}: failed: {record.error}")
@@ -126,8 +145,11 @@ def _import_statistics() -> None:
 
 
 def plan(
-    recipe: RecipeFile,
+    recipe: RecipeOrOptions = None,
     checkpoint: Checkpoints = [],  # noqa: B006
+    quantizers: Quantizers = None,
+    tasks: Tasks = None,
+    definitions: Definitions = None,
     data: Data = None,
     calibration: Calibration = None,
     limit: Limit = None,
@@ -147,6 +169,9 @@ def plan(
 
     overrides = Overrides(
         checkpoints=named(checkpoint),
+        quantizers=listed("--quantizers", quantizers),
+        tasks=listed("--tasks", tasks),
+        definitions=definitions,
         data=data,
         calibration=calibration,
         limit=limit,

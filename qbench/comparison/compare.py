@@ -28,6 +28,11 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
         records=records,
         lines=tuple(_lines(grid, records)),
         floors=read_floors(store, grid),
+        elsewhere={
+            cell.cell: run
+            for cell in grid.cells
+            if found[cell.cell] is None and (run := store.elsewhere(cell)) is not None
+        },
     )
     if not statistics:
         return comparison

@@ -108,6 +108,7 @@ class Comparison:
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Line, ...]
     floors: Floors = field(default_factory=Floors)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[SeedLine, ...] = ()  # over several trainings, where the grid has replicates
 
     @property
@@ -159,6 +160,9 @@ class Comparison:
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
             status, reason = judge(record)
+            if cell.cell in self.elsewhere:
+                run = self.elsewhere[cell.cell]
+                reason = f"not run with these settings; --run {run} has it with others"
             if status != "ok":
                 lines.append(f"{cell.cell}: {status}: {reason}")
             elif record.audit is None and cell.quantized:

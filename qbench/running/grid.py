@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Protocol, runtime_checkable
 
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.plan import Cell, Plan
-from qbench.record import Record, Unavailable
+from qbench.record import Grid, Record, Unavailable
 from qbench.run import cache_folder, failed
 from qbench.running.executors import SerialExecutor
 from qbench.running.relay import Relay
 from qbench.running.work import Work, complete, give_up, rows_problem, settled
+from qbench.runs import run_id
 from qbench.sink import Elsewhere, Silent, Sink
 from qbench.store import Store
 
@@ -211,6 +212,16 @@ def _refused(plan: Plan, cells: Sequence[Cell], store: Store, sink: Sink) -> dic
     return found
 
 
+def readable(grid: Grid, store: Store) -> Grid:
+    """``grid`` without the cells whose record a newer qbench wrote."""
+    cells = []
+    for cell in grid.cells:
+        with suppress(NewerSchemaError):
+            store.get(cell)
+            cells.append(cell)
+    return grid.model_copy(update={"cells": tuple(cells)})
+
+
 def in_order(cells: Sequence[Cell]) -> list[Cell]:
     """For cells side by side: what others wait for first, then what takes longest, which is exact
     scoring where others are scored fast, then calibration."""
@@ -228,6 +239,7 @@ def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
     """Say what the folder is of from now on; records under other keys stay where they are."""
     try:
         other = store.has_grid() and store.grid().cells != plan.grid.cells
+        earlier = run_id(store.grid()) if other else ""
     except NewerSchemaError:
         raise
     except ResultsError as error:  # damaged or old: written anew
@@ -235,8 +247,8 @@ def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
         other = False
     if other:
         sink.say(
-            f"{store.directory} held results of other settings or versions; their records stay, "
-            "its tables now show this run's (say --out to keep both)"
+            f"{store.directory} held results of other settings or versions; they stay, and "
+            f"`qbench tables {store.directory} --run {earlier}` shows them"
         )
     store.put_grid(plan.grid)
 

@@ -9,11 +9,12 @@ from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
 from qbench.published import printed
 from qbench.store import KEY_DIGITS
+from qbench.tables import alone
 from qbench.tables.beside import models, printed_cells, printed_notes
 from qbench.tables.by_part import PART_HEADS, parts_alone
 from qbench.tables.cache import cache_notes
 from qbench.tables.chance import chance_notes
-from qbench.tables.table import Table
+from qbench.tables.table import Table, pair_of
 from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
 
 BELOW_NOISE = "≈"
@@ -59,6 +60,13 @@ def layouts(comparison: Comparison, table: Table, *, published: str | None = Non
     ``published`` adds what a paper prints for the same cells. Raises RecipeError where it is
     unknown.
     """
+    several = len(table.checkpoints) > 2 and not comparison.grid.replicates
+    if several:  # a table for each pair stays readable
+        pairs = [pair_of(table, other) for other in table.checkpoints[1:]]
+        return [one for pair in pairs for one in layouts(comparison, pair, published=published)]
+    one = len(comparison.checkpoints) == 1 and not published
+    if one and any(row.line.damages for row in table.rows):
+        return [_alone(comparison, table)]
     made = [_delta(comparison, table, published)]
     if any(row.line.damages for row in table.rows):
         made.append(_damage(comparison, table))
@@ -110,6 +118,38 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
             for entry in {e.cell: e for row in table.rows for e in row.line.entries}.values()
             if entry.status == "ok"
         ),
+    )
+
+
+def _alone(comparison: Comparison, table: Table) -> Layout:
+    """What quantization costs one checkpoint, all in one table."""
+    whole = {
+        (row.line.task, row.line.metric): entry_text(row.line.entries[0], row.line)
+        for row in table.rows
+        if not row.line.quantized
+    }
+    rows, begins, last = [], [], None
+    for line in (row.line for row in table.rows if row.line.quantized):
+        begins.append(line.task != last)
+        last = line.task
+        unquantized = whole.get((line.task, line.metric), NO_VALUE)
+        own = entry_text(line.entries[0], line)
+        rows.append(
+            (
+                *_names(line, begins_task=begins[-1]),
+                *alone.cells(comparison, line, unquantized, own),
+            )
+        )
+    legend = DAMAGE_LEGEND.format(differences="")
+    delta = _delta(comparison, table, None)
+    return Layout(
+        title=f"{table.name}: what it costs {table.checkpoints[0]}",
+        method=table.method,
+        head=("Task", "Metric", "Quantization", *alone.head(comparison.unquantized or "")),
+        rows=tuple(rows),
+        begins_task=tuple(begins),
+        notes=(legend, alone.KL_NOTE, *_ratio_notes(table, "damages"), *delta.notes),
+        keys=delta.keys,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from qbench.comparison.lines import Comparison, Line, redundant
@@ -57,6 +57,24 @@ def _table(comparison: Comparison, method: str) -> Table:
         checkpoints=comparison.checkpoints,
         rows=tuple(rows),
         notes=tuple(notes),
+    )
+
+
+def pair_of(table: Table, other: str) -> Table:
+    """The part of a table that is about the baseline and one other checkpoint."""
+    base = table.checkpoints[0]
+    pair = (base, other)
+    rows = tuple(
+        replace(row, line=replace(row.line, entries=tuple(map(row.line.entry, pair))))
+        for row in table.rows
+    )
+    left_out = tuple(f"{name}/" for name in table.checkpoints if name not in pair)
+    return replace(
+        table,
+        title=f"{table.name}: Δ = {other} {MINUS} {base}",
+        checkpoints=pair,
+        rows=rows,
+        notes=tuple(note for note in table.notes if not note.startswith(left_out)),
     )
 
 

@@ -28,6 +28,11 @@ def ratio(logarithm: float, *, decimals: int = 3) -> str:
     return f"{value:.{decimals}f}" if 0.1 <= value < 100 else f"{value:.3g}".replace("-", MINUS)
 
 
+def significant(value: float) -> str:
+    """Four significant digits, the scale of divergences."""
+    return f"{value:.4g}".replace("-", MINUS)
+
+
 def metric_title(metric: str) -> str:
     """``acc_norm`` as the paper writes it: Acc Norm; a filter in brackets stays as it is."""
     if metric == NO_VALUE:

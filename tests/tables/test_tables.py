@@ -93,17 +93,44 @@ def test_redundant_metrics_are_in_the_csv_and_named_below_the_table(store):
 @pytest.mark.parametrize(
     ("checkpoints", "columns"),
     [
-        (("only",), ["only"]),
-        (("softmax", "softpick"), ["softmax", "softpick", "Δ"]),
-        (("a", "b", "c"), ["a", "b", "c", "Δ b", "Δ c"]),
+        (("only",), [["only"]]),
+        (("softmax", "softpick"), [["softmax", "softpick", "Δ"]]),
+        (("a", "b", "c"), [["a", "b", "Δ"], ["a", "c", "Δ"]]),
     ],
 )
-def test_there_is_one_delta_column_for_each_further_checkpoint(tmp_path, checkpoints, columns):
+def test_every_further_checkpoint_has_a_table_with_the_first(tmp_path, checkpoints, columns):
     store = make_store(
         tmp_path, sizes=SMALL, checkpoints=checkpoints, quantizers=("bf16", "hqq-2bit")
     )
-    head = next(line for line in render(plain(store)).splitlines() if line.startswith("| Task"))
-    assert [cell.strip() for cell in head.strip("|").split("|")][3:-1] == columns
+    heads = [line for line in render(plain(store)).splitlines() if line.startswith("| Task")]
+    found = [[cell.strip() for cell in head.strip("|").split("|")][3:-1] for head in heads]
+    assert found == columns
+
+
+def test_tables_of_three_checkpoints_are_about_two_each(tmp_path):
+    store = make_store(
+        tmp_path, sizes=SMALL, checkpoints=("a", "b", "c"), quantizers=("bf16", "hqq-2bit"),
+        failed=("c/hqq-2bit",),
+    )  # fmt: skip
+    first, second = re.split(r"(?=### .*Δ = c)", render(compare(store)))
+    assert "Δ = b − a" in first
+    assert "c/hqq-2bit" not in first
+    assert "c/hqq-2bit: failed" in second
+    table = first.split("\n\n")[1]
+    assert max(map(len, table.splitlines())) < 130
+
+
+def test_one_checkpoint_alone_has_one_table_of_what_quantizing_costs_it(tmp_path):
+    store = make_store(
+        tmp_path, sizes=SMALL, checkpoints=("only",), quantizers=("bf16", "hqq-2bit")
+    )
+    text = render(compare(store))
+    heads = [line for line in text.splitlines() if line.startswith("| Task")]
+    (head,) = [[cell.strip() for cell in one.strip("|").split("|")] for one in heads]
+    assert head == ["Task", "Metric", "Quantization", "bf16", "quantized", "damage",
+                    "95 % interval", "KL", "flips", "Documents"]  # fmt: skip
+    assert "Δ" not in text
+    assert "bf16 " not in text.split("|---")[-1].split("\n- ")[0]  # no row of its own
 
 
 def test_a_grid_that_quantizes_nothing_still_has_a_table(tmp_path):

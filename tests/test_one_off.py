@@ -1,0 +1,143 @@
+"""A run without a recipe, a recipe's parts replaced, and several runs in one folder."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.comparison.compare import compare
+from qbench.errors import RecipeError, ResultsError
+from qbench.overrides import Overrides
+from qbench.recipe import Recipe
+from qbench.runs import run_id, runs
+from qbench.store import Store
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+HERE = ("--definitions", DEMO / "tasks", "--data", DEMO / "data", "--device", "cpu")
+ONE = ("--checkpoint", f"softpick={DEMO / 'softpick'}", "--quantizers", "fp32,rtn-4bit", "--tasks",
+       "demo_lastword", "--limit", "3", *HERE)  # fmt: skip
+
+
+def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert qbench("run", *ONE, "--save-recipe", "kept/one.yaml") == 0
+    shown = capfd.readouterr().out
+    assert shown.startswith("### Round to nearest: what it costs softpick\n")
+    assert re.search(r"\| Perplexity ↓ \| rtn-4bit +\| +[\d.]+ ± [\d.]+ +\|", shown)
+    records = Store(tmp_path / "results" / "softpick").records()
+    assert [record.cell for record in records] == ["softpick/fp32", "softpick/rtn-4bit"]
+    kept = tmp_path / "kept" / "one.yaml"
+    assert qbench("run", kept, "--out", "results/softpick", "--device", "cpu") == 0
+    assert capfd.readouterr().err.count("already there") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "name a recipe, or say what to run: --checkpoint NAME=FOLDER_OR_HUB_ID, --quant"),
+        ({"checkpoints": {"a": "b/c"}, "tasks": ("sciq",)}, "--quantizers bf16,gptq-4bit missing"),
+        (
+            {"checkpoints": {"a": "b/c"}, "tasks": ("sciq",), "quantizers": ("gptq-4bit",)},
+            "options: quantizers[0]: gptq-4bit needs calibration text; add calibration: {path: "
+            "FILE.jsonl} or --calibration FILE",
+        ),
+        (
+            {"checkpoints": {"a": "b/c"}, "tasks": ("sciq",), "quantizers": ("gptq-5bit",)},
+            "options: quantizers[0]: gptq has no 5-bit; it has 2, 3, 4, 8",
+        ),
+    ],
+)
+def test_options_that_do_not_say_what_to_run_are_refused(options, words):
+    with pytest.raises(RecipeError) as error:
+        Recipe.load(None, Overrides(**options))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_quantizers_and_tasks_replace_a_recipes_and_keep_what_it_says_of_them(tmp_path):
+    path = small_recipe(tmp_path, quantizers=["fp32", {"name": "rtn-4bit", "group_size": 64},
+                        {"name": "rtn-4bit", "group_size": 32, "label": "fine"}])  # fmt: skip
+    changed = Overrides(quantizers=("fine", "rtn-8bit"), tasks=("demo_pages", "sciq"))
+    recipe = Recipe.load(path, changed)
+    assert [column.label for column in recipe.quantizers] == ["fine", "rtn-8bit"]
+    assert recipe.quantizers[0].quantizer.settings["group_size"] == 32
+    assert [task.name for task in recipe.tasks] == ["demo_pages", "sciq"]
+
+
+def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
+    from qbench.recipe_override import save
+
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "models" / "one").mkdir(parents=True)
+    path = tmp_path / "recipes" / "r.yaml"
+    path.write_text("name: r\ncheckpoints: {one: ../models/one, two: {path: a/b, revision: x}}\n"
+                    "quantizers: [bf16]\ntasks: [sciq]\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    save(path, Overrides(limit=3), tmp_path / "kept.yaml")
+    kept = yaml.safe_load((tmp_path / "kept.yaml").read_text())
+    assert kept["checkpoints"] == {"one": str(tmp_path / "models" / "one"),
+                                   "two": {"path": "a/b", "revision": "x"}}  # fmt: skip
+    assert kept["evaluation"] == {"limit": 3}
+
+
+def test_the_baseline_is_the_checkpoint_that_a_recipe_names(tmp_path):
+    from qbench.plan import plan
+
+    recipe = Recipe.load(small_recipe(tmp_path, baseline="softpick"))
+    assert plan(recipe, device="cpu").grid.checkpoints == ("softpick", "softmax")
+    with pytest.raises(RecipeError, match="baseline: nosuch is no checkpoint; there is softmax, s"):
+        Recipe.load(small_recipe(tmp_path, baseline="nosuch"))
+
+
+def test_a_folder_that_is_beside_the_recipe_and_not_here_is_said(tmp_path, monkeypatch):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    path = small_recipe(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(RecipeError, match="models/mine: no such folder here, but one beside"):
+        Recipe.load(path, Overrides(checkpoints={"softmax": "models/mine"}))
+
+
+def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
+    path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
+    options = ("run", path, "--out", out, "--device", "cpu")
+    assert qbench(*options) == 0
+    first = run_id(Store(out).grid())
+    tables = capfd.readouterr().out
+    assert qbench(*options, "--limit", "2", "--only", "softmax/*") == 0
+    said = capfd.readouterr()
+    assert f"`qbench tables {out} --run {first}` shows them" in said.err
+    assert f"softpick/fp32: missing: not run with these settings; --run {first} has" in said.out
+    last = run_id(Store(out).grid())
+    assert [name for name, _ in runs(out)] == [last, first]
+    assert qbench("tables", out, "--run", first[:5]) == 0
+    assert capfd.readouterr().out == tables
+    assert qbench("tables", out) == 0
+    assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in (
+        capfd.readouterr().err
+    )
+    assert [entry.status for line in compare(Store(out, run=first)).lines
+            for entry in line.entries] == ["ok"] * 8  # fmt: skip
+    with pytest.raises(ResultsError, match=f"--run nosuch: .* it has {last}, {first}"):
+        qbench("tables", out, "--run", "nosuch")
+
+
+def test_a_record_of_a_newer_qbench_is_left_alone_and_the_others_are_made(tmp_path, capfd):
+    path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
+    options = ("run", path, "--out", out, "--device", "cpu")
+    assert qbench(*options, "--only", "softpick/rtn-4bit") == 0
+    (file,) = out.rglob("softpick/rtn-4bit/*.json")
+    newer = file.read_text().replace('"schema_version": 2', '"schema_version": 99')
+    newer = newer.replace('"schema_version":2', '"schema_version":99')
+    file.write_text(newer)
+    capfd.readouterr()
+    assert qbench(*options) == 1
+    said = capfd.readouterr()
+    assert f"softpick/rtn-4bit: left alone: {file}: " in said.err
+    assert said.err.count(": done (") == 3
+    assert "softpick/rtn-4bit: failed: " in said.err.splitlines()[-1]
+    assert file.read_text() == newer
+    assert "### Round to nearest" in said.out
