@@ -14,7 +14,7 @@ from qbench import cli
     [
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
         (["rnu"], "qbench: No such command 'rnu'"),
-        (["tables"], "qbench tables: Missing argument 'folder'"),
+        (["tables"], "qbench tables: Missing argument "),
         (["run", "r.yaml", "--limit", "0"], "qbench run: Invalid value for '--limit'"),
         (["run", "r.yaml", "--device", "tpu"], "'tpu' is not one of"),
         (["list", "colours"], "qbench list: Invalid value for"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import sleep
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from scoring_models import choices, instance, llama, pages, scorer, text
 from qbench.errors import EvaluationError, ResultsError
 from qbench.evaluation.base_file import base_rows_file, base_rows_usable
 from qbench.evaluation.damage import distributions
+from qbench.evaluation.scoring import base_rows
 from qbench.evaluation.scoring.base_rows import BaseRows, Recorder
 from qbench.evaluation.scoring.divergence import Meter
 from qbench.evaluation.tolerance import Tolerance
@@ -213,10 +217,36 @@ def test_rows_come_back_from_their_file(tmp_path, dtype):
     width = model.config.hidden_size * dtype.itemsize
     head = model.config.vocab_size * width
     assert path.stat().st_size < tokens * (width + 12) + head + 3_000
-    assert sorted(file.name for file in path.parent.iterdir()) == [
+    assert sorted(file.name for file in path.parent.iterdir() if file.suffix != ".lock") == [
         path.name, f"{path.name}.sha256",
     ]  # fmt: skip
     assert path.stat().st_mode == path.with_name(f"{path.name}.sha256").stat().st_mode
+
+
+def test_two_runs_that_keep_rows_of_one_cell_at_once_leave_a_file_with_its_own_checksum(
+    tmp_path, monkeypatch
+):
+    """As into two results folders with one cache: one is held up before it writes its checksum."""
+    path, reached, other_began = base_rows_file(tmp_path, KEY), Event(), Event()
+    real = base_rows.write_checksum
+
+    def held_up(*arguments):
+        if not reached.is_set():
+            reached.set()
+            other_began.wait(10)
+            sleep(0.5)
+        real(*arguments)
+
+    monkeypatch.setattr(base_rows, "write_checksum", held_up)
+    first, second = (recorded(llama(), choices(count)) for count in (3, 5))
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(first.save, path)
+        reached.wait(10)
+        two = threads.submit(second.save, path)
+        other_began.set()
+        one.result()
+        two.result()
+    assert base_rows_usable(path, KEY)
 
 
 def test_one_changed_byte_anywhere_makes_the_file_unusable(tmp_path):
