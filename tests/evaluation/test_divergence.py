@@ -7,6 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from time import sleep
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -238,6 +239,7 @@ def test_two_runs_that_keep_rows_of_one_cell_at_once_leave_a_file_with_its_own_c
         real(*arguments)
 
     monkeypatch.setattr(base_rows, "write_checksum", held_up)
+    monkeypatch.setattr(base_rows, "temporary", lambda of: of.with_name(f"{uuid4().hex}.making"))
     first, second = (recorded(llama(), choices(count)) for count in (3, 5))
     with ThreadPoolExecutor(2) as threads:
         one = threads.submit(first.save, path)
