@@ -9,7 +9,7 @@ from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
 from qbench.published import printed
 from qbench.store import KEY_DIGITS
-from qbench.tables import alone
+from qbench.tables import one_checkpoint
 from qbench.tables.beside import models, printed_cells, printed_notes
 from qbench.tables.by_part import PART_HEADS, parts_alone
 from qbench.tables.cache import cache_notes
@@ -137,7 +137,7 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
         rows.append(
             (
                 *_names(line, begins_task=begins[-1]),
-                *alone.cells(comparison, line, unquantized, own),
+                *one_checkpoint.cells(comparison, line, unquantized, own),
             )
         )
     legend = DAMAGE_LEGEND.format(differences="")
@@ -145,10 +145,10 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
     return Layout(
         title=f"{table.name}: what it costs {table.checkpoints[0]}",
         method=table.method,
-        head=("Task", "Metric", "Quantization", *alone.head(comparison.unquantized or "")),
+        head=("Task", "Metric", "Quantization", *one_checkpoint.head(comparison.unquantized or "")),
         rows=tuple(rows),
         begins_task=tuple(begins),
-        notes=(legend, alone.KL_NOTE, *_ratio_notes(table, "damages"), *delta.notes),
+        notes=(legend, one_checkpoint.KL_NOTE, *_ratio_notes(table, "damages"), *delta.notes),
         keys=delta.keys,
     )
 
