@@ -71,7 +71,7 @@ def test_other_classes_and_tied_heads_pass_in_bfloat16(which, outliers, tmp_path
     chosen = quantizer(WEIGHTS["gptq"], OUTLIERS[outliers], dtype="bfloat16")
     report = judged(chosen, make(chosen, tmp_path, which, "softpick").model, which, "softpick")
     assert report.problems == ()
-    assert 0 < report.treatment_error < 0.1
+    assert 0 < report.treatment_error < 0.05
 
 
 def test_an_artifact_is_used_again_and_gives_the_same_model(tmp_path):
