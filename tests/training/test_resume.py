@@ -61,8 +61,10 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bits(tmp_path, train, 
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"name": "muon", "muon_learning_rate": 0.02}])
-@pytest.mark.parametrize("first", [1, 7, 20])
+@pytest.mark.parametrize(
+    ("first", "optimizer"),
+    [(1, {}), (7, {"name": "muon", "muon_learning_rate": 0.02}), (20, {})],
+)
 def test_stops_at_any_step_change_no_bit(tmp_path, train, optimizer, first):
     settings = {"normalizers": ["softmax"], "optimizer": optimizer}
     train(tmp_path / "whole", **settings)

@@ -1,0 +1,54 @@
+"""The bench of the training step, on a shape that a CPU takes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from small_recipe import qbench
+
+from qbench.bench import training as bench
+from qbench.errors import RecipeError
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(bench.SHAPES, "tiny", (16, 1, 2, 64, 16, 2))
+    return ["bench", "training", "--shape", "tiny", "--device", "cpu", "--compile", "no",
+            "--precision", "float32"]  # fmt: skip
+
+
+def test_every_attention_gives_a_row_beside_torchs(tiny, tmp_path, capsys):
+    assert qbench(*tiny, "--out", tmp_path / "bench.json") == 0
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["attention"] for row in found["rows"]] == [
+        "softmax/torch", "softmax/reference", "softpick/reference",
+    ]  # fmt: skip
+    torchs, ours, other = (row["loss"] for row in found["rows"])
+    assert torchs == pytest.approx(ours, abs=1e-4)  # the same function
+    assert other == pytest.approx(4.16, abs=0.2)  # ln 64: random tokens
+    text = capsys.readouterr().out
+    assert len(re.findall(r"\| +1\.000 +\|", text)) == 1  # torch's beside itself
+    assert (tmp_path / "bench.md").read_text() == text.rstrip("\n") + "\n"
+
+
+def test_a_profile_names_what_took_the_time(tiny, capsys):
+    assert qbench(*tiny, "--attention", "softpick", "--profile") == 0
+    text = capsys.readouterr().out
+    assert "## tiny, softpick/reference:" in text
+    assert "aten::mm" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shape", "huge"], "--shape huge: unknown; possible: 27m, 124m, 340m"),
+        (["--attention", "softplus"], "--attention softplus: unknown"),
+        (["--compile", "fast"], "--compile: Input should be"),
+        (["--precision", "float16"], "--precision: Input should be"),
+    ],
+)
+def test_what_is_unknown_is_refused(options, said):
+    with pytest.raises(RecipeError, match=said):
+        qbench("bench", "training", "--device", "cpu", *options)
