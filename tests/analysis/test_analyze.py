@@ -9,7 +9,7 @@ import sys
 import pytest
 from small_recipe import DEMO, small_recipe
 
-from qbench.analyses import Analyses
+from qbench.analyses import Analyses, long_contexts
 from qbench.cli import app
 from qbench.errors import DataError, RecipeError
 from qbench.store import Store
@@ -140,6 +140,27 @@ def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own)
     assert float(row.split("|")[-2]) > 0
     softpick = next(line for line in beside.splitlines() if "softpick/fp32" in line)
     assert softpick.split("|")[-2].strip() == "—"
+
+
+def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own, capfd):
+    path, out = own
+    before = finished(out)
+    options = ("--only", "softpick/fp32", "--long-context", 300, "--heads", "1.0,2.3")
+    assert qbench("analyze", path, "--out", out, *SHORT, *options) == 0
+    (longer,) = long_contexts(out).all()
+    assert longer.text.length == 300 > 256  # the context of the demo's models
+    rows = list(csv.DictReader((out / "analysis" / "stretches.csv").read_text().splitlines()))
+    assert [(row["first"], row["last"]) for row in rows] == [
+        ("0", "127"), ("128", "255"), ("256", "299"),
+    ]  # fmt: skip
+    assert float(rows[2]["loss"]) == longer.measured.stretches[2].loss
+    text = (out / "analysis" / "tables.md").read_text()
+    assert "| softpick/fp32 | 256–299" in text
+    (short,) = Analyses(out).all()  # other heads are another key
+    assert short.finished > before["softpick/fp32"]
+    assert {(m.layer, m.head) for m in short.measured.maps} == {(1, 0), (2, 3)}
+    maps = list(csv.DictReader((out / "analysis" / "maps.csv").read_text().splitlines()))
+    assert {row["text"] for row in maps} == {"prose", "code", "few-shot"}
 
 
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, monkeypatch, capfd):
