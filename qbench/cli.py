@@ -122,7 +122,7 @@ def _listing(what: Listing) -> list[str]:
     if what is Listing.tasks:
         from qbench.evaluation.definitions import task_names
 
-        return task_names()
+        return ["passkey", "passkey_TOKENS (qbench's own, without data)", *task_names()]
     if what is Listing.models:
         from qbench.commands.models import model_lines
 

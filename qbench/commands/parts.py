@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qbench.quantizers.names import QUANTIZERS, Preset, Presets
-from qbench.quantizers.parts import ACTIVATIONS, COMBINATIONS, KV_CACHES, OUTLIERS
+from qbench.quantizers.parts import ACTIVATIONS, COMBINATIONS, HEADS, KV_CACHES, OUTLIERS
 
 WIDTH = 22
 PARTS = (
@@ -11,6 +11,7 @@ PARTS = (
     ("activations", ACTIVATIONS, "what linear layers take in, the LM head aside"),
     ("kv", KV_CACHES, "keys and values that attention reads"),
     ("outliers", OUTLIERS, "changes the model to an equal one that is easier to quantize"),
+    ("prune_heads", HEADS, "attention heads that are cut out"),
 )
 EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
 
