@@ -1,0 +1,166 @@
+"""Cells in parts: their precision in tables and report, and the damage of each part alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from synthetic import make_store
+
+from qbench.comparison.compare import compare
+from qbench.comparison.wording import effect_text
+from qbench.record import ActivationAudit, InputAudit, Leak, Part, Precision
+from qbench.report.content import data_tables
+from qbench.tables.write import render
+
+WEIGHTS = {"name": "gptq-4bit", "method": "gptq", "bits": 4}
+INT8 = {"name": "int8-token", "bits": 8}
+KV = {"name": "int4-token", "bits": 4}
+PLAIN = {"name": "bf16", "method": "none"}
+INT4_WEIGHTS = Part(bits=4, scheme="int4 in groups of 128")
+INT8_INPUTS = Part(bits=8, scheme="int8 per token", simulated=True)
+REAL_INPUTS = INT8_INPUTS.model_copy(update={"simulated": False})
+INT4_CACHE = Part(bits=4, scheme="int4 per head and token")
+CELLS = {  # label of the synthetic grid → settings, precision
+    "gptq-4bit": (WEIGHTS, Precision(weights=INT4_WEIGHTS)),
+    "hqq-2bit": ({"weights": PLAIN, "activations": INT8}, Precision(activations=INT8_INPUTS)),
+    "hqq-3bit": (
+        {"weights": WEIGHTS, "activations": INT8, "kv": KV},
+        Precision(weights=INT4_WEIGHTS, activations=INT8_INPUTS, kv_cache=INT4_CACHE),
+    ),
+    "gptq-8bit": (
+        {"weights": {**WEIGHTS, "bits": 8}, "activations": INT8},
+        Precision(weights=Part(bits=8, scheme="int8 per row"), activations=REAL_INPUTS),
+    ),
+}
+INPUTS = ActivationAudit(
+    bits=8,
+    levels=255,
+    clipped=0.001,
+    error=0.0123,
+    left_out=("model.layers.0.mlp.down_proj",),
+    modules=(
+        InputAudit(name="model.layers.0.self_attn.q_proj", levels=201, clipped=0.0, error=0.01),
+        InputAudit(name="model.layers.1.mlp.down_proj", levels=255, clipped=0.002, error=0.02),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    store = make_store(
+        tmp_path_factory.mktemp("parts") / "parts",
+        quantizers=("bf16", *CELLS),
+        sizes={"arc_easy": 60, "wikitext": 12},
+    )
+    cells = store.grid().cells
+    changed = [
+        cell.model_copy(update={"precision": CELLS[cell.quantizer][1]})
+        if cell.quantizer in CELLS
+        else cell
+        for cell in cells
+    ]
+    for cell in cells:
+        if cell.quantizer not in CELLS:
+            continue
+        record = store.get(cell)
+        settings, precision = CELLS[cell.quantizer]
+        leak = Leak(moved=0.5 if "activations" in settings else 0.0, tolerance=1e-4, declared=True)
+        more = {"causality": leak, "batch_mates": leak.model_copy(update={"declared": False})}
+        if precision.activations:
+            more["activations"] = INPUTS
+        update = {
+            "precision": precision,
+            "key_parts": {**record.key_parts, "quantizer": settings},
+            "audit": record.audit.model_copy(update=more),
+        }
+        store.put(record.model_copy(update=update), store.outcomes(record), None)
+    store.put_grid(store.grid().model_copy(update={"cells": tuple(changed)}))
+    return compare(store)
+
+
+@pytest.mark.parametrize("format", ["md", "tex", "html"])
+def test_tables_write_weights_activations_and_cache(comparison, format):
+    text = render(comparison, format=format)
+    assert "hqq-2bit (W16A8, simulated)" in text
+    assert "hqq-3bit (W4A8KV4, simulated)" in text
+    assert "gptq-8bit (W8A8, real)" in text
+    assert "gptq-4bit (W4" not in text
+    assert "In brackets: bits of weights (W), activations (A) and the KV cache (KV)" in text
+
+
+def test_the_csv_has_each_part_in_a_column(comparison):
+    rows = {
+        row["quantizer"]: row
+        for row in csv.DictReader(io.StringIO(render(comparison, format="csv")))
+    }
+    names = ("precision", "activations", "arithmetic", "kv_cache")
+    told = [rows["hqq-3bit"][name] for name in names]
+    assert told == ["W4A8KV4", "int8 per token", "simulated", "int4 per head and token"]
+    assert rows["gptq-8bit"]["arithmetic"] == "real"
+    assert rows["gptq-4bit"]["precision"] == "W4A16"
+    assert rows["gptq-4bit"]["activations"] == ""
+
+
+def test_tables_of_weights_alone_stay_as_they_were(tmp_path):
+    store = make_store(
+        tmp_path / "weights", quantizers=("bf16", "gptq-4bit"), sizes={"arc_easy": 60}
+    )
+    found = compare(store)
+    assert "In brackets" not in render(found)
+    assert "by part" not in render(found)
+    assert "precision" not in render(found, format="csv").splitlines()[0]
+
+
+def test_the_damage_of_each_part_alone_stands_beside_that_of_all(comparison):
+    text = render(comparison)
+    (part,) = [p for p in text.split("\n### ") if "damage by part" in p.splitlines()[0]]
+    head = [cell.strip() for cell in part.splitlines()[2].split("|")[1:-1]]
+    assert head == ["Task", "Metric", "Quantization",
+                    "softmax: weights", "softmax: activations", "softmax: together",
+                    "softpick: weights", "softpick: activations", "softpick: together"]  # fmt: skip
+    row = dict(zip(head, (c.strip() for c in part.splitlines()[4].split("|")[1:-1]), strict=True))
+    assert row["Quantization"] == "hqq-3bit (W4A8KV4, simulated)"
+    assert row["Metric"] == "Acc Norm ↑"
+    alone = {"weights": "gptq-4bit", "activations": "hqq-2bit", "together": "hqq-3bit"}
+    for column, label in alone.items():
+        asked = ("arc_easy", "acc_norm", label)
+        (line,) = [
+            one for one in comparison.lines if (one.task, one.metric, one.quantizer) == asked
+        ]
+        told = effect_text(line.damages["softpick"], percent=True)
+        assert row[f"softpick: {column}"] == told
+
+
+def tables(comparison, name):
+    (table,) = [one for one in data_tables(comparison) if one.name == name]
+    return {row[0].text: dict(zip(table.head, row, strict=True)) for row in table.rows}
+
+
+def test_the_report_shows_activation_error_beside_weight_error(comparison):
+    rows = tables(comparison, "activations")
+    assert list(rows) == [f"{c}/{q}" for c in ("softmax", "softpick")
+                          for q in ("hqq-2bit", "hqq-3bit", "gptq-8bit")]  # fmt: skip
+    row = rows["softpick/hqq-3bit"]
+    assert row["Products"].text == "simulated"
+    assert row["Error"].text == "0.0123"
+    assert row["Largest in a layer"].text == "0.0200"
+    assert row["Largest in a layer"].title == "model.layers.1.mlp.down_proj"
+    assert row["Clipped"].text == "0.100\N{NO-BREAK SPACE}%"
+    assert float(row["Weight error"].text) > 0
+    assert rows["softpick/hqq-2bit"]["Weight error"].text == "—"
+
+
+def test_the_report_shows_what_logits_depend_on(comparison):
+    row = tables(comparison, "independence")["softmax/hqq-2bit"]
+    assert row["Moved by the last token"].text == "0.5"
+    assert row["Declared"].text == "sees the future"
+    assert (
+        tables(comparison, "independence")["softmax/gptq-4bit"]["Moved by batch-mates"].text == "0"
+    )
+
+
+def test_precisions_sort_by_weights_then_activations_then_cache():
+    orders = [precision.order for _, precision in CELLS.values()]
+    assert sorted(orders) == [(4, 8, 4), (4, 16, 16), (8, 8, 16), (16, 8, 16)]
