@@ -1,5 +1,6 @@
 """Real products on a GPU: kernels equal to the definitions, cells equal to their simulation."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import quantizer_of
 from qbench.quantizers.audit import audit
 from qbench.quantizers.linears import plain
+from qbench.quantizers.outliers import hadamard, rotating
+from qbench.quantizers.outliers import kernel as rotation_kernel
 from qbench.quantizers.products import codes, kernels, layers, real
 from qbench.quantizers.quantization import quantize
 
@@ -97,6 +100,18 @@ def test_a_real_product_is_that_of_its_codes(tokens, kind, weights_per, per):
     wanted = wanted @ codes.decode(scaled.codes, scaled.scale).double().T + layer.bias.double()
     off = (model["layer"](x).double() - wanted).norm() / wanted.norm()
     assert off < {"int8": 2.5e-3, "e4m3": 4e-3}[kind]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 5, 96), (700, 1024), (1000, 2816), (33, 5632)])
+def test_the_online_rotation_is_the_definition(shape, dtype):
+    x = draw((math.prod(shape[:-1]), shape[-1]), dtype).view(shape)
+    assert rotation_kernel.fits(x)
+    wanted = hadamard.transform(x.double())
+    found = rotating.online(x)
+    assert found.dtype == dtype
+    off = (found.double() - wanted).norm() / wanted.norm()
+    assert off < {torch.float32: 1e-6, torch.bfloat16: 2.5e-3}[dtype]  # bfloat16's own: 1.7e-3
 
 
 def cell(weights, activations, arithmetic, dtype="bfloat16", **more):

@@ -1,6 +1,10 @@
 """Hadamard matrices of every order that models have, and none where none is known."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +54,27 @@ def test_orders_without_a_known_matrix_are_none(order):
     assert factors(order) is None
     with pytest.raises(ValueError, match=f"order {order}"):
         hadamard.transform(torch.zeros(order))
+
+
+def test_the_kernel_in_the_interpreter_equals_the_definition():
+    script = Path(__file__).with_name("rotation_interpreted.py")
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    errors = dict(line.split("\t") for line in ran.stdout.splitlines())
+    assert len(errors) == 7
+    assert {shape: e for shape, e in errors.items() if not float(e) < 1e-6} == {}
+
+
+@pytest.mark.parametrize(
+    ("order", "shape"),
+    [(1024, (32, 32)), (128, (16, 8)), (2816, (44, 64)), (5632, (44, 128)), (11008, None),
+     (14336, None), (50, None)],
+)  # fmt: skip
+def test_the_kernel_takes_what_lies_in_shared_memory(order, shape):
+    kernel = pytest.importorskip("qbench.quantizers.outliers.kernel")
+    assert kernel.split(order) == shape

@@ -27,7 +27,7 @@ def transform(x: Tensor, *, inverse: bool = False) -> Tensor:
     y, after = x, order
     for part in parts:
         after //= part
-        factor = _matrix(part, x.dtype, x.device)
+        factor = matrix(part, x.dtype, x.device)
         factor = factor.T if inverse else factor
         # No axis is moved, which would copy: the last takes a matrix on the right, others left.
         y = y.reshape(-1, part) @ factor if after == 1 else factor.T @ y.reshape(-1, part, after)
@@ -35,7 +35,8 @@ def transform(x: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _matrix(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def matrix(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The Hadamard matrix of an ``order`` that is a power of two or Paley's: entries ±1."""
     rows = _sylvester(order) if order & (order - 1) == 0 else _paley(order)
     return rows.to(device, dtype)
 

@@ -71,6 +71,11 @@ def rotate(model: PreTrainedModel, settings: Rotation, diagonal: Tensor) -> None
 
 def online(x: Tensor) -> Tensor:
     """x H / √n along the last axis, summed in float32, in x's dtype."""
+    if x.is_cuda:
+        from qbench.quantizers.outliers import kernel  # needs Triton
+
+        if kernel.fits(x):
+            return kernel.transform(x)
     return hadamard.transform(x.float()).to(x.dtype)
 
 
