@@ -38,9 +38,10 @@ def initial_model(
     model = LlamaForCausalLM(LlamaConfig(**llama_settings(shape, normalizer, **ids)))
     for layer in model.model.layers:
         for parameter in NORMALIZERS.get(normalizer).parameters:
-            if parameter.required or parameter.trainable:
+            if parameter.required:
                 sizes = [shape.heads if axis == "H" else axis for axis in parameter.shape]
-                value = nn.Parameter(torch.zeros(sizes), requires_grad=parameter.trainable)
+                value = torch.full(sizes, parameter.initial)
+                value = nn.Parameter(value, requires_grad=parameter.trainable)
                 layer.self_attn.register_parameter(parameter.attribute, value)
     model.to(device)
     model.config.qbench_normalizer = normalizer

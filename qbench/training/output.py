@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,10 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.weights import INDEX, SINGLE
 from qbench.files import write_atomically
 from qbench.training.token_files import copy_tokenizer
-
-# The other way round than qbench.checkpoints.flash_linear_attention.RENAMED.
-UPSTREAM = (
-    (r"^model\.embed_tokens\.", "model.embeddings."),
-    (r"^(model\.layers\.\d+)\.input_layernorm\.", r"\1.attn_norm."),
-    (r"^(model\.layers\.\d+)\.post_attention_layernorm\.", r"\1.mlp_norm."),
-    (r"^(model\.layers\.\d+)\.self_attn\.", r"\1.attn."),
-)
 
 
 def save_checkpoint(
@@ -43,11 +35,8 @@ def save_checkpoint(
     (folder / "config.json").unlink(missing_ok=True)
     for path in [*folder.glob("*.safetensors"), folder / INDEX]:
         path.unlink(missing_ok=True)
-    tensors = {
-        upstream_name(name): parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, parameter in model.named_parameters()
-    }
-    parts = _parts(dict(sorted(tensors.items())), largest_file)
+    tensors = _stored(model, config)
+    parts = _parts(tensors, largest_file)
     names = [SINGLE]
     if len(parts) > 1:
         names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
@@ -60,13 +49,19 @@ def save_checkpoint(
     write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
-def upstream_name(name: str) -> str:
-    """A Llama tensor's name in flash-linear-attention."""
-    for pattern, replacement in UPSTREAM:
-        name, changed = re.subn(pattern, replacement, name)
-        if changed:
-            break
-    return name
+def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights in bfloat16 by flash-linear-attention's names, sorted."""
+    scaled = "scaled" in config.get("attn_impl", "")  # its scale is [H, 1], beside a fixed table
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().to("cpu", torch.bfloat16).contiguous()
+        tensors[fla.own_name(name)] = (
+            tensor[:, None] if scaled and name.endswith(".self_attn.s") else tensor
+        )
+    if scaled:
+        longest = config["max_position_embeddings"]
+        tensors |= fla.logarithms(config["num_hidden_layers"], longest)
+    return dict(sorted(tensors.items()))
 
 
 def _parts(tensors: dict[str, Tensor], largest: int | None) -> list[dict[str, Tensor]]:

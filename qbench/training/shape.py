@@ -13,7 +13,7 @@ def checkpoint_config(
     shape: Shape, normalizer: str, *, bos: int | None, eos: int | None, pad: int | None
 ) -> dict[str, Any]:
     """``config.json`` of such a model in flash-linear-attention's format."""
-    named = next((impl for impl, of in ATTENTION_NAMES if of == normalizer), None)
+    named = fla.IMPLEMENTATION_OF.get(normalizer)
     return {
         "architectures": ["TransformerForCausalLM"],
         **({"attn_impl": named} if named else {"qbench_normalizer": normalizer}),
@@ -43,12 +43,6 @@ def checkpoint_config(
         "vocab_size": shape.vocabulary,
         "window_size": None,
     }
-
-
-# Upstream's names of what trains; the naive ones are for other uses.
-ATTENTION_NAMES = tuple(
-    (name, of) for name, of in fla.NORMALIZER_OF.items() if name.startswith("parallel_")
-)
 
 
 def llama_settings(shape: Shape, normalizer: str, **tokens: int | None) -> dict[str, Any]:

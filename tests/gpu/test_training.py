@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # what torch 2.11 says of itself when its compiler is imported
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+]
 
 SETTINGS = {
     "name": "gpu",
