@@ -17,11 +17,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qbench.attention.kernels import modes
 from qbench.attention.kernels.families import FAMILIES
-from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.kernels.gluon_keys import key_kernel
 from qbench.attention.kernels.gluon_queries import query_kernel
+from qbench.attention.kernels.settings import Parameters, factors
 
-HAD = modes.SUNK.value  # what these kernels have of modes.py
+LEARNED_SCALE = modes.LEARNING.value | modes.SCALED.value
+BENT = modes.CAPPED.value | modes.SLOPED.value
 
 # Batch × heads × length² × head dimension from which this is faster than the Triton kernels. With
 # less, it is the launches that take the time, and these take more: 0.25 ms of the host's.
@@ -34,23 +35,30 @@ TILES = {64: (64, (4, 2), (4, 2)), 128: (32, (3, 1), (4, 1))}
 
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    imprecise: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, family: str, scale: float,
+    imprecise: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, rows: Tensor | None,
+    parameters: Parameters, family: str, asked: int, scale: float, softcap: float,
 ) -> None:  # fmt: skip
-    """Fills dq, dk and dv; for what :func:`fits` says."""
+    """Fills dq, dk, dv and ``rows``, each row's part of the gradient of a parameter, if there is
+    one; for what :func:`fits` says."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
-    block_q, query_tile, key_tile = TILES[width]
-    stats = torch.empty(4 * lse.numel(), dtype=torch.float32, device=query.device)
     near_zero = FAMILIES[family].near_zero
+    block_q, query_tile, (key_slots, held) = TILES[width]
+    if asked & BENT or (near_zero and asked & modes.SCALED.value):  # they need the registers
+        held = min(held, 1)
+    stats = torch.empty(4 * lse.numel(), dtype=torch.float32, device=query.device)
     fixed = {
-        "FAMILY": family, "NEAR_ZERO": near_zero, "HEAD_DIM": width, "BLOCK_Q": block_q,
-        "num_warps": 4,
+        "FAMILY": family, "MODES": asked, "NEAR_ZERO": near_zero, "HEAD_DIM": width,
+        "BLOCK_Q": block_q, "num_warps": 4,
     }  # fmt: skip
     group = heads // kv_heads
-    scales = (scale, scale * LOG2_E)
+    scales = (scale, *factors(scale, softcap))
+    # What is not asked for is not read: any tensor stands for it.
+    sinks, _, slopes, s = (lse if tensor is None else tensor for tensor in parameters)
     sources = [_descriptor(tensor, 64) for tensor in (query, key, value, gradient)]
     query_kernel[(length // 128, batch * heads)](
-        *sources, output, lse, stats, dq, (heads, group, length), scales,
+        *sources, output, lse, stats, dq, lse if rows is None else rows, sinks, slopes, s,
+        (heads, group, length), scales,
         (output.stride()[:3], dq.stride()[:3]), STAGES=query_tile[0], HELD=query_tile[1], **fixed,
     )  # fmt: skip
     if block_q != 64:
@@ -60,9 +68,9 @@ def backward(
     )
     for precise in (False, True) if near_zero else (False,):
         key_kernel[(length // 128, batch * kv_heads)](
-            *sources, imprecise, dk, dv, (kv_heads, group, length), scales,
-            (dk.stride()[:3], dv.stride()[:3]), PRECISE=precise, STAGES=key_tile[0],
-            HELD=key_tile[1], **fixed,
+            *sources, imprecise, slopes, dk, dv, (kv_heads, group, length), scales,
+            (dk.stride()[:3], dv.stride()[:3]), PRECISE=precise, STAGES=key_slots,
+            HELD=held, **fixed,
         )  # fmt: skip
 
 
@@ -70,8 +78,9 @@ def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, a
     """Whether the kernels here are for such tensors, where there is no mask and no spans."""
     batch, heads, length, width = query.shape
     return (
-        asked & ~HAD == 0
-        and causal
+        causal
+        # The gradient of s is taken from that of the queries, where scores are products.
+        and not (asked & LEARNED_SCALE == LEARNED_SCALE and asked & BENT)
         and window == 0
         and query.dtype == torch.bfloat16
         and width in TILES

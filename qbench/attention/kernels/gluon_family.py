@@ -7,6 +7,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from qbench.attention.kernels.modes import CAPPED, SCALED, SLOPED
+from qbench.attention.kernels.scores import hyperbolic_tangent
+from qbench.attention.kernels.sigmoid import sigmoid
+
 ROWS = gl.constexpr(64)  # that a group of warps holds
 BLOCK = gl.constexpr(128)  # of both groups
 NO_FORMULA = gl.constexpr("this family has no formula here")
@@ -39,6 +43,8 @@ def exponential(s, scale, lse, FAMILY: gl.constexpr):
         return gl.where(s >= 0, e, 0.0)
     elif FAMILY == "softmax" or FAMILY == "softpick":
         return e
+    elif FAMILY == "sigmoid":
+        return sigmoid(s * scale - lse, True)
     else:
         gl.static_assert(False, NO_FORMULA)
 
@@ -66,8 +72,26 @@ def score_gradient(e, s, p, delta, FAMILY: gl.constexpr):
         )
     elif FAMILY == "softmax" or FAMILY == "rectified":
         return e * (p - delta)
+    elif FAMILY == "sigmoid":
+        return (e - e * e) * p
     else:
         gl.static_assert(False, NO_FORMULA)
+
+
+@gluon.jit
+def reshaped(products, own, keys, factor, scale, inner, slope, MODES: gl.constexpr):
+    """See :func:`qbench.attention.kernels.scores.reshaped`. ``own`` and ``keys`` count from the
+    block's first; ``factor``: s · log n of each row."""
+    if CAPPED & MODES:
+        products = hyperbolic_tangent(products * inner, True)
+    if SCALED & MODES:
+        y = products * (factor * scale)
+        slope = factor * slope
+    else:
+        y = products * scale
+    if SLOPED & MODES:
+        y = y + (keys.to(gl.float32) * slope - own.to(gl.float32) * slope)
+    return y, products
 
 
 @gluon.jit

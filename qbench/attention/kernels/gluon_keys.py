@@ -19,10 +19,13 @@ from qbench.attention.kernels.gluon_family import (
     ROWS,
     exponential,
     flat,
+    reshaped,
     score_gradient,
     store_rows,
     turned,
 )
+from qbench.attention.kernels.modes import CAPPED, RESHAPED, SCALED
+from qbench.attention.kernels.scores import slope_of
 
 
 @gluon.jit
@@ -62,13 +65,17 @@ def key_loader(
 
 @gluon.jit
 def key_step(
-    dk, dv, ds, k, v, step, tile, started, ring, scale,
-    FAMILY: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr, BLOCK_Q: gl.constexpr,
+    dk, dv, ds, k, v, step, tile, started, ring, behind, shaping,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv [ROWS, HEAD_DIM], and computes
     this tile's gradient of scores ds [ROWS, BLOCK_Q].
     The assembler moves arithmetic behind waits; it cannot move the weights behind their product.
-    ``step``: of the tiles on the diagonal, counted from the last query."""
+    ``step``: of the tiles on the diagonal, counted from the last query. ``behind``: by how much the
+    group's first key is behind the tile's first query. ``shaping``: what products are multiplied
+    by, and before a soft cap's tanh, and the slope."""
+    scale, inner, slope = shaping
     q_tiles, g_tiles, stat_tiles, ready, free = ring
     stages: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
@@ -85,6 +92,16 @@ def key_step(
     stat = stat_tiles.index(slot)
     lse = stat.slice(0, BLOCK_Q).load(column_layout)  # [BLOCK_Q]
     s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_Q]: keys × queries
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_Q, layout=column_layout)
+    factor = 1.0
+    products = s
+    if RESHAPED & MODES:
+        if SCALED & MODES:
+            factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
+        own = (behind + columns)[None, :]
+        s, products = reshaped(s, own, keys[:, None], factor, scale, inner, slope, MODES)
+        scale = 1.0
     e = exponential(s, scale, lse[None, :], FAMILY)
     if FAMILY == "softpick":
         floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)
@@ -92,12 +109,11 @@ def key_step(
         if PRECISE:
             y = s * scale
             above = gl.where(gl.abs(y) < 0.25, floor[None, :] * expm1_near_zero(y), above)
-    elif FAMILY == "softmax" or FAMILY == "rectified":
+    elif FAMILY == "softmax" or FAMILY == "rectified" or FAMILY == "sigmoid":
         above = e
     else:
         gl.static_assert(False, NO_FORMULA)
-    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    rows = ROWS - (step + 1) * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=column_layout)
+    rows = ROWS - (step + 1) * BLOCK_Q + columns
     seen = keys[:, None] <= rows[None, :]
     if MASKED:
         above = gl.where(seen, above, 0.0)
@@ -106,7 +122,11 @@ def key_step(
     delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(column_layout)
     p, dk = warpgroup_mma_wait(1, [p, dk])  # p: [ROWS, BLOCK_Q]
     mbarrier.arrive(free.index(before), count=1, pred=started)
+    if SCALED & MODES:  # as D has been: a product and a difference are one instruction
+        p = p * factor
     ds = score_gradient(e, s, p, delta[None, :], FAMILY)
+    if CAPPED & MODES:
+        ds = ds * (1 - products * products)
     if MASKED:
         ds = gl.where(seen, ds, 0.0)
     dv, ds = warpgroup_mma_wait(0, [dv, ds])
@@ -115,12 +135,13 @@ def key_step(
 
 @gluon.jit
 def key_rows(
-    own, ring, here, dk_out, dv_out, index, sizes, scales, strides,
-    FAMILY: gl.constexpr, PRECISE: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
+    own, ring, here, slopes, dk_out, dv_out, index, sizes, scales, strides,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, PRECISE: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    q_tiles, _, _, ready, free = ring
+    q_tiles, ready, free = ring[0], ring[3], ring[4]
     kv_heads, group, length = sizes
-    scale, score_scale = scales
+    scale, score_scale, inner = scales
     HEAD_DIM: gl.constexpr = q_tiles.shape[4]
     stages: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -139,18 +160,22 @@ def key_rows(
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     whole = (length - first - ROWS) // BLOCK_Q
-    for _ in range(group):
+    for member in range(group):
+        head = pair % kv_heads * group + member
+        shaping = (score_scale, inner, slope_of(head, slopes, MODES))
         ds = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
         for i in range(whole):
             dk, dv, ds = key_step(
-                dk, dv, ds, k, v, 0, tile, i > 0, ring, score_scale,
-                FAMILY, PRECISE, False, BLOCK_Q,
+                dk, dv, ds, k, v, 0, tile, i > 0, ring,
+                length - (i + 1) * BLOCK_Q - first, shaping,
+                FAMILY, MODES, PRECISE, False, BLOCK_Q,
             )  # fmt: skip
             tile += 1
         for step in gl.static_range(ROWS // BLOCK_Q):
             dk, dv, ds = key_step(
-                dk, dv, ds, k, v, step, tile, whole + step > 0, ring, score_scale,
-                FAMILY, PRECISE, True, BLOCK_Q,
+                dk, dv, ds, k, v, step, tile, whole + step > 0, ring,
+                ROWS - (step + 1) * BLOCK_Q, shaping,
+                FAMILY, MODES, PRECISE, True, BLOCK_Q,
             )  # fmt: skip
             tile += 1
         slot = (tile - 1) % stages
@@ -171,10 +196,10 @@ def key_rows(
 
 @gluon.jit
 def key_kernel(
-    q_source, k_source, v_source, g_source, stat_source, imprecise, dk_out, dv_out,
+    q_source, k_source, v_source, g_source, stat_source, imprecise, slopes, dk_out, dv_out,
     sizes, scales, strides,
-    FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, PRECISE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, PRECISE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, by BLOCK_Q queries a tile. ``sizes``: key heads, how many query
     heads share one, length; ``scales`` and the ring: see the queries' kernel; ``strides``: of dk
@@ -202,10 +227,10 @@ def key_kernel(
     sources = (q_source, k_source, v_source, g_source, stat_source)
     gl.warp_specialize(
         [
-            (key_rows, (own, ring, here, dk_out, dv_out, 0, sizes, scales, strides,
-             FAMILY, PRECISE, HELD, BLOCK_Q)),
-            (key_rows, (own, ring, here, dk_out, dv_out, 1, sizes, scales, strides,
-             FAMILY, PRECISE, HELD, BLOCK_Q)),
+            (key_rows, (own, ring, here, slopes, dk_out, dv_out, 0, sizes, scales, strides,
+             FAMILY, MODES, PRECISE, HELD, BLOCK_Q)),
+            (key_rows, (own, ring, here, slopes, dk_out, dv_out, 1, sizes, scales, strides,
+             FAMILY, MODES, PRECISE, HELD, BLOCK_Q)),
             (key_loader, (sources, own, ring, here, sizes, BLOCK_Q)),
         ],
         [4, 1],

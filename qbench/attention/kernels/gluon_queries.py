@@ -18,10 +18,13 @@ from qbench.attention.kernels.gluon_family import (
     exp2,
     exponential,
     flat,
+    reshaped,
     score_gradient,
     store_rows,
     turned,
 )
+from qbench.attention.kernels.modes import BIASED, CAPPED, LEARNING, RESHAPED, SCALED, SINK_LEARNED
+from qbench.attention.kernels.scores import LN_2, head_factor, sink_of, slope_of
 
 
 @gluon.jit
@@ -70,10 +73,13 @@ def query_loader(
 
 
 @gluon.jit
-def delta_sweep(q, g, first, count, ring, scale, layout: gl.constexpr):
+def delta_sweep(
+    q, g, first, count, ring, factor, shaping, MODES: gl.constexpr, layout: gl.constexpr
+):
     """See :func:`qbench.attention.kernels.backward_queries.delta_sweep`."""
     k_tiles, v_tiles, ready, free = ring
     stages: gl.constexpr = k_tiles.shape[0]
+    scale, inner, slope = shaping
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))  # [ROWS]
     delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
@@ -87,7 +93,10 @@ def delta_sweep(q, g, first, count, ring, scale, layout: gl.constexpr):
         s, p = warpgroup_mma_wait(0, [s, p])  # [ROWS, ROWS] each: queries × keys
         mbarrier.arrive(free.index(slot), count=1)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-        y = gl.where(keys[None, :] <= rows[:, None], s * scale, 0.0)
+        y, _ = reshaped(
+            s, rows[:, None] - first, keys[None, :] - first, factor, scale, inner, slope, MODES
+        )
+        y = gl.where(keys[None, :] <= rows[:, None], y, 0.0)
         above = gl.where(gl.abs(y) < 0.25, expm1_near_zero(y), exp2(y) - 1)
         delta += gl.sum(gl.maximum(above, 0.0) * p, 1)
         total += gl.sum(gl.abs(above), 1)
@@ -97,11 +106,14 @@ def delta_sweep(q, g, first, count, ring, scale, layout: gl.constexpr):
 
 @gluon.jit
 def query_step(
-    dq, ds, q, g, lse, delta, tile, started, ring, scale,
-    FAMILY: gl.constexpr, MASKED: gl.constexpr,
+    dq, ds, sums, q, g, lse, delta, tile, started, ring, behind, factor, shaping,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradient of scores
-    ds [ROWS, ROWS]."""
+    ds [ROWS, ROWS]. ``sums`` [ROWS]: of these, where that of a bias is asked for. ``behind``: by
+    how much the tile's first key is behind the group's first query; ``factor`` [ROWS]: s · log n;
+    ``shaping``: see the keys' kernel."""
+    scale, inner, slope = shaping
     k_tiles, v_tiles, ready, free = ring
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
@@ -115,23 +127,38 @@ def query_step(
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
     s, p, dq = warpgroup_mma_wait(0, [s, p, dq])  # s, p: [ROWS, ROWS], queries × keys
     mbarrier.arrive(free.index(before), count=1, pred=started)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    products = s
+    if RESHAPED & MODES:
+        s, products = reshaped(
+            s, rows[:, None], (keys - behind)[None, :], factor, scale, inner, slope, MODES
+        )
+        scale = 1.0
     e = exponential(s, scale, lse[:, None], FAMILY)
     ds = score_gradient(e, s, p, delta[:, None], FAMILY)
     if MASKED:
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
-    return dq, ds
+    if BIASED & MODES:  # noqa: SIM102 (constexprs)
+        if LEARNING & MODES:
+            sums += gl.sum(ds, 1)
+    if CAPPED & MODES:
+        ds = ds * (1 - products * products)
+    return dq, ds, sums
 
 
 @gluon.jit
 def query_rows(
-    own, ring, here, o_source, lse_source, stats, dq_out, index, sizes, scales, strides,
-    FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
+    own, ring, here, o_source, lse_source, stats, dq_out, row_gradients, of_head, index,
+    sizes, scales, strides,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     k_tiles = ring[0]
     heads, _, length = sizes
-    scale, score_scale = scales
+    scale, score_scale, inner = scales
+    slope, head_scale, sink = of_head
+    shaping = (score_scale, inner, slope)
     o_strides, dq_strides = strides
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
     stages: gl.constexpr = k_tiles.shape[0]
@@ -151,6 +178,8 @@ def query_rows(
     o = gl.load(pointers)  # [ROWS, HEAD_DIM]
     row_offset = pair.to(gl.int64) * length + first
     lse = gl.load(lse_source + row_offset + rows)  # [ROWS]
+    length_2 = gl.log2((first + rows + 1).to(gl.float32))  # [ROWS]
+    factor = (head_scale * length_2)[:, None]
     mbarrier.wait(here, 0)
     q = flat(own, index * 2)
     g = flat(own, index * 2 + 1)
@@ -165,39 +194,63 @@ def query_rows(
     if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if any_small(lse_source + row_offset - index * ROWS, 4):
             skipped = last - index + 2
-            exact = delta_sweep(q, g, first, skipped, ring, score_scale, layout)
+            exact = delta_sweep(q, g, first, skipped, ring, factor, shaping, MODES, layout)
             delta = gl.where(lse < SMALL_LSE, exact, delta)
     stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
     gl.store(stat, lse)
     gl.store(stat + BLOCK_Q, exp2(-lse))
-    gl.store(stat + 2 * BLOCK_Q, delta)
+    if SCALED & MODES:
+        gl.store(stat + 2 * BLOCK_Q, delta * (head_scale * length_2))
+        gl.store(stat + 3 * BLOCK_Q, head_scale * length_2)
+    else:
+        gl.store(stat + 2 * BLOCK_Q, delta)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    sums = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     for tile in range(last):
-        dq, ds = query_step(
-            dq, ds, q, g, lse, delta, skipped + tile, tile > 0, ring, score_scale, FAMILY, False,
+        dq, ds, sums = query_step(
+            dq, ds, sums, q, g, lse, delta, skipped + tile, tile > 0, ring, first - tile * ROWS,
+            factor, shaping, FAMILY, MODES, False,
         )  # fmt: skip
-    dq, ds = query_step(
-        dq, ds, q, g, lse, delta, skipped + last, last > 0, ring, score_scale, FAMILY, True,
+    dq, ds, sums = query_step(
+        dq, ds, sums, q, g, lse, delta, skipped + last, last > 0, ring, 0, factor, shaping,
+        FAMILY, MODES, True,
     )  # fmt: skip
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
     dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
+    if LEARNING & MODES:
+        row_gradient = row_gradients + row_offset
+        if SINK_LEARNED & MODES:
+            gl.store(row_gradient + rows, -exp2(sink - lse) * delta)
+        if BIASED & MODES:
+            gl.store(row_gradient + rows, sums)
+        if SCALED & MODES:  # Σ dS · score is q · dq
+            last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
+            product = gl.sum(flat(own, index * 2).load(sum_layout).to(gl.float32) * dq, 1)
+            last_length = gl.log2((first + last_rows + 1).to(gl.float32))
+            gl.store(row_gradient + last_rows, product * (last_length * (scale * LN_2)))
+    if SCALED & MODES:
+        last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
+        last_length = gl.log2((first + last_rows + 1).to(gl.float32))
+        dq = dq * (head_scale * last_length)[:, None]
     store_rows(dq_out, dq * scale, first, batch, head, dq_strides)
 
 
 @gluon.jit
 def query_kernel(
-    q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out,
-    sizes, scales, strides,
-    FAMILY: gl.constexpr, NEAR_ZERO: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
+    q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out, row_gradients,
+    sinks, slopes, s, sizes, scales, strides,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries; and their lse, 2^−lse and D, by BLOCK_Q of each, for the other kernel.
-    ``sizes``: query heads, how many share a key head, length; ``scales``: of dq and, in log2
-    units, of the scores; ``strides``: of batch row, head and row, of output and dq. HELD: how many
-    of q and dO are kept in registers. The ring is a pipeline's tiles in shared memory, with
-    barriers that say which are ready and which are free."""
+    """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D and
+    s · log n, by which D is multiplied where there is that. ``sizes``: query heads, how many share
+    a key head, length; ``scales``: of dq, in log2 units of the scores, and before a soft cap's
+    tanh; ``row_gradients``, ``sinks``, ``slopes`` and ``s``: as in backward_queries.py;
+    ``strides``: of batch row, head and row, of output and dq. HELD: how many of q and dO are kept
+    in registers. The ring is a pipeline's tiles in shared memory, with barriers that say which are
+    ready and which are free."""
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
     k_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], k_source.layout
@@ -214,12 +267,15 @@ def query_kernel(
         mbarrier.init(free.index(i), count=2)
     ring = (k_tiles, v_tiles, ready, free)
     sources = (q_source, k_source, v_source, g_source)
+    head = gl.program_id(1) % sizes[0]
+    slope = slope_of(head, slopes, MODES)
+    of_head = (slope, head_factor(head, s, MODES), sink_of(head, sinks, MODES))
     gl.warp_specialize(
         [
-            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, 0,
-             sizes, scales, strides, FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
-            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, 1,
-             sizes, scales, strides, FAMILY, NEAR_ZERO, HELD, BLOCK_Q)),
+            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, row_gradients,
+             of_head, 0, sizes, scales, strides, FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
+            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, row_gradients,
+             of_head, 1, sizes, scales, strides, FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
             (query_loader, (sources, own, ring, here, lse_source, sizes, NEAR_ZERO)),
         ],
         [4, 1],

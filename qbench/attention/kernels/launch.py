@@ -156,10 +156,10 @@ def backward(
         and all(map(_tma_layout, (query, key, value, gradient)))
     ):
         gluon_backward.backward(
-            gradient, query, key, value, output, lse, imprecise, dq, dk, dv, kernels.family,
-            scale,
+            gradient, query, key, value, output, lse, imprecise, dq, dk, dv, rows, parameters,
+            kernels.family, modes, scale, softcap,
         )  # fmt: skip
-        return dq, dk, dv, learned
+        return dq, dk, dv, learned if rows is None else rows.sum((0, 2))
     deltas = torch.empty_like(lse)
     sequences = batch if spans is None else spans.shape[0]
     counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
