@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 
+from qbench.machine.interrupt import CODE, STOPPED, settle_interrupts
+
 
 def main() -> None:
+    settle_interrupts()
     try:
         from qbench.cli import main as command
 
         command()
     except KeyboardInterrupt:  # before, or after, a command is in charge of it
-        print("stopped; finished cells are kept, run the same command to go on", file=sys.stderr)
-        sys.exit(130)
+        print(STOPPED, file=sys.stderr)
+        sys.exit(CODE)
 
 
 if __name__ == "__main__":

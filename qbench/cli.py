@@ -13,11 +13,9 @@ from qbench import __version__
 from qbench.commands import analysis, benchmarks, models, results, running, training
 from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError, RecipeError
+from qbench.machine.interrupt import CODE, STOPPED
 from qbench.machine.memory import settle_memory
 from qbench.machine.quiet import settle
-
-STOPPED = "stopped; finished cells are kept, run the same command to go on"
-INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
 
 settle()
 settle_memory()
@@ -30,7 +28,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(CODE) from None
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Wrong use is one line, too: where, what, and what to do."""
@@ -159,7 +157,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if end.code == INTERRUPTED:
+        if end.code == CODE:
             complain(STOPPED)
         raise
     except (QbenchError, OSError, UnicodeError, MemoryError, ImportError) as error:

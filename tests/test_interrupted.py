@@ -115,6 +115,53 @@ def alive(group):
 BEGUN = "from qbench.__main__ import main; print('begun', flush=True); main()"
 
 
+SWALLOWED = """
+import hashlib, sys, time
+from qbench.machine.interrupt import settle_interrupts
+settle_interrupts()
+print("begun", flush=True)
+while True:
+    try:
+        {wait}
+    except BaseException:
+        pass
+"""
+WAITS = {
+    "in Python": "time.sleep(0.01)",
+    "in a long step": "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 10**9)",
+}
+
+
+def swallowing(wait):
+    """A process that goes on after Ctrl-C."""
+    return subprocess.Popen([sys.executable, "-c", SWALLOWED.format(wait=wait)], cwd=ROOT,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_ctrl_c_that_is_swallowed_ends_the_process_all_the_same(wait):
+    """In two seconds; twice as many are allowed for a machine that is busy."""
+    process = swallowing(wait)
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(0.2)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=30)
+    assert time.monotonic() - start < 4
+    assert process.returncode == 130
+    assert complaints.splitlines()[-1].startswith("stopped; finished cells are kept")
+
+
+def test_ctrl_c_twice_ends_at_once():
+    process = swallowing("time.sleep(0.01)")
+    assert process.stdout.readline() == "begun\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    process.communicate(timeout=1)
+    assert process.returncode in (130, -signal.SIGINT)
+
+
 def test_ctrl_c_while_a_run_starts_is_one_line_and_leaves_no_process(tmp_path):
     path, out = small_recipe(tmp_path), tmp_path / "out"
     command = [sys.executable, "-c", BEGUN, "run", path, "--out", out, "--device", "cpu",
@@ -124,8 +171,10 @@ def test_ctrl_c_while_a_run_starts_is_one_line_and_leaves_no_process(tmp_path):
                                    stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
         assert process.stdout.readline() == "begun\n"
         time.sleep(delay)
+        start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
         shown, complaints = process.communicate(timeout=30)
+        assert time.monotonic() - start < 4  # two seconds, on a machine that is busy twice as many
         assert process.returncode == 130, (delay, complaints)
         assert complaints.strip().splitlines()[-1] == (
             "stopped; finished cells are kept, run the same command to go on"

@@ -90,6 +90,8 @@ def run(
     from qbench.plan import cell_names, select
     from qbench.recipe_override import save
     from qbench.run import cache_folder
+    from qbench.running.estimate import Estimate, earlier_seconds
+    from qbench.running.executors import Processes
     from qbench.running.grid import readable, run_cells, total
     from qbench.running.progress import Display
     from qbench.store import Store
@@ -118,7 +120,13 @@ def run(
     ):
         executor, planned = place.executor, place.job.plan(only)
         cells = planned.select(only)
-        with Display(screen, len(cells)) as display:
+        estimate = Estimate(
+            [cell.name for cell in cells],
+            earlier=earlier_seconds(Store(job.out), cells),
+            tasks=len(planned.tasks),
+            at_once=len(executor.slots) if isinstance(executor, Processes) else 1,
+        )
+        with Display(screen, len(cells), estimate) as display:
             _announce(planned, cells, display)
             if place.description:
                 display.say(place.description)

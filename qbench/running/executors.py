@@ -46,6 +46,7 @@ class Processes(Executor):
         _ignore_locks_of_the_dead()
         threads = max(1, (os.cpu_count() or 1) // len(slots))
         self._slots = [_Slot(gpu if device == "cuda" else None, threads) for gpu in slots]
+        self.slots = tuple(slots)
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)

@@ -10,17 +10,37 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
+
+from qbench.running.estimate import Estimate, in_words
+
+
+class Left(ProgressColumn):
+    """Time that is left: of the grid by the estimate, of a step by its own speed."""
+
+    def __init__(self, estimate: Estimate | None) -> None:
+        super().__init__()
+        self._estimate, self._of_steps = estimate, TimeRemainingColumn()
+
+    def render(self, task: Task) -> Text:
+        if self._estimate is None or task.fields["unit"] != "cells":
+            return self._of_steps.render(task)
+        seconds = self._estimate.left()
+        return Text("" if seconds is None else in_words(seconds), style="progress.remaining")
 
 
 class Display:
-    """Progress of the grid and of every cell at work."""
+    """Progress of the grid and of every cell at work. ``estimate``: of the time that is left."""
 
-    def __init__(self, stream: TextIO, cells: int) -> None:
+    def __init__(self, stream: TextIO, cells: int, estimate: Estimate | None = None) -> None:
+        self._estimate = estimate
         self.console = Console(file=stream, highlight=False, soft_wrap=True)
         self._cells = cells
         self._started = time.monotonic()
@@ -35,7 +55,7 @@ class Display:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[unit]}"),
                 TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                Left(estimate),
                 console=self.console,
                 transient=True,
             )
@@ -56,11 +76,15 @@ class Display:
 
     def begin(self, cell: str) -> None:
         self._numbers.setdefault(cell, len(self._numbers) + 1)  # one that died begins again
+        if self._estimate:
+            self._estimate.begin(cell)
         if self._bars:
             self._rows[cell] = self._bars.add_task(cell, total=None, unit="")
 
     def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
         """``cell`` begins ``name``, which is ``total`` units of work if that is known."""
+        if self._estimate:
+            self._estimate.step(cell, name)
         if self._bars:
             self._bars.reset(
                 self._rows[cell], description=f"{cell}: {name}", total=total, unit=unit
@@ -68,14 +92,20 @@ class Display:
         else:
             elapsed = time.monotonic() - self._started
             counter = f"[{self._numbers[cell]}/{self._cells}]"
-            self.say(f"{elapsed:7.1f}s {counter} {cell}: {name}")
+            seconds = self._estimate.left() if self._estimate else None
+            left = "" if seconds is None else f" ({in_words(seconds)})"
+            self.say(f"{elapsed:7.1f}s {counter} {cell}: {name}{left}")
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         """How far the step is; on bars alone, so that plain output stays a line a step."""
+        if self._estimate:
+            self._estimate.advance(cell, completed, total)
         if self._bars:
             self._bars.update(self._rows[cell], completed=completed, total=total)
 
     def end(self, cell: str) -> None:
+        if self._estimate:
+            self._estimate.end(cell)
         if self._bars:
             self._bars.remove_task(self._rows.pop(cell))
             self._ended.add(cell)

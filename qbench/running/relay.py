@@ -120,9 +120,10 @@ class Relay:
     def __enter__(self) -> Relay:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Pass on what was sent before, and end."""
-        for reader in self._readers:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Pass on what was sent before, and end; at once where the run breaks off, since those
+        who send have not ended then."""
+        for reader in self._readers if kind is None else ():
             reader.join(SECONDS_TO_SETTLE)
         self._closed = True
         with contextlib.suppress(OSError):  # wakes the thread that accepts

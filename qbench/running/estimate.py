@@ -1,0 +1,122 @@
+"""How long the rest of a run will take: from what earlier records of its cells took, and from how
+far the cells at work have come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from qbench.errors import ResultsError
+from qbench.store import Store, read_record
+
+if TYPE_CHECKING:
+    from qbench.plan import Cell
+
+EARLY = 0.02  # of a cell's requests: what comes before says little
+ALIKE = ("device", "gpu", "few-shot")  # parts of a key that a cell's time hangs on
+SETTINGS = ("limit", "mode")  # of scoring
+
+
+class Estimate:
+    """Seconds that are left of a run.
+
+    ``earlier`` maps cells to the seconds that they took in earlier runs; ``tasks`` is how many are
+    scored one after the other in a cell, ``at_once`` how many cells run side by side.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[str],
+        *,
+        earlier: Mapping[str, float] | None = None,
+        tasks: int = 1,
+        at_once: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._waiting = dict.fromkeys(cells)
+        self._earlier, self._tasks, self._at_once = dict(earlier or {}), tasks, max(1, at_once)
+        self._clock = clock
+        self._begun: dict[str, float] = {}
+        self._scoring: dict[str, tuple[float, int, float]] = {}  # since, tasks done, of this one
+        self._took: dict[str, float] = {}
+
+    def begin(self, cell: str) -> None:
+        self._waiting.pop(cell, None)
+        self._begun[cell] = self._clock()
+
+    def step(self, cell: str, name: str) -> None:
+        if not name.startswith("evaluate"):
+            return
+        since, done, _ = self._scoring.get(cell, (self._clock(), -1, 0.0))
+        self._scoring[cell] = (since, done + 1, 0.0)
+
+    def advance(self, cell: str, completed: float, total: float | None) -> None:
+        if cell in self._scoring and total:
+            since, done, _ = self._scoring[cell]
+            self._scoring[cell] = (since, done, completed / total)
+
+    def end(self, cell: str) -> None:
+        begun = self._begun.pop(cell, None)
+        self._waiting.pop(cell, None)
+        if begun is not None and cell in self._scoring:  # not where it was there already
+            self._took[cell] = self._clock() - begun
+        self._scoring.pop(cell, None)
+
+    def left(self) -> float | None:
+        """Seconds; None where nothing is known yet."""
+        at_work = {cell: self._whole(cell) for cell in self._begun}
+        known = [*self._took.values(), *(one for one in at_work.values() if one is not None)]
+        known += [self._earlier[cell] for cell in self._waiting if cell in self._earlier]
+        if not known:
+            return None
+        usual, now = fmean(known), self._clock()
+        rest = [
+            max(0.0, (usual if whole is None else whole) - (now - self._begun[cell]))
+            for cell, whole in at_work.items()
+        ]
+        waiting = sum(self._earlier.get(cell, usual) for cell in self._waiting)
+        return max([*rest, (sum(rest) + waiting) / self._at_once])
+
+    def _whole(self, cell: str) -> float | None:
+        """Seconds of a cell at work from its beginning to its end."""
+        if cell in self._scoring:
+            since, done, part = self._scoring[cell]
+            share = (done + part) / self._tasks
+            if share > EARLY:
+                return since - self._begun[cell] + (self._clock() - since) / share
+        return self._earlier.get(cell)
+
+
+def earlier_seconds(store: Store, cells: Sequence[Cell]) -> dict[str, float]:
+    """What cells took in their newest good record in a results folder, whatever else changed, with
+    as many documents and on the same device."""
+    found = {}
+    for cell in cells:
+        files = (store.directory / "records" / cell.name).glob("*.json")
+        for path in sorted(files, key=lambda one: -one.stat().st_mtime):
+            try:
+                record = read_record(path)
+            except ResultsError:
+                continue
+            if record.status == "ok" and _alike(record.key_parts, cell.key_parts):
+                found[cell.name] = sum(stage.seconds for stage in record.stages)
+                break
+    return found
+
+
+def _alike(parts: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    scoring, other = (dict(of.get("scoring") or {}) for of in (parts, others))
+    return all(parts.get(name) == others.get(name) for name in ALIKE) and all(
+        scoring.get(name) == other.get(name) for name in SETTINGS
+    )
+
+
+def in_words(seconds: float) -> str:
+    """About 40 s, 3 min, 2.5 h."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s left"
+    if seconds < 5400:
+        return f"about {round(seconds / 60)} min left"
+    return f"about {seconds / 3600:.1f} h left"
