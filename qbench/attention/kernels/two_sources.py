@@ -45,24 +45,24 @@ FAR = tl.constexpr(2**30)
 
 
 @triton.jit
-def bounds(position, first, recent, GROUP: tl.constexpr):
+def bounds(position, first, recent, group):
     """The first position that a query at ``position`` reads unquantized."""
-    return first + tl.maximum(position + 1 - recent - first, 0) // GROUP * GROUP
+    return first + tl.maximum(position + 1 - recent - first, 0) // group * group
 
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "window", "keep_first", "keep_recent", "position_stride", "mask_b",
-        "mask_h", "mask_t",
+        "queries", "keys", "window", "keep_first", "keep_recent", "key_group",
+        "position_stride", "mask_b", "mask_h", "mask_t",
     ]
 )  # fmt: skip
 def two_source_kernel(
     q_source, k_source, v_source, ck_source, cv_source, output, positions, mask, spans,
     sinks, bias, slopes, s, counts,
-    head_counts, queries, keys, window, keep_first, keep_recent, scale, inner, strides,
-    position_stride, mask_b, mask_h, mask_t, mask_k,
+    head_counts, queries, keys, window, keep_first, keep_recent, key_group, scale, inner,
+    strides, position_stride, mask_b, mask_h, mask_t, mask_k,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SKIP: tl.constexpr, FUSED: tl.constexpr, KEY_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    SKIP: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def two_source_kernel(
     place = positions + wide(batch) * position_stride
     real = rows < stop_q
     own = tl.load(place + rows + shift, mask=real, other=0)  # [BLOCK_Q]
-    key_bound = bounds(own, keep_first, keep_recent, KEY_GROUP)
+    key_bound = bounds(own, keep_first, keep_recent, key_group)
     value_bound = bounds(own, keep_first, keep_recent, 1)
     most_keys = tl.max(tl.where(real, key_bound, -FAR))
     most_values = tl.max(tl.where(real, value_bound, -FAR))
@@ -236,13 +236,13 @@ def attention(
     tensors = (query, key, value, coded_key, coded_value, output)
     two_source_kernel[(triton.cdiv(longest, block_q), heads * sequences)](
         *tensors, positions, mask, spans, *parameters, counts, (heads, heads // kv_heads), queries,
-        keys, window or 0, keep_first, keep_recent, gain, inner,
+        keys, window or 0, keep_first, keep_recent, key_group, gain, inner,
         tuple(tensor.stride()[:3] for tensor in tensors),
         positions.stride(0) if positions.shape[0] > 1 else 0, *_mask_strides(mask),
         FAMILY=kernels.family, MODES=kernel_modes(kernels, parameters, softcap), CAUSAL=causal,
         WINDOW=bool(window), SKIP=NORMALIZERS.get(normalizer).sparse,
         FUSED=query.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
-        KEY_GROUP=key_group, BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width, BLOCK_D=block(width),
+        BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width, BLOCK_D=block(width),
         V_HEAD_DIM=v_width, BLOCK_DV=block(v_width), num_warps=4,
     )  # fmt: skip
     return output

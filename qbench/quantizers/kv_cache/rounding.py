@@ -48,9 +48,9 @@ class Format:
         """A group's scale and, where asymmetric, its lowest value as stored, from its lowest and
         highest value; in float32."""
         if self.symmetric:
-            return self._stored(torch.maximum(high, -low) / self.largest), None
+            return self._stored(self._parts(torch.maximum(high, -low))), None
         zero = self._stored(low)
-        return self._stored((high - zero).clamp(min=0) / self.largest), zero
+        return self._stored(self._parts((high - zero).clamp(min=0))), zero
 
     def codes(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Whole numbers, or e4m3 values, in float32; ``scale`` and ``zero`` broadcast to x."""
@@ -69,6 +69,10 @@ class Format:
         """``x`` as it is read back, in its dtype."""
         scale, zero = self.scales(low.float(), high.float())
         return self.values(self.codes(x, scale, zero), scale, zero).to(x.dtype)
+
+    def _parts(self, span: Tensor) -> Tensor:
+        # by a tensor: on CUDA torch multiplies by the reciprocal of a number, which rounds twice
+        return span / torch.full_like(span, self.largest)
 
     def _stored(self, x: Tensor) -> Tensor:
         return x.to(self.scale_dtype).float()
