@@ -10,7 +10,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 
 from qbench.bench.training_profile import Profile, profile_step
@@ -41,8 +43,8 @@ SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
     "124m": (768, 12, 12, 32_000, 2048, 16),
     "340m": (1024, 24, 16, 32_000, 4096, 8),
 }
-TORCHS = "softmax, torch"
-CONTENDERS = (TORCHS, "softmax", "softpick")  # normalizers are those on our kernels
+TORCHS, CUDNN = "softmax, torch", "softmax, cuDNN"
+CONTENDERS = (TORCHS, CUDNN, "softmax", "softpick")  # normalizers are those on our kernels
 WARM_UP, TIMED = 4, 12  # steps; the first ones compile
 TORCHS_NAME = "qbench-bench-torch"
 
@@ -64,6 +66,7 @@ class Row:
 
     shape: str
     attention: str
+    deterministic: bool
     tokens_per_s: float
     ms: float  # median of the timed steps
     share: float | None  # of the GPUs' peak; None where that is not known
@@ -89,8 +92,12 @@ def bench_training(
     for shape in choice.shapes:
         for contender in choice.contenders:
             torch._dynamo.reset()
-            with deterministic(choice.compute.deterministic):
+            # cuDNN's attention has no deterministic gradient
+            same = choice.compute.deterministic and contender != CUDNN
+            only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()
+            with deterministic(same), only:
                 row, profile = _measured(shape, contender, choice, processes)
+            row = replace(row, deterministic=same)
             rows.append(row)
             profiles += [profile] if profile else []
             share = "" if row.share is None else f", {row.share:.1%} of peak"
@@ -104,13 +111,14 @@ def _measured(
     name: str, contender: str, choice: Choice, processes: Processes
 ) -> tuple[Row, Profile | None]:
     recipe = _recipe(name, choice, processes)
-    normalizer = "softmax" if contender == TORCHS else contender
+    normalizer = contender.partition(",")[0]
     model, attention = initial_model(
         recipe.model, normalizer=normalizer, seed=0, device=processes.device,
         attention=choice.compute.attention,
     )  # fmt: skip
-    if contender == TORCHS:
-        attention = _attend_with_torch(model)
+    if contender in (TORCHS, CUDNN):
+        _attend_with_torch(model)
+        attention = contender.replace(", ", "/")
     step = Step(model, recipe, processes)
     draw = np.random.default_rng(0)
     ids = draw.integers(0, recipe.model.vocabulary, 4 * recipe.batch.tokens, np.uint16)
@@ -144,6 +152,7 @@ def _measured(
     row = Row(
         shape=name,
         attention=attention,
+        deterministic=choice.compute.deterministic,
         tokens_per_s=speed,
         ms=1000 * seconds,
         share=None if peak is None else used / peak,
@@ -175,7 +184,7 @@ def _recipe(name: str, choice: Choice, processes: Processes) -> TrainingRecipe:
     )  # fmt: skip
 
 
-def _attend_with_torch(model: LlamaForCausalLM) -> str:
+def _attend_with_torch(model: LlamaForCausalLM) -> None:
     """Plain causal scaled_dot_product_attention, without a mask: transformers' own hands it a
     dense one under torch.compile, and that is several times slower."""
 
@@ -197,7 +206,6 @@ def _attend_with_torch(model: LlamaForCausalLM) -> str:
     AttentionInterface.register(TORCHS_NAME, forward)
     AttentionMaskInterface.register(TORCHS_NAME, lambda *_, **__: None)
     model.set_attn_implementation(TORCHS_NAME)
-    return "softmax/torch"
 
 
 def _now(cuda: bool) -> float:
@@ -209,7 +217,10 @@ def _now(cuda: bool) -> float:
 def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
     """What was measured, in Markdown."""
     about = environment(processes.device.type, ("triton",))
-    torchs = {row.shape: row.tokens_per_s for row in rows if row.attention == "softmax/torch"}
+    torchs: dict[str, float] = {}  # the faster of the two
+    for row in rows:
+        if row.attention in ("softmax/torch", "softmax/cuDNN"):
+            torchs[row.shape] = max(row.tokens_per_s, torchs.get(row.shape, 0.0))
     lines = []
     for row in rows:
         hidden, layers, heads, vocabulary, context, _ = SHAPES[row.shape]
@@ -219,6 +230,7 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
                 f"{row.shape}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
                 f"{context:,}",
                 row.attention,
+                "yes" if row.deterministic else "no",
                 f"{row.tokens_per_s:,.0f}",
                 "–" if beside is None else f"{row.tokens_per_s / beside:.3f}",
                 "–" if row.share is None else f"{row.share:.1%}",
@@ -227,7 +239,7 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
                 f"{row.compile_s:.0f}",
             ]
         )
-    head = ("shape", "attention", "tokens/s", "× torch's", "of peak", "ms a step", "GiB",
+    head = ("shape", "attention", "deterministic", "tokens/s", "× torch's best", "of peak", "ms a step", "GiB",
             "first step s")  # fmt: skip
     ran = [f"- {row.shape}, {row.attention}: {', '.join(row.kernels)}" for row in rows]
     return (
@@ -237,13 +249,13 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
                 "",
                 f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
                 f"{about.versions['transformers']}; {compute.precision} passes over float32 "
-                f"weights, torch.compile: {compute.compile or 'no'}, deterministic: "
-                f"{'yes' if compute.deterministic else 'no'}. Share of peak: 6 FLOP a parameter in "
+                f"weights, torch.compile: {compute.compile or 'no'}. "
+                "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
                 "matrix products and token, and 6 · layers · hidden · context for attention, of a "
                 "measured bf16 matrix product (H200: 790 TFLOP/s). Medians of whole steps: data, "
                 "forward, backward, clipping, AdamW.",
                 "",
-                markdown.table(head, lines, align="llrrrrrr"),
+                markdown.table(head, lines, align="lllrrrrrr"),
                 "",
                 "Kernels of attention, as a profile of one step named them:",
                 "",

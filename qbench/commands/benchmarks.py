@@ -157,8 +157,8 @@ def training(
     attention: Annotated[
         list[str],
         typer.Option(
-            help="'softmax, torch' (scaled_dot_product_attention), softmax or softpick (our "
-            "kernels). Repeatable. Default: all."
+            help="'softmax, torch' (scaled_dot_product_attention), 'softmax, cuDNN' (the same by "
+            "cuDNN), softmax or softpick (our kernels). Repeatable. Default: all that run here."
         ),
     ] = [],  # noqa: B006
     sequences: Annotated[
@@ -200,13 +200,22 @@ def training(
         raise RecipeError(f"--{problem['loc'][0]}: {problem['msg']}") from None
     where = choose_device(device)
     settle_workspace()
-    from qbench.bench.training import CONTENDERS, SHAPES, Choice, bench_training, table, write
+    from qbench.bench.training import (
+        CONTENDERS,
+        CUDNN,
+        SHAPES,
+        Choice,
+        bench_training,
+        table,
+        write,
+    )
     from qbench.bench.training_profile import profile_table
     from qbench.training.processes import joined
 
     choice = Choice(
         shapes=tuple(shape) or tuple(SHAPES),
-        contenders=tuple(attention) or CONTENDERS,
+        contenders=tuple(attention)
+        or tuple(c for c in CONTENDERS if where == "cuda" or c != CUDNN),
         compute=compute,
         sequences=sequences,
         profile=profile,
