@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -41,23 +42,25 @@ class Bed:
     scheduler: subprocess.Popen | None = None
     port: int = 0
     workers: list[subprocess.Popen] = field(default_factory=list)
+    begun: Path = Path()  # the stub's marks
+
+    def __post_init__(self) -> None:
+        if self.begun == Path():
+            self.begun = self.folder / "begun"
 
     @property
     def address(self) -> str:
         return f"tcp://{self.host}:{self.port}"
 
-    @property
-    def begun(self) -> Path:
-        return self.folder / "begun"
-
-    def start(self, workers: int, **settings: object) -> None:
+    def start(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """``workers``: the settings of ``add_worker`` of each."""
         self.begun.mkdir(parents=True, exist_ok=True)
-        self.port = _free_port(self.host)
+        self.port = _free_port()
         self.scheduler = self._process(
-            ["scheduler", "--host", self.host, "--port", str(self.port), "--no-dashboard"],
+            ["scheduler", "--host", "0.0.0.0", "--port", str(self.port), "--no-dashboard"],
             "scheduler",
         )
-        for _ in range(workers):
+        for settings in workers:
             self.add_worker(**settings)
 
     def add_worker(
@@ -65,26 +68,32 @@ class Bed:
         *,
         environment: dict[str, str] | None = None,
         before: Sequence[str] = (),
-        arguments: Sequence[str] = (),
-        cache: Path | None = None,
+        memory_limit: str = "0",
+        disk_mib: int | None = None,
         stubbed: bool = True,
         blind_to: Path | None = None,
     ) -> subprocess.Popen:
         """One more; ``before`` stands before its command, such as ``ip netns exec NAME``.
 
+        ``memory_limit``: of what runs cells, kept by its nanny. ``disk_mib``: room in its cache.
         ``stubbed``: its cells need no model. ``blind_to``: a folder that it does not see, as on
         another host.
         """
         number = len(self.workers)
-        cache = cache or self.folder / f"cache-{number}"
+        cache = self.folder / f"cache-{number}"
         cache.mkdir(parents=True, exist_ok=True)
         process = self._process(
-            ["worker", self.address, "--nthreads", "1", "--no-dashboard", "--memory-limit", "0",
+            ["worker", self.address, "--nthreads", "1", "--no-dashboard",
+             "--memory-limit", memory_limit,
              "--local-directory", str(self.folder / f"local-{number}"),
-             *(["--preload", "qbench.bench.cluster_stub"] if stubbed else []), *arguments],
+             *(["--preload", "qbench.bench.cluster_stub"] if stubbed else [])],
             f"worker-{number}",
             environment={"QBENCH_CACHE": str(cache), **(environment or {})},
-            before=[*before, *(_blinded(blind_to) if blind_to else [])],
+            before=[
+                *before,
+                *(_mounted(blind_to) if blind_to else ()),
+                *(_mounted(cache, disk_mib) if disk_mib else ()),
+            ],
         )  # fmt: skip
         self.workers.append(process)
         return process
@@ -148,19 +157,25 @@ class Bed:
 
 
 @contextmanager
-def bed(folder: Path, workers: int, **settings: object) -> Iterator[Bed]:
+def bed(
+    folder: Path,
+    workers: Sequence[Mapping[str, Any]],
+    *,
+    host: str = "127.0.0.1",
+    allowed_failures: int = 2,
+) -> Iterator[Bed]:
     """A bed that is gone afterwards."""
-    made = Bed(folder=folder, **{k: settings.pop(k) for k in ("host", "allowed_failures")
-                                 if k in settings})  # fmt: skip
+    made = Bed(folder=folder, host=host, allowed_failures=allowed_failures)
     try:
-        made.start(workers, **settings)
+        made.start(workers)
         yield made
     finally:
         made.stop()
 
 
-def stub_plan(folder: Path, cells: int, demo: Path) -> Plan:
+def stub_plan(folder: Path, cells: int) -> Plan:
     """``cells`` cells of the bundled pair: nothing of a cell but its name matters here."""
+    demo = PACKAGE / "recipes" / "demo"
     labels = [f"rtn-{number}" for number in range(cells // 2)]
     content = {
         "name": "stub",
@@ -201,13 +216,14 @@ def records_on_disk(out: Path) -> int:
     return len([p for p in (out / "records").rglob("*.json") if json.loads(p.read_bytes())])
 
 
-def _free_port(host: str) -> int:
+def _free_port() -> int:
     with socket.socket() as one:
-        one.bind((host, 0))
+        one.bind(("", 0))
         return one.getsockname()[1]
 
 
-def _blinded(folder: Path) -> list[str]:
+def _mounted(folder: Path, mib: int | None = None) -> list[str]:
     """A command in a mount namespace of its own, where ``folder`` is empty."""
-    script = f'mount -t tmpfs none {shlex.quote(str(folder))} && exec "$@"'
+    size = f"-o size={mib}m " if mib else ""
+    script = f'mount -t tmpfs {size}none {shlex.quote(str(folder))} && exec "$@"'
     return ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,7 @@ def connected(
     ``device`` None: what the workers have. ``slots``: the GPU of each local worker. Raises
     UnavailableError where there is none or no worker fits, RecipeError for another address.
     """
+    _quieten()
     with ExitStack() as stack:
         if address.partition(":")[0] == LOCAL:
             client = _local(address, slots or [], device, stack)
@@ -79,8 +81,15 @@ def require_dask() -> None:
     """Raise UnavailableError where the extra is not installed."""
     if importlib.util.find_spec("distributed") is None:
         raise UnavailableError("--cluster: Dask is not installed; pip install 'qbench[cluster]'")
+
+
+def _quieten() -> None:
+    """What happens to workers is said by us, in a line."""
     # read when distributed is imported, by the workers of this host too
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+    import distributed  # noqa: F401  its import sets up its loggers
+
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
 
 
 def _connect(address: str, stack: ExitStack) -> Client:

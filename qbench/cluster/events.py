@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,10 @@ class EventRelay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.unsubscribe_topic(self.run)
+        from distributed.client import ClosedClientError
+
+        with suppress(ClosedClientError):  # the cluster was lost
+            self._client.unsubscribe_topic(self.run)
 
     def beside(self, cell: str) -> frozenset[str] | None:
         """A worker runs one cell at a time: nobody."""

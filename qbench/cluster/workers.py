@@ -193,7 +193,7 @@ class Workers:
         """Who is there now."""
         try:
             seen = self._client.scheduler_info(n_workers=-1)["workers"]
-        except (OSError, CancelledError, RuntimeError):
+        except (OSError, CancelledError, RuntimeError, KeyError):  # it was lost
             return
         new = [address for address in seen if address not in self._hosts | self._unfit]
         answers = self._answers(describe, (self._device,), new, SECONDS_FOR_AN_ANSWER)

@@ -46,7 +46,7 @@ def test_hosts_without_a_shared_file_system_give_the_records_of_one_host(tmp_pat
         "data": str(hidden / "data"),
     }
     (tmp_path / "bed").mkdir()
-    with bed(tmp_path / "bed", 2, stubbed=False, blind_to=hidden) as cluster:
+    with bed(tmp_path / "bed", [{"stubbed": False, "blind_to": hidden}] * 2) as cluster:
         records = run_on(cluster, planned(tmp_path, **changes), tmp_path / "out")
         caches = sorted((tmp_path / "bed").glob("cache-*"))
     assert {record.cell: (record.scores, record.damage) for record in records} == expected
