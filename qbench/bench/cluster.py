@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -122,6 +123,12 @@ class Bed:
                 raise TimeoutError(f"{cells} cells did not begin; see {self.folder}")
             time.sleep(0.05)
 
+    def wait_for_workers(self, number: int) -> None:
+        from distributed import Client
+
+        with Client(self.address, set_as_default=False) as client:
+            client.wait_for_workers(number, timeout=SECONDS_TO_START)
+
     def stop(self) -> None:
         for process in (*self.workers, self.scheduler):
             if process is None:
@@ -173,26 +180,36 @@ def bed(
         made.stop()
 
 
-def stub_plan(folder: Path, cells: int) -> Plan:
-    """``cells`` cells of the bundled pair: nothing of a cell but its name matters here."""
+def stub_recipe(folder: Path, cells: int, tasks: int = 1) -> Path:
+    """Of ``cells`` cells of the bundled pair: nothing of a cell but its name matters here."""
     demo = PACKAGE / "recipes" / "demo"
-    labels = [f"rtn-{number}" for number in range(cells // 2)]
+    names = [f"stub_{number}" for number in range(tasks)]
+    definition = (demo / "tasks" / "demo_choice.yaml").read_text()
+    for name in names:
+        (folder / "tasks").mkdir(exist_ok=True)
+        text = definition.replace("task: demo_choice", f"task: {name}")
+        (folder / "tasks" / f"{name}.yaml").write_text(text)
+        shutil.copytree(demo / "data" / "demo_choice", folder / "data" / name, dirs_exist_ok=True)
     content = {
         "name": "stub",
         "checkpoints": {"softmax": str(demo / "softmax"), "softpick": str(demo / "softpick")},
         "compute_dtype": "float32",
         "quantizers": [
-            {"name": "rtn-4bit", "group_size": 64, "threads": number + 1, "label": label}
-            for number, label in enumerate(labels)
+            {"name": "rtn-4bit", "group_size": 64, "threads": number + 1, "label": f"rtn-{number}"}
+            for number in range(cells // 2)
         ],
-        "tasks": ["demo_choice"],
-        "definitions": str(demo / "tasks"),
-        "data": str(demo / "data"),
+        "tasks": names,
+        "definitions": "tasks",
+        "data": "data",
         "evaluation": {"limit": 1, "damage": False},
     }
     path = folder / "stub.yaml"
     path.write_text(yaml.safe_dump(content))
-    return plan(Recipe.load(path), device="cpu")
+    return path
+
+
+def stub_plan(folder: Path, cells: int, tasks: int = 1) -> Plan:
+    return plan(Recipe.load(stub_recipe(folder, cells, tasks)), device="cpu")
 
 
 def run_on(bed: Bed, planned: Plan, out: Path, sink: object | None = None) -> list[Record]:

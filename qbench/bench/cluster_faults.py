@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,7 +28,7 @@ from qbench.bench.cluster import (
     stub_plan,
 )
 from qbench.bench.network import Network
-from qbench.errors import UnavailableError
+from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import Plan
 from qbench.text import markdown
 
@@ -242,6 +244,26 @@ def _lost(out: Path, made: Bed) -> int:
         cell, _, when = path.name.rsplit(".", 2)
         lost += int(when) > written.get(cell, int(when))
     return lost
+
+
+def bench_faults(rounds: int, only: str, say: Callable[[str], None]) -> list[Result]:
+    """``rounds`` runs of each fault whose name matches the glob ``only``. Raises RecipeError where
+    none does."""
+    chosen = [name for name in KINDS if fnmatch.fnmatch(name, only)]
+    if not chosen:
+        raise RecipeError(f"--only {only!r} matches no fault; there are {'; '.join(KINDS)}")
+    results = []
+    for seed in range(rounds):
+        for name in chosen:
+            if KINDS[name].needs_root and not Network.possible():
+                say(f"{name}: left out: it needs root and iproute2")
+                continue
+            with tempfile.TemporaryDirectory(prefix="qbench-") as folder:
+                results.append(inject(name, Path(folder) / "bed", seed))
+            found = results[-1]
+            state = "as it must be" if found.right else f"WRONG: {found}"
+            say(f"{name}, run {seed + 1}: {state} ({found.seconds:.1f} s)")
+    return results
 
 
 def table(results: Sequence[Result]) -> str:

@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 import qbench.run
-from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS
+from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
 
-SECONDS, STEPS = "QBENCH_STUB_SECONDS", 10
+SECONDS, STEPS, DOCUMENTS = "QBENCH_STUB_SECONDS", 10, 200
 KILLS, EATS, FILLS = "QBENCH_STUB_KILLS", "QBENCH_STUB_EATS", "QBENCH_STUB_FILLS"
 BEGUN = "QBENCH_STUB_BEGUN"  # a folder: one file for each cell that began, with its process
 MIB = 2**20
@@ -30,8 +31,25 @@ def _step(cell: Any, plan: Any, store: Any, gathered: Any, sink: Any, cache: Pat
         sink.advance(cell.name, step + 1, STEPS)
         if step == STEPS // 2:
             _befall(cell.name, cache)
-    gathered.outcomes = [pd.DataFrame(columns=list(OUTCOME_COLUMNS))]
-    gathered.responses = [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
+    gathered.outcomes, gathered.responses = [], [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
+    for task in plan.tasks:
+        outcomes, score = _made_up(cell.name, task)
+        gathered.outcomes.append(outcomes)
+        gathered.scores.append(score)
+
+
+def _made_up(cell: str, task: Any) -> tuple[pd.DataFrame, Score]:
+    """Right and wrong answers by chance, the same for the same cell."""
+    draw = np.random.default_rng(list(f"{cell} {task.name}".encode()))
+    value = (draw.random(DOCUMENTS) < 0.6).astype(float)
+    columns = {"task": task.name, "document": range(DOCUMENTS), "metric": "acc", "value": value,
+               "weight": 1.0}  # fmt: skip
+    score = Score(
+        task=task.name, label=task.label, metric="acc", value=float(value.mean()),
+        stderr=float(value.std(ddof=1) / DOCUMENTS**0.5), higher_is_better=True,
+        aggregation="mean", documents=DOCUMENTS,
+    )  # fmt: skip
+    return pd.DataFrame(columns)[list(OUTCOME_COLUMNS)], score
 
 
 def _befall(cell: str, cache: Path) -> None:

@@ -1,0 +1,43 @@
+"""Faults in a cluster of real processes; ``qbench bench faults`` has more of them, more often."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+pytest.importorskip("distributed")
+
+from qbench.bench.cluster_faults import KINDS, inject, table
+from qbench.bench.network import Network
+
+IN_CI = (
+    "worker killed (SIGKILL)", "cell kills its worker", "disk full on one worker",
+    "worker frozen (SIGSTOP)", "client killed, then run again",
+)  # fmt: skip
+
+
+def namespaces() -> bool:
+    done = subprocess.run(["unshare", "--mount", "--map-root-user", "true"], capture_output=True)
+    return done.returncode == 0
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_no_finished_cell_is_lost_and_only_cells_at_fault_fail(tmp_path, monkeypatch, name):
+    if KINDS[name].needs_root and not (Network.possible() or namespaces()):
+        pytest.skip("needs mount namespaces")
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    result = inject(name, tmp_path / "bed", 0)
+    assert result.right, result
+    assert name in table([result])
+
+
+def test_what_is_wrong_is_called_so(tmp_path):
+    from qbench.bench.cluster_faults import Result
+
+    usual = {"fault": "one", "cells": {"a": "ok"}, "expected_to_fail": (), "records": 1,
+             "again": 0, "lost": 0, "seconds": 1.0}  # fmt: skip
+    assert Result(**usual).right
+    for change in ({"cells": {"a": "missing"}}, {"records": 2}, {"lost": 1},
+                   {"expected_to_fail": ("a",)}, {"cells": {"a": "failed: x"}}):  # fmt: skip
+        assert not Result(**usual | change).right, change
