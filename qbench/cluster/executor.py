@@ -160,6 +160,8 @@ class ClusterExecutor(Executor):
         except CancelledError as error:
             raise BrokenExecutor("the cluster was lost") from error
         finally:
+            # else it would be run again where its worker dies before its result is let go
+            future.release()
             self._relay.settle(attempt, wait=returned)
 
     def _result(self, future: Any, avoided: set[str]) -> Returned | Missing | Refused:
