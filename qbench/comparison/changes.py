@@ -32,6 +32,12 @@ class Change:
     documents: int
     left_out: int  # documents that only one side saw, counted on both
     effect: Effect | None  # new − old; None where too few documents or an unknown aggregation
+    precision: str = ""  # of a cell whose activations or KV cache are quantized: ``W4A8KV4``
+
+    @property
+    def told(self) -> str:
+        """The cell, with its precision."""
+        return f"{self.cell} ({self.precision})" if self.precision else self.cell
 
     @property
     def base_metric(self) -> str:
@@ -73,6 +79,7 @@ def compare_results(a: Store, b: Store) -> Changes:
     for one, other, folder in ((old, new, b), (new, old, a)):
         known = other.cells.keys() | other.broken.keys()
         problems += [f"{cell}: not in {folder.directory}" for cell in one.cells.keys() - known]
+    problems += _other_precisions(old, new)
     return Changes(
         old=str(a.directory),
         new=str(b.directory),
@@ -101,6 +108,16 @@ def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:
     for index, one in zip(tested, adjusted, strict=True):
         lines[index] = dataclasses.replace(lines[index], effect=one)
     return lines
+
+
+def _other_precisions(old: ResultSet, new: ResultSet) -> list[str]:
+    """Cells of one name that are not quantized alike, or whose products are."""
+    both = [(cell, one, new.cells[cell]) for cell, one in old.cells.items() if cell in new.cells]
+    return [
+        f"{cell}: {before.precision.words} before, {after.precision.words} now"
+        for cell, before, after in both
+        if before.precision.words != after.precision.words
+    ]
 
 
 def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
@@ -152,4 +169,5 @@ def _change(cell: str, name: Name, score: Score, before: CellResults, after: Cel
         documents=panel.documents,
         left_out=seen - 2 * panel.documents,
         effect=found,
+        precision=after.precision.words if after.precision.in_parts else "",
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from qbench.comparison.lines import judge
 from qbench.comparison.metrics import REDUNDANT
 from qbench.comparison.statistics import Column
-from qbench.record import Record, Score, Trained
+from qbench.record import Precision, Record, Score, Trained
 from qbench.store import Store
 
 Name = tuple[str, str]  # task, metric
@@ -30,6 +30,7 @@ class CellResults:
     scores: Mapping[Name, Score]
     columns: Mapping[Name, Column]
     documents: Mapping[str, str]  # task → digest of what was asked, wherever it came from
+    precision: Precision = field(default_factory=Precision)
     training: Trained | None = None  # None where the checkpoint does not say
 
     @property
@@ -88,6 +89,7 @@ def _cell(store: Store, record: Record) -> CellResults:
         scores={name: score for name, score in kept.items() if name in columns},
         columns=columns,
         documents=record.documents,
+        precision=record.precision,
         training=record.training,
     )
 
@@ -95,4 +97,10 @@ def _cell(store: Store, record: Record) -> CellResults:
 def _measures(record: Record) -> dict[str, float]:
     if record.audit is None or not record.quantized:
         return {}
-    return {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
+    measures = {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
+    if record.audit.activations is not None:
+        measures["activation_error"] = record.audit.activations.error
+    if record.audit.kv_cache is not None:
+        measures["key_error"] = record.audit.kv_cache.key_error
+        measures["value_error"] = record.audit.kv_cache.value_error
+    return measures

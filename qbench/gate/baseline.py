@@ -28,7 +28,7 @@ from qbench.comparison.statistics import Column
 from qbench.errors import ResultsError
 from qbench.files import write_atomically
 from qbench.gate.layers import Layer, Layers, read_layers
-from qbench.record import Score
+from qbench.record import Precision, Score
 from qbench.store import Store
 
 VERSION = 2
@@ -54,6 +54,7 @@ class _Cell(BaseModel):
     measures: dict[str, float]
     scores: tuple[Score, ...]
     documents: dict[str, str]
+    precision: Precision = Precision()
 
 
 class _About(BaseModel):
@@ -134,6 +135,7 @@ def write(baseline: Baseline, out: Path) -> None:
                 measures=dict(one.measures),
                 scores=tuple(one.scores.values()),
                 documents=dict(one.documents),
+                precision=one.precision,
             )
             for cell, one in outcomes.cells.items()
         },
@@ -267,5 +269,6 @@ def _cells(about: dict[str, _Cell], table: pa.Table) -> dict[str, CellResults]:
             scores=scores,
             columns=columns,
             documents=one.documents,
+            precision=one.precision,
         )
     return cells

@@ -59,7 +59,7 @@ def _texts(line: Change) -> list[str]:
     effect = line.effect
     shown = {"percent": line.percent}
     return [
-        line.cell,
+        line.told,
         line.label,
         f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
         number(line.old, **shown),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 
 import pytest
 from synthetic import make_store
 
+from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.comparison.wording import effect_text
+from qbench.gate import baseline, check
+from qbench.gate.verdict import as_markdown
 from qbench.record import ActivationAudit, InputAudit, Leak, Part, Precision
 from qbench.report.content import data_tables
+from qbench.store import Store
+from qbench.tables.changes import changes_table
 from qbench.tables.write import render
 
 WEIGHTS = {"name": "gptq-4bit", "method": "gptq", "bits": 4}
@@ -48,7 +54,7 @@ INPUTS = ActivationAudit(
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory):
+def store(tmp_path_factory):
     store = make_store(
         tmp_path_factory.mktemp("parts") / "parts",
         quantizers=("bf16", *CELLS),
@@ -77,6 +83,11 @@ def comparison(tmp_path_factory):
         }
         store.put(record.model_copy(update=update), store.outcomes(record), None)
     store.put_grid(store.grid().model_copy(update={"cells": tuple(changed)}))
+    return store
+
+
+@pytest.fixture(scope="module")
+def comparison(store):
     return compare(store)
 
 
@@ -164,3 +175,26 @@ def test_the_report_shows_what_logits_depend_on(comparison):
 def test_precisions_sort_by_weights_then_activations_then_cache():
     orders = [precision.order for _, precision in CELLS.values()]
     assert sorted(orders) == [(4, 8, 4), (4, 16, 16), (8, 8, 16), (16, 8, 16)]
+
+
+def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(store, tmp_path):
+    baseline.make(store, tmp_path / "baseline.parquet")
+    same = check.check(store, tmp_path / "baseline.parquet")
+    assert same.outcome == "pass"
+    assert "softpick/hqq-2bit (W16A8, simulated)" in as_markdown(same)
+    shutil.copytree(store.directory, tmp_path / "new")
+    new = Store(tmp_path / "new")
+    (cell,) = (cell for cell in new.grid().cells if cell.cell == "softpick/hqq-2bit")
+    record = new.get(cell)
+    worse = record.audit.activations.model_copy(update={"error": 0.0123 * 1.06})
+    real = record.precision.model_copy(update={"activations": REAL_INPUTS})
+    audit = record.audit.model_copy(update={"activations": worse})
+    changed = record.model_copy(update={"audit": audit, "precision": real})
+    new.put(changed, new.outcomes(record), None)
+    result = check.check(new, tmp_path / "baseline.parquet")
+    assert [(g.cell, g.metric) for g in result.gates if g.outcome == "fail"] == [
+        ("softpick/hqq-2bit", "activation_error")
+    ]
+    told = changes_table(compare_results(store, new))
+    assert "softpick/hqq-3bit (W4A8KV4, simulated)" in told
+    assert "softpick/hqq-2bit: W16A8, simulated before, W16A8, real now" in told
