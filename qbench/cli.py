@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from qbench import __version__
-from qbench.commands import analysis, benchmarks, models, results, running, training
+from qbench.commands import analysis, benchmarks, caching, models, results, running, training
 from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError, RecipeError
 from qbench.machine.interrupt import CODE, STOPPED
@@ -76,6 +76,7 @@ for _command in (running.run, running.plan, running.noise, analysis.analyze):
 for _command in (
     results.tables,
     results.report,
+    results.show,
     results.check,
     results.baseline,
     results.compare,
@@ -86,6 +87,7 @@ for _command in (
 for _command in (training.tokenize, training.train):
     app.command(rich_help_panel="Train pairs")(_command)
 app.command(rich_help_panel="Measure and look up")(models.convert)
+app.add_typer(caching.app, name="cache", rich_help_panel="Measure and look up")
 app.add_typer(benchmarks.app, name="bench", rich_help_panel="Measure and look up")
 
 

@@ -109,6 +109,12 @@ def clean_temporaries(folder: Path) -> list[Path]:
     return removed
 
 
+def mark_used(path: Path) -> None:
+    """Note that a kept file or folder was used now, where that can be noted."""
+    with suppress(OSError):
+        os.utime(path)
+
+
 def reason(error: Exception) -> str:
     """What went wrong with a file, without its path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -243,6 +243,11 @@ class Store:
             yield
 
 
+def read_grid(path: Path) -> Grid:
+    """What a run was of. Raises DamagedError or SchemaError."""
+    return read(path, Grid)
+
+
 def read_record(path: Path, cell: GridCell | None = None) -> Record:
     """The record in the file ``path``; where ``cell`` is given, it must be of that cell.
 

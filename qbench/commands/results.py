@@ -212,6 +212,33 @@ def explain(
     typer.echo(text(find_record(a), find_record(b)))
 
 
+def show(
+    what: Annotated[
+        str,
+        typer.Argument(help="A results folder, DIR/CHECKPOINT/QUANTIZER, or a record's JSON file."),
+    ],
+    document: Annotated[
+        int | None,
+        typer.Option(min=0, help="What was asked of this document, by its number, and answered."),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Of this task only, with --document.")] = None,
+    run: Run = None,
+) -> None:
+    """Everything about one cell, or which runs and cells a results folder holds."""
+    from qbench.comparison.explain import find_cell
+    from qbench.show import cell_text, document_text, folder_text
+    from qbench.store import Store
+
+    if (Path(what) / "grid.json").is_file():
+        typer.echo(folder_text(Store(Path(what), run=run)))
+        return
+    store, record = find_cell(what, run)
+    if document is not None:
+        typer.echo(document_text(store, record, document, task))
+        return
+    typer.echo(cell_text(record))
+
+
 def published(
     name: Annotated[str | None, typer.Argument(help="One table; default: a list of all.")] = None,
     check: Annotated[

@@ -48,7 +48,14 @@ def text(a: Record, b: Record) -> str:
     return "\n".join(f"{one.part.ljust(width)}  {one.a}  →  {one.b}" for one in found)
 
 
-def find_record(name: str) -> Record:
+def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
+    """The record called ``name`` as ``find_record`` finds it, and the store that it lies in."""
+    path = Path(name)
+    record = find_record(name, run)
+    return Store(path.parents[3] if path.is_file() else path.parent.parent, run=run), record
+
+
+def find_record(name: str, run: str | None = None) -> Record:
     """The record called ``name``: a record's JSON file, or DIR/CHECKPOINT/QUANTIZER.
 
     Raises ResultsError where there is none, naming the folder's cells, or it is damaged.
@@ -60,7 +67,7 @@ def find_record(name: str) -> Record:
         return read_record(path)
     if len(path.parts) < 3:
         raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
-    store = Store(path.parent.parent)
+    store = Store(path.parent.parent, run=run)
     cell = "/".join(path.parts[-2:])
     cells = {one.cell: one for one in store.grid().cells}
     if cell not in cells:

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 
 from qbench.errors import ResultsError
-from qbench.files import write_atomically
+from qbench.files import mark_used, write_atomically
 from qbench.store import KEY_DIGITS
 
 ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
@@ -69,6 +69,7 @@ def verified(path: Path, key: str) -> dict[str, Any]:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
     if about.get("key") != key:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
+    mark_used(path)
     return about
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from qbench.code import code_digest
-from qbench.files import clean_temporaries, temporary
+from qbench.files import clean_temporaries, mark_used, temporary
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.quantizer import Quantizer
 
@@ -84,6 +84,7 @@ class Artifact:
                 raise Damaged(f"{WEIGHTS}: digest differs")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
+        mark_used(self.folder)
         return {name: tensor.to(device) for name, tensor in load(payload).items()}, note
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:

@@ -1,0 +1,136 @@
+"""What runs keep for later ones: quantized weights, and rows that damage is measured against.
+
+Each entry is used under a lock of its own, and reading it notes the time, so that what nobody has
+used for longest is known. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from qbench.files import clean_temporaries
+from qbench.store import KEY_DIGITS
+
+MANIFEST = "manifest.json"
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One artifact or one file of rows. ``used_by``: cells of the results that were looked at."""
+
+    kind: str  # "weights" or "rows"
+    path: Path
+    files: tuple[Path, ...]
+    bytes: int
+    used: float  # when it was last read or written, seconds since 1970
+    about: str
+    used_by: tuple[str, ...] = ()
+
+    @property
+    def lock(self) -> FileLock:
+        """As those take it who read and write the entry."""
+        hidden = "." if self.kind == "weights" else ""
+        return FileLock(self.path.with_name(f"{hidden}{self.path.name}.lock"))
+
+    def age(self, now: float | None = None) -> str:
+        """For how long nobody has used it: 5 min, 3 h, 12 days."""
+        seconds = max(0.0, (time.time() if now is None else now) - self.used)
+        for unit, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
+            if seconds >= length:
+                count = round(seconds / length)
+                return f"{count} {unit if count > 1 else unit.removesuffix('s')}"
+        return f"{seconds:.0f} s"
+
+
+def entries(cache: Path, results: Sequence[Path] = ()) -> list[Entry]:
+    """What the folder ``cache`` holds, the least recently used first. Cells of the records below
+    the folders ``results`` are named where they use an entry."""
+    cells = _cells(results)
+    found = [*_weights(cache / "artifacts", cells), *_rows(cache / "distributions", cells)]
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def prune(cache: Path, *, max_bytes: int, dry_run: bool = False) -> tuple[list[Entry], list[Path]]:
+    """Remove the least recently used entries until the rest is at most ``max_bytes``, and what
+    processes that died have left. What a run is at work on stays.
+
+    Returns the entries and the leftovers that were removed.
+    """
+    leftovers = [] if dry_run else clean_temporaries(cache)
+    known = entries(cache)
+    total, removed = sum(entry.bytes for entry in known), []
+    for entry in known:
+        if total <= max_bytes:
+            break
+        if dry_run or _remove(entry):
+            total -= entry.bytes
+            removed.append(entry)
+    return removed, leftovers
+
+
+def _remove(entry: Entry) -> bool:
+    with suppress(Timeout), entry.lock.acquire(timeout=0):
+        for path in entry.files:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
+        return True
+    return False
+
+
+def _weights(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
+    for manifest in folder.glob(f"*/*/{MANIFEST}"):
+        path = manifest.parent
+        quantizer = path.name.rpartition("-")[0]
+        yield _entry(
+            "weights", path, (path,), f"{quantizer} of {path.parent.name}",
+            cells.get(f"{path.parent.name}/{quantizer}", ()),
+        )  # fmt: skip
+
+
+def _rows(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
+    for path in folder.glob("*.safetensors"):
+        beside = path.with_name(f"{path.name}.sha256")
+        users = cells.get(path.stem, ())
+        yield _entry("rows", path, (path, beside), f"unquantized cell {path.stem}", users)
+
+
+def _entry(
+    kind: str, path: Path, files: tuple[Path, ...], about: str, used_by: Sequence[str]
+) -> Entry:
+    inside = [one for file in files for one in ([*file.iterdir()] if file.is_dir() else [file])]
+    stats = [one.stat() for one in inside if one.exists()]
+    return Entry(
+        kind=kind,
+        path=path,
+        files=files,
+        bytes=sum(one.st_size for one in stats),
+        used=max([path.stat().st_mtime, *(one.st_mtime for one in stats)]),
+        about=about,
+        used_by=tuple(dict.fromkeys(used_by)),
+    )
+
+
+def _cells(results: Sequence[Path]) -> dict[str, list[str]]:
+    """Cells by what they use: the key of the unquantized cell, and weights and quantizer."""
+    found: dict[str, list[str]] = {}
+    for folder in results:
+        for path in sorted(Path(folder).rglob("records/*/*/*.json")):
+            try:
+                record = json.loads(path.read_bytes())
+                parts, name = record["key_parts"], f"{record['checkpoint']}/{record['quantizer']}"
+                weights, quantizer = str(parts["weights"]), parts["quantizer"]["name"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # damaged, or no record of ours: it uses nothing
+            keys = [f"{weights[:KEY_DIGITS]}/{quantizer}", str(record.get("key"))[:KEY_DIGITS]]
+            keys.append(str(parts.get("damage against"))[:KEY_DIGITS])
+            for key in keys:
+                found.setdefault(key, []).append(f"{path.parents[3].name}: {name}")
+    return found

@@ -1,0 +1,64 @@
+"""``qbench cache list`` and ``prune``: what runs keep for later ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="What runs keep for later ones: list it, bound it.")
+
+
+@app.command("list")
+def list_entries(
+    results: Annotated[
+        list[Path], typer.Option(help="Folders whose records say who uses what. Repeatable.")
+    ] = [Path("results")],  # noqa: B006
+) -> None:
+    """What is kept, with sizes, ages and who uses it, the least recently used first."""
+    from tabulate import tabulate
+
+    from qbench.cache import GIB, entries
+    from qbench.run import cache_folder
+
+    cache = cache_folder()
+    found = entries(cache, results)
+    rows = [
+        (one.kind, one.about, f"{one.bytes / 2**20:,.1f} MiB", one.age(), _users(one.used_by))
+        for one in found
+    ]
+    total = sum(one.bytes for one in found) / GIB
+    if rows:
+        head = ("kind", "what", "size", "unused for", "used by")
+        typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
+    typer.echo(f"{cache}: {len(found)} entries, {total:.2f} GiB")
+
+
+@app.command()
+def prune(
+    max_gib: Annotated[
+        float, typer.Option(min=0, help="What may stay. The least recently used goes first.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+) -> None:
+    """Remove what nobody has used for longest, and what processes that died have left.
+
+    What a run is at work on stays. What is gone is made again by the run that needs it.
+    """
+    from qbench.cache import GIB, prune
+    from qbench.run import cache_folder
+
+    removed, leftovers = prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
+    word = "would remove" if dry_run else "removed"
+    for one in removed:
+        typer.echo(f"{word} {one.kind}: {one.about}, {one.bytes / 2**20:,.1f} MiB")
+    for path in leftovers:
+        typer.echo(f"{word} what a process that died had left: {path}")
+    freed = sum(one.bytes for one in removed) / GIB
+    typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed:.2f} GiB")
+
+
+def _users(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,90 @@
+"""`qbench show`: a folder, a cell, a document; all of a record is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from synthetic import make_store
+
+from qbench.cli import app
+from qbench.comparison.explain import find_cell, flat
+from qbench.errors import ResultsError
+from qbench.show import cell_text
+
+REAL = Path(__file__).parents[1] / "results" / "pair-27m"
+CELL = f"{REAL}/softpick/gptq-3bit"
+
+
+def show(capsys, *arguments):
+    assert not app(["show", *map(str, arguments)], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_a_cell_is_shown_whole():
+    _, record = find_cell(CELL)
+    text = cell_text(record)
+    titles = [
+        "Scores",
+        "Damage",
+        "Stages",
+        "Scoring",
+        "Audit",
+        "Documents",
+        "Environment",
+        "Files",
+        "Key",
+    ]
+    assert re.findall(r"^(\w+)", text, re.MULTILINE) == titles
+    for module in record.audit.modules:
+        assert f"  {module.name}  " in text
+    for name, value in flat(record.key_parts):
+        assert re.search(rf"^  {re.escape(name)} +{re.escape(value[:40])}", text, re.MULTILINE), (
+            name
+        )
+    for stage in record.stages:
+        assert f"{stage.name} " in text
+    assert re.search(r"lambada_openai +Acc +10\.93 +0\.43 +5153", text)
+    assert all(version in text for version in record.environment.versions.values())
+
+
+def test_a_document_shows_its_requests_and_which_is_likeliest(capsys):
+    text = show(capsys, CELL, "--document", "7", "--task", "arc_easy")
+    assert text.startswith("arc_easy, document 7\n")
+    assert len(re.findall(r"^  [0-3] +-\d+\.\d{4}", text, re.MULTILINE)) == 4
+    assert text.count("likeliest") == 1
+    assert "Acc Norm" in text
+    every = show(capsys, CELL, "--document", "7")
+    assert every.count(", document 7") == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([CELL, "--document", "99999"], "no document 99999"),
+        ([CELL, "--document", "1", "--task", "nosuch"], "no task nosuch; it has arc_easy, lamb"),
+        ([f"{REAL}/softpick/nosuch"], "no cell softpick/nosuch; .* has softmax/bf16"),
+        ([str(REAL.parent)], "no grid.json here|write DIR/CHECKPOINT"),
+    ],
+)
+def test_what_is_not_there_is_said(arguments, words):
+    with pytest.raises(ResultsError, match=words):
+        app(["show", *arguments], standalone_mode=False)
+
+
+def test_a_folder_shows_its_runs_and_cells_with_what_is_missing_or_failed(tmp_path, capsys):
+    folder = tmp_path / "grid"
+    about = {"sizes": {"arc_easy": 9}, "quantizers": ("bf16", "hqq-2bit")}
+    make_store(folder, **about)
+    make_store(folder, failed=("softmax/hqq-2bit",), missing=("softpick/hqq-2bit",), **about)
+    make_store(folder, **{**about, "quantizers": ("bf16",)})
+    text = show(capsys, folder)
+    runs = re.findall(r"^  (\*?) +([0-9a-f]{8}) ", text, re.MULTILINE)
+    assert len(runs) == 2
+    (last,) = [name for mark, name in runs if mark]
+    (other,) = [name for mark, name in runs if not mark]
+    assert text.count("softmax/") == 1
+    earlier = show(capsys, folder, "--run", other)
+    assert re.search(r"softmax/hqq-2bit +failed .* out of memory", earlier)
+    assert last in earlier
