@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qbench.errors import QuantizationError
 from qbench.quantizers.quantizer import ActivationEvidence
 
 
@@ -59,7 +60,11 @@ def _table(kind: str) -> Tensor:
     if kind == "e4m3":
         every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
         return every[every.isfinite()].unique()
-    assert kind == "e2m1"
+    if kind != "e2m1":
+        raise QuantizationError(
+            f"{kind}: the audit knows symmetric, asymmetric, e4m3 and e2m1 grids of activations, "
+            "and finds no other values again"
+        )
     positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     return torch.cat([-positive, positive]).unique()
 

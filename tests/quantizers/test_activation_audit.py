@@ -6,12 +6,13 @@ import pytest
 import torch
 from quantizer_models import PROBE, calibration, llama, make
 
-from qbench.quantizers import parse, quantizer_of
+from qbench.errors import QuantizationError
+from qbench.quantizers import formats, parse, quantizer_of
 from qbench.quantizers.activations import inputs, rounding
-from qbench.quantizers.activations.integers import IntTensor
+from qbench.quantizers.activations.integers import IntTensor, IntToken
 from qbench.quantizers.audit import audit
-from qbench.quantizers.parts import Combined
-from qbench.quantizers.quantizer import Grid
+from qbench.quantizers.parts import ACTIVATIONS, Combined
+from qbench.quantizers.quantizer import ActivationEvidence, Grid
 from qbench.record import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -212,3 +213,19 @@ def test_static_ranges_are_those_of_the_calibration_text(folder):
     original(calibration().ids, use_cache=False)
     largest = float(torch.cat(seen).abs().max())
     assert float(model.qbench_inputs.fixed[LAYER].scale) == pytest.approx(largest / 127, rel=1e-4)
+
+
+def test_another_width_is_one_line(folder, monkeypatch):
+    monkeypatch.setattr(ACTIVATIONS, "_things", dict(ACTIVATIONS._things))
+    ACTIVATIONS.register("int5-token", IntToken, "int5, one scale a token", bits=5, symmetric=True)
+    chosen = of("int5-token")
+    report = check(make(chosen, folder).model, chosen)
+    assert report.problems == ()
+    assert chosen.precision.name == "W16A5"
+    assert 16 < report.activations.levels <= 31
+
+
+def test_a_grid_that_the_audit_does_not_know_is_refused_by_name():
+    about = ActivationEvidence(grid=Grid(kind="posit", bits=8), scale_of="group")
+    with pytest.raises(QuantizationError, match="posit: the audit knows symmetric, asymmetric"):
+        formats.expected(torch.ones(2, 4, dtype=torch.float64), about)
