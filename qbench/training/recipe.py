@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import RecipeProblems, shown
+from qbench.errors import RecipeError, RecipeProblems, shown
 from qbench.recipe_fields import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole, problem_lines
 from qbench.recipe_source import Source, read
 from qbench.record import Name
@@ -145,6 +145,11 @@ class TrainingRecipe(Strict):
         """
         path = Path(path)
         source = read(path)
+        if "checkpoints" in source.values:
+            raise RecipeError(
+                f"{source.at(('checkpoints',))}: checkpoints: it is a recipe of `qbench run`; one "
+                "of `qbench train` has model, normalizers and data, as those in recipes/train"
+            )
         (changed or TrainingOverrides()).apply(source)
         try:
             folder = Path(os.path.realpath(path)).parent

@@ -42,6 +42,19 @@ def test_what_cannot_work_is_refused_with_its_line(recipe_file, changed, said):
     assert "recipe.yaml" in str(error.value)
 
 
+def test_recipes_of_one_kind_are_no_recipes_of_the_other(recipe_file):
+    from qbench.recipe import Recipe
+
+    with pytest.raises(
+        RecipeError, match=r"gptq\.yaml:\d+: checkpoints: it is a recipe of `qbench run`"
+    ):
+        TrainingRecipe.load(SHIPPED[0].parents[1] / "gptq.yaml")
+    with pytest.raises(
+        RecipeError, match=r"recipe\.yaml: it is a training recipe; say qbench train"
+    ):
+        Recipe.load(recipe_file())
+
+
 def test_the_command_line_replaces_parts_of_a_recipe(recipe_file, tmp_path):
     changed = TrainingOverrides(
         normalizers=("rectified",), seeds=(5, 6), tokens=6400, data=tmp_path, sequences=4
