@@ -31,12 +31,12 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
         scale = (high.clamp(min=0) - low) / (2**bits - 1) if given is None else given
         scale = _usable(scale.float().double())
         zero = (-low / scale).round() if given is None else about.zero.double().reshape(1, 1)  # type: ignore[union-attr]
-        codes = ((groups / scale).round() + zero).clamp(0, 2**bits - 1)
+        codes = (_ratio(groups, scale).round() + zero).clamp(0, 2**bits - 1)
         return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
     if kind == "symmetric":
         most = 2 ** (bits - 1) - 1
         scale = _usable((largest / most if given is None else given).float().double())
-        return (groups / scale).round().clamp(-most, most) * scale, -most * scale, most * scale
+        return _ratio(groups, scale).round().clamp(-most, most) * scale, -most * scale, most * scale
     table = _table(kind).to(groups.device)
     if about.grid.scale_format == "e8m0":
         power = torch.floor(torch.log2(_usable(largest)))
@@ -52,7 +52,13 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
     else:
         scale = largest / table[-1] if given is None else given
     scale = _usable(scale.float().double())  # as it is stored
-    return _nearest(groups / scale, table) * scale, table[0] * scale, table[-1] * scale
+    return _nearest(_ratio(groups, scale), table) * scale, table[0] * scale, table[-1] * scale
+
+
+def _ratio(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, rounded to float32 as wherever it is computed: bfloat16 values over a scale that
+    is one of them by 448 lie on ties so often that what float64 makes of them is another code."""
+    return (x.float() / scale.float()).double()
 
 
 def _table(kind: str) -> Tensor:

@@ -11,11 +11,12 @@ from quantizer_models import needs_vnni
 from torch import nn
 
 from qbench.errors import QuantizationError
+from qbench.quantizers import formats
 from qbench.quantizers.activations.quantize import Fixed
 from qbench.quantizers.activations.rounding import rounded
 from qbench.quantizers.linears import plain
 from qbench.quantizers.products import codes, layers, real
-from qbench.quantizers.quantizer import Grid
+from qbench.quantizers.quantizer import ActivationEvidence, Grid
 
 GRIDS = {"int8": Grid(kind="symmetric", bits=8), "e4m3": Grid(kind="e4m3", bits=8)}
 
@@ -46,6 +47,17 @@ def test_codes_times_scales_are_the_grid_of_simulated_activations(kind):
     assert torch.equal(codes.decode(*codes.encode(x, kind, "row")), rounded(x, GRIDS[kind]))
     whole = rounded(x.flatten(), GRIDS[kind]).view_as(x)
     assert torch.equal(codes.decode(*codes.encode(x, kind, "tensor")), whole)
+
+
+@pytest.mark.parametrize("largest", [144, 150, 152, 176])
+@pytest.mark.parametrize("kind", GRIDS)
+def test_the_audit_expects_the_same_codes_where_values_lie_on_ties(kind, largest):
+    """Whole numbers over a scale that is one of them by 127 or 448, as bfloat16 values are."""
+    x = torch.arange(-largest, largest + 1).float()[None]
+    about = ActivationEvidence(grid=GRIDS[kind], scale_of="group")
+    found = codes.decode(*codes.encode(x, kind, "row"))
+    wanted = formats.expected(x.double(), about)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", GRIDS)
