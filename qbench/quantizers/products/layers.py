@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,14 @@ from qbench.quantizers.linears import Plain, Tensors
 from qbench.quantizers.products.codes import decode, encode
 from qbench.quantizers.quantizer import Stored
 
-Product = Callable[[Tensor, "ScaledLinear"], Tensor]
+
+class Product(Protocol):
+    """``paused``: inputs are to stay as they are."""
+
+    @property
+    def paused(self) -> bool: ...
+
+    def __call__(self, x: Tensor, layer: ScaledLinear) -> Tensor: ...
 
 
 class ScaledLinear(nn.Module):
@@ -38,13 +45,13 @@ class ScaledLinear(nn.Module):
 
 
 class RealLinear(ScaledLinear):
-    """A ``ScaledLinear`` whose ``product`` multiplies codes by codes. A class of its own, so that
-    an audit's record names what ran."""
+    """A ``ScaledLinear`` whose ``product`` multiplies codes by codes, but for while it is paused.
+    A class of its own, so that an audit's record names what ran."""
 
     product: Product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self)
+        return super().forward(x) if self.product.paused else self.product(x, self)
 
 
 def store(weight: Tensor, kind: str, per: str) -> Tensors:

@@ -29,19 +29,17 @@ ENVIRONMENT = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}  # its own kernels: n
 
 class Product:
     """What multiplies the codes of one layer, its input encoded with the ``fixed`` scale if there
-    is one. ``inputs`` encodes once what several layers share; while it is paused, any input that
-    8 bits can hold row by row goes through the same product, so that weights can be read off it.
-    """
+    is one. ``inputs`` encodes once what several layers share."""
 
     def __init__(self, inputs: Inputs, kind: str, fixed: Fixed | None) -> None:
         self.inputs, self.kind, self.fixed = inputs, kind, fixed
 
+    @property
+    def paused(self) -> bool:
+        return self.inputs.paused
+
     def __call__(self, x: Tensor, layer: ScaledLinear) -> Tensor:
-        if self.inputs.paused:
-            coded = encode(x.reshape(-1, x.shape[-1]), self.kind, "row")
-        else:
-            coded = self.inputs.once(x, self.fixed)
-        y = multiply(self.kind, coded, layer, x.dtype)
+        y = multiply(self.kind, self.inputs.once(x, self.fixed), layer, x.dtype)
         return y.view(*x.shape[:-1], layer.out_features)
 
 
