@@ -57,7 +57,7 @@ def delta_sweep(
     see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
     batch, head, kv_head = index
     stop_k = limits[1]
-    origin, gain, inner, slope, _, _ = shaping
+    origin, gain, inner, slope = shaping[0], shaping[1], shaping[2], shaping[3]
     delta = tl.zeros([BLOCK_Q], tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     highest = tl.zeros([BLOCK_Q], tl.float32)
@@ -75,7 +75,7 @@ def delta_sweep(
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if RESHAPED & MODES:
             own = rows[:, None] + limits[2]
-            scores, _ = reshaped(
+            scores, unused = reshaped(  # noqa: RUF059 (an underscore would be carried on)
                 scores, keys[None, :], own, origin, gain, inner, slope, MODES, FUSED
             )
         seen = visible(  # [BLOCK_Q, BLOCK_K]

@@ -19,6 +19,7 @@ from qbench.attention.kernels import modes
 from qbench.attention.kernels.families import FAMILIES
 from qbench.attention.kernels.gluon_keys import key_kernel
 from qbench.attention.kernels.gluon_queries import query_kernel
+from qbench.attention.kernels.relaunch import launch
 from qbench.attention.kernels.settings import Parameters, factors
 
 LEARNED_SCALE = modes.LEARNING.value | modes.SCALED.value
@@ -56,10 +57,12 @@ def backward(
     # What is not asked for is not read: any tensor stands for it.
     sinks, _, slopes, s = (lse if tensor is None else tensor for tensor in parameters)
     sources = [_descriptor(tensor, 64) for tensor in (query, key, value, gradient)]
-    query_kernel[(length // 128, batch * heads)](
-        *sources, output, lse, stats, dq, lse if rows is None else rows, sinks, slopes, s,
-        (heads, group, length), scales,
-        (output.stride()[:3], dq.stride()[:3]), STAGES=query_tile[0], HELD=query_tile[1], **fixed,
+    device = query.device.index
+    launch(
+        query_kernel, (length // 128, batch * heads), device,
+        [*sources, output, lse, stats, dq, lse if rows is None else rows, sinks, slopes, s],
+        ((heads, group, length), scales, (output.stride()[:3], dq.stride()[:3])),
+        {"STAGES": query_tile[0], "HELD": query_tile[1], **fixed},
     )  # fmt: skip
     if block_q != 64:
         sources[0], sources[3] = _descriptor(query, block_q), _descriptor(gradient, block_q)
@@ -67,10 +70,11 @@ def backward(
         TensorDescriptor(stats, [stats.numel()], [1], [4 * block_q], gl.NVMMASharedLayout(0, 32, 1))
     )
     for precise in (False, True) if near_zero else (False,):
-        key_kernel[(length // 128, batch * kv_heads)](
-            *sources, imprecise, slopes, dk, dv, (kv_heads, group, length), scales,
-            (dk.stride()[:3], dv.stride()[:3]), PRECISE=precise, STAGES=key_slots,
-            HELD=held, **fixed,
+        launch(
+            key_kernel, (length // 128, batch * kv_heads), device,
+            [*sources, imprecise, slopes, dk, dv],
+            ((kv_heads, group, length), scales, (dk.stride()[:3], dv.stride()[:3])),
+            {"PRECISE": precise, "STAGES": key_slots, "HELD": held, **fixed},
         )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def delta_sweep(
         s, p = warpgroup_mma_wait(0, [s, p])  # [ROWS, ROWS] each: queries × keys
         mbarrier.arrive(free.index(slot), count=1)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-        y, _ = reshaped(
+        y, unused = reshaped(  # noqa: RUF059 (an underscore would be carried on)
             s, rows[:, None] - first, keys[None, :] - first, factor, scale, inner, slope, MODES
         )
         y = gl.where(keys[None, :] <= rows[:, None], y, 0.0)

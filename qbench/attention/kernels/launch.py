@@ -12,6 +12,7 @@ from qbench.attention.kernels.backward_keys import key_kernel
 from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
 from qbench.attention.kernels.forward import forward_kernel
+from qbench.attention.kernels.relaunch import launch
 from qbench.attention.kernels.settings import Parameters, Settings, factors, kernel_modes
 from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS, Kernels
@@ -64,6 +65,7 @@ def forward(
         return output, lse, imprecise
     query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
     sequences = batch if spans is None else spans.shape[0]
+    device = query.device.index
     modes = kernel_modes(kernels, parameters, softcap)
     gain, inner = factors(scale, softcap)
     counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
@@ -85,17 +87,20 @@ def forward(
         if splits > 1:
             shape = (pairs, splits, rows, block(v_width) + 2)
             partial = query.new_empty(shape, dtype=torch.float32)
-        decode_kernel[(splits, pairs)](
-            query, key, value, output, lse, partial, mask, spans, sinks, bias, slopes, s, counts,
-            (kv_heads, group), queries, keys, window, gain, inner, splits, strides,
-            *_mask_strides(mask), SKIP=tile.skip and skippable, FUSED=_fused(query),
-            BLOCK_R=rows, **tile.launch, **common,
+        launch(
+            decode_kernel, (splits, pairs), device,
+            [query, key, value, output, lse, partial, mask, spans, sinks, bias, slopes, s, counts],
+            ((kv_heads, group), queries, keys, window, gain, inner, splits, strides,
+             *_mask_strides(mask)),
+            {"SKIP": tile.skip and skippable, "FUSED": _fused(query), "BLOCK_R": rows,
+             **tile.launch, **common},
         )  # fmt: skip
         if splits > 1:
-            join_kernel[(pairs,)](
-                output, lse, partial, spans, sinks, (kv_heads, group), queries, keys, splits,
-                output.stride()[:3], FAMILY=kernels.family, MODES=modes, BLOCK_R=rows,
-                V_HEAD_DIM=v_width, BLOCK_DV=block(v_width),
+            launch(
+                join_kernel, (pairs, 1), device, [output, lse, partial, spans, sinks],
+                ((kv_heads, group), queries, keys, splits, output.stride()[:3]),
+                {"FAMILY": kernels.family, "MODES": modes, "BLOCK_R": rows,
+                 "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width)},
             )  # fmt: skip
         return output, lse, imprecise
     tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family)
@@ -103,13 +108,14 @@ def forward(
     tma = tile.tma and all(map(_tma_layout, sources))
     if tma:
         sources = [_descriptor(source, tile.block_k) for source in sources]
-    forward_kernel[(triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences)](
-        query, *sources, output, lse, imprecise, mask, spans, sinks, bias, slopes, s, counts,
-        (heads, group), queries, keys, window, gain, inner, strides, *_mask_strides(mask),
-        PRECISE=query.dtype == torch.float32, NEAR_ZERO=family.near_zero,
-        FREE=tile.free and kernels.family != "sigmoid", TMA=tma,
-        FUSED=_fused(query), SKIP=tile.skip and skippable,
-        BLOCK_Q=tile.block_q, **tile.launch, **common,
+    launch(
+        forward_kernel, (triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences), device,
+        [query, *sources, output, lse, imprecise, mask, spans, sinks, bias, slopes, s, counts],
+        ((heads, group), queries, keys, window, gain, inner, strides, *_mask_strides(mask)),
+        {"PRECISE": query.dtype == torch.float32, "NEAR_ZERO": family.near_zero,
+         "FREE": tile.free and kernels.family != "sigmoid", "TMA": tma,
+         "FUSED": _fused(query), "SKIP": tile.skip and skippable,
+         "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
     return output, lse, imprecise
 
@@ -162,6 +168,7 @@ def backward(
         return dq, dk, dv, learned if rows is None else rows.sum((0, 2))
     deltas = torch.empty_like(lse)
     sequences = batch if spans is None else spans.shape[0]
+    device = query.device.index
     counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
     common = {
         "FAMILY": kernels.family, "MODES": modes, "FUSED": _fused(query), "CAUSAL": causal,
@@ -173,23 +180,26 @@ def backward(
     tma = tile.tma and _tma_layout(key) and _tma_layout(value)
     if tma:
         sources[1:3] = (_descriptor(source, tile.block_k) for source in (key, value))
-    query_kernel[(triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences)](
-        *sources, output, lse, deltas, dq, rows, mask, spans, sinks, slopes, s, counts,
-        (heads, group), queries, keys, window, scale, gain, inner,
-        _strides(query, key, value, gradient, output, dq), *_mask_strides(mask),
-        NEAR_ZERO=family.near_zero, TMA=tma, BLOCK_Q=tile.block_q, **tile.launch, **common,
+    launch(
+        query_kernel, (triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences), device,
+        [*sources, output, lse, deltas, dq, rows, mask, spans, sinks, slopes, s, counts],
+        ((heads, group), queries, keys, window, scale, gain, inner,
+         _strides(query, key, value, gradient, output, dq), *_mask_strides(mask)),
+        {"NEAR_ZERO": family.near_zero, "TMA": tma, "BLOCK_Q": tile.block_q, **tile.launch,
+         **common},
     )  # fmt: skip
     tile = key_tile or tiles.key_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
     tma = tile.tma and _tma_layout(query) and _tma_layout(gradient)
     if tma:
         sources[0], sources[3] = (_descriptor(source, tile.block_q) for source in (query, gradient))
-    key_kernel[(triton.cdiv(max_seqlen_k, tile.block_k), kv_heads * sequences)](
-        *sources, lse, deltas, imprecise, dk, dv, mask, spans, slopes, s, counts,
-        (kv_heads, group), queries, keys, window, scale, gain, inner,
-        _strides(query, key, value, gradient, dk, dv), *_mask_strides(mask),
-        PRECISE=query.dtype == torch.float32, TMA=tma, BLOCK_Q=tile.block_q, **tile.launch,
-        **common,
+    launch(
+        key_kernel, (triton.cdiv(max_seqlen_k, tile.block_k), kv_heads * sequences), device,
+        [*sources, lse, deltas, imprecise, dk, dv, mask, spans, slopes, s, counts],
+        ((kv_heads, group), queries, keys, window, scale, gain, inner,
+         _strides(query, key, value, gradient, dk, dv), *_mask_strides(mask)),
+        {"PRECISE": query.dtype == torch.float32, "TMA": tma, "BLOCK_Q": tile.block_q,
+         **tile.launch, **common},
     )  # fmt: skip
     if rows is not None:
         learned = rows.sum((0, 2))

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from qbench.attention.kernels import launch
 from qbench.attention.kernels.settings import Parameters, Settings
 
+PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -104,8 +107,39 @@ def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+class _Eager(torch.autograd.Function):
+    """The operator without torch's dispatcher, which takes longer than the launches do."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, value, mask, spans, *parameters = inputs[:9]
+        settings = Settings(*inputs[9:])
+        output, lse, imprecise = launch.forward(
+            query, key, value, mask, spans, Parameters(*parameters), settings
+        )
+        ctx.settings = settings
+        ctx.save_for_backward(query, key, value, output, lse, imprecise, mask, spans, *parameters)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        *tensors, sinks, bias, slopes, s = ctx.saved_tensors
+        learned = ctx.needs_input_grad[5:9]
+        *gradients, of_parameter = launch.backward(
+            gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, any(learned)
+        )
+        parameters = [of_parameter if wanted else None for wanted in learned]
+        return *gradients, None, None, *parameters, *[None] * len(ctx.settings)
+
+
 def apply(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
     parameters: Parameters, settings: Settings,
 ) -> Tensor:  # fmt: skip
+    """Attention by the operator where something looks into it, such as torch.compile, a mode of
+    dispatch or a tensor of another class; directly elsewhere."""
+    plain = not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+    if plain and type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN:
+        return _Eager.apply(query, key, value, mask, spans, *parameters, *settings)
     return attention(query, key, value, mask, spans, *parameters, *settings)[0]
