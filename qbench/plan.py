@@ -90,7 +90,7 @@ class Plan:
             quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
             cells=tuple(cell.grid_cell for cell in self.cells),
-            replicates=self.recipe.replicates,
+            replicates=self.recipe.groups,
         )
 
     def cell(self, name: str) -> Cell:

@@ -144,6 +144,8 @@ class Recipe(Strict):
         """
         path = Path(path) if path is not None else None
         source = source_of(path, overrides or Overrides())
+        if {"model", "normalizers"} <= source.values.keys():
+            raise RecipeError(f"{path}: it is a training recipe; say qbench train {path}")
         folder = folder_of(path)
         group_checkpoints(source, folder)
         try:
@@ -203,8 +205,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
-        if self.baseline is not None and self.baseline not in self.checkpoints:
-            known = ", ".join(self.checkpoints)
+        if self.baseline not in (None, *self.checkpoints, *self.replicates):
+            known = ", ".join([*self.checkpoints, *self.replicates])
             raise problem(("baseline",), f"{self.baseline} is no checkpoint; there is {known}")
         labels = [column.label for column in self.quantizers]
         for what, names, remedy in (
@@ -225,8 +227,15 @@ class Recipe(Strict):
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """The checkpoints' names, the one that Δ is taken against first."""
-        return tuple(sorted(self.checkpoints, key=lambda name: name != self.baseline))
+        """The checkpoints' names, the one that Δ is taken against, or its group, first."""
+        first = self.replicates.get(self.baseline or "", (self.baseline,))
+        return tuple(sorted(self.checkpoints, key=lambda name: name not in first))
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """``replicates``, the group that Δ is taken against first."""
+        order = {name: index for index, name in enumerate(self.compared)}
+        return dict(sorted(self.replicates.items(), key=lambda group: order[group[1][0]]))
 
     def resolve(self, path: Path) -> Path:
         """``path`` as the recipe means it: relative to the recipe's folder."""

@@ -56,6 +56,16 @@ def test_groups_may_be_named_by_their_checkpoints(tmp_path):
     }
 
 
+@pytest.mark.parametrize("baseline", [None, "softmax", "softpick"])
+def test_a_group_may_be_what_deltas_are_taken_against(tmp_path, baseline):
+    checkpoints = {"softmax": ["a", "b"], "softpick": ["c", "d"]}
+    changes = {"baseline": baseline} if baseline else {}
+    recipe = Recipe.load(small_recipe(tmp_path, checkpoints=checkpoints, **changes))
+    first = baseline or "softmax"
+    assert recipe.compared[:2] == (f"{first}.1", f"{first}.2")
+    assert next(iter(recipe.groups)) == first
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

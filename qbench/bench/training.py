@@ -91,7 +91,6 @@ def bench_training(
     rows, profiles = [], []
     for shape in choice.shapes:
         for contender in choice.contenders:
-            torch._dynamo.reset()
             # cuDNN's attention has no deterministic gradient
             same = choice.compute.deterministic and contender != CUDNN
             only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()

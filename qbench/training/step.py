@@ -70,6 +70,9 @@ class Step:
 def _compiled(loss: Loss, compute: Compute) -> Loss:
     loss.train()
     if compute.compile:
+        # A recipe's models follow one another: the compiler would take each for the same one
+        # compiled again, and give up at the eighth.
+        torch._dynamo.reset()
         loss.rest = torch.compile(loss.rest, fullgraph=True, dynamic=False, mode=compute.compile)
     return loss
 

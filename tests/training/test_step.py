@@ -145,3 +145,17 @@ def test_muon_takes_the_layers_matrices_and_adamw_all_else():
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= rest
     assert taken | rest == set(names.values())
     assert not taken & rest
+
+
+def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dynamo, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda module, mode, **options: compiled(module, backend="eager", **options),
+    )
+    for normalizer in ("softmax", "softpick", "rectified", "softmax1"):
+        settings = {"precision": "float32", "compile": "default"}
+        loss, _ = stepped(model(normalizer), 1, compute=settings)
+        assert torch.isfinite(loss)
