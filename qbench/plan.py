@@ -199,6 +199,7 @@ def _cell(
         config=checkpoint.config,
         max_length=checkpoint.max_length,
         mixes_batches=quantizer.mixes_batches,
+        amplifies_rounding=quantizer.amplifies_rounding,
         fastest=model.fastest,
         slower=f"checkpoints.{name}: {model.slower}",
     )

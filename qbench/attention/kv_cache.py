@@ -83,12 +83,14 @@ class Kept(Protocol):
 
 class KVCache(Protocol):
     """What an attention module carries. ``uses_positions``: whether rounding asks where in its
-    sequence a token stands. ``watch``, if it is set, is told what attention reads."""
+    sequence a token stands. ``watch``, if it is set, is told what attention reads. ``paused``:
+    everything is read as it is."""
 
     keep_first: int
     keep_recent: int
     key_group: int
     uses_positions: bool
+    paused: bool
     watch: Callable[[nn.Module, Consumed], None] | None
 
     def rounded(
@@ -140,6 +142,8 @@ def read(
     if _needs_positions(cache) or cache.watch is not None:
         positions = find_positions(key, queries, mask, position_ids, cu_seqlens_k)
     kept = cache.as_kept(module, key, value)
+    if cache.paused:
+        return Sources(key, kept.value, key, kept.value), positions
     coded, coded_value = cache.rounded(kept.key, kept.value, positions)
     sources = Sources(key, kept.value, kept.ready(coded), coded_value)
     if cache.watch is not None:
@@ -156,6 +160,8 @@ def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, T
     if cache is None or _needs_positions(cache) or cache.watch is not None:
         return None
     kept = cache.as_kept(module, key, value)
+    if cache.paused:
+        return key, kept.value
     coded, coded_value = cache.rounded(kept.key, kept.value, None)
     return kept.ready(coded), coded_value
 

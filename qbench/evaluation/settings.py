@@ -40,7 +40,8 @@ class ScoringSettings:
     of each task on which fast scoring is compared with exact, within ``tolerance``.
     ``seed`` draws that sample and, counted from lm-eval's defaults, what a task leaves to chance;
     ``fewshot_seed`` draws few-shot examples. ``shuffle`` seeds another order of batches than
-    longest first, to see what order alone does.
+    longest first, to see what order alone does. ``amplifies_rounding``: the quantizer's, which
+    changes how fast scores are judged and no score.
     """
 
     mode: Mode
@@ -56,6 +57,7 @@ class ScoringSettings:
     seed: int = 0
     fewshot_seed: int = FEWSHOT_SEED
     shuffle: int | None = None
+    amplifies_rounding: bool = False
 
     def __post_init__(self) -> None:
         assert (self.mode == "fast") == (self.batch_tokens is not None)
@@ -63,7 +65,8 @@ class ScoringSettings:
     def key_parts(self) -> dict[str, Any]:
         """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
         against it when it is read (``tolerance.exceeded``)."""
-        return {k: v for k, v in asdict(self).items() if k not in ("tolerance", "shuffle")}
+        judged = ("tolerance", "shuffle", "amplifies_rounding")
+        return {k: v for k, v in asdict(self).items() if k not in judged}
 
 
 class Evaluation(Protocol):
@@ -87,6 +90,7 @@ def resolve(
     config: Mapping[str, Any],
     max_length: int | None,
     mixes_batches: bool,
+    amplifies_rounding: bool = False,
     fastest: Mode = "fast",
     slower: str = "",
 ) -> ScoringSettings:
@@ -95,8 +99,8 @@ def resolve(
     ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration, ``max_length`` the
     longest context in tokens that it states: beyond it positions were never trained, so it is a
     bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring
-    regroups. ``fastest``: the fastest mode that works for the model, ``slower`` why that is not
-    fast. Raises RecipeError for what cannot be.
+    regroups. ``amplifies_rounding``: see ``ScoringSettings``. ``fastest``: the fastest mode that
+    works for the model, ``slower`` why that is not fast. Raises RecipeError for what cannot be.
     """
     lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
     if not lengths:
@@ -129,6 +133,7 @@ def resolve(
         limit=evaluation.limit,
         seed=evaluation.seed,
         fewshot_seed=evaluation.fewshot_seed,
+        amplifies_rounding=amplifies_rounding,
     )
 
 

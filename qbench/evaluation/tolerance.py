@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 if TYPE_CHECKING:
     from qbench.record import SampleDifference, ScoringReport
 
+STANDARD_ERRORS = 2.0  # beyond the bound, before a bias fails
 Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
 
 
@@ -21,6 +22,11 @@ class Tolerance:
     token, over the sample and for a single request: bfloat16 logits of ±16 step by 0.125, so
     single tokens differ by that much for no other reason than rounding. ``changed`` bounds the
     share of sampled documents with another answer; a single one never fails.
+
+    Where activations or the KV cache are quantized, rounding moves values by whole steps, and two
+    equally right computations differ by about as much as quantization costs. Of such cells the
+    mean difference with its sign is judged, alone: it fails where it is more than two standard
+    errors beyond ``mean``.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -32,6 +38,8 @@ class Tolerance:
 
 def beyond(tolerance: Tolerance, sample: SampleDifference) -> str | None:
     """Why a sample's differences are more than ``tolerance`` allows; None where they are not."""
+    if sample.by_bias:
+        return _biased(tolerance, sample)
     changed, count = sample.changed_answers, sample.documents
     values = {
         "mean": (
@@ -55,6 +63,18 @@ def beyond(tolerance: Tolerance, sample: SampleDifference) -> str | None:
                 f"evaluation.tolerance.{bound} {most:g}"
             )
     return None
+
+
+def _biased(tolerance: Tolerance, sample: SampleDifference) -> str | None:
+    bias, error = sample.bias_per_token, sample.bias_stderr or 0.0
+    assert bias is not None, "measured wherever it is judged"
+    if abs(bias) - STANDARD_ERRORS * error <= tolerance.mean:
+        return None
+    return (
+        f"{sample.task}: fast scoring differs from exact: its mean difference on the sample is "
+        f"{bias:+.4g} ± {error:.2g} nats a token, more than evaluation.tolerance.mean "
+        f"{tolerance.mean:g}"
+    )
 
 
 def exceeded(tolerance: Tolerance, report: ScoringReport | None) -> str | None:

@@ -169,6 +169,14 @@ class Quantizer(ABC):
             plain["source"] = hashlib.sha256(source).hexdigest()
         return {"name": self.name, "method": self.method, **plain}
 
+    @property
+    def amplifies_rounding(self) -> bool:
+        """Whether what a model computes is rounded in coarse steps while it runs. Then two
+        computations that are equally right, but round otherwise, may differ by as much as
+        quantization costs: a value near the border of two codes moves by a whole step."""
+        precision = self.precision
+        return precision.activations is not None or precision.kv_cache is not None
+
     def requirements(self) -> tuple[str, ...]:
         """Distributions whose versions can change what it gives, torch and transformers left out
         (they are part of every cell)."""

@@ -9,7 +9,8 @@ from qbench.record.written import Written
 
 class SampleDifference(Written):
     """Fast scores against exact ones on one task's sample, in nats per scored token: what a
-    tolerance bounds."""
+    tolerance bounds. ``bias_per_token`` is the mean over documents with its sign, and
+    ``bias_stderr`` its standard error (None of a single document)."""
 
     task: str
     documents: int
@@ -17,6 +18,9 @@ class SampleDifference(Written):
     mean_per_token: float
     largest_per_token: float
     changed_answers: int
+    bias_per_token: float | None = None
+    bias_stderr: float | None = None
+    by_bias: bool = False  # judged by it: the quantizer amplifies rounding
 
 
 class DifferenceFromExact(Written):

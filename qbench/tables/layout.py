@@ -14,6 +14,7 @@ from qbench.tables.beside import models, printed_cells, printed_notes
 from qbench.tables.by_part import PART_HEADS, parts_alone
 from qbench.tables.cache import cache_notes
 from qbench.tables.chance import chance_notes
+from qbench.tables.judged import judged_notes
 from qbench.tables.table import Table, pair_of
 from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
 
@@ -102,7 +103,12 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
         cells.append(documents_text(line))
         rows.append(tuple(cells))
     notes = [*([LEGEND] if tested else []), *_ratio_notes(table, "deltas")]
-    notes += [*noise_notes(comparison), *cache_notes(comparison, table), *table.notes]
+    notes += [
+        *noise_notes(comparison),
+        *cache_notes(comparison, table),
+        *judged_notes(comparison, table),
+        *table.notes,
+    ]
     notes += [*_precision_notes(table), *chance_notes(table), *training_notes(comparison)]
     if paper:
         notes[:0] = printed_notes(table, paper, published)

@@ -7,7 +7,9 @@ import torch
 from scoring_models import choices, llama, pages, scorer
 
 from qbench.attention.interface import attend
+from qbench.attention.kv_cache import KV_CACHE
 from qbench.evaluation.scoring.greedy import greedy
+from qbench.evaluation.scoring.unrounded import unrounded
 from qbench.evaluation.tolerance import Tolerance
 from qbench.quantizers.parts import quantizer_of
 
@@ -84,3 +86,24 @@ def test_prompts_decoded_side_by_side_read_the_same_cache(scheme):
             logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
         likeliest = logits[len(prompt) - 1 : -1].argmax(-1)
         assert likeliest.tolist() == answer
+
+
+def test_packs_are_tried_out_without_the_steps_of_few_bits(monkeypatch):
+    """Which make rounding as large as the error of an attention that sees other tokens."""
+    model = model_with("kivi, recent, before RoPE")
+    cache = getattr(model.model.layers[0].self_attn, KV_CACHE)
+    right = cache.rounded
+
+    def unsteady(key, value, positions):
+        coded = right(key, value, positions)
+        return tuple(x + torch.randn(x.shape) * x.norm(dim=-1, keepdim=True) for x in coded)
+
+    monkeypatch.setattr(cache, "rounded", unsteady)
+    fast = scorer(model, "fast", sample=0, tolerance=LOOSE)
+    before = fast.loglikelihood(choices(2), disable_tqdm=True)
+    assert before != fast.loglikelihood(choices(2), disable_tqdm=True)  # it is rounded again
+    ids = torch.arange(9)[None]
+    with torch.no_grad(), unrounded(model):
+        paused = model(ids, use_cache=False).logits
+    plain = model_with(None)(ids, use_cache=False).logits
+    torch.testing.assert_close(paused, plain, rtol=0, atol=1e-4)

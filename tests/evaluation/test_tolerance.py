@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.tolerance import Tolerance, exceeded
 from qbench.record import DifferenceFromExact, SampleDifference, ScoringReport
 
@@ -49,6 +50,40 @@ def test_a_tightened_bound_names_task_and_bound(bounds, words):
         f"b: fast scoring differs from exact: {words}, more than "
         f"evaluation.tolerance.{name} {most:g}"
     )
+
+
+@pytest.mark.parametrize(
+    ("bias", "stderr", "passes"),
+    [
+        (0.04, None, True),
+        (-0.06, None, False),
+        (0.09, 0.03, True),  # within two standard errors of the bound
+        (-0.12, 0.03, False),
+    ],
+)
+def test_where_rounding_is_amplified_the_mean_with_its_sign_is_judged_alone(bias, stderr, passes):
+    far = {"mean_per_token": 0.4, "largest_per_token": 3.0, "changed_answers": 15}
+    biased = sample(**far, bias_per_token=bias, bias_stderr=stderr, by_bias=True)
+    refusal = exceeded(Tolerance(), report(biased))
+    assert (refusal is None) == passes
+    if not passes:
+        assert f"its mean difference on the sample is {bias:+.4g} ± " in refusal
+        assert "evaluation.tolerance.mean 0.05" in refusal
+    assert exceeded(Tolerance(), report(sample(**far, bias_per_token=bias)))  # of other cells
+
+
+def test_bias_is_the_mean_over_documents_with_its_standard_error():
+    check = Check(Tolerance(), by_bias=True)
+    check.add(
+        task="a", documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
+        fast=[(-1.0, True), (-2.0, True), (-3.0, True), (-1.5, True)],
+        exact=[(-1.2, True), (-1.8, True), (-2.4, True), (-1.2, False)],
+    )  # fmt: skip
+    (found,) = check.samples  # documents: (0.2 − 0.2) / 2, −0.6 / 2, −0.3
+    assert found.bias_per_token == pytest.approx(-0.2)
+    assert found.bias_stderr == pytest.approx(0.1)
+    assert found.mean_per_token == pytest.approx((0.2 + 0.2 + 0.3 + 0.3) / 4)
+    assert found.by_bias
 
 
 def test_a_single_changed_answer_never_fails():

@@ -64,11 +64,11 @@ def assert_rounds_as_the_definition(form, dtype, width, group, tokens=333):
     key = draw(2, 3, tokens, width) * torch.logspace(-3, 2, width, device="cuda")
     key, value = key.to(dtype), draw(2, 3, tokens, width, dtype)
     key[0, 0, 2] = 0
-    found = kernels.by_token(key, value, form, width, None, 0)
+    found = kernels.by_token((key, value), form, width, None, 0)
     for x, y in zip(found, (key, value), strict=True):
         assert torch.equal(x, rounding.by_token(y, form, width))
     positions = torch.arange(tokens, device="cuda", dtype=torch.int32)[None] - 5
-    spared = kernels.by_token(key, value, form, group, positions, 4)[0]
+    spared = kernels.by_token((key,), form, group, positions, 4)[0]
     kept = (positions < 4)[:, None, :, None]
     assert torch.equal(spared, torch.where(kept, key, rounding.by_token(key, form, group)))
     positions = torch.where(positions > 40, positions - 41, positions)  # two sequences

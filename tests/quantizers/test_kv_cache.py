@@ -127,6 +127,20 @@ def test_scales_of_a_tensor_are_declared():
     assert not quantizer_of({"kv": "int4-channel"}, compute_dtype="float32").mixes_batches
 
 
+@pytest.mark.parametrize(
+    ("entry", "amplifies"),
+    [
+        ({"name": "rtn-4bit"}, False),
+        ({"name": "fp32"}, False),
+        ({"kv": "int8-token"}, True),
+        ({"activations": "int8-token"}, True),
+        ({"weights": "rtn-4bit", "kv": "fp8-token"}, True),
+    ],
+)
+def test_what_is_rounded_while_a_model_runs_amplifies_rounding(entry, amplifies):
+    assert quantizer_of(entry, compute_dtype="float32").amplifies_rounding == amplifies
+
+
 REFUSED = {
     "group_size 5 does not divide": ("int4-token", {"group_size": 5}),
     "group_size 32 does not divide this checkpoint's head width 16": ("int4-channel", {}),

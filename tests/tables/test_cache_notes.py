@@ -6,7 +6,15 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.compare import compare
-from qbench.record import KVAudit, KVModuleAudit, Part, Precision
+from qbench.record import (
+    DifferenceFromExact,
+    KVAudit,
+    KVModuleAudit,
+    Part,
+    Precision,
+    SampleDifference,
+    ScoringReport,
+)
 from qbench.report.content import data_tables
 from qbench.tables.write import render
 
@@ -76,3 +84,27 @@ def test_the_report_has_memory_levels_and_errors_of_every_cell(comparison):
     assert row["Levels"].text == "15"
     assert row["Key error, worst layer"].text == "0.1100"
     assert row["Key error, worst layer"].title == "model.layers.1.self_attn"
+
+
+def test_a_note_says_how_fast_scores_were_judged(tmp_path):
+    store = make_store(tmp_path / "kv", quantizers=("bf16", "hqq-2bit"), sizes={"arc_easy": 60})
+    assert "judged by" not in render(compare(store))
+    about = {"documents": 32, "requests": 128, "largest_per_token": 1.5, "changed_answers": 3}
+    for bias, cell in zip((0.01, -0.031), store.grid().cells[1::2], strict=True):
+        sample = SampleDifference(
+            task="arc_easy", mean_per_token=0.36, bias_per_token=bias, bias_stderr=0.02,
+            by_bias=True, **about,
+        )  # fmt: skip
+        difference = DifferenceFromExact(
+            largest=9.0, mean=1.0, mean_per_token=0.36, samples=(sample,), **about
+        )
+        report = ScoringReport(
+            mode="fast", softmax_dtype="float32", batching="packed", peak_memory_gib=1.0,
+            difference_from_exact=difference,
+        )  # fmt: skip
+        record = store.get(cell)
+        changed = record.model_copy(update={"scoring": report})
+        store.put(changed, store.outcomes(record), None)
+    text = render(compare(store))
+    assert "by up to 0.36 nats a token in the mean" in text
+    assert "with its sign, at most −0.031 ± 0.02." in text

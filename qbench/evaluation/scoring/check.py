@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.answers import Answer
@@ -15,9 +16,10 @@ from qbench.record import DifferenceFromExact, SampleDifference
 
 @dataclass(slots=True)
 class Check:
-    """Differences so far."""
+    """Differences so far. ``by_bias``: judged by their mean with its sign."""
 
     tolerance: Tolerance
+    by_bias: bool = False
     samples: list[SampleDifference] = field(default_factory=list)
     largest: float = 0.0
     total: float = 0.0
@@ -50,6 +52,8 @@ class Check:
         groups: dict[Hashable, list[int]] = {}
         for i, document in enumerate(documents):
             groups.setdefault(document, []).append(i)
+        signed = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
+        bias, stderr = _bias([d / n for d, n in zip(signed, tokens, strict=True)], groups)
         sample = SampleDifference(
             task=task,
             documents=len(groups),
@@ -57,6 +61,9 @@ class Check:
             mean_per_token=sum(per_token) / len(per_token),
             largest_per_token=max(per_token),
             changed_answers=sum(_answer(fast, at) != _answer(exact, at) for at in groups.values()),
+            bias_per_token=bias,
+            bias_stderr=stderr,
+            by_bias=self.by_bias,
         )
         if reason := beyond(self.tolerance, sample):
             raise EvaluationError(f"{reason}; use scoring: exact or raise it")
@@ -79,6 +86,15 @@ class Check:
             changed_answers=sum(sample.changed_answers for sample in samples),
             samples=tuple(samples),
         )
+
+
+def _bias(
+    values: Sequence[float], groups: Mapping[Hashable, Sequence[int]]
+) -> tuple[float, float | None]:
+    """Mean over documents, whose requests go together, and its standard error."""
+    means = [fmean(values[i] for i in at) for at in groups.values()]
+    stderr = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return fmean(means), stderr
 
 
 def _answer(scores: Sequence[Answer], indexes: Sequence[int]) -> int | bool:

@@ -27,6 +27,7 @@ from qbench.evaluation.scoring.packed_attention import (
 from qbench.evaluation.scoring.packing import PackedBatch, Packing
 from qbench.evaluation.scoring.requests import Batch, Request
 from qbench.evaluation.scoring.rows import to_device
+from qbench.evaluation.scoring.unrounded import unrounded
 
 MOVING_ROPES = ("longrope", "dynamic")
 # Of a pack's hidden states, relative to those of single sequences. Rounding in 24 layers of
@@ -107,13 +108,14 @@ class PackedForward:
 
     def _try_out(self) -> None:
         """A small pack against its sequences one by one: some models hand nothing on to their
-        attention, some see more of a row than attention shows."""
+        attention, some see more of a row than attention shows. Activations and the KV cache stay
+        unquantized, for their steps would hide what this is about."""
         requests = [Request([*ids, 0], len(ids), i) for i, ids in enumerate(PROBE)]
         (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
         batch = pack.lay(requests)
         rows = [batch.rows[batch.scored.row[list(batch.scored.request).index(i)]] for i in range(3)]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unrounded(self.model):
                 with self.ready():
                     found = self(batch)[rows].float()
                 plain = torch.stack(

@@ -95,7 +95,7 @@ class Scorer(LM):
         self._check: Check | None = None
         if settings.mode == "fast":
             self.way = fast_way(settings, model, decoder)
-            self._check = Check(settings.tolerance)
+            self._check = Check(settings.tolerance, settings.amplifies_rounding)
         reset_peak_memory(self._device)
 
     def report(self) -> ScoringReport:

@@ -56,6 +56,7 @@ class Cache(ABC):
             scale_dtype=getattr(torch, settings.scale_dtype),
         )
         self.watch: Callable[[nn.Module, Any], None] | None = None
+        self.paused = False  # everything is read as it is
 
     @property
     def evidence(self) -> KVEvidence:
@@ -107,9 +108,15 @@ class TokenCache(Cache):
         if by_kernel(key):
             from qbench.quantizers.kv_cache import kernels
 
-            return kernels.by_token(
-                key, value, self.format, self._channels(key), positions, self.keep_first
-            )
+            apart = ((key, value),) if key.shape == value.shape else ((key,), (value,))
+            coded = [
+                x
+                for parts in apart
+                for x in kernels.by_token(
+                    parts, self.format, self._channels(parts[0]), positions, self.keep_first
+                )
+            ]
+            return coded[0], coded[1]
         return self._values(key, positions), self._values(value, positions)
 
     def _values(self, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -129,10 +136,10 @@ class ChannelCache(TokenCache):
             from qbench.quantizers.kv_cache import kernels
 
             coded = kernels.by_channel(key, self.format, positions, first, group)
-            values = kernels.by_token(
-                value, value, self.format, self._channels(value), positions, first
+            (values,) = kernels.by_token(
+                (value,), self.format, self._channels(value), positions, first
             )
-            return coded, values[1]
+            return coded, values
         coded = rounding.by_channel(key, self.format, positions, first, group)
         return coded, self._values(value, positions)
 

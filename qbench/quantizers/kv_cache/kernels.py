@@ -7,6 +7,8 @@ rounded to a whole one, ties to even, by adding and taking off 1.5 · 2^23.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # ruff: noqa: RET505 (early returns in constexpr branches need their else in Triton)
 import torch
 import triton
@@ -152,31 +154,23 @@ def channel_kernel(
 
 
 def by_token(
-    key: Tensor, value: Tensor, form: Format, group: int, positions: Tensor | None, first: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, T, D] as ``rounding.by_token`` gives them; tokens at ``positions``
-    [B or 1, T] before ``first`` come out as they are."""
-    if key.shape != value.shape:
-        one = _by_token(key, key, form, group, positions, first)[0]
-        return one, _by_token(value, value, form, group, positions, first)[0]
-    return _by_token(key, value, form, group, positions, first)
-
-
-def _by_token(
-    key: Tensor, value: Tensor, form: Format, group: int, positions: Tensor | None, first: int
-) -> tuple[Tensor, Tensor]:
-    key, value = _dense_rows(key), _dense_rows(value)
-    targets = _target(key), key if value is key else _target(value)
-    batch, heads, tokens, width = key.shape
+    tensors: Sequence[Tensor], form: Format, group: int, positions: Tensor | None, first: int
+) -> list[Tensor]:
+    """One or two tensors [B, H, T, D] of one shape as ``rounding.by_token`` gives them, by one
+    launch; tokens at ``positions`` [B or 1, T] before ``first`` come out as they are."""
+    sources = [_dense_rows(tensor) for tensor in tensors]
+    targets = [_target(tensor) for tensor in tensors]
+    batch, heads, tokens, width = sources[0].shape
     parts = width // group
     total = batch * heads * tokens * parts
     block = triton.next_power_of_2(group)
     rows = max(1, ROW_VALUES // block)
     if total:
-        token_kernel[(triton.cdiv(total, rows), 1 if value is key else 2)](
-            key, value, *targets, positions if first else None,
-            _strides(key, value, *targets), _position_stride(positions), heads, tokens, parts,
-            first, total, GROUP=group, BLOCK_GROUP=block, ROWS=rows, **_constants(form),
+        given = (sources[0], sources[-1], targets[0], targets[-1])
+        token_kernel[(triton.cdiv(total, rows), len(sources))](
+            *given, positions if first else None, _strides(*given), _position_stride(positions),
+            heads, tokens, parts, first, total, GROUP=group, BLOCK_GROUP=block, ROWS=rows,
+            **_constants(form),
         )  # fmt: skip
     return targets
 

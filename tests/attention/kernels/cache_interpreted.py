@@ -6,6 +6,8 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_CACHE_DIR"] = os.devnull
 
+import unittest.mock
+
 import torch
 
 from qbench.attention import two_sources
@@ -13,6 +15,7 @@ from qbench.attention.kernels.spans import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.quantizers.kv_cache import kernels, rounding
 from qbench.quantizers.kv_cache.rounding import Format
+from qbench.quantizers.parts import KV_CACHES
 
 FORMATS = {
     "int4": (4, False, True, torch.float16),
@@ -20,6 +23,11 @@ FORMATS = {
     "int2, float32 scales": (2, False, True, torch.float32),
     "int8 asymmetric, float32 scales": (8, False, False, torch.float32),
     "fp8": (8, True, True, torch.float16),
+}
+CACHES = {
+    "int4-token": {"keep_first": 2},
+    "int3-channel": {"group_size": 4},
+    "fp8-tensor": {},
 }
 RESIDUALS = {
     "softpick": Residual(keep_first=3, keep_recent=7),
@@ -44,12 +52,12 @@ def rounds():
         key[0, 1, 2] = 0
         wrong = 0
         for group in (24, 8):
-            found = kernels.by_token(key, value, form, group, None, 0)
+            found = kernels.by_token((key, value), form, group, None, 0)
             wrong += sum(
                 int((x != rounding.by_token(y, form, group)).sum())
                 for x, y in zip(found, (key, value), strict=True)
             )
-        spared = kernels.by_token(key, value, form, 8, positions, 4)[0]
+        spared = kernels.by_token((key,), form, 8, positions, 4)[0]
         kept = (positions < 4)[:, None, :, None]
         wrong += int((spared != torch.where(kept, key, rounding.by_token(key, form, 8))).sum())
         for places in (positions, packed):
@@ -57,6 +65,20 @@ def rounds():
                 found = kernels.by_channel(key, form, places, first, 3)
                 wrong += int((found != rounding.by_channel(key, form, places, first, 3)).sum())
         print(f"rounding {name}", wrong, sep="\t")
+
+
+def caches():
+    """What attention modules carry rounds by kernels what it rounds by the definition."""
+    positions = torch.arange(11)[None].int()
+    for name, options in CACHES.items():
+        cache = KV_CACHES.parse(name, options).cache()
+        key, value = draw(2, 3, 11, 16), draw(2, 3, 11, 16)
+        found = cache.rounded(key, value, positions)
+        with unittest.mock.patch("qbench.quantizers.kv_cache.cache.by_kernel", return_value=False):
+            wanted = cache.rounded(key, value, positions)
+        wrong = sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
+        same = sum(int(torch.equal(a, b)) for a, b in zip(found, (key, value), strict=True))
+        print(f"rounding by {name}", wrong + same, sep="\t")
 
 
 def error(found, expected):
@@ -108,4 +130,5 @@ def layouts(residual, normalizer):
 if __name__ == "__main__":
     torch.manual_seed(0)
     rounds()
+    caches()
     attends()
