@@ -6,6 +6,9 @@ whole numbers adds and takes off 1.5 · 2²³, whose last bit is worth 1.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -114,25 +117,37 @@ def rounded(
     out, length = torch.empty_like(x), x.shape[-1]
     if not x.numel():
         return out
+    constants = _constants(grid, length, scale is not None)
+    rows = constants["ROWS"]
+    _round_kernel[(triton.cdiv(x.numel() // length, rows),)](
+        x, out, x if scale is None else scale, x if zero is None else zero, x.numel() // length,
+        length, **constants,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _constants(grid: Grid, length: int, given: bool) -> dict[str, Any]:
+    """What the kernel is compiled for."""
     block = triton.next_power_of_2(length)
     rows = max(1, TILE // block)
-    groups = x.numel() // length
-    kinds = {"symmetric": SYMMETRIC, "asymmetric": ASYMMETRIC}
     element = ELEMENTS.get(grid.kind)
     bits = int(grid.bits)
     if element is not None:
         most = element.largest
     else:
         most = 2**bits - 1 if grid.kind == "asymmetric" else 2 ** (bits - 1) - 1
-    _round_kernel[(triton.cdiv(groups, rows),)](
-        x, out, x if scale is None else scale, x if zero is None else zero, groups, length,
-        KIND=kinds.get(grid.kind, FLOAT),
-        SCALE={"float32": FLOAT32, "e8m0": E8M0, "e4m3": E4M3}[grid.scale_format],
-        GIVEN=scale is not None, MOST=float(most),
-        MANTISSA=element.mantissa if element else 0,
-        LOWEST=element.lowest if element else 0,
-        HIGHEST=element.highest if element else 0,
-        LEAST=LEAST_EXPONENT, LEAST_SCALE=LEAST_E4M3,
-        ROWS=rows, BLOCK=block, num_warps=min(16, max(4, rows * block // 1024)),
-    )  # fmt: skip
-    return out
+    return {
+        "KIND": {"symmetric": SYMMETRIC, "asymmetric": ASYMMETRIC}.get(grid.kind, FLOAT),
+        "SCALE": {"float32": FLOAT32, "e8m0": E8M0, "e4m3": E4M3}[grid.scale_format],
+        "GIVEN": given,
+        "MOST": float(most),
+        "MANTISSA": element.mantissa if element else 0,
+        "LOWEST": element.lowest if element else 0,
+        "HIGHEST": element.highest if element else 0,
+        "LEAST": LEAST_EXPONENT,
+        "LEAST_SCALE": LEAST_E4M3,
+        "ROWS": rows,
+        "BLOCK": block,
+        "num_warps": min(16, max(4, rows * block // 1024)),
+    }

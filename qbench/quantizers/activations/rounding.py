@@ -52,13 +52,14 @@ def rounded(
     return result.to(x.dtype)
 
 
-def _symmetric(x: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
+def _symmetric(x: Tensor, grid: Grid, given: Tensor | None) -> Tensor:
     """scale · clamp(round(x / scale), ±(2^(bits−1) − 1)), scale = max|x| / (2^(bits−1) − 1)."""
     most = 2 ** (int(grid.bits) - 1) - 1
-    if scale is None:
-        scale = over(x.abs().amax(-1, keepdim=True), most)
-    codes = torch.round(x / _above_zero(scale)).clamp(-most, most)
-    return (codes + _broken(x)) * scale
+    scale = over(x.abs().amax(-1, keepdim=True), most) if given is None else given
+    codes = (x / _above_zero(scale)).round_().clamp_(-most, most)
+    if given is not None:  # else the scale is NaN or infinite, and nothing of the row stays finite
+        codes += _broken(x)
+    return codes.mul_(scale)
 
 
 def _asymmetric(x: Tensor, grid: Grid, scale: Tensor | None, zero: Tensor | None) -> Tensor:
@@ -66,11 +67,11 @@ def _asymmetric(x: Tensor, grid: Grid, scale: Tensor | None, zero: Tensor | None
     zero = round(−min / scale), so that 0 stays 0."""
     steps = 2 ** int(grid.bits) - 1
     if scale is None:
-        low, high = (t.clamp(max=0) if i == 0 else t.clamp(min=0) for i, t in enumerate(_ends(x)))
-        scale = over(high - low, steps)
+        low = x.amin(-1, keepdim=True).clamp(max=0)
+        scale = over(x.amax(-1, keepdim=True).clamp(min=0) - low, steps)
         zero = torch.round(-low / _above_zero(scale))
     assert zero is not None
-    codes = (torch.round(x / _above_zero(scale)) + zero).clamp(0, steps)
+    codes = ((x / _above_zero(scale)).round_() + zero).clamp_(0, steps)
     return (codes - zero + _broken(x)) * scale
 
 
@@ -103,11 +104,6 @@ def nearest(x: Tensor, element: Element) -> Tensor:
 def over(x: Tensor, number: float) -> Tensor:
     """``x`` / ``number``, rounded once: by a plain number CUDA multiplies with its reciprocal."""
     return x / torch.full_like(x, number)
-
-
-def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest, NaN where there is one."""
-    return x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
 
 
 def _above_zero(scale: Tensor) -> Tensor:
