@@ -26,6 +26,7 @@ from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
+from qbench.text.reasons import together
 
 if TYPE_CHECKING:
     from qbench.analysis.plan import AnalysisCell
@@ -146,8 +147,8 @@ def analyze(
     paths = write_analyses(Store(job.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
-    for one in broken:
-        complain(f"{one.cell}: failed: {one.error}")
+    for line in together(f"{one.cell}: failed: {one.error}" for one in broken):
+        complain(line)
     if broken:
         raise typer.Exit(1)
 

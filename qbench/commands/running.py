@@ -39,6 +39,7 @@ from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
+from qbench.text.reasons import some
 
 if TYPE_CHECKING:
     from qbench.evaluation.planned import PlannedTask
@@ -140,9 +141,9 @@ def run(
                 display.say(total(made, time.monotonic() - start))
     show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
     broken = [record for record in records if record.status == "failed"]
-    for record in broken:
-        complain(f"{record.cell}: failed: {record.error}")
     if broken:
+        cells_failed = some([record.cell for record in broken])
+        complain(f"{len(broken)} of {len(records)} cells failed, as said above: {cells_failed}")
         raise typer.Exit(1)
 
 

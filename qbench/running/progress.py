@@ -35,6 +35,8 @@ class Left(ProgressColumn):
         seconds = self._estimate.left()
         return Text("" if seconds is None else in_words(seconds), style="progress.remaining")
 
+FAILED = ": FAILED: "  # as qbench.running.work says it
+
 
 class Display:
     """Progress of the grid and of every cell at work. ``estimate``: of the time that is left."""
@@ -44,6 +46,7 @@ class Display:
         self.console = Console(file=stream, highlight=False, soft_wrap=True)
         self._cells = cells
         self._started = time.monotonic()
+        self._reasons: dict[str, str] = {}  # of failures, and the first cell that had each
         self._numbers: dict[str, int] = {}
         self._ended: set[str] = set()
         self._rows: dict[str, TaskID] = {}
@@ -71,7 +74,11 @@ class Display:
             self._bars.stop()
 
     def say(self, line: str, style: str = "") -> None:
-        """A line that stays."""
+        """A line that stays. A reason for which several cells fail is said once."""
+        cell, failed, reason = line.partition(FAILED)
+        if failed:
+            first = self._reasons.setdefault(reason, cell)
+            line = line if first == cell else f"{cell}: FAILED, as {first}"
         self.console.print(line, style=style, markup=False)
 
     def begin(self, cell: str) -> None:

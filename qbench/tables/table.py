@@ -7,6 +7,7 @@ from itertools import groupby
 
 from qbench.comparison.lines import Comparison, Line, redundant
 from qbench.text.numbers import MINUS
+from qbench.text.reasons import together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +31,22 @@ class Table:
 
 
 def delta(comparison: Comparison) -> list[Table]:
-    """One table a quantization method; each has the unquantized rows too."""
-    return [_table(comparison, method) for method in comparison.methods]
+    """One table a quantization method; each has the unquantized rows too. What is wrong with a
+    cell stands below the first table that has it."""
+    problems, tables = comparison.problems(), []
+    for method in comparison.methods:
+        tables.append(_table(comparison, method, problems))
+        shown = {line.quantizer for line in _lines(comparison, method)}
+        problems = [one for one in problems if _quantizer_of(one) not in shown]
+    return tables
 
 
-def _table(comparison: Comparison, method: str) -> Table:
-    lines = [line for line in comparison.lines if line.method == method or not line.quantized]
+def _lines(comparison: Comparison, method: str) -> list[Line]:
+    return [line for line in comparison.lines if line.method == method or not line.quantized]
+
+
+def _table(comparison: Comparison, method: str, problems: list[str]) -> Table:
+    lines = _lines(comparison, method)
     shown = [line for line in lines if not redundant(line, lines)]
     rows = []
     for _, group in groupby(shown, key=lambda line: line.task):
@@ -45,7 +56,7 @@ def _table(comparison: Comparison, method: str) -> Table:
         f"{line.task} {line.metric}" for line in lines if redundant(line, lines)
     )
     quantizers = {line.quantizer for line in lines}
-    notes = [note for note in comparison.problems() if _quantizer_of(note) in quantizers]
+    notes = together(note for note in problems if _quantizer_of(note) in quantizers)
     if left_out:
         notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
     name = next(line.title for line in lines if line.method == method)
