@@ -14,7 +14,7 @@ from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store
 
-KINDS = ("bloom", "gpt2", "gpt_oss", "granite", "llama", "mamba", "mistral")
+KINDS = ("bloom", "gpt2", "gpt_oss", "granite", "llama", "mamba", "mistral", "mpt")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def cell(path, device="cpu"):
         ("llama", "native", "native", "sdpa"),
         ("bloom", "auto", "native", "eager"),
         ("bloom", "native", "native", "eager"),
-        ("gpt_oss", "auto", "native", "eager"),
+        ("gpt_oss", "auto", "softmax-sink", "reference"),
+        ("gpt_oss", "native", "native", "eager"),
     ],
 )
 def test_the_attention_is_chosen_for_the_class(
@@ -70,7 +71,7 @@ def test_a_checkpoint_may_ask_for_its_own_attention(tmp_path, models):
     ("source", "attention", "words"),
     [
         ("bloom", "reference", "BloomForCausalLM, which runs on its own attention alone"),
-        ("gpt_oss", "reference", r"\(learned sinks\); say attention: auto or native"),
+        ("mpt", "reference", r"\(its class computes .*\); say attention: auto or native"),
         ("softpick", "native", "trained with softpick, which LlamaForCausalLM of transformers"),
         ({"normalizer": "native"}, "auto", "trained with softpick, the recipe says normalizer"),
     ],
@@ -119,13 +120,13 @@ def test_a_scoring_that_the_model_cannot_have_is_refused_with_the_reason(
 
 def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, monkeypatch, capfd):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    path = recipe(tmp_path, {"a": models["bloom"], "b": models["gpt_oss"]})
+    path = recipe(tmp_path, {"a": models["bloom"], "b": models["mamba"]})
     assert qbench("plan", path, "--out", tmp_path / "out") == 0
     shown = capfd.readouterr().out
     assert "a: attention native/eager: its class computes attention itself" in shown
-    assert "b: attention native/eager: learned sinks" in shown
+    assert "b: attention native/eager: it has no attention" in shown
     assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 0
-    assert "b: attention native/eager: learned sinks" in capfd.readouterr().err
+    assert "b: attention native/eager: it has no attention" in capfd.readouterr().err
     for record in Store(tmp_path / "out").records():
         assert (record.normalizer, record.attention) == ("native", "native/eager")
 
@@ -133,7 +134,8 @@ def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, mon
 def test_the_table_of_models_is_made_by_a_command(capfd):
     assert qbench("list", "models", "--markdown") == 0
     table = capfd.readouterr().out
-    assert "| `gpt_oss` | gpt-oss | native (eager): learned sinks | exact" in table
+    assert "| `gpt_oss` | gpt-oss | ours: softmax-sink | exact" in table
+    assert "| `bloom` | BLOOM (ALiBi) | native (eager): its class computes" in table
     assert qbench("list", "models") == 0
     assert "GPT2LMHeadModel: GPT-2" in capfd.readouterr().out
     with pytest.raises(RecipeError, match="--markdown is for models"):

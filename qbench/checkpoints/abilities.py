@@ -22,8 +22,8 @@ AFTER_HEAD = {
     "logit_scale": (None, 1, 1.0),
 }
 MOVING_ROPES = ("longrope", "dynamic")  # angles that depend on the longest sequence of a batch
-# What classes hand to their attention function that ours does not compute, and its words.
-HANDED = {"s_aux=": "learned sinks", "softcap=": "soft-capped scores"}
+# What classes hand to their attention function that softmax does not compute, and its words.
+HANDED = {"s_aux=": "learned sinks"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Abilities:
     """``native``: why the model has to run on its own attention, None where ours does; ``own``:
     what that is. ``scoring``: the fastest mode that works, ``slower`` why it is not fast.
     ``tried``: whether the class is one of the table's. ``spared``: a linear layer that has to
-    stay as it is, "" for none."""
+    stay as it is, "" for none. ``normalizer``: what the class computes by itself."""
 
     name: str
     native: str | None
@@ -40,6 +40,7 @@ class Abilities:
     slower: str
     tried: bool
     spared: str
+    normalizer: str
 
 
 def abilities(config: Mapping[str, Any]) -> Abilities:
@@ -53,8 +54,6 @@ def abilities(config: Mapping[str, Any]) -> Abilities:
         own, mode, slower = row.own, row.scoring, row.slower
         if slower == HEAD and (reason := _after_head(stated)) is None:
             mode, slower = "fast", ""
-        if "attn_logit_softcapping" in stated and stated["attn_logit_softcapping"] is None:
-            native = None
     else:
         native, own = _by_source(kind)
         mode, slower = "exact", "nobody tried this class"
@@ -70,6 +69,7 @@ def abilities(config: Mapping[str, Any]) -> Abilities:
         slower=slower,
         tried=row is not None,
         spared=row.spared if row else "",
+        normalizer=row.normalizer if row else "softmax",
     )
 
 

@@ -27,7 +27,7 @@ def choose_attention(name: str, checkpoint: Checkpoint, wanted: str, device: str
     """
     can, trained = checkpoint.abilities, checkpoint.normalizer
     if NATIVE in (trained, wanted):
-        if trained not in (NATIVE, "softmax"):
+        if trained not in (NATIVE, can.normalizer):
             raise RecipeError(
                 f"evaluation.attention: native: checkpoints.{name} was trained with {trained}, "
                 f"which {can.name} of transformers does not compute; say attention: auto"
@@ -35,7 +35,7 @@ def choose_attention(name: str, checkpoint: Checkpoint, wanted: str, device: str
         return Chosen(normalizer=NATIVE, implementation=can.own, why="the recipe says so")
     if not can.native:
         return Chosen(normalizer=trained, implementation=choose(trained, wanted, device))
-    if trained != "softmax":
+    if trained != can.normalizer:
         raise RecipeError(
             f"checkpoints.{name}: it was trained with {trained}, and {can.name} cannot run on our "
             f"attention: {can.native}"

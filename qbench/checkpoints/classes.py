@@ -6,6 +6,7 @@ tests run a tiny random model of each. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ class ModelClass:
     name: str
     models: str
     native: str = ""
+    normalizer: str = "softmax"  # what the class computes
     own: Own = "sdpa"
     scoring: Mode = "fast"
     slower: str = ""
@@ -43,7 +45,9 @@ class ModelClass:
 
     @property
     def attention(self) -> str:
-        return f"native ({self.own}): {self.native}" if self.native else "ours"
+        if self.native:
+            return f"native ({self.own}): {self.native}"
+        return "ours" if self.normalizer == "softmax" else f"ours: {self.normalizer}"
 
 
 def _row(kind: str, name: str, models: str, **rest: Any) -> ModelClass:
@@ -61,6 +65,7 @@ def _native(why: str, own: Own = "eager") -> dict[str, Any]:
 _ROUTER = {"weights": EXPERTS, "left_out": "routers"}
 _WINDOW = (("sliding_window", 4096),)
 _HEAD = {"scoring": "lm-eval", "slower": HEAD}
+_SINKS = {"normalizer": "softmax-sink", "own": "eager", **_exact(MIXED)}
 _CONVOLUTION = {"left_out": "short convolutions", **_exact(MIXED)}
 
 _ROWS = (
@@ -82,10 +87,9 @@ _ROWS = (
         "gemma2",
         "Gemma2ForCausalLM",
         "Gemma 2",
-        native="soft-capped scores",
         own="eager",
         **_HEAD,
-        defaults=(("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+        defaults=(("final_logit_softcapping", 30.0),),
     ),
     _row("gemma3_text", "Gemma3ForCausalLM", "Gemma 3", **_exact(MIXED)),
     _row("gpt2", "GPT2LMHeadModel", "GPT-2, DistilGPT-2", weights=CONV1D),
@@ -110,7 +114,7 @@ _ROWS = (
     _row("deepseek_v2", "DeepseekV2ForCausalLM", "DeepSeek V2", **_ROUTER),
     _row("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek V3, Kimi K2", **_ROUTER),
     _row("glm4_moe", "Glm4MoeForCausalLM", "GLM 4.5", **_ROUTER),
-    _row("gpt_oss", "GptOssForCausalLM", "gpt-oss", **_native("learned sinks"), **_ROUTER),
+    _row("gpt_oss", "GptOssForCausalLM", "gpt-oss", **_SINKS, **_ROUTER),
     _row(
         "qwen3_next",
         "Qwen3NextForCausalLM",
@@ -156,8 +160,14 @@ _ROWS = (
     _row("gpt_neo", "GPTNeoForCausalLM", "GPT-Neo, TinyStories", **_native(NO_INTERFACE)),
     _row("codegen", "CodeGenForCausalLM", "CodeGen", **_native(NO_INTERFACE)),
     _row("xglm", "XGLMForCausalLM", "XGLM", **_native(NO_INTERFACE)),
-    _row("granite_swa", "GraniteSWAForCausalLM", "Granite SWA", **_native("learned sinks")),
-    _row("mimo_v2_flash", "MiMoV2FlashForCausalLM", "MiMo V2 Flash", **_native("learned sinks")),
+    _row("granite_swa", "GraniteSWAForCausalLM", "Granite SWA", **_SINKS),
+    _row(
+        "mimo_v2_flash",
+        "MiMoV2FlashForCausalLM",
+        "MiMo V2 Flash",
+        **_native("sinks in some layers only"),
+        **_ROUTER,
+    ),
     _row(
         "mamba",
         "MambaForCausalLM",
@@ -177,3 +187,9 @@ _ROWS = (
 
 CLASSES = {row.kind: row for row in _ROWS}
 assert len(CLASSES) == len(_ROWS)
+
+
+def class_normalizer(config: Mapping[str, Any]) -> str:
+    """What the class of a model with this config.json computes by itself."""
+    row = CLASSES.get(config["model_type"])
+    return row.normalizer if row is not None else "softmax"

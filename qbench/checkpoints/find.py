@@ -11,6 +11,7 @@ from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.checkpoint import Checkpoint
+from qbench.checkpoints.classes import class_normalizer
 from qbench.checkpoints.config import read_config, read_json, require_sizes
 from qbench.checkpoints.files import READ, digest, stamps
 from qbench.checkpoints.parameters import parameter_shapes
@@ -128,13 +129,15 @@ def _normalizer(config: dict[str, Any], stated: str | None) -> str:
         raise CheckpointError(f"qbench_normalizer {own!r} is not known; known: {known}")
     if fla.recognizes(config):
         own = _of_attention(config, own, stated)
-    own = own or "softmax"  # what the classes of transformers compute
-    if stated == NATIVE and own == "softmax":
+    by_class = class_normalizer(config)
+    own = own or by_class
+    if stated == NATIVE and own == by_class:
         return NATIVE
     if stated not in (None, own):
         raise CheckpointError(
             f"it was trained with {own}, the recipe says normalizer: {stated}; "
-            "leave normalizer out, or name the right checkpoint"
+            "leave normalizer out, or name the right checkpoint; qbench_normalizer in its "
+            "config.json says how it was trained"
         )
     return own
 

@@ -28,10 +28,10 @@ NORMALIZER_OF = {
     "naive_softpick_attn": "softpick",
     "parallel_rectified_attn": "rectified",
     "naive_rectified_attn": "rectified",
-    "parallel_scaled_attn": "scalable-softmax",
-    "naive_scaled_attn": "scalable-softmax",
-    "parallel_scaled_softpick_attn": "scalable-softpick",
-    "naive_scaled_softpick_attn": "scalable-softpick",
+    "parallel_scaled_attn": "scalable-softmax-next",
+    "naive_scaled_attn": "scalable-softmax-next",
+    "parallel_scaled_softpick_attn": "scalable-softpick-next",
+    "naive_scaled_softpick_attn": "scalable-softpick-next",
 }
 IMPLEMENTATION_OF = {of: name for name, of in NORMALIZER_OF.items() if name.startswith("parallel")}
 WINDOWED = ("flash_attn", None)  # the only implementations that look at window_size

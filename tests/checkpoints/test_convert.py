@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.convert import convert
+from qbench.checkpoints.flash_linear_attention import logarithms
 from qbench.errors import CheckpointError, OutputError
 
 IDS = torch.randint(0, 32, (2, 23), generator=torch.Generator().manual_seed(1))
@@ -27,6 +28,7 @@ VARIANTS = {
     "norm and bias": {"qk_norm": True, "qkv_bias": True, "norm_eps": 1e-5},
     "bias": {"qkv_bias": True, "num_kv_heads": 1},
     "window": {"attn_impl": "flash_attn", "window_size": 5},
+    "scaled": {"attn_impl": "parallel_scaled_softpick_attn"},
     "window, bias": {"attn_impl": "flash_attn", "window_size": 5, "qkv_bias": True},
 }
 MEANT = ("model_type", "hidden_size", "num_heads", "num_kv_heads", "window_size", "qk_norm",
@@ -36,6 +38,9 @@ MEANT = ("model_type", "hidden_size", "num_heads", "num_kv_heads", "window_size"
 def source(folder, name, dtype=torch.float32):
     config = {**CONFIG, **VARIANTS[name]}
     tensors = {n: t.to(dtype) for n, t in random_tensors(config).items()}
+    if name == "scaled":
+        tensors["model.layers.0.attn.s"] = torch.tensor([[0.3], [1.5]])
+        tensors |= logarithms(1, config["max_position_embeddings"])
     return write(folder, config, tensors), config, tensors
 
 

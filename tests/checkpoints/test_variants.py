@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.flash_linear_attention import NORMALIZER_OF
+from qbench.checkpoints.flash_linear_attention import NORMALIZER_OF, logarithms
 from qbench.errors import CheckpointError
 
 VARIANTS = {
@@ -27,6 +27,8 @@ VARIANTS = {
     "window, bias": {"window_size": 5, "attn_impl": "flash_attn", "qkv_bias": True},
     "window, as upstream writes it": {"window_size": 5, "attn_impl": None},
     "tied": {"tie_word_embeddings": True},
+    "scaled": {"attn_impl": "parallel_scaled_attn"},
+    "scaled softpick": {"attn_impl": "naive_scaled_softpick_attn", "num_kv_heads": 1},
     "naive": {"attn_impl": "naive_rectified_attn", "num_kv_heads": 1},
 }
 CLASS = {
@@ -68,7 +70,10 @@ def logits(ids, config, tensors, normalizer):
     apart = torch.arange(time)[:, None] - torch.arange(time)
     allowed = (apart >= 0) & (apart < (config.get("window_size") or time))
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    weights = NORMALIZERS.get(normalizer).weights(scores, allowed=allowed)
+    if "attn.s" in layer:  # their table begins at log 2
+        scores = scores * layer["attn.s"][:, :, None] * torch.arange(2, time + 2).log()[:, None]
+    base = "softpick" if "softpick" in normalizer else normalizer.removeprefix("scalable-")
+    weights = NORMALIZERS.get(base.removesuffix("-next")).weights(scores, allowed=allowed)
     x = x + (weights @ v).transpose(0, 1).reshape(time, -1) @ layer["attn.o_proj.weight"].T
     h = rms(x, layer["mlp_norm.weight"], eps)
     inner = functional.silu(h @ layer["mlp.gate_proj.weight"].T) * (
@@ -85,6 +90,9 @@ def test_a_variant_gives_the_logits_of_its_definition(tmp_path, name):
     if config.get("qk_norm"):  # so small that the norms' epsilon counts
         for part in ("q", "k"):
             tensors[f"model.layers.0.attn.{part}_proj.weight"] /= 100
+    if "scaled" in name:
+        tensors["model.layers.0.attn.s"] = torch.tensor([[0.3], [1.5]])
+        tensors |= logarithms(1, config["max_position_embeddings"])
     folder = write(tmp_path / "c", config, tensors)
     stated = None if "attn_impl" in config else "softmax"
     found = find(str(folder), normalizer=stated)

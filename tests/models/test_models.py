@@ -48,13 +48,13 @@ def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_the_table_says(kind
     found = find(str(folders(kind)))
     can = found.abilities
     # On its default of transformers 5.17, sdpa, Gemma 2 forgets its cap in silence.
-    attention = {"attn_implementation": can.own} if can.native else {}
+    attention = {"attn_implementation": can.own} if can.own == "eager" else {}
     theirs = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32, **attention)
     expected = answers(theirs.eval(), "lm-eval")
     ours = load_model(found, dtype=torch.float32, device="cpu")
     runs_on = ours.config._attn_implementation
-    assert runs_on == (can.own if can.native else "qbench-softmax-reference")
-    assert ours.config.qbench_normalizer == ("native" if can.native else "softmax")
+    assert runs_on == (can.own if can.native else f"qbench-{can.normalizer}-reference")
+    assert ours.config.qbench_normalizer == ("native" if can.native else can.normalizer)
     for mode in MODES:
         if MODES.index(mode) >= MODES.index(can.scoring):
             assert answers(ours, mode) == pytest.approx(expected, abs=2e-4), mode

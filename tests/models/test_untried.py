@@ -22,7 +22,7 @@ from qbench.errors import UnavailableError
     [
         ("diffllama", None),
         ("doge", None),
-        ("vaultgemma", "soft-capped scores"),
+        ("vaultgemma", None),
         ("openai-gpt", "nobody tried this class"),
         ("xlstm", "its class computes attention itself"),
         ("of-a-later-transformers", "nobody tried this class"),
@@ -51,8 +51,7 @@ def test_one_that_fails_on_our_attention_is_refused(monkeypatch):
     [
         ("mamba", "does not call the attention that it is given"),
         ("bloom", "does not take its attention from AttentionInterface"),
-        ("gpt_oss", "attention has no s_aux"),
-        ("gemma2", "attention has no softcap"),
+        ("mimo_v2_flash", "attention has no s_aux"),
     ],
 )
 def test_what_our_attention_lacks_is_never_left_out_in_silence(tmp_path, kind, words, monkeypatch):
@@ -92,6 +91,10 @@ def test_the_configuration_decides_how_fast_it_can_be_scored(kind, stated, scori
     assert (can.scoring, bool(can.slower)) == (scoring, scoring != "fast")
 
 
-def test_gemma_2_without_its_cap_runs_on_our_attention():
-    assert abilities({"model_type": "gemma2"}).native
-    assert abilities({"model_type": "gemma2", "attn_logit_softcapping": None}).native is None
+def test_the_sinks_of_a_class_are_never_left_out(tmp_path, monkeypatch):
+    """As if the table said that gpt-oss computes plain softmax."""
+    row = dataclasses.replace(CLASSES["gpt_oss"], normalizer="softmax")
+    monkeypatch.setitem(CLASSES, "gpt_oss", row)
+    found = find(str(write_tiny(tmp_path, "gpt_oss")))
+    with pytest.raises(UnavailableError, match="attention has no s_aux"):
+        load_model(found, dtype=torch.float32, device="cpu")

@@ -103,8 +103,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 1, "attention_types": [[["global"], 1]], "num_heads": 2},
     "codegen": {**GPT, "rotary_dim": 16, "num_attention_heads": 4},
     "xglm": {"d_model": 64, "ffn_dim": 64, "num_layers": 1, "attention_heads": 2},
-    "granite_swa": {},
-    "mimo_v2_flash": {},
+    "granite_swa": WINDOW,
+    "mimo_v2_flash": {**MOE, **WINDOW},
     "mamba": {"state_size": 8, "num_attention_heads": None, "time_step_rank": 16},
     "mamba2": {"num_heads": 4, "state_size": 8, "n_groups": 1},
 }
