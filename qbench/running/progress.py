@@ -35,6 +35,7 @@ class Left(ProgressColumn):
         seconds = self._estimate.left()
         return Text("" if seconds is None else in_words(seconds), style="progress.remaining")
 
+
 FAILED = ": FAILED: "  # as qbench.running.work says it
 
 

@@ -62,9 +62,10 @@ def by_hand(query, key, value, normalizer, allowed):
                     continue
                 x = (key[b, h // group, seen] @ query[b, h, i]) / math.sqrt(width)
                 if "s" in given:  # equation (8)
-                    x = x * given["s"][h] * math.log(len(seen))
+                    one_more = normalizer.endswith("-next")  # as upstream's code counts
+                    x = x * given["s"][h] * math.log(len(seen) + one_more)
                 m = max(0.0, x.max().item())
-                if normalizer.endswith("softpick"):  # equation (1)
+                if "softpick" in normalizer:  # equation (1)
                     e = torch.exp(x - m) - math.exp(-m)
                     w = e.relu() / (e.abs().sum() + EPSILON)
                 elif normalizer == "rectified":  # appendix B
