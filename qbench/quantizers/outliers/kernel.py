@@ -85,7 +85,8 @@ def _bytes(*shape: int) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    about = torch.cuda.get_device_properties(device)
+    return getattr(about, "shared_memory_per_block_optin", about.shared_memory_per_block)
 
 
 @functools.cache
