@@ -158,3 +158,10 @@ def test_the_report_tells_of_means_over_trainings(comparison, tmp_path):
     assert "larger part of the uncertainty" in text
     assert "Difference of damages over seeds" in text
     assert "softpick.2" in text  # each training's own scores are still there
+
+
+@pytest.mark.parametrize("format", ["md", "tex", "html"])
+def test_every_format_has_them(comparison, format):
+    text = render(comparison, format=format)
+    assert "over seeds" in text
+    assert "each" in text

@@ -215,3 +215,39 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines):
     )
     assert two.sessions[0].processes == 2
     assert two.final_loss == pytest.approx(one.final_loss, abs=1e-4)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from qbench.training.log import Log, trackers
+
+    log = Log(
+        tmp_path / "log.jsonl", step=-1, trackers=trackers(["tensorboard"], tmp_path, "r", {})
+    )
+    log.write("step", 5, loss=2.5, mfu=None)
+    log.write("watch", 5, loss=float("nan"))
+    log.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["step/loss"]
+    assert [(one.step, one.value) for one in events.Scalars("step/loss")] == [(5, 2.5)]
+
+
+def test_a_log_that_goes_on_drops_what_is_made_again_and_half_a_line(tmp_path):
+    from qbench.training.log import Log
+
+    path = tmp_path / "log.jsonl"
+    first = Log(path, step=-1, trackers=[])
+    for step in (5, 10, 15):
+        first.write("step", step, loss=1.0)
+    first.close()
+    path.write_text(path.read_text() + '{"kind": "step", "st')
+    again = Log(path, step=10, trackers=[])
+    again.write("step", 15, loss=2.0)
+    again.close()
+    assert [(line["step"], line["loss"]) for line in read_log(path)] == [
+        (5, 1.0),
+        (10, 1.0),
+        (15, 2.0),
+    ]
