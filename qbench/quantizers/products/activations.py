@@ -34,9 +34,8 @@ class Multiplied(Simulated):
     arithmetic: Annotated[
         Literal["simulated", "real", "auto"],
         Field(
-            description="real: codes are multiplied by codes, which takes weights of the same "
-            "format (int8-row, fp8-row, fp8-tensor); simulated: rounded values in the model's "
-            "dtype; auto: real where weights, widths and device allow it, decided when planned"
+            description="real: codes times codes, with weights of the same format; simulated: "
+            "rounded values in the model's dtype; auto: real where it can be, decided when planned"
         ),
     ] = "simulated"
 
