@@ -42,7 +42,6 @@ from qbench.overrides import Overrides
 from qbench.text.reasons import some
 
 if TYPE_CHECKING:
-    from qbench.evaluation.planned import PlannedTask
     from qbench.plan import Cell, Plan
     from qbench.running.progress import Display
 
@@ -172,8 +171,8 @@ def plan(
 
     Exit code 2 where a cell can never run.
     """
+    from qbench.commands.planning import plan_lines
     from qbench.preflight import require_runnable
-    from qbench.running.work import passes
     from qbench.store import Store
 
     overrides = Overrides(
@@ -188,21 +187,9 @@ def plan(
         scoring=scoring,
     )
     job = make_job(recipe, overrides, out=out, device=device)
-    planned, store = job.plan(only, show=True), Store(job.out)
-    for task in planned.tasks:
-        typer.echo(f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}")
-    if planned.calibration is not None:
-        text = planned.calibration
-        typer.echo(f"calibration  {text.samples} × {text.length} tokens of {text.path}")
-    for cell in planned.select(only):
-        record = store.whole(cell.grid_cell)
-        there = "there" if passes(record, cell) else "to retry"
-        state = "to run" if record is None else there
-        state = state if cell.refusal is None else "refused"
-        typer.echo(f"{state:9} {cell.name}  key {cell.key[:16]}")
-    for line in notes(planned.select(only)):
+    planned = job.plan(only, show=True)
+    for line in plan_lines(planned, Store(job.out), only):
         typer.echo(line)
-    typer.echo(f"results go to {store.directory}")
     require_runnable(planned.select(only))
 
 
@@ -255,16 +242,6 @@ def noise(
     show_written([path])
 
 
-def _documents(task: PlannedTask, limit: int | None) -> str:
-    if task.hub_data is not None:
-        data = task.hub_data
-        first = f"the first {limit}" if limit else "all"
-        return f"{first} documents of {data.repository} at {data.commit[:12]}"
-    if task.documents is None:
-        return f"the first {limit} documents" if limit else "all documents"
-    return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
-
-
 def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     """What this run computes on and reads: nothing is chosen in silence."""
     total = len(planned.cells)
@@ -273,16 +250,9 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     display.say(
         f"{count} on {planned.device}, attention {first.attention}, scoring {first.scoring.mode}"
     )
+    from qbench.commands.planning import notes
+
     for line in notes(cells):
         display.say(line)
     if planned.calibration is not None:
         display.say(f"calibration text: {planned.calibration.path}")
-
-
-def notes(cells: Sequence[Cell]) -> list[str]:
-    """What was chosen for models that others would not get: each once, with their names."""
-    names: dict[str, dict[str, None]] = {}
-    for cell in cells:
-        for note in cell.notes:
-            names.setdefault(note, {})[cell.checkpoint_name] = None
-    return [f"{', '.join(of)}: {note}" for note, of in names.items()]

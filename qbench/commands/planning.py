@@ -1,0 +1,96 @@
+"""What `qbench plan` shows. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from qbench.checkpoints.weights import elements, read_headers
+from qbench.running.estimates import duration, earlier, estimate
+from qbench.running.work import passes
+
+if TYPE_CHECKING:
+    from qbench.evaluation.planned import PlannedTask
+    from qbench.plan import Cell, Plan
+    from qbench.store import Store
+
+GIB = 2**30
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
+    """Tasks, checkpoints with their sizes, cells with their state and what they will take, and
+    what was chosen for models."""
+    for task in planned.tasks:
+        yield f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}"
+    if planned.calibration is not None:
+        text = planned.calibration
+        yield f"calibration  {text.samples} × {text.length} tokens of {text.path}"
+    cells = planned.select(only)
+    yield from _sizes(cells)
+    records = earlier(store.directory)
+    todo, known, seconds = 0, 0, 0.0
+    for cell in cells:
+        record = store.whole(cell.grid_cell)
+        state = "to run"
+        if cell.refusal is not None:
+            state = "refused"
+        elif record is not None:
+            state = "there" if passes(record, cell) else "to retry"
+        line = f"{state:9} {cell.name}  key {cell.key[:16]}"
+        if state.startswith("to "):
+            todo += 1
+            found = estimate(cell, planned, records)
+            if found is not None:
+                known, seconds = known + 1, seconds + found.seconds
+                line += f"  {found}"
+        yield line
+    if known:
+        yield (
+            f"{known} of {todo} cells to run take about {duration(seconds)} one after the other, "
+            "as earlier records of the same weights did on this hardware"
+        )
+    yield from notes(cells)
+    yield f"results go to {store.directory}"
+
+
+def notes(cells: Sequence[Cell]) -> list[str]:
+    """What was chosen for models that others would not get: each once, with their names."""
+    names: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for note in cell.notes:
+            names.setdefault(note, {})[cell.checkpoint_name] = None
+    return [f"{', '.join(of)}: {note}" for note, of in names.items()]
+
+
+def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
+    """Weights of each checkpoint: their number, and their size unquantized."""
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.checkpoint_name in seen:
+            continue
+        seen.add(cell.checkpoint_name)
+        count = elements(read_headers(cell.checkpoint.folder))
+        size = count * BYTES[cell.quantizer.compute_dtype] / GIB
+        yield (
+            f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.abilities.name}, "
+            f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantizer.compute_dtype}"
+        )
+
+
+def _shown(count: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.{max(0, 2 - int(math.log10(count / unit)))}f} {name}"
+    return f"{count:,}"
+
+
+def _documents(task: PlannedTask, limit: int | None) -> str:
+    if task.hub_data is not None:
+        data = task.hub_data
+        first = f"the first {limit}" if limit else "all"
+        return f"{first} documents of {data.repository} at {data.commit[:12]}"
+    if task.documents is None:
+        return f"the first {limit} documents" if limit else "all documents"
+    return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
