@@ -99,9 +99,9 @@ def key_kernel(
     head_counts, queries, keys_total, window, scale, score_scale, inner, strides,
     mask_b, mask_h, mask_t, mask_k,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of BLOCK_K keys and values, over all query heads that share them.
     ``head_counts``: key heads, and how many query heads share one. ``strides``: of q, k, v, dO, dk
@@ -143,7 +143,10 @@ def key_kernel(
         whole_end = begin
 
     # Where the forward pass met rows of tiny scores, weights need the series for e^x − 1.
-    careful = tl.load(imprecise) != 0
+    if NEAR_ZERO and not PRECISE:  # noqa: SIM108 (known when compiled)
+        careful = tl.load(imprecise) != 0
+    else:
+        careful = PRECISE
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
     for member in range(group):
@@ -151,7 +154,7 @@ def key_kernel(
         offset = (wide(batch) * kv_heads * group + head) * queries
         slope = slope_of(head, slopes, MODES)
         shaping = (start_k, first, inner, slope, head_factor(head, s, MODES), offset)
-        if PRECISE or careful:
+        if careful:
             dk, dv = key_sweep(
                 dk, dv, k, v, keys, begin, end,
                 q_source, g_source, lse_source + offset, deltas + offset, mask, counts,

@@ -19,15 +19,15 @@ from qbench.attention.kernels import modes
 from qbench.attention.kernels.families import FAMILIES
 from qbench.attention.kernels.gluon_keys import key_kernel
 from qbench.attention.kernels.gluon_queries import query_kernel
-from qbench.attention.kernels.relaunch import launch
+from qbench.attention.kernels.relaunch import described, launch
 from qbench.attention.kernels.settings import Parameters, factors
 
 LEARNED_SCALE = modes.LEARNING.value | modes.SCALED.value
 BENT = modes.CAPPED.value | modes.SLOPED.value
 
 # Batch × heads × length² × head dimension from which this is faster than the Triton kernels. With
-# less, it is the launches that take the time, and these take more: 0.25 ms of the host's.
-ENOUGH = 10**10
+# less, it is the launches that take the time, and these take more.
+ENOUGH = 4 * 10**9
 
 # By head dimension, for each kernel: queries a tile of the keys' kernel, and then for each kernel
 # the slots of its pipeline and how many of its two operands that stay are in registers.
@@ -56,7 +56,7 @@ def backward(
     scales = (scale, *factors(scale, softcap))
     # What is not asked for is not read: any tensor stands for it.
     sinks, _, slopes, s = (lse if tensor is None else tensor for tensor in parameters)
-    sources = [_descriptor(tensor, 64) for tensor in (query, key, value, gradient)]
+    sources = [described(_descriptor, tensor, 64) for tensor in (query, key, value, gradient)]
     device = query.device.index
     launch(
         query_kernel, (length // 128, batch * heads), device,
@@ -65,10 +65,9 @@ def backward(
         {"STAGES": query_tile[0], "HELD": query_tile[1], **fixed},
     )  # fmt: skip
     if block_q != 64:
-        sources[0], sources[3] = _descriptor(query, block_q), _descriptor(gradient, block_q)
-    sources.append(
-        TensorDescriptor(stats, [stats.numel()], [1], [4 * block_q], gl.NVMMASharedLayout(0, 32, 1))
-    )
+        sources[0] = described(_descriptor, query, block_q)
+        sources[3] = described(_descriptor, gradient, block_q)
+    sources.append(described(_stats_descriptor, stats, 4 * block_q))
     for precise in (False, True) if near_zero else (False,):
         launch(
             key_kernel, (length // 128, batch * kv_heads), device,
@@ -102,3 +101,8 @@ def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     shape = [1, 1, rows, tensor.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
     return TensorDescriptor.from_tensor(tensor, shape, layout)
+
+
+def _stats_descriptor(stats: Tensor, numbers: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(0, 32, 1)
+    return TensorDescriptor(stats, [stats.numel()], [1], [numbers], layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -12,7 +14,7 @@ from qbench.attention.kernels.backward_keys import key_kernel
 from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
 from qbench.attention.kernels.forward import forward_kernel
-from qbench.attention.kernels.relaunch import launch
+from qbench.attention.kernels.relaunch import described, launch
 from qbench.attention.kernels.settings import Parameters, Settings, factors, kernel_modes
 from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS, Kernels
@@ -26,8 +28,17 @@ DECODE_ROWS = 64  # at most so many heads × queries that share keys are decoded
 DECODE_PROGRAMS = 132 * 8  # keys are split until an H200 has this many programs
 
 
+# Read when kernels are decorated; asking again takes longer than it looks.
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@cache
 def block(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
+
+
+def _blocks(length: int, size: int) -> int:
+    return -(-length // size)
 
 
 def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
@@ -60,7 +71,8 @@ def forward(
     v_width = value.shape[3]
     group = heads // kv_heads
     output, lse = empty_output(query, value, covered=spans is None)
-    imprecise = torch.zeros(1, dtype=torch.int32, device=query.device)
+    make = torch.zeros if family.near_zero else torch.empty  # nobody reads the others'
+    imprecise = make(1, dtype=torch.int32, device=query.device)
     if output.numel() == 0:
         return output, lse, imprecise
     query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
@@ -79,9 +91,7 @@ def forward(
         tile = tile or tiles.decode_tile(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
         pairs = sequences * kv_heads
-        splits = min(
-            triton.cdiv(DECODE_PROGRAMS, pairs), triton.cdiv(max_seqlen_k, 4 * tile.block_k)
-        )
+        splits = min(_blocks(DECODE_PROGRAMS, pairs), _blocks(max_seqlen_k, 4 * tile.block_k))
         splits = max(1, splits)
         partial = None
         if splits > 1:
@@ -107,9 +117,9 @@ def forward(
     sources = (key, value)
     tma = tile.tma and all(map(_tma_layout, sources))
     if tma:
-        sources = [_descriptor(source, tile.block_k) for source in sources]
+        sources = [described(_descriptor, source, tile.block_k) for source in sources]
     launch(
-        forward_kernel, (triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences), device,
+        forward_kernel, (_blocks(max_seqlen_q, tile.block_q), heads * sequences), device,
         [query, *sources, output, lse, imprecise, mask, spans, sinks, bias, slopes, s, counts],
         ((heads, group), queries, keys, window, gain, inner, strides, *_mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32, "NEAR_ZERO": family.near_zero,
@@ -153,7 +163,7 @@ def backward(
     if (
         gluon_backward is not None
         and kernels.gluon
-        and not triton.knobs.runtime.interpret
+        and not INTERPRETED
         and mask is None
         and spans is None
         and key_tile is None
@@ -179,9 +189,9 @@ def backward(
     sources = [query, key, value, gradient]
     tma = tile.tma and _tma_layout(key) and _tma_layout(value)
     if tma:
-        sources[1:3] = (_descriptor(source, tile.block_k) for source in (key, value))
+        sources[1:3] = (described(_descriptor, source, tile.block_k) for source in (key, value))
     launch(
-        query_kernel, (triton.cdiv(max_seqlen_q, tile.block_q), heads * sequences), device,
+        query_kernel, (_blocks(max_seqlen_q, tile.block_q), heads * sequences), device,
         [*sources, output, lse, deltas, dq, rows, mask, spans, sinks, slopes, s, counts],
         ((heads, group), queries, keys, window, scale, gain, inner,
          _strides(query, key, value, gradient, output, dq), *_mask_strides(mask)),
@@ -192,14 +202,16 @@ def backward(
     sources = [query, key, value, gradient]
     tma = tile.tma and _tma_layout(query) and _tma_layout(gradient)
     if tma:
-        sources[0], sources[3] = (_descriptor(source, tile.block_q) for source in (query, gradient))
+        sources[0], sources[3] = (
+            described(_descriptor, source, tile.block_q) for source in (query, gradient)
+        )
     launch(
-        key_kernel, (triton.cdiv(max_seqlen_k, tile.block_k), kv_heads * sequences), device,
+        key_kernel, (_blocks(max_seqlen_k, tile.block_k), kv_heads * sequences), device,
         [*sources, lse, deltas, imprecise, dk, dv, mask, spans, slopes, s, counts],
         ((kv_heads, group), queries, keys, window, scale, gain, inner,
          _strides(query, key, value, gradient, dk, dv), *_mask_strides(mask)),
-        {"PRECISE": query.dtype == torch.float32, "TMA": tma, "BLOCK_Q": tile.block_q,
-         **tile.launch, **common},
+        {"NEAR_ZERO": family.near_zero, "PRECISE": query.dtype == torch.float32, "TMA": tma,
+         "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
     if rows is not None:
         learned = rows.sum((0, 2))
@@ -229,7 +241,7 @@ def visible_counts(
 
 def _fused(query: Tensor) -> bool:
     """Inline assembly is for the compiler; the interpreter does without."""
-    return query.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+    return query.dtype == torch.bfloat16 and not INTERPRETED
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ import triton
 from torch import Tensor
 
 MOST = 4096  # launches that are kept
+INTERPRETED = triton.knobs.runtime.interpret
 
+_descriptions: dict[tuple[Any, ...], tuple[type, dict[str, Any]]] = {}
 _known: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
 
 
@@ -23,7 +25,7 @@ def launch(
 ) -> None:  # fmt: skip
     """``kernel[grid](*pointers, *numbers, **constants)``. ``pointers``: tensors, descriptors and
     None; ``numbers``: the rest of what is not known when the kernel is compiled."""
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED:
         kernel[grid](*pointers, *numbers, **constants)
         return
     # All that Triton compiles for, and more: it goes by properties of numbers, not by each.
@@ -51,3 +53,20 @@ def _kind(pointer: Any) -> Any:
     if isinstance(pointer, Tensor):
         return pointer.dtype, pointer.data_ptr() % 16 == 0
     return pointer.base.dtype, tuple(pointer.block_shape)
+
+
+def described(make: Callable[..., Any], tensor: Tensor, *about: Any) -> Any:
+    """``make(tensor, *about)``, a tensor descriptor; for a tensor like one that was described
+    before, without checking its layout again."""
+    key = (make, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0, about)
+    known = _descriptions.get(key)
+    if known is None:
+        made = make(tensor, *about)
+        if len(_descriptions) >= MOST:
+            _descriptions.clear()
+        _descriptions[key] = type(made), {**vars(made), "base": None}
+        return made
+    kind, fields = known
+    again = object.__new__(kind)
+    vars(again).update(fields, base=tensor)
+    return again
