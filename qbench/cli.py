@@ -11,11 +11,13 @@ from typer.core import TyperGroup
 
 from qbench import __version__
 from qbench.commands import analysis, benchmarks, caching, models, results, running, training
+from qbench.commands.options import PluginOption
 from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError, RecipeError
 from qbench.machine.interrupt import CODE, STOPPED
 from qbench.machine.memory import settle_memory
 from qbench.machine.quiet import settle
+from qbench.plugins import load_packages
 
 settle()
 settle_memory()
@@ -101,12 +103,14 @@ class Listing(StrEnum):
 @app.command("list", rich_help_panel="Measure and look up")
 def list_command(
     what: Annotated[Listing, typer.Argument(help="What to list.")],
+    plugin: PluginOption = [],  # noqa: B006  typer copies it
     markdown: Annotated[
         bool, typer.Option("--markdown", help="The models as the README's table.")
     ] = False,
 ) -> None:
     """List the quantizers with their options, the normalizers, the classes of models that were
     tried, or lm-eval's tasks."""
+    load_packages()
     if markdown and what is not Listing.models:
         raise RecipeError(f"list {what.value}: --markdown is for models")
     if markdown:

@@ -23,6 +23,7 @@ from qbench.errors import RecipeError
 from qbench.evaluation.planned import PlannedTask
 from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.machine.environment import hardware, versions
+from qbench.plugins import Plugin, loaded
 from qbench.preflight import (
     model_choices,
     refusal,
@@ -80,6 +81,7 @@ class Plan:
     tasks: tuple[PlannedTask, ...]
     calibration: CalibrationText | None
     cells: tuple[Cell, ...]
+    plugins: tuple[Plugin, ...] = ()  # files that whoever unpickles the plan must load first
 
     @property
     def grid(self) -> Grid:
@@ -168,6 +170,7 @@ def plan(
         tasks=tasks,
         calibration=calibration,
         cells=tuple(cells),
+        plugins=loaded(),
     )
     if not show:
         require_runnable(found.select(only))

@@ -23,6 +23,7 @@ from qbench.errors import QbenchError, RecipeError, RecipeProblems, shown
 from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
+from qbench.plugins import load_packages
 from qbench.quantizers import Quantizer, quantizer_of
 from qbench.quantizers.texts import HUB_FILE
 from qbench.recipe_fields import (
@@ -142,6 +143,7 @@ class Recipe(Strict):
 
         Raises RecipeError, one line a problem.
         """
+        load_packages()
         path = Path(path) if path is not None else None
         source = source_of(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():

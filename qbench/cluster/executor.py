@@ -192,7 +192,7 @@ class ClusterExecutor(Executor):
         """The plan as a result of the cluster's: kept where it is used, made anew where lost."""
         with self._lock:
             if id(work) not in self._plans:
-                pickled = pickle.dumps(work.plan)
+                pickled = pickle.dumps((work.plan.plugins, pickle.dumps(work.plan)))
                 self._plans[id(work)] = self._client.submit(
                     bytes, pickled, key=f"plan-{digest(pickled)[:16]}"
                 )

@@ -24,6 +24,7 @@ from qbench.code import code_digest
 from qbench.evaluation.base_file import base_rows_file, base_rows_usable, checksum_file
 from qbench.machine.environment import hardware, versions
 from qbench.plan import Plan
+from qbench.plugins import load, load_packages
 from qbench.record import GridCell, Record
 from qbench.run import cache_folder, distributions_folder
 from qbench.running.work import run_cell
@@ -117,7 +118,11 @@ def here() -> Host:
 
 @functools.lru_cache(maxsize=4)
 def _plan(pickled: bytes) -> Plan:
-    return pickle.loads(pickled)
+    """What is from outside the package comes along, and is imported first."""
+    plugins, plan = pickle.loads(pickled)
+    load(plugins)
+    load_packages()
+    return pickle.loads(plan)
 
 
 def run_remote(

@@ -60,6 +60,9 @@ class Workers:
         """Who comes and goes is said from now on."""
         self._say = say
 
+    def __len__(self) -> int:
+        return len(self._hosts)
+
     @property
     def reachable(self) -> bool:
         return self._client.status == "running"

@@ -19,6 +19,7 @@ from qbench.commands.options import (
     DeviceOption,
     DtypeOption,
     Out,
+    PluginOption,
     RecipeFile,
 )
 from qbench.commands.screen import complain, show_written
@@ -102,6 +103,7 @@ def analyze(
     ] = False,
     out: Out = None,
     device: DeviceOption = Device.auto,
+    plugin: PluginOption = [],  # noqa: B006  typer copies it
     force: Annotated[
         bool, typer.Option("--force", help="Analyze cells again that have a good record.")
     ] = False,

@@ -53,6 +53,7 @@ class Place:
     job: Job
     executor: Executor | None
     description: str = ""
+    at_once: int = 1  # cells side by side
 
 
 def make_job(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Job:
@@ -77,16 +78,26 @@ def placed(
     *,
     gpus: str | None,
     workers: int | None,
+    own: str | None,
     cells: int,
 ) -> Iterator[Place]:
-    """Where the cells of ``job`` run: here, in processes of this host, or on a cluster, whose
-    workers say what device it is. Raises QbenchError for what is not there."""
+    """Where the cells of ``job`` run: here, in processes of this host, on an executor of a
+    plug-in (``own``), or on a cluster, whose workers say what device it is. Raises QbenchError for
+    what is not there, or for several of them."""
     from qbench.machine.devices import choose_device, gpu_slots
+    from qbench.running.executors import EXECUTORS
 
+    if own is not None:
+        stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
+        if also := [option for option, value in stated.items() if value is not None]:
+            raise RecipeError(f"--executor {own}: leave {also[0]} out, one or the other runs cells")
+        with EXECUTORS.get(own)(job.device) as executor:
+            yield Place(job=job, executor=executor, description=f"executor {own}")
+        return
     if cluster is None:
         slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[:cells]
         with _processes(slots, job.device) as executor:
-            yield Place(job=job, executor=executor)
+            yield Place(job=job, executor=executor, at_once=max(1, len(slots)))
         return
     from qbench.cluster.connect import connected, local_workers, require_dask
 
@@ -102,7 +113,10 @@ def placed(
         )
     with connected(cluster, wanted, slots=slots) as found:
         there = dataclasses.replace(job, device=found.workers.device, gpu=found.workers.gpu)
-        yield Place(job=there, executor=found.executor, description=found.description)
+        yield Place(
+            job=there, executor=found.executor, description=found.description,
+            at_once=len(found.workers),
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

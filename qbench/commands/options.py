@@ -10,6 +10,7 @@ import typer
 
 from qbench.errors import OutputError
 from qbench.files import require_folder, require_writable
+from qbench.plugins import load_file
 
 
 def to_file(help: str) -> Any:
@@ -110,6 +111,30 @@ Only = Annotated[
 _RESULTS = "Results folder. Default: results/NAME of the recipe."
 Out = Annotated[Path | None, to_folder(_RESULTS)]
 OutToRead = Annotated[Path | None, typer.Option(help=_RESULTS, parser=_path, metavar="FOLDER")]
+
+
+def _load_plugins(paths: list[Path]) -> list[Path]:
+    """While options are read, so that a recipe can name what the files register."""
+    for path in paths:
+        load_file(path)
+    return paths
+
+
+PluginOption = Annotated[
+    list[Path],
+    typer.Option(
+        parser=_path,
+        callback=_load_plugins,
+        is_eager=True,
+        metavar="FILE",
+        help="Python file that registers quantizers, normalizers or executors of your own; may be "
+        "repeated.",
+    ),
+]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Run cells on an executor that a plug-in registers."),
+]
 ClusterOption = Annotated[
     str | None,
     typer.Option(

@@ -23,10 +23,12 @@ from qbench.commands.options import (
     Device,
     DeviceOption,
     DtypeOption,
+    ExecutorOption,
     Limit,
     Only,
     Out,
     OutToRead,
+    PluginOption,
     Quantizers,
     RecipeFile,
     RecipeOrOptions,
@@ -60,6 +62,7 @@ def run(
     only: Only = None,
     out: Out = None,
     device: DeviceOption = Device.auto,
+    plugin: PluginOption = [],  # noqa: B006
     force: Annotated[
         bool, typer.Option("--force", help="Run cells again that have a good record.")
     ] = False,
@@ -75,6 +78,7 @@ def run(
         ),
     ] = None,
     cluster: ClusterOption = None,
+    executor: ExecutorOption = None,
     save_recipe: Annotated[
         Path | None, to_file("Write what is run as a recipe, with absolute paths.")
     ] = None,
@@ -91,7 +95,6 @@ def run(
     from qbench.recipe_override import save
     from qbench.run import cache_folder
     from qbench.running.estimate import Estimate, earlier_seconds
-    from qbench.running.executors import Processes
     from qbench.running.grid import readable, run_cells, total
     from qbench.running.progress import Display
     from qbench.store import Store
@@ -116,26 +119,29 @@ def run(
     names = select(cell_names(job.recipe), only)
     with (
         terminal() as screen,
-        placed(job, device, cluster, gpus=gpus, workers=workers, cells=len(names)) as place,
+        placed(
+            job, device, cluster, gpus=gpus, workers=workers, own=executor, cells=len(names)
+        ) as place,
     ):
-        executor, planned = place.executor, place.job.plan(only)
+        planned = place.job.plan(only)
         cells = planned.select(only)
         estimate = Estimate(
             [cell.name for cell in cells],
             earlier=earlier_seconds(Store(job.out), cells),
             tasks=len(planned.tasks),
-            at_once=len(executor.slots) if isinstance(executor, Processes) else 1,
+            at_once=place.at_once,
         )
         with Display(screen, len(cells), estimate) as display:
             _announce(planned, cells, display)
             if place.description:
                 display.say(place.description)
-            if executor is not None:  # what the tables need, while this process only waits
+            if place.executor is not None:  # what the tables need, while this process only waits
                 threading.Thread(target=_import_statistics, daemon=True).start()
             start, begun = time.monotonic(), datetime.now(UTC)
             records = run_cells(
-                planned, out=job.out, cells=cells, executor=executor, sink=display, force=force
-            )
+                planned, out=job.out, cells=cells, executor=place.executor, sink=display,
+                force=force,
+            )  # fmt: skip
             if made := [record for record in records if record.started >= begun]:
                 display.say(total(made, time.monotonic() - start))
     show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
@@ -166,6 +172,7 @@ def plan(
     only: Only = None,
     out: OutToRead = None,
     device: DeviceOption = Device.auto,
+    plugin: PluginOption = [],  # noqa: B006
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing.
 
@@ -202,6 +209,7 @@ def noise(
     scoring: ScoringOption = None,
     out: Out = None,
     device: DeviceOption = Device.auto,
+    plugin: PluginOption = [],  # noqa: B006
 ) -> None:
     """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from qbench import __version__
 from qbench.machine.devices import device_name
+from qbench.plugins import stated
 from qbench.record import Environment, Stage
 
 GIB = 2**30
@@ -42,6 +43,7 @@ def environment(device: str, names: tuple[str, ...]) -> Environment:
         versions=versions((*names, "triton")),
         git_revision=git_revision(),
         qbench=__version__,
+        plugins=stated(),
     )
 
 

@@ -8,17 +8,15 @@ own, which registers its names. Whatever needs torch is imported inside methods.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict
 
+from qbench.plugins import source_digest
 from qbench.record import Precision
 
 if TYPE_CHECKING:
@@ -165,8 +163,7 @@ class Quantizer(ABC):
         stated = dataclasses.asdict(self)  # type: ignore[call-overload]
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in stated.items()}
         if not type(self).__module__.startswith("qbench."):
-            source = Path(inspect.getfile(type(self))).read_bytes()
-            plain["source"] = hashlib.sha256(source).hexdigest()
+            plain["source"] = source_digest(type(self))
         return {"name": self.name, "method": self.method, **plain}
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from qbench.record.written import Written
 
 
@@ -15,3 +17,6 @@ class Environment(Written):
     versions: dict[str, str]  # distribution name → version
     git_revision: str | None
     qbench: str
+    plugins: dict[str, str] = Field(
+        default_factory=dict
+    )  # files with their SHA-256, packages with their version

@@ -19,7 +19,18 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from queue import SimpleQueue
 from typing import Any
 
+from qbench.plugins import Plugin, load, load_packages, loaded
+from qbench.registry import Registry
+
+# By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
+# are of this host
+EXECUTORS: Registry[Callable[[str], Executor]] = Registry("executor")
 SECONDS_TO_END = 2.0  # that a worker process has after SIGTERM
+
+
+def register(name: str, make: Callable[[str], Executor]) -> None:
+    """Give an executor a name that ``--executor`` can say."""
+    EXECUTORS.add(name, make)
 
 
 class SerialExecutor(Executor):
@@ -82,7 +93,7 @@ class _Slot:
     """One process, and another in its place when it has died."""
 
     def __init__(self, gpu: int | None, threads: int) -> None:
-        self._initargs = (gpu, threads)
+        self._initargs = (gpu, threads, loaded())
         self._ended = False
         self._lock = threading.Lock()
         self._start()
@@ -150,8 +161,10 @@ def _ignore_locks_of_the_dead() -> None:
             os.environ["PYTHONWARNINGS"] = before
 
 
-def _settle(gpu: int | None, threads: int) -> None:
-    """In a worker process, before anything imports torch."""
+def _settle(gpu: int | None, threads: int, plugins: tuple[Plugin, ...]) -> None:
+    """In a worker process, before anything imports torch or is unpickled."""
+    load(plugins)
+    load_packages()
     # threads that wait for a core slow all of them down; read when torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if gpu is not None:

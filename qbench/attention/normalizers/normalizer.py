@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qbench.errors import UnavailableError
+from qbench.plugins import source_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +133,7 @@ class Normalizer(ABC):
         whose digest every key holds."""
         if type(self).__module__.startswith("qbench."):
             return None
-        return hashlib.sha256(Path(inspect.getfile(type(self))).read_bytes()).hexdigest()
+        return source_digest(type(self))
 
     def checked(self, parameters: Mapping[str, Tensor] | None, heads: int) -> dict[str, Tensor]:
         """``parameters`` by name. Raises UnavailableError for one that this normalizer does not

@@ -7,13 +7,11 @@ of weights is. Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qbench.plugins import source_digest
 from qbench.quantizers.quantizer import Progress, Quantizer
 from qbench.record import Part
 
@@ -46,8 +44,7 @@ class PartSettings(ABC):
         stated = dataclasses.asdict(self)  # type: ignore[call-overload]
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in stated.items()}
         if not type(self).__module__.startswith("qbench."):
-            source = Path(inspect.getfile(type(self))).read_bytes()
-            plain["source"] = hashlib.sha256(source).hexdigest()
+            plain["source"] = source_digest(type(self))
         return {"name": self.name, **plain}
 
     @property

@@ -1,0 +1,147 @@
+"""Quantizers, normalizers and executors from outside the package. Imports no torch.
+
+A plug-in is a Python file or an installed package's module: importing it registers what it has
+(``qbench.quantizers.register``, ``qbench.attention.normalizers.register``,
+``qbench.running.executors.register``). Files come by ``--plugin``, packages by entry points of the
+groups ``qbench.quantizers``, ``qbench.normalizers`` and ``qbench.executors``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from qbench.errors import RecipeError
+from qbench.files import digest
+
+GROUPS = ("qbench.quantizers", "qbench.normalizers", "qbench.executors")
+PREFIX = "qbench_plugin_"  # of the modules that files become
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plugin:
+    """A file that was loaded. It can be pickled: ``load`` makes it known in another process."""
+
+    name: str  # of the file
+    source: bytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file's bytes."""
+        return digest(self.source)
+
+    @property
+    def module(self) -> str:
+        return PREFIX + re.sub(r"\W", "_", Path(self.name).stem)
+
+
+_loaded: dict[str, Plugin] = {}
+_packages: dict[str, str] = {}
+
+
+def load_file(path: Path) -> Plugin:
+    """Import the file ``path``. Raises RecipeError where that fails, or where another file of the
+    same name is loaded."""
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise RecipeError(f"--plugin {path}: cannot be read ({error.strerror})") from None
+    plugin = Plugin(name=Path(path).name, source=source)
+    load([plugin], location=str(path))
+    return plugin
+
+
+def load(plugins: Iterable[Plugin], *, location: str | None = None) -> None:
+    """Import what is not imported yet, in this process."""
+    for plugin in plugins:
+        known = _loaded.get(plugin.module)
+        if known is not None and known.source == plugin.source:
+            continue
+        if known is not None:
+            raise RecipeError(
+                f"--plugin {location or plugin.name}: another file {known.name} is loaded already; "
+                "give it another name"
+            )
+        _execute(plugin, location or plugin.name)
+        _loaded[plugin.module] = plugin
+
+
+def loaded() -> tuple[Plugin, ...]:
+    """The files that were loaded in this process."""
+    return tuple(_loaded.values())
+
+
+def stated() -> dict[str, str]:
+    """What a record says of them: file names with digests, packages with versions."""
+    return {plugin.name: plugin.digest for plugin in _loaded.values()} | _packages
+
+
+@functools.cache
+def load_packages() -> None:
+    """Import what installed packages register. Raises RecipeError, naming the package."""
+    for group in GROUPS:
+        for entry in entry_points(group=group):
+            try:
+                entry.load()
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise RecipeError(
+                    f"the package behind {entry.value} ({group}) does not load: {reason}; mend or "
+                    "uninstall it"
+                ) from error
+            if entry.dist is not None:
+                _packages[entry.dist.name] = entry.dist.version
+
+
+def _execute(plugin: Plugin, location: str) -> None:
+    """Run the file as a module that classes can be pickled from."""
+    spec = importlib.util.spec_from_loader(plugin.module, _Loader(plugin, location))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = location
+    sys.modules[plugin.module] = module
+    try:
+        exec(compile(plugin.source, location, "exec"), module.__dict__)
+    except Exception as error:
+        del sys.modules[plugin.module]
+        line = error.lineno if isinstance(error, SyntaxError) else _line(error, location)
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise RecipeError(
+            f"--plugin {location}: line {line}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+class _Loader:
+    """Gives ``inspect`` the source of a plug-in, which may lie on another host."""
+
+    def __init__(self, plugin: Plugin, location: str) -> None:
+        self.plugin, self.location = plugin, location
+
+    def create_module(self, spec: object) -> None:
+        return None
+
+    def exec_module(self, module: object) -> None:
+        """``_execute`` does it."""
+
+    def get_source(self, name: str) -> str:
+        return self.plugin.source.decode()
+
+
+def _line(error: Exception, location: str) -> int | str:
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == location]
+    return lines[-1] if lines and lines[-1] is not None else "?"
+
+
+def source_digest(kind: type) -> str:
+    """SHA-256 of the source that the class ``kind`` is written in."""
+    plugin = _loaded.get(kind.__module__)
+    if plugin is not None:
+        return plugin.digest
+    return digest(Path(sys.modules[kind.__module__].__file__ or "").read_bytes())
