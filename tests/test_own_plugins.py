@@ -40,7 +40,7 @@ def test_the_example_is_as_short_as_promised():
 
 def test_the_example_runs_in_worker_processes_and_beats_round_to_nearest(tmp_path, example):
     path = small_recipe(tmp_path, checkpoints={"softmax": str(ROOT / "recipes/demo/softmax")},
-                        tasks=["demo_lastword"])  # fmt: skip
+                        tasks=["demo_lastword"], quantizers=["fp32", "rtn-4bit"])  # fmt: skip
     done = run_in_a_process(
         "run", path, "--plugin", example, "--quantizers", "fp32,rtn-4bit,clipped-4bit",
         "--out", tmp_path / "out", "--workers", "2",
