@@ -176,13 +176,14 @@ def _quantize(
 
 
 def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, sink: Sink) -> None:
+    from qbench.attention.row_by_row import row_by_row
     from qbench.quantizers.audit import audit
 
     sink.step(cell.name, "audit")
     with measured("audit", plan.device, gathered.stages):
         original = _original(cell, plan)
         probe = _probe(original.config.vocab_size).to(plan.device)
-        gathered.audit = audit(original, model, cell.quantizer, probe)
+        gathered.audit = audit(original, model, cell.quantizer, probe, row_by_row)
         del original
         free(plan.device)
     if not gathered.audit.passed:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.independence import independence
+from qbench.quantizers.independence import RowByRow, independence
 from qbench.quantizers.kv_cache.audit import measure_kv
 from qbench.quantizers.matrices import Matrix, matrices, values
 from qbench.quantizers.measure import Measured, measure
@@ -30,12 +30,19 @@ SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as t
 
 
 @torch.no_grad()
-def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor) -> Audit:
+def audit(
+    original: nn.Module,
+    quantized: nn.Module,
+    quantizer: Quantizer,
+    probe: Tensor,
+    row_by_row: RowByRow | None = None,
+) -> Audit:
     """Compare ``quantized`` with the ``original`` it was made from, on one device; ``original`` is
     consumed.
 
-    ``probe``: token ids [batch, time], a text on which the logits must have moved. Never raises
-    for a bad quantization: ``passed`` is False then, and ``problems`` says why, a line each.
+    ``probe``: token ids [batch, time], a text on which the logits must have moved. Within
+    ``row_by_row`` of a model no row of its attention owes another its last bits. Never raises for a
+    bad quantization: ``passed`` is False then, and ``problems`` says why, a line each.
     """
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
@@ -47,7 +54,7 @@ def audit(original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe
     more: dict[str, Any] = {}
     if sound:
         more["causality"], more["batch_mates"], wrong = independence(
-            original, quantized, quantizer, probe
+            original, quantized, quantizer, probe, row_by_row
         )
         problems += wrong
     if quantizer.treats:

@@ -8,6 +8,8 @@ numbers of tokens: what the unquantized model moves by, and what a repetition mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from qbench.quantizers.quantizer import Quantizer
 from qbench.record import Leak
 
+RowByRow = Callable[[Any], AbstractContextManager[None]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many
 LEEWAY = 4.0  # times what the unquantized model and a repetition move
 ROUNDING = 1e-5  # of the largest logit
@@ -22,12 +25,28 @@ ROUNDING = 1e-5  # of the largest logit
 
 @torch.no_grad()
 def independence(
-    original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+    original: nn.Module,
+    quantized: nn.Module,
+    quantizer: Quantizer,
+    probe: Tensor,
+    row_by_row: RowByRow | None = None,
 ) -> tuple[Leak, Leak, list[str]]:
     """Causality and independence of batch-mates, and what of it is undeclared.
 
-    ``probe``: token ids [batch of 2 or more, time].
+    ``probe``: token ids [batch of 2 or more, time]. A quantizer that amplifies rounding makes much
+    of the last bits that a kernel's rows owe each other; it is measured within ``row_by_row`` of
+    both models, where there are none.
     """
+    with ExitStack() as stack:
+        if quantizer.amplifies_rounding and row_by_row is not None:
+            for model in (original, quantized):
+                stack.enter_context(row_by_row(model))
+        return _independence(original, quantized, quantizer, probe)
+
+
+def _independence(
+    original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+) -> tuple[Leak, Leak, list[str]]:
     ids = probe.to(next(quantized.parameters()).device)
     base = _logits(quantized, ids)
     repeated = _moved(base, _logits(quantized, ids))

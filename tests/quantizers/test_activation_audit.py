@@ -1,6 +1,7 @@
 """The audit of activations passes what is right and names what is not."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -229,3 +230,19 @@ def test_a_grid_that_the_audit_does_not_know_is_refused_by_name():
     about = ActivationEvidence(grid=Grid(kind="posit", bits=8), scale_of="group")
     with pytest.raises(QuantizationError, match="posit: the audit knows symmetric, asymmetric"):
         formats.expected(torch.ones(2, 4, dtype=torch.float64), about)
+
+
+def test_what_amplifies_rounding_is_measured_row_by_row(folder):
+    """And nothing else is: the kernels that score must themselves keep rows apart."""
+    entered = []
+
+    @contextmanager
+    def row_by_row(model):
+        entered.append(type(model).__name__)
+        yield
+
+    for chosen, times in ((of("int4-token"), 2), (parse("fp32"), 0)):
+        entered.clear()
+        model = make(chosen, folder).model
+        assert audit(llama(), model, chosen, PROBE, row_by_row).passed
+        assert entered == ["LlamaForCausalLM"] * times
