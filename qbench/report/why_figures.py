@@ -18,7 +18,7 @@ from qbench.report.style import DASHES, INK, MARKERS, SERIES, cut, legend, panel
 
 MAP = "cividis"  # alike for all colour vision, and even in brightness
 LEFT = 0.74  # inches
-BARS = {"wspace": 0.6, "right": 0.91}  # room for the numbers of colour bars
+BARS = {"wspace": 0.6, "right": 0.89}  # room for the numbers of colour bars
 
 
 def figures(cells: Sequence[Analysis]) -> list[Callable[[], Iterator[Found]]]:
