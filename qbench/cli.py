@@ -79,6 +79,7 @@ for _command in (
     results.tables,
     results.report,
     results.show,
+    results.export,
     results.check,
     results.baseline,
     results.compare,

@@ -27,6 +27,12 @@ class Format(StrEnum):
     html = "html"
 
 
+class Target(StrEnum):
+    lm_eval = "lm-eval"
+    model_card = "model-card"
+    tensorboard = "tensorboard"
+
+
 class Inconclusive(StrEnum):
     passes = "pass"
     fails = "fail"
@@ -237,6 +243,37 @@ def show(
         typer.echo(document_text(store, record, document, task))
         return
     typer.echo(cell_text(record))
+
+
+def export(
+    folder: Folder,
+    to: Annotated[Target, typer.Option(help="Whose format.")],
+    out: Annotated[
+        Path | None, to_folder("Where to write it. Default: FOLDER/export/FORMAT.")
+    ] = None,
+    run: Run = None,
+) -> None:
+    """Write results in others' formats: lm-eval's results and samples, the evaluation metadata of
+    a model card, TensorBoard's scalars.
+
+    Failed and missing cells are left out, and named on standard error.
+    """
+    from importlib import import_module
+
+    from qbench.comparison.lines import judge
+    from qbench.store import Store
+
+    require_memory()
+    store = Store(folder, run=run)
+    place = out or store.directory / "export" / to.value
+    require_folder(place, "--out")
+    for cell in store.grid().cells:
+        status, reason = judge(store.get(cell))
+        if status != "ok":
+            typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
+    module = import_module(f"qbench.export.{to.value.replace('-', '_')}")
+    paths = module.write(store, place)
+    typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
 
 
 def published(

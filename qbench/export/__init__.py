@@ -1,0 +1,1 @@
+"""A results folder in the formats of others: one file a format, each with a ``write``. No torch."""

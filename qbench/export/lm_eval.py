@@ -1,0 +1,125 @@
+"""lm-eval's own result files, which its tools and others read: results and samples of each cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qbench.files import write_atomically
+from qbench.record import Record, Score
+from qbench.store import Store
+
+NO_STDERR = "N/A"  # lm-eval's word for it
+
+
+def write(store: Store, folder: Path) -> list[Path]:
+    """``<checkpoint>__<quantizer>/results_<date>.json`` and ``samples_<task>_<date>.jsonl`` below
+    ``folder``, for every good cell of the grid. Documents' texts are not kept, and so not there."""
+    paths = []
+    for record in store.records():
+        if record.status != "ok":
+            continue
+        place = folder / f"{record.checkpoint}__{record.quantizer}"
+        date = record.finished.strftime("%Y-%m-%dT%H-%M-%S.%f")
+        path = place / f"results_{date}.json"
+        write_atomically(path, (json.dumps(results(record), indent=2) + "\n").encode())
+        paths.append(path)
+        outcomes, responses = store.outcomes(record), store.responses(record)
+        for task in dict.fromkeys(score.task for score in record.scores):
+            lines = samples(
+                outcomes[outcomes["task"] == task], responses[responses["task"] == task]
+            )
+            path = place / f"samples_{task}_{date}.jsonl"
+            write_atomically(path, "".join(f"{json.dumps(one)}\n" for one in lines).encode())
+            paths.append(path)
+    return paths
+
+
+def results(record: Record) -> dict[str, Any]:
+    """What lm-eval's ``--output_path`` writes, of what a record knows."""
+    parts = record.key_parts
+    scoring = dict(parts.get("scoring") or {})
+    tasks: dict[str, list[Score]] = {}
+    for score in record.scores:
+        tasks.setdefault(score.task, []).append(score)
+    return {
+        "results": {task: _values(scores) for task, scores in tasks.items()},
+        "group_subtasks": {task: [] for task in tasks},
+        "configs": {task: {"task": task, "task_alias": of[0].label} for task, of in tasks.items()},
+        "versions": dict.fromkeys(tasks, 1.0),
+        "n-shot": {task: (parts.get("few-shot") or {}).get(task) or 0 for task in tasks},
+        "higher_is_better": {
+            task: {_metric(score)[0]: score.higher_is_better for score in scores}
+            for task, scores in tasks.items()
+        },
+        "n-samples": {
+            task: {"original": of[0].documents, "effective": of[0].documents}
+            for task, of in tasks.items()
+        },
+        "config": {
+            "model": "qbench",
+            "model_args": {"checkpoint": record.checkpoint, "quantizer": record.quantizer},
+            "batch_size": scoring.get("batch_size"),
+            "device": record.environment.device,
+            "limit": scoring.get("limit"),
+            "bootstrap_iters": 0,
+            "fewshot_seed": scoring.get("fewshot_seed"),
+        },
+        "git_hash": record.environment.git_revision,
+        "date": record.started.timestamp(),
+        "transformers_version": record.environment.versions.get("transformers"),
+        "lm_eval_version": record.environment.versions.get("lm-eval"),
+        "task_hashes": dict(record.documents),
+        "model_source": "qbench",
+        "model_name": f"{record.checkpoint}/{record.quantizer}",
+        "model_name_sanitized": f"{record.checkpoint}__{record.quantizer}",
+        "start_time": record.started.timestamp(),
+        "end_time": record.finished.timestamp(),
+        "total_evaluation_time_seconds": str((record.finished - record.started).total_seconds()),
+        "qbench": {"key": record.key, "key_parts": parts, "precision": record.precision.name},
+    }
+
+
+def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """One task's documents as lm-eval logs them: responses, and metrics by name."""
+    answers = {
+        document: [[str(ll), str(bool(greedy))] for ll, greedy in
+                   zip(of["log_likelihood"], of["greedy"], strict=True)]
+        for document, of in responses.groupby("document", sort=True)
+    }  # fmt: skip
+    for document, of in outcomes.groupby("document", sort=True):
+        found = {
+            name.partition(" [")[0]: (value if weight == 1 else [value, weight])
+            for name, value, weight in zip(of["metric"], of["value"], of["weight"], strict=True)
+        }
+        given = answers.get(document, [])
+        yield {
+            "doc_id": int(document),
+            "doc": {},
+            "target": "",
+            "arguments": {},
+            "resps": [[one] for one in given],
+            "filtered_resps": given,
+            "filter": "none",
+            "metrics": list(found),
+            **found,
+        }
+
+
+def _values(scores: list[Score]) -> dict[str, Any]:
+    found: dict[str, Any] = {"alias": scores[0].label}
+    for score in scores:
+        name, chosen = _metric(score)
+        found[f"{name},{chosen}"] = score.value
+        found[f"{name}_stderr,{chosen}"] = NO_STDERR if score.stderr is None else score.stderr
+    return found
+
+
+def _metric(score: Score) -> tuple[str, str]:
+    """lm-eval's name of a metric and of its filter."""
+    name, _, chosen = score.metric.partition(" [")
+    return name, chosen.removesuffix("]") or "none"

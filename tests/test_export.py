@@ -1,0 +1,95 @@
+"""Results in others' formats, read back by their own tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lm_eval.utils import make_table
+from small_recipe import qbench
+from synthetic import make_store
+
+from qbench.export import lm_eval, model_card, tensorboard
+from qbench.store import Store
+
+REAL = Path(__file__).parents[1] / "results" / "pair-27m"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Cells of the committed pair in both formats."""
+    folder = tmp_path_factory.mktemp("export")
+    lm_eval.write(some("softmax/bf16", "softpick/gptq-3bit"), folder / "lm-eval")
+    model_card.write(some("softpick/hqq-2bit"), folder / "model-card")
+    return folder
+
+
+def some(*cells):
+    """The committed pair with a few of its cells."""
+    grid = Store(REAL).grid()
+    kept = tuple(cell for cell in grid.cells if cell.cell in cells)
+    return Store(REAL, grid=grid.model_copy(update={"cells": kept}))
+
+
+def test_lm_evals_own_table_shows_our_scores(exported):
+    (path,) = (exported / "lm-eval" / "softpick__gptq-3bit").glob("results_*.json")
+    results = json.loads(path.read_text())
+    table = make_table(results)
+    shown = [cell.strip() for line in table.splitlines() for cell in line.split("|")]
+    (record,) = some("softpick/gptq-3bit").records()
+    for score in record.scores:
+        assert results["results"][score.task][f"{score.metric},none"] == score.value
+        assert f"{score.value:.4f}" in shown, score.metric
+    assert results["n-samples"]["lambada_openai"]["effective"] == 5153
+
+
+def test_samples_aggregate_to_the_scores(exported):
+    place = exported / "lm-eval" / "softmax__bf16"
+    (path,) = place.glob("samples_arc_easy_*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (results,) = place.glob("results_*.json")
+    score = json.loads(results.read_text())["results"]["arc_easy"]["acc,none"]
+    assert sum(line["acc"] for line in lines) / len(lines) == pytest.approx(score, abs=1e-12)
+    assert lines[0].keys() >= {"doc_id", "resps", "filtered_resps", "metrics", "acc_norm"}
+    best = max(range(4), key=lambda i: float(lines[0]["filtered_resps"][i][0]))
+    assert 0 <= best < 4
+    assert len(list(place.glob("samples_*.jsonl"))) == 5
+
+
+def test_the_hubs_library_reads_the_card_back(exported):
+    from huggingface_hub import ModelCard
+
+    card = ModelCard((exported / "model-card" / "softpick__hqq-2bit.md").read_text())
+    (record,) = [one for one in Store(REAL).records() if one.cell == "softpick/hqq-2bit"]
+    results = {(one.dataset_type, one.metric_name): one for one in card.data.eval_results}
+    assert len(results) == len(record.scores)
+    acc = results["allenai/ai2_arc", "acc"]
+    (score,) = [one for one in record.scores if (one.task, one.metric) == ("arc_easy", "acc")]
+    assert acc.metric_value == pytest.approx(100 * score.value)
+    assert acc.metric_args == {"documents": 2376, "stderr": pytest.approx(100 * score.stderr)}
+
+
+def test_tensorboard_reads_the_scalars_back(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "events"
+    tensorboard.write(some("softpick/gptq-4bit"), folder)
+    events = EventAccumulator(str(folder / "softpick" / "gptq-4bit"))
+    events.Reload()
+    (record,) = [one for one in Store(REAL).records() if one.cell == "softpick/gptq-4bit"]
+    tags = events.Tags()
+    assert "lambada_openai/acc" in tags["tensors"]
+    assert len(tags["tensors"]) >= len(record.scores) + 2
+
+
+def test_what_is_left_out_is_named(tmp_path, capsys):
+    folder = tmp_path / "grid"
+    make_store(folder, sizes={"arc_easy": 9}, quantizers=("bf16",), failed=("softmax/bf16",),
+               missing=("softpick/bf16",))  # fmt: skip
+    assert qbench("export", folder, "--to", "lm-eval") == 0
+    said = capsys.readouterr().err
+    assert "softmax/bf16: failed: out of memory" in said
+    assert "softpick/bf16: missing" in said
+    assert "written: 0 files" in said
