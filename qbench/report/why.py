@@ -30,14 +30,15 @@ def write_analyses(store: Store) -> list[Path]:
     contents |= {name: comma_separated(name, why.cells) for name in CSV_FILES}
     if why.long:
         contents["stretches.csv"] = comma_separated("stretches.csv", why.long)
-    if why.sensitivities:
-        contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(why.sensitivities)))
-    if keys:
-        contents["passkey.csv"] = as_csv(keys)
+    contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(why.sensitivities)))
+    contents["passkey.csv"] = as_csv(keys)
     paths = []
     for name, text in contents.items():
-        paths.append(folder / name)
-        write_atomically(paths[-1], text.encode())
+        if text:
+            paths.append(folder / name)
+            write_atomically(paths[-1], text.encode())
+        else:  # of an earlier analysis, which had rows
+            (folder / name).unlink(missing_ok=True)
     pictures = plates(_figures(why, keys), folder / "figures", ("svg",))
     return [*paths, *(path for one in pictures for path in one.paths)]
 
