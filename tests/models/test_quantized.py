@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from quantizer_models import DIGEST
-from tiny import tiny_model
+from tiny import tiny_model, write_tiny
 
+from qbench.checkpoints import find, load_model
 from qbench.checkpoints.classes import CLASSES
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse
@@ -132,3 +133,29 @@ def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):
     assert found.coverage < 0.5
     reasons = {found.left_out_because[name] for name in found.left_out if ".experts." in name}
     assert reasons == {"leave_out of the settings"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("gpt_oss", "torch"),
+        ("gemma2", "torch"),
+        ("mistral", "torch"),
+        pytest.param("mistral", "gptqmodel", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_with_windows_of_our_attention_are_calibrated(kind, backend, tmp_path):
+    """Each block receives our mask, made anew in every forward."""
+    changes = {"sliding_window": 8} if kind == "mistral" else {}
+    found = find(str(write_tiny(tmp_path / "model", kind, **changes)))
+
+    def model():
+        return load_model(found, dtype=torch.float32, device="cpu")
+
+    quantizer = parse(
+        "gptq-4bit", {"compute_dtype": "float32", "group_size": 32, "backend": backend}
+    )
+    made = quantize(
+        model(), quantizer, calibration=CALIBRATION, digest=DIGEST, artifacts=tmp_path / "kept"
+    )
+    assert audit(model(), made.model, quantizer, PROBE).problems == ()
