@@ -48,7 +48,11 @@ def forward_tile(width: int, dtype: torch.dtype, family: str) -> Tile:
     free = dtype == torch.bfloat16
     if width <= 128:
         rows = 128 if FAMILIES[family].few_registers and width <= 64 else 64
-        return Tile(block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free)
+        # Sigmoid keeps no sums: three programs of 128 rows share a multiprocessor's registers.
+        registers = 168 if FAMILIES[family].modes and free and rows == 128 else None
+        return Tile(
+            block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free, registers=registers
+        )
     return Tile(block_q=128, block_k=64, warps=8, stages=2, tma=True, free=free)
 
 
