@@ -20,17 +20,19 @@ def at_chance(metric: str, value: float, documents: int) -> bool:
 
 def chance_notes(table: Table) -> list[str]:
     """A line on the scores of ``table`` that are at chance, if there are any."""
-    found = []
+    cells: dict[tuple[str, str], dict[str, bool]] = {}
     for line in (row.line for row in table.rows):
         if task_length(line.task) is None or line.metric not in CHANCE:
             continue
-        cells = [
-            entry.cell
-            for entry in line.entries
-            if entry.value is not None and at_chance(line.metric, entry.value, entry.documents or 1)
-        ]
-        if cells:
-            found.append(f"{line.label} {metric_title(line.metric)} of {', '.join(cells)}")
+        own = cells.setdefault((line.label, metric_title(line.metric)), {})
+        for entry in line.entries:
+            if entry.value is not None:
+                own[entry.cell] = at_chance(line.metric, entry.value, entry.documents or 1)
+    found = [
+        f"{label} {metric} of {'all' if all(own.values()) else ', '.join(guessed)}"
+        for (label, metric), own in cells.items()
+        if (guessed := [cell for cell, yes in own.items() if yes])
+    ]
     if not found:
         return []
     return [f"At chance, which guessing reaches in one of twenty runs or more: {'; '.join(found)}."]

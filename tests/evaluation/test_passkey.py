@@ -127,7 +127,7 @@ def test_a_run_scores_it_like_any_task(tmp_path):
         assert len(Store(out).outcomes(record)) == 12
     text = (out / "tables.md").read_text()
     assert "At chance, which guessing reaches" in text
-    assert "passkey_256 Exact Match of softmax/fp32" in text
+    assert "passkey_256 Exact Match of all; passkey_256 Acc Digits of all" in text
     quantized = next(record for record in records if record.cell == "softpick/rtn-4bit")
     flips = quantized.damage.tasks["passkey_256"].flips["exact_match"]
     assert (flips.documents, flips.right_to_wrong) == (3, 0)
