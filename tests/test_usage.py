@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import typer
 
 from qbench import cli
 
@@ -41,3 +42,24 @@ def test_help_is_no_error(monkeypatch, capsys):
         cli.main()
     assert end.value.code == 0
     assert "--save-recipe" in capsys.readouterr().out
+
+
+def every_command(group, names=()):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from every_command(command, (*names, name))
+        else:
+            yield (*names, name)
+
+
+@pytest.mark.parametrize(
+    "names", [(), *every_command(typer.main.get_command(cli.app))], ids=" ".join
+)
+def test_help_fits_80_columns(monkeypatch, capsys, names):
+    monkeypatch.setattr(sys, "argv", ["qbench", *names, "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    with pytest.raises(SystemExit):
+        cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80

@@ -64,7 +64,7 @@ Folder = Annotated[Path, typer.Argument(help="A results folder that `qbench run`
 RecipeOrOptions = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RECIPE]",
+        metavar="RECIPE",
         help="A recipe, such as recipes/gptq.yaml. Without one, --checkpoint, --quantizers and "
         "--tasks say what to run.",
     ),
