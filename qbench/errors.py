@@ -43,6 +43,18 @@ class DataError(QbenchError):
     """Task or calibration data is missing or malformed."""
 
 
+class MissingDataError(DataError):
+    """A task's data are not in the data folder."""
+
+
+class DataProblems(DataError):
+    """All that is wrong with tasks' data: one line a problem."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
 class ResultsError(QbenchError):
     """A results folder or a baseline cannot be read."""
 

@@ -17,6 +17,7 @@ class Overrides:
     definitions: Path | None = None  # folder of further tasks' definitions
     data: Path | None = None  # folder of <task>/<split>.jsonl
     calibration: Path | None = None  # JSON Lines with a text field, or hf://datasets/…
+    skip_missing: bool = False  # leave tasks out that the data folder lacks
     limit: int | None = None  # documents of each task
     dtype: str | None = None  # bfloat16 or float32: of all cells, unquantized ones too
     scoring: str | None = None  # auto, exact, fast or lm-eval

@@ -81,6 +81,7 @@ class Plan:
     tasks: tuple[PlannedTask, ...]
     calibration: CalibrationText | None
     cells: tuple[Cell, ...]
+    skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
     plugins: tuple[Plugin, ...] = ()  # files that whoever unpickles the plan must load first
 
     @property
@@ -91,6 +92,7 @@ class Plan:
             limit=self.recipe.evaluation.limit,
             quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
+            skipped=self.skipped,
             cells=tuple(cell.grid_cell for cell in self.cells),
             replicates=self.recipe.groups,
         )
@@ -142,7 +144,7 @@ def plan(
         )
         for name, source in recipe.checkpoints.items()
     }
-    tasks = find_tasks(recipe, checkpoints.values())
+    tasks, skipped = find_tasks(recipe, checkpoints.values())
     calibration = find_calibration(recipe)
     shared = {
         "tasks": {task.name: task.digest for task in tasks},
@@ -168,6 +170,7 @@ def plan(
         device=device,
         hardware=gpu,
         tasks=tasks,
+        skipped=skipped,
         calibration=calibration,
         cells=tuple(cells),
         plugins=loaded(),

@@ -132,6 +132,7 @@ class Recipe(Strict):
     tasks: tuple[Task, ...] = Field(min_length=1)
     calibration: CalibrationSource | None = None
     data: FilePath | None = None
+    skip_missing: Flag = False  # tasks that the data folder lacks are left out, and named
     definitions: FilePath | None = None  # of further lm-eval tasks
     evaluation: Evaluation = Evaluation()
     folder: Path = Path()  # of the recipe file

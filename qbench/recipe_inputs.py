@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qbench.checkpoints import Checkpoint
-from qbench.errors import RecipeError
+from qbench.errors import DataError, DataProblems, MissingDataError, RecipeError
 from qbench.evaluation.definitions import expand
 from qbench.evaluation.planned import PlannedTask, plan_task
 from qbench.preflight import require_texts
@@ -18,19 +18,41 @@ from qbench.recipe import Recipe, Task
 from qbench.record import passkey
 
 
-def find_tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> tuple[PlannedTask, ...]:
+def find_tasks(
+    recipe: Recipe, checkpoints: Iterable[Checkpoint]
+) -> tuple[tuple[PlannedTask, ...], tuple[str, ...]]:
+    """The tasks, and with ``skip_missing`` the names of those whose data are missing.
+
+    Raises DataProblems with all that is wrong with their data, not the first of it alone.
+    """
     definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
     data = recipe.resolve(recipe.data) if recipe.data else None
-    return tuple(
-        plan_task(
-            task.name,
-            data=data,
-            definitions=definitions,
-            files=task.files,
-            num_fewshot=task.num_fewshot,
-        )
-        for task in _leaf_tasks(recipe.tasks, definitions, _trained(recipe, checkpoints))
-    )
+    found, skipped, problems = [], [], []
+    for task in _leaf_tasks(recipe.tasks, definitions, _trained(recipe, checkpoints)):
+        try:
+            found.append(
+                plan_task(
+                    task.name,
+                    data=data,
+                    definitions=definitions,
+                    files=task.files,
+                    num_fewshot=task.num_fewshot,
+                )
+            )
+        except DataError as error:
+            if recipe.skip_missing and isinstance(error, MissingDataError):
+                skipped.append(task.name)
+            else:
+                problems.append(error)
+                if data is None:  # the hub: what ails one task ails the next, after minutes
+                    break
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise DataProblems([str(error) for error in problems])
+    if not found:
+        raise DataProblems([f"{', '.join(skipped)}: no data in {data}; no task is left to run"])
+    return tuple(found), tuple(skipped)
 
 
 def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:

@@ -108,6 +108,8 @@ def _override(source: Source, changed: Overrides) -> Source:
     if changed.tasks is not None:
         values["tasks"] = _named(values.get("tasks"), changed.tasks, "name")
         source.lines["tasks",] = 0
+    if changed.skip_missing:
+        values["skip_missing"] = True
     if changed.limit is not None:
         source.replace("evaluation", "limit", changed.limit)
     if changed.scoring is not None:

@@ -141,3 +141,25 @@ def test_a_record_of_a_newer_qbench_is_left_alone_and_the_others_are_made(tmp_pa
     assert "softpick/rtn-4bit: failed: " in said.err.splitlines()[-1]
     assert file.read_text() == newer
     assert "### Round to nearest" in said.out
+
+
+def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path, capfd):
+    from qbench.errors import DataProblems
+    from qbench.plan import plan
+
+    data = tmp_path / "data"
+    (data / "demo_pages").mkdir(parents=True)
+    file = DEMO / "data" / "demo_pages" / "test.jsonl"
+    (data / "demo_pages" / "test.jsonl").write_bytes(file.read_bytes())
+    path = small_recipe(tmp_path, data=str(data))
+    with pytest.raises(DataProblems) as error:
+        plan(Recipe.load(path), device="cpu")
+    assert [line.partition(":")[0] for line in error.value.lines] == [
+        "demo_choice", "demo_lastword",
+    ]  # fmt: skip
+    options = ("--skip-missing", "--device", "cpu", "--out", tmp_path / "out")
+    assert qbench("plan", path, *options) == 0
+    said = capfd.readouterr().out
+    assert "left out  demo_choice: no data\nleft out  demo_lastword: no data\ntask  demo_p" in said
+    assert qbench("run", path, *options, "--only", "softmax/fp32") == 0
+    assert "- Left out, having no data: demo_choice, demo_lastword." in capfd.readouterr().out

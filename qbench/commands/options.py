@@ -97,6 +97,12 @@ Data = Annotated[
     Path | None,
     typer.Option(help="Folder of TASK/SPLIT.jsonl files: score from these, without the hub."),
 ]
+SkipMissing = Annotated[
+    bool,
+    typer.Option(
+        "--skip-missing", help="Run the tasks that the data folder has; tables name the others."
+    ),
+]
 Calibration = Annotated[
     Path | None,
     typer.Option(help="JSON Lines file with a text field: what calibrated quantizers see."),

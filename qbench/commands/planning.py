@@ -22,6 +22,8 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     """Tasks, checkpoints with their sizes, cells with their state and what they will take, and
     what was chosen for models."""
+    for name in planned.skipped:
+        yield f"left out  {name}: no data"
     for task in planned.tasks:
         yield f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}"
     if planned.calibration is not None:

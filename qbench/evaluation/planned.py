@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench import hub
-from qbench.errors import DataError
+from qbench.errors import DataError, MissingDataError
 from qbench.evaluation.data import DataFile, read_rows, require_fields
 from qbench.evaluation.definitions import Definition, definition_file, read_definition
 from qbench.evaluation.modules import require_modules
@@ -173,13 +173,13 @@ def _local_files(
     wanted = tuple(files or (split,))
     stem = next((stem for stem in wanted if stem in present), None)
     if stem is None:
-        raise DataError(_missing(name, folder, wanted, present))
+        raise MissingDataError(_missing(name, folder, wanted, present))
     paths = {split: folder / f"{stem}.jsonl"}
     examples = fewshot_split(config)
     if examples and examples not in paths:
         if examples not in present:
             why = "for its examples "
-            raise DataError(_missing(name, folder, (examples,), present, why))
+            raise MissingDataError(_missing(name, folder, (examples,), present, why))
         paths[examples] = folder / f"{examples}.jsonl"
     found, documents = [], None
     for of, path in paths.items():

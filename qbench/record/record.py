@@ -145,6 +145,7 @@ class Grid(Written):
     checkpoints: Annotated[tuple[Name, ...], Field(min_length=1)]
     quantizers: Annotated[tuple[Name, ...], Field(min_length=1)]
     tasks: Annotated[tuple[TaskName, ...], Field(min_length=1)]
+    skipped: tuple[TaskName, ...] = ()  # tasks of the recipe whose data were missing
     limit: int | None = None  # documents of each task that were asked for; None: all
     cells: Annotated[tuple[GridCell, ...], Field(min_length=1)]
     # several trainings of one kind: a group's name → its checkpoints

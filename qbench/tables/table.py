@@ -57,6 +57,8 @@ def _table(comparison: Comparison, method: str, problems: list[str]) -> Table:
     )
     quantizers = {line.quantizer for line in lines}
     notes = together(note for note in problems if _quantizer_of(note) in quantizers)
+    if comparison.grid.skipped:
+        notes.append(f"Left out, having no data: {', '.join(comparison.grid.skipped)}.")
     if left_out:
         notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
     name = next(line.title for line in lines if line.method == method)
