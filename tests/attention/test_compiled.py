@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from normalizer_parameters import parameters
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from qbench.attention import interface
 from qbench.attention.interface import attend
 from qbench.attention.masks import mask_function
+from qbench.attention.normalizers import NORMALIZERS
+
+NONE = torch.fx.Graph()
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -159,3 +164,32 @@ def test_a_window_is_told_from_chunks_by_the_configuration():
     assert not made.banded
     Chunked.attention_chunk_size = None
     assert mask(1, 9, 9, local_size=4, config=Chunked()).window == 4
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_the_kernels_are_one_operator_of_a_compiled_graph(normalizer):
+    """With parameters, under autocast and with checkpointing; nothing is run here."""
+    pytest.importorskip("triton")
+    from qbench.attention import kernels
+
+    targets = []
+
+    def backend(module, inputs):
+        nodes = [node for part in module.modules() for node in getattr(part, "graph", NONE).nodes]
+        targets.extend(str(node.target) for node in nodes if node.op == "call_function")
+        outputs = next(node for node in module.graph.nodes if node.op == "output").args[0]
+        shapes = [node.meta["example_value"].shape for node in outputs]
+        return lambda *_: [torch.zeros(shape) for shape in shapes]
+
+    def run(query, key, value, parameters):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.utils.checkpoint.checkpoint(
+                kernels.attention, query, key, value, normalizer=normalizer,
+                parameters=parameters, softcap=20.0, causal=True, use_reentrant=False,
+            )  # fmt: skip
+
+    query, key, value = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    given = parameters(normalizer, 2, dtype=torch.float32, slopes=True)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    compiled(query, key, value.detach().bfloat16(), given)
+    assert [target for target in targets if "qbench" in target] == ["qbench.attention.default"]
