@@ -20,6 +20,9 @@ PROBE = 16  # tokens; the last half differs between the two rows
 # of the size of its logits.
 NOISE = {torch.float32: 1e-4, torch.float64: 1e-4}
 NOISE_OF_HALF = 0.03
+# Our attention and a class's own round differently in every layer: on a CPU in float32 they agree;
+# elsewhere a difference of another function has to stand out.
+OURS_OF_HALF, OURS_ON_GPU = 0.1, 0.01
 
 
 @torch.inference_mode()
@@ -121,11 +124,15 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
         raise UnavailableError(f"{name} fails on our attention ({line}); {remedy}") from error
     if not calls:
         raise UnavailableError(f"{name} does not call the attention that it is given; {remedy}")
-    off = float((ours - logits).abs().max())
-    if off > NOISE.get(model.dtype, NOISE_OF_HALF) * float(logits.abs().max()):
+    # Of the middle token: rounding that sends one of them to another expert moves it far.
+    off = float(((ours - logits).norm(dim=-1) / logits.norm(dim=-1)).median())
+    allowed = NOISE.get(model.dtype, OURS_OF_HALF)
+    if model.device.type != "cpu":
+        allowed = max(allowed, OURS_ON_GPU)
+    if off > allowed:
         raise UnavailableError(
-            f"our attention moves the logits of {name} by {off:.3g}: its own has something that "
-            f"ours lacks; {remedy}"
+            f"our attention moves the logits of {name} by {off:.2g} of their size: its own has "
+            f"something that ours lacks; {remedy}"
         )
 
 

@@ -160,7 +160,8 @@ ScoringOption = Annotated[
     ScoringMode | None,
     typer.Option(
         help="Score in this mode instead of the recipe's: exact gives HFLM's scores, fast packs "
-        "requests, lm-eval is HFLM itself; auto is fast on a GPU, exact on a CPU.",
+        "requests, lm-eval is HFLM itself; auto is the fastest that fits the model on a GPU, exact "
+        "on a CPU.",
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
