@@ -139,13 +139,24 @@ def summary(record: Record) -> str:
     if record.status == "failed":
         return f"{record.cell}: FAILED: {record.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
-    proof = ""
-    if record.audit is not None and record.quantized:
-        proof = (
-            f"; {record.audit.bits_per_weight:.2f} bits a weight, "
-            f"weight error {record.audit.weight_error:.3f}"
-        )
+    proof = "".join(f"; {line}" for line in _measured(record))
     return f"{record.cell}: done ({cost}{proof})"
+
+
+def _measured(record: Record) -> Iterator[str]:
+    """Of each part that is quantized, what the audit measured."""
+    audit, precision = record.audit, record.precision
+    if audit is None:
+        return
+    if precision.weights is not None:
+        yield f"{audit.bits_per_weight:.2f} bits a weight, weight error {audit.weight_error:.3f}"
+    if audit.activations is not None:
+        yield f"{audit.activations.bits:g} bits an activation, error {audit.activations.error:.3f}"
+    if (cache := audit.kv_cache) is not None:
+        yield (
+            f"{cache.bits_per_value:.2f} bits a cached value, errors {cache.key_error:.3f} of keys "
+            f"and {cache.value_error:.3f} of values"
+        )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
 from qbench.record import ActivationAudit, InputAudit, Leak, Part, Precision
 from qbench.report.content import data_tables
+from qbench.running.work import summary
 from qbench.store import Store
 from qbench.tables.changes import changes_table
 from qbench.tables.write import render
@@ -198,3 +199,13 @@ def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(sto
     told = changes_table(compare_results(store, new))
     assert "softpick/hqq-3bit (W4A8KV4, simulated)" in told
     assert "softpick/hqq-2bit: W16A8, simulated before, W16A8, real now" in told
+
+
+def test_a_finished_cell_says_what_was_measured_of_each_part(store):
+    told = {cell.cell: summary(store.get(cell)) for cell in store.grid().cells}
+    assert "bits a weight" in told["softmax/gptq-4bit"]
+    assert "activation" not in told["softmax/gptq-4bit"]
+    assert "bits a weight" not in told["softmax/hqq-2bit"]
+    assert told["softmax/hqq-2bit"].endswith("; 8 bits an activation, error 0.012)")
+    assert "bits a weight, weight error" in told["softmax/hqq-3bit"]
+    assert "8 bits an activation, error 0.012" in told["softmax/hqq-3bit"]
