@@ -121,7 +121,7 @@ class Normalizer(ABC):
     @property
     def traits(self) -> str:
         """What sets it apart, for ``qbench list normalizers``."""
-        rows = "rows sum to one" if self.rows_sum_to_one else "rows may sum to less than one"
+        rows = "rows sum to one" if self.rows_sum_to_one else "rows need not sum to one"
         zeros = "weights can be 0" if self.sparse else "no weight is 0"
         ways = "reference, triton" if self.kernels else "reference"
         names = "".join(f"; parameter {parameter.name}" for parameter in self.parameters)
