@@ -14,7 +14,7 @@ from qbench.checkpoints.checkpoint import Checkpoint
 from qbench.checkpoints.files import stamps
 from qbench.checkpoints.parameters import attach, is_parameter
 from qbench.checkpoints.weights import read_headers, weight_files
-from qbench.errors import CheckpointError
+from qbench.errors import CheckpointError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def load_model(
         model = model.to(device).eval().requires_grad_(False)
         require_finite(model)
         if native:
-            model.set_attn_implementation(attention)
+            _attend_natively(model, attention)
         logits = None if fla_format else own_logits(model)
         if logits is not None:
             require_causal(model, logits)
@@ -73,6 +73,19 @@ def load_model(
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {checkpoint.source}: {error}") from error
     return model
+
+
+def _attend_natively(model: PreTrainedModel, implementation: str) -> None:
+    """Raises UnavailableError where the class has it not: transformers may only log that."""
+    reason = "transformers keeps another"
+    try:
+        model.set_attn_implementation(implementation)
+    except (ValueError, ImportError) as error:
+        reason = _first_line(error)
+    if model.config._attn_implementation != implementation:
+        raise UnavailableError(
+            f"{type(model).__name__} has no {implementation} of its own ({reason})"
+        )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
