@@ -172,7 +172,7 @@ def test_data_that_break_off_fail_the_cell_and_are_taken_up_by_the_next_run(hub,
     hub.faults.append(Fault(r"sciq/resolve/.*parquet", cut_after=100, method="GET"))
     ended = qbench("run", small, "--device", "cpu")
     assert ended.code == 1
-    (failed,) = [line for line in ended.errors.splitlines() if line.startswith("one/bf16: failed:")]
+    (failed,) = [line for line in ended.errors.splitlines() if line.startswith("one/bf16: FAILED:")]
     assert "sciq: the hub did not give its data: the connection broke" in failed
     hub.faults[:] = [Fault(r"sciq/resolve/.*parquet", 429, {"Retry-After": "2"}, times=1)]
     again = qbench("run", small, "--device", "cpu")
