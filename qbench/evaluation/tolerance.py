@@ -10,7 +10,11 @@ from pydantic import ConfigDict, Field
 if TYPE_CHECKING:
     from qbench.record import SampleDifference, ScoringReport
 
-STANDARD_ERRORS = 2.0  # beyond the bound, before a bias fails
+# A bias fails that lies farther beyond the bound than chance takes 1 sample in 10,000: a grid makes
+# hundreds of these comparisons (30 cells of 5 tasks: 150), and at 5 % each some would always fail.
+FALSE_ALARMS = 1e-4
+# Of the t quantile. Two documents have one degree of freedom, whose quantile (6,366) is beyond all.
+LEAST_DEGREES = 9
 Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
 
 
@@ -25,8 +29,8 @@ class Tolerance:
 
     Where activations or the KV cache are quantized, rounding moves values by whole steps, and two
     equally right computations differ by about as much as quantization costs. Of such cells the
-    mean difference with its sign is judged, alone: it fails where it is more than two standard
-    errors beyond ``mean``.
+    mean difference with its sign is judged, alone: it fails where it is more standard errors beyond
+    ``mean`` than chance gives 1 sample in 10,000 by Student's t (``standard_errors``).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -65,15 +69,25 @@ def beyond(tolerance: Tolerance, sample: SampleDifference) -> str | None:
     return None
 
 
+def standard_errors(documents: int) -> float:
+    """How many of them a sample's mean may lie beyond the bound: the two-sided t quantile at
+    FALSE_ALARMS with ``documents`` − 1 degrees of freedom, of few documents with LEAST_DEGREES.
+    4.5 of 32 documents, 6.6 of ten and fewer."""
+    from scipy import special  # slow to import, and most cells are judged without
+
+    return float(special.stdtrit(max(documents - 1, LEAST_DEGREES), 1 - FALSE_ALARMS / 2))
+
+
 def _biased(tolerance: Tolerance, sample: SampleDifference) -> str | None:
     bias, error = sample.bias_per_token, sample.bias_stderr or 0.0
     assert bias is not None, "measured wherever it is judged"
-    if abs(bias) - STANDARD_ERRORS * error <= tolerance.mean:
+    most = standard_errors(sample.documents)
+    if abs(bias) - most * error <= tolerance.mean:
         return None
     return (
         f"{sample.task}: fast scoring differs from exact: its mean difference on the sample is "
-        f"{bias:+.4g} ± {error:.2g} nats a token, more than evaluation.tolerance.mean "
-        f"{tolerance.mean:g}"
+        f"{bias:+.4g} ± {error:.2g} nats a token, more than {most:.2g} standard errors beyond "
+        f"evaluation.tolerance.mean {tolerance.mean:g}"
     )
 
 

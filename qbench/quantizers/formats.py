@@ -1,6 +1,9 @@
-"""What a quantized input should be, found again in float64: for the audit alone.
+"""What a quantized input should be, found again: for the audit alone.
 
-Nothing here is shared with what quantizes. Formats are tables of all their values.
+Nothing here is shared with what quantizes. Formats are tables of all their values, in float64.
+Scales, zero points and ratios are divided in float32, as where they are computed: values of 16
+bits lie on ties so often that what float64 makes of them is another code, and a block's scale
+that is another changes the whole block.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
     given = None if about.scale is None else about.scale.double().reshape(1, 1)
     if kind == "asymmetric":
         low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True)
-        scale = (high.clamp(min=0) - low) / (2**bits - 1) if given is None else given
-        scale = _usable(scale.float().double())
-        zero = (-low / scale).round() if given is None else about.zero.double().reshape(1, 1)  # type: ignore[union-attr]
+        span = (high.clamp(min=0) - low).float().double()
+        scale = _usable(_ratio(span, 2**bits - 1) if given is None else given)
+        zero = _ratio(-low, scale).round() if given is None else about.zero.double().reshape(1, 1)  # type: ignore[union-attr]
         codes = (_ratio(groups, scale).round() + zero).clamp(0, 2**bits - 1)
         return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
     if kind == "symmetric":
         most = 2 ** (bits - 1) - 1
-        scale = _usable((largest / most if given is None else given).float().double())
+        scale = _usable(_ratio(largest, most) if given is None else given)
         return _ratio(groups, scale).round().clamp(-most, most) * scale, -most * scale, most * scale
     table = _table(kind).to(groups.device)
     if about.grid.scale_format == "e8m0":
@@ -45,20 +48,22 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
         e4m3 = _table("e4m3").to(groups.device)
         above = torch.ones((), dtype=torch.float64, device=groups.device)
         if about.scale_of == "tensor":
-            above = _usable(largest.max() / (table[-1] * e4m3[-1]))
+            above = _usable(_ratio(_ratio(largest.max(), table[-1]), e4m3[-1]))
         elif given is not None:
             above = _usable(given)
-        scale = _nearest(largest / table[-1] / above, e4m3).clamp(min=2.0**-9) * above
+        ratio = _ratio(_ratio(largest, table[-1]), above)
+        scale = _nearest(ratio, e4m3).clamp(min=2.0**-9) * above
     else:
-        scale = largest / table[-1] if given is None else given
+        scale = _ratio(largest, table[-1]) if given is None else given
     scale = _usable(scale.float().double())  # as it is stored
     return _nearest(_ratio(groups, scale), table) * scale, table[0] * scale, table[-1] * scale
 
 
-def _ratio(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, rounded to float32 as wherever it is computed: bfloat16 values over a scale that
-    is one of them by 448 lie on ties so often that what float64 makes of them is another code."""
-    return (x.float() / scale.float()).double()
+def _ratio(x: Tensor, by: Tensor | float) -> Tensor:
+    """x / ``by`` of float32 values, rounded to float32 once; a tensor also where ``by`` is a
+    number, by whose reciprocal CUDA would multiply."""
+    divisor = torch.as_tensor(by, dtype=torch.float32, device=x.device)
+    return (x.float() / divisor.expand_as(x)).double()
 
 
 def _table(kind: str) -> Tensor:

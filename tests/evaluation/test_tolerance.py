@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from qbench.evaluation.scoring.check import Check
-from qbench.evaluation.tolerance import Tolerance, exceeded
+from qbench.evaluation.tolerance import Tolerance, beyond, exceeded
 from qbench.record import DifferenceFromExact, SampleDifference, ScoringReport
 
 
@@ -53,16 +54,22 @@ def test_a_tightened_bound_names_task_and_bound(bounds, words):
 
 
 @pytest.mark.parametrize(
-    ("bias", "stderr", "passes"),
+    ("bias", "stderr", "documents", "passes"),
     [
-        (0.04, None, True),
-        (-0.06, None, False),
-        (0.09, 0.03, True),  # within two standard errors of the bound
-        (-0.12, 0.03, False),
+        (0.04, None, 1, True),
+        (-0.06, None, 1, False),
+        (0.2062, 0.073, 32, True),  # 1 of 120 samples has that by chance, and a grid has 150
+        (0.18, 0.03, 32, True),  # within 4.46 standard errors of the bound
+        (-0.19, 0.03, 32, False),
+        (0.24, 0.03, 2, True),  # within 6.6
+        (0.26, 0.03, 2, False),
     ],
 )
-def test_where_rounding_is_amplified_the_mean_with_its_sign_is_judged_alone(bias, stderr, passes):
+def test_where_rounding_is_amplified_the_mean_with_its_sign_is_judged_alone(
+    bias, stderr, documents, passes
+):
     far = {"mean_per_token": 0.4, "largest_per_token": 3.0, "changed_answers": 15}
+    far |= {"documents": documents}
     biased = sample(**far, bias_per_token=bias, bias_stderr=stderr, by_bias=True)
     refusal = exceeded(Tolerance(), report(biased))
     assert (refusal is None) == passes
@@ -70,6 +77,31 @@ def test_where_rounding_is_amplified_the_mean_with_its_sign_is_judged_alone(bias
         assert f"its mean difference on the sample is {bias:+.4g} ± " in refusal
         assert "evaluation.tolerance.mean 0.05" in refusal
     assert exceeded(Tolerance(), report(sample(**far, bias_per_token=bias)))  # of other cells
+
+
+NOISE = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "heavy tails": lambda rng, shape: rng.standard_t(3, shape) / 3**0.5,
+    "skewed": lambda rng, shape: rng.exponential(size=shape) - 1,
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
+    """20 grids of 150 samples of 32 documents whose mean scatters by 0.073 nats a token, as that
+    of 4-bit activations in blocks does. Two standard errors would fail 8 to 60 of the 3,000."""
+    scatter = 0.073 * NOISE[noise](np.random.default_rng(0), (3000, 32)) * 32**0.5
+
+    def fail(bias):
+        means, errors = bias + scatter.mean(1), scatter.std(1, ddof=1) / 32**0.5
+        found = [
+            sample(documents=32, bias_per_token=mean, bias_stderr=error, by_bias=True)
+            for mean, error in zip(means.tolist(), errors.tolist(), strict=True)
+        ]
+        return sum(beyond(Tolerance(), one) is not None for one in found) / 3000
+
+    assert fail(0.0) <= 0.001
+    assert fail(0.6) > 0.95
 
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():

@@ -10,16 +10,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
 from quantizer_models import DIGEST, PROBE, calibration, llama
-from test_rounding import GRIDS, INF, NAN, draw
+from test_rounding import GRIDS, INF, NAN, draw, ties
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.interface import attend
 from qbench.evaluation.scoring.fused import fused
-from qbench.quantizers import quantizer_of
+from qbench.quantizers import formats, quantizer_of
 from qbench.quantizers.activations import kernel, rounding
 from qbench.quantizers.activations.quantize import fixed_by
 from qbench.quantizers.audit import audit
 from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantizer import ActivationEvidence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +60,27 @@ def test_the_kernel_is_the_definition_bit_for_bit(name, dtype, columns):
             kernel.rounded(x, grid, scale, zero).cpu(),
             rounding.rounded(x.cpu(), grid, *(t if t is None else t.cpu() for t in (scale, zero))),
         )
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_and_the_audit_decide_ties_as_the_definition_does(name, dtype):
+    grid = GRIDS[name]
+    size = {"e8m0": 32, "e4m3": 16}.get(grid.scale_format, 32)
+    x = ties().to(dtype).view(-1, size)
+    given = fixed_by(*torch.aminmax(x.cuda()), grid)
+    for fixed in [None] if grid.scale_format == "e8m0" else [None, given]:
+        scale, zero = (fixed.scale, fixed.zero) if fixed else (None, None)
+        found = kernel.rounded(x.cuda(), grid, scale, zero)
+        there = rounding.rounded(x, grid, *(t if t is None else t.cpu() for t in (scale, zero)))
+        assert same(found.cpu(), there)
+        about = ActivationEvidence(
+            grid=grid, scale_of="text" if fixed else "group", group=size, scale=scale, zero=zero
+        )
+        shape = formats.groups_of(x, about).shape
+        wanted, _, _ = formats.expected(x.cuda().double().view(shape), about)
+        off = (found.double().view(shape) - wanted).abs()
+        assert not (off > 4 * torch.finfo(dtype).eps * wanted.abs()).any()
 
 
 def on_gpu(stated, folder, dtype="bfloat16"):

@@ -9,7 +9,7 @@ os.environ["TRITON_CACHE_DIR"] = os.devnull
 import warnings
 
 import torch
-from test_rounding import GRIDS, INF, NAN, draw
+from test_rounding import GRIDS, INF, NAN, draw, ties
 
 from qbench.quantizers.activations import kernel, rounding
 from qbench.quantizers.activations.quantize import fixed_by
@@ -36,8 +36,10 @@ if __name__ == "__main__":
     for name, grid in GRIDS.items():
         for dtype in (torch.float32, torch.float16):
             for columns in (16, 100):
-                x = odd(columns).to(dtype)
-                fixed = fixed_by(torch.tensor(-2.0), torch.tensor(3.0), grid)
-                chosen = [None] if grid.scale_format == "e8m0" else [None, fixed]
-                found = {same(x, grid, one) for one in chosen}
+                own = grid.scale_format == "e8m0"  # no other scale than each block's own
+                found = set()
+                for x in (odd(columns).to(dtype), ties(4, 32).to(dtype).view(-1, 16)):
+                    for ends in ((-2.0, 3.0), (-7.0, 7.0)):
+                        fixed = fixed_by(*map(torch.tensor, ends), grid)
+                        found |= {same(x, grid, one) for one in ([None] if own else [None, fixed])}
                 print(f"{name} {dtype} {columns}: {' and '.join(sorted(found))}")

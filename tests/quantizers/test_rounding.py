@@ -33,6 +33,20 @@ def draw(rows=64, columns=96, seed=0):
     return x * torch.logspace(-3, 3, rows)[:, None]
 
 
+def ties(rows=256, columns=384):
+    """What down_proj takes in, silu(gate) · up, of 8 bits of mantissa: the largest is 7, so that
+    NVFP4's block scales lie on E4M3's ties, and every 32 reach as far below 0 as above, so that
+    zero points do."""
+    generator = torch.Generator().manual_seed(1)
+    gate, up = torch.randn(2, rows, columns, generator=generator)
+    x = (torch.nn.functional.silu(gate) * up).bfloat16().float().clamp(-7, 7)
+    groups = x.view(-1, 32)
+    groups[0, 0] = 7.0
+    groups[:, 0] = groups.abs().amax(1)
+    groups[:, 1] = -groups[:, 0]
+    return x
+
+
 def test_int_codes_are_the_issues():
     """2^(bits − 1) − 1 levels on each side, half to even: by hand."""
     x = torch.tensor([[7.0, -7.0, 0.5, 1.5, 2.5, -0.5, 3.49, -6.51]])
@@ -58,6 +72,29 @@ def test_every_format_has_no_more_levels_than_its_bits_and_is_the_audits(name, d
     wanted, _, _ = formats.expected(x.double().reshape(-1, 32), about)
     off = (groups.double() - wanted).abs() > 4 * torch.finfo(dtype).eps * wanted.abs()
     assert off.double().mean() < 2e-3
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("scale_of", ["group", "tensor", "text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_audit_decides_ties_as_the_definition_does(name, scale_of, dtype):
+    grid, x = GRIDS[name], ties().to(dtype)
+    if grid.scale_format == "e8m0" and scale_of != "group":
+        pytest.skip("every block has its own scale alone")
+    fixed = None if scale_of == "group" else fixed_by(*torch.aminmax(x), grid)
+    size = {"e8m0": 32, "e4m3": 16}.get(grid.scale_format, 32 if scale_of == "group" else -1)
+    given = fixed if scale_of == "text" else None
+    about = ActivationEvidence(
+        grid=grid,
+        scale_of=scale_of,
+        group=size,
+        scale=given.scale if given else None,
+        zero=given.zero if given else None,
+    )
+    found = formats.groups_of(by_group(x, grid, size, fixed), about)
+    wanted, _, _ = formats.expected(formats.groups_of(x.double(), about), about)
+    off = (found.double() - wanted).abs() > 4 * torch.finfo(dtype).eps * wanted.abs()
+    assert float(off.double().mean()) == 0
 
 
 def test_e4m3_is_torchs_own_on_every_16_bit_pattern():
