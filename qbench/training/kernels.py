@@ -23,7 +23,8 @@ def attention_kernels(step: Callable[[], None], device: torch.device) -> list[st
         return ["none"]
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    # Nothing is accumulated in one cycle; without it torch 2.11 warns of events that it clears.
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         step()
         torch.cuda.synchronize()
     names = {event.key for event in seen.key_averages() if event.self_device_time_total > 0}

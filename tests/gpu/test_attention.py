@@ -259,15 +259,6 @@ def test_auto_is_triton_on_cuda():
     assert attend(small_model(), normalizer="softpick") == "softpick/triton"
 
 
-@pytest.fixture
-def dynamo(monkeypatch):
-    """Other tests do without, see conftest.py."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("train", [False, True])
 def test_a_compiled_model_has_no_graph_break(train):
@@ -305,7 +296,8 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
         monkeypatch.setattr(launch, name, spy)
     run = torch.compile(model, fullgraph=True) if compiled else model
     ids = torch.randint(0, 101, (2, 200), device="cuda")
-    profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    profiled = torch.profiler.profile(activities=activities, acc_events=True)
     with profiled as profile:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = run(ids, labels=ids, use_cache=False).loss
@@ -336,12 +328,16 @@ def test_parameters_are_trained_in_a_graph_and_with_checkpointing(normalizer, na
     output = torch.utils.checkpoint.checkpoint(run, *sources, use_reentrant=False)
     got = torch.autograd.grad(output, sources, gradient)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    # A leaf's node of the graph of gradients keeps the stream it was made on as long as any output
+    # lives, here that of the checkpoint: captured are leaves that no other stream has seen.
+    sources = [source.detach().requires_grad_() for source in sources]
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.autograd.grad(run(*sources), sources, gradient)
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         replayed = torch.autograd.grad(run(*sources), sources, gradient)
     graph.replay()
     torch.cuda.synchronize()

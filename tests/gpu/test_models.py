@@ -21,8 +21,6 @@ from qbench.quantizers.quantization import quantize
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # of GPT-BigCode in transformers 5.17
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
 ]
 LOOSE = Tolerance(mean=1, largest=5, changed=1.0)
 CLOSE = 0.05  # nats a request of a few tokens: float32 products may be TF32

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    # what torch 2.11 says of itself when its compiler is imported
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("dynamo")]
 
 SETTINGS = {
     "name": "gpu",
@@ -47,26 +43,25 @@ def made(normalizer, attention="triton", **compute):
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-def test_a_compiled_step_runs_the_causal_kernels_and_never_waits(normalizer):
+def test_a_compiled_step_runs_the_causal_kernels_and_never_waits(normalizer, waiting_fails):
+    from torch._dynamo.utils import counters
+
     from qbench.training.kernels import attention_kernels
 
-    torch._dynamo.reset()
+    counters.clear()
     _, step = made(normalizer)
     for number in range(3):
         step(number)
+    assert counters["stats"]["unique_graphs"] >= 1  # the compiler was at work
     kernels = attention_kernels(lambda: step(3), torch.device("cuda"))
     assert len(kernels) >= 3, kernels  # forward, keys, queries
     assert not any("fmha" in name or "flash" in name for name in kernels)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    waiting_fails()
+    step(4)
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_compiled_kernels_and_eager_reference_train_alike(normalizer):
-    torch._dynamo.reset()
     losses = []
     for attention, mode in (("triton", "default"), ("reference", False)):
         _, step = made(normalizer, attention, compile=mode)

@@ -1,0 +1,40 @@
+"""What all tests on a GPU share: what torch says of itself is no failure of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+PASSED_OVER = (
+    # torch 2.11, when its compiler is imported, and GPT-BigCode of transformers 5.17
+    "ignore:.torch.jit.script",
+    # torch's compiler, of the float32 products of the rotary embedding
+    "ignore:TensorFloat32 tensor cores:UserWarning",
+    "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Handed the tests of all folders, where others are run too."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            for warning in PASSED_OVER:
+                item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@pytest.fixture
+def dynamo(monkeypatch):
+    """With torch's compiler, which other tests do without, see tests/conftest.py."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def waiting_fails():
+    """A function: from its call to the test's end, an operation that waits for the GPU raises."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
