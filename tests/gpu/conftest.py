@@ -10,7 +10,10 @@ import torch
 PASSED_OVER = (
     # torch 2.11, when its compiler is imported, and GPT-BigCode of transformers 5.17
     "ignore:.torch.jit.script",
-    # torch's compiler, of the float32 products of the rotary embedding
+    # its compiler at work: of its own classes, of what it could do faster, and of the float32
+    # products of the rotary embedding
+    "ignore:.isinstance.treespec, LeafSpec:FutureWarning",
+    r"ignore:\s*Online softmax is disabled:UserWarning",
     "ignore:TensorFloat32 tensor cores:UserWarning",
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
 )
