@@ -15,6 +15,7 @@ from qbench.plan import Cell, Plan
 from qbench.record import Grid, Record, Unavailable
 from qbench.run import cache_folder, failed
 from qbench.running.executors import SerialExecutor
+from qbench.running.order import in_order
 from qbench.running.relay import Relay
 from qbench.running.work import Work, complete, give_up, rows_problem, settled
 from qbench.runs import run_id
@@ -220,19 +221,6 @@ def readable(grid: Grid, store: Store) -> Grid:
             store.get(cell)
             cells.append(cell)
     return grid.model_copy(update={"cells": tuple(cells)})
-
-
-def in_order(cells: Sequence[Cell]) -> list[Cell]:
-    """For cells side by side: what others wait for first, then what takes longest, which is exact
-    scoring where others are scored fast, then calibration."""
-    return sorted(
-        cells,
-        key=lambda cell: (
-            cell.base is not None,
-            cell.scoring.mode == "fast",
-            not cell.quantizer.needs_calibration,
-        ),
-    )
 
 
 def put_grid(plan: Plan, store: Store, sink: Sink) -> None:

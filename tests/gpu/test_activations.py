@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qbench.attention.interface import attend
 from qbench.evaluation.scoring.fused import fused
 from qbench.quantizers import formats, quantizer_of
-from qbench.quantizers.activations import kernel, rounding
+from qbench.quantizers.activations import kernel, ranges, rounding
 from qbench.quantizers.activations.quantize import fixed_by
 from qbench.quantizers.audit import audit
 from qbench.quantizers.quantization import quantize
@@ -106,6 +106,18 @@ def test_every_scheme_passes_its_audit(name, weights, tmp_path):
     _, report = on_gpu(stated, tmp_path)
     assert report.problems == ()
     assert len(report.activations.modules) == 14
+
+
+def test_counting_values_does_not_wait_for_the_device():
+    x = odd(2816, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
+    here, there = (ranges.Seen(t.device, counted=True) for t in (x, x.cpu()))
+    there.add(x.cpu())
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        here.add(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(here.counts.cpu(), there.counts)
 
 
 def wide(layers=4):

@@ -9,7 +9,7 @@ from quantizer_models import PROBE, calibration, llama, make
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import formats, parse, quantizer_of
-from qbench.quantizers.activations import inputs, rounding
+from qbench.quantizers.activations import inputs, ranges, rounding
 from qbench.quantizers.activations.integers import IntTensor, IntToken
 from qbench.quantizers.audit import audit
 from qbench.quantizers.parts import ACTIVATIONS, Combined
@@ -214,6 +214,33 @@ def test_static_ranges_are_those_of_the_calibration_text(folder):
     original(calibration().ids, use_cache=False)
     largest = float(torch.cat(seen).abs().max())
     assert float(model.qbench_inputs.fixed[LAYER].scale) == pytest.approx(largest / 127, rel=1e-4)
+
+
+@pytest.mark.parametrize(("percentile", "counted"), [(100.0, False), (99.0, True)])
+def test_values_are_counted_for_a_percentile_alone(percentile, counted, monkeypatch):
+    made = []
+
+    class Recorded(ranges.Seen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(ranges, "Seen", Recorded)
+    settings = {"percentile": percentile, "symmetric": True, "spared": ()}
+    found = ranges.ranges(llama(), calibration(), **settings, progress=lambda *_: None)
+    assert len(found) == 14
+    assert {one.counts is not None for one in made} == {counted}
+
+
+def test_a_percentile_is_that_of_the_values():
+    x = torch.randn(20000, generator=torch.Generator().manual_seed(0))
+    seen = ranges.Seen(x.device, counted=True)
+    for part in x.split(3000):
+        seen.add(part)
+    assert int(seen.counts.sum()) == len(x)
+    low, high = seen.range(99, symmetric=False).tolist()
+    assert [low, high] == pytest.approx(x.quantile(torch.tensor([0.005, 0.995])).tolist(), rel=0.01)
+    assert float(seen.range(100, symmetric=False)[1]) == float(x.max())
 
 
 def test_another_width_is_one_line(folder, monkeypatch):

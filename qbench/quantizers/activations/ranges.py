@@ -19,17 +19,20 @@ SIGN = 2**15
 
 
 class Seen:
-    """What one layer took in: how often each bfloat16 value, and the two ends in full."""
+    """What one layer took in: the two ends in full and, ``counted``, how often each bfloat16 value
+    came, for which a percentile below 100 alone asks."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(PATTERNS, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, *, counted: bool) -> None:
+        self.counts = torch.zeros(PATTERNS, dtype=torch.int64, device=device) if counted else None
         self.low = torch.tensor(torch.inf, device=device)
         self.high = torch.tensor(-torch.inf, device=device)
 
     def add(self, x: Tensor) -> None:
         flat = x.detach().float().reshape(-1)
-        upper = (flat.view(torch.int32) >> 16) & (PATTERNS - 1)
-        self.counts += torch.bincount(upper, minlength=PATTERNS)
+        if self.counts is not None:
+            upper = (flat.view(torch.int32) >> 16) & (PATTERNS - 1)
+            # not bincount, which waits for the device twice
+            self.counts.scatter_add_(0, upper.long(), torch.ones_like(upper, dtype=torch.int64))
         low, high = torch.aminmax(flat)
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
@@ -44,6 +47,7 @@ class Seen:
                 high = torch.maximum(-self.low, self.high)
                 return torch.stack([-high, high])
             return torch.stack([self.low, self.high])
+        assert self.counts is not None, "a percentile below 100 needs what was counted"
         positive, negative = self.counts[:SIGN].double(), self.counts[SIGN:].double()
         if symmetric:
             high = _at(positive + negative, percentile / 100)
@@ -80,7 +84,7 @@ def ranges(
                 last[:] = [(weakref.ref(x), name)]
                 leader[name] = name
                 if x.numel():
-                    seen.setdefault(name, Seen(x.device)).add(x)
+                    seen.setdefault(name, Seen(x.device, counted=percentile < 100)).add(x)
 
             return look
 

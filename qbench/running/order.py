@@ -1,0 +1,39 @@
+"""In which order cells begin that run side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from qbench.plan import Cell
+
+
+def in_order(cells: Sequence[Cell]) -> list[Cell]:
+    """For cells side by side: what others wait for first, then what takes longest, which is exact
+    scoring where others are scored fast, then calibration. Last are cells whose calibrated weights
+    or scales another makes: beside it they would wait, and keep a worker from others."""
+    reused = _calibrated_by_another(cells)
+    return sorted(
+        cells,
+        key=lambda cell: (
+            cell.base is not None,
+            cell.scoring.mode == "fast",
+            cell.name in reused,
+            not cell.quantizer.needs_calibration,
+        ),
+    )
+
+
+def _calibrated_by_another(cells: Sequence[Cell]) -> set[str]:
+    """Cells all of whose calibrated stages an earlier one of ``cells`` makes."""
+    made: list[tuple[str, Mapping[str, object]]] = []
+    found = set()
+    for cell in cells:
+        stages = [
+            (cell.checkpoint.digest, stage.settings)
+            for _, stage in cell.quantizer.stages
+            if stage.needs_calibration
+        ]
+        if stages and all(stage in made for stage in stages):
+            found.add(cell.name)
+        made += stages
+    return found
