@@ -1,6 +1,6 @@
 """Damage by a KV cache of few bits on the trained pair, against an independent measurement on 15
 texts of 1,024 tokens: here on two of them, which differ from all by a tenth; in full on a GPU
-(tests/gpu/test_kv_cache.py)."""
+(tests/gpu/test_gpu_kv_cache.py)."""
 
 from __future__ import annotations
 

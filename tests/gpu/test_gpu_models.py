@@ -1,0 +1,80 @@
+"""Every class of models on CUDA: scored as on its own attention, quantized, audited."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantizer_models import DIGEST
+from scoring_models import choices, scorer
+from tiny import write_tiny
+from transformers import AutoModelForCausalLM
+
+from qbench.checkpoints import find, load_model
+from qbench.checkpoints.classes import CLASSES
+from qbench.evaluation.settings import MODES
+from qbench.evaluation.tolerance import Tolerance
+from qbench.quantizers import parse
+from qbench.quantizers.audit import audit
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.quantization import quantize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LOOSE = Tolerance(mean=1, largest=5, changed=1.0)
+CLOSE = 0.05  # nats a request of a few tokens: float32 products may be TF32
+
+
+def answers(model, mode):
+    found = scorer(model, mode, tolerance=LOOSE).loglikelihood(choices(3), disable_tqdm=True)
+    return torch.tensor([value for value, _ in found])
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_it_is_scored_as_on_its_own_attention(kind, tmp_path):
+    found = find(str(write_tiny(tmp_path, kind)))
+    can = found.abilities
+    own = {"attn_implementation": can.own} if can.own == "eager" else {}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **own)
+    expected = answers(theirs.cuda().eval(), "lm-eval")
+    ours = load_model(found, dtype=torch.float32, device="cuda")
+    if not can.native:
+        assert ours.config._attn_implementation == f"qbench-{can.normalizer}-triton"
+    for mode in MODES:
+        if MODES.index(mode) >= MODES.index(can.scoring):
+            assert (answers(ours, mode) - expected).abs().max() < CLOSE, mode
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_it_is_loaded_in_half_precision(kind, dtype, tmp_path):
+    """What our attention gives is held against the class's own there."""
+    assert load_model(find(str(write_tiny(tmp_path, kind))), dtype=dtype, device="cuda")
+
+
+EXPERTS = ("mixtral", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", ["hqq-4bit", "bnb-4bit", "bnb-8bit", "gptq-4bit"])
+@pytest.mark.parametrize("kind", [*EXPERTS, "gpt2", "gemma2"])
+def test_experts_and_turned_layers_are_quantized(kind, name, tmp_path):
+    if name == "bnb-4bit" and kind in EXPERTS:
+        pytest.xfail(
+            "bitsandbytes multiplies a single row by another kernel: an expert's tokens depend on "
+            "the batch, and the audit refuses the cell"
+        )
+    found = find(str(write_tiny(tmp_path / "model", kind)))
+    stated = {"compute_dtype": "bfloat16", "group_size": 32, "backend": "torch"}
+    known = parse(name).settings
+    quantizer = parse(name, {k: v for k, v in stated.items() if k in known})
+    ids = torch.randint(2, 400, (8, 24), generator=torch.Generator().manual_seed(1))
+
+    def model():
+        return load_model(found, dtype=torch.bfloat16, device="cuda")
+
+    made = quantize(
+        model(), quantizer, calibration=Calibration(ids=ids, seed=1), digest=DIGEST,
+        artifacts=tmp_path / "kept",
+    ).model  # fmt: skip
+    assert audit(model(), made, quantizer, ids[:2].cuda()).problems == ()
