@@ -49,7 +49,7 @@ class Run:
     log: Callable[[int], Log]  # from a step on
     best: Callable[[LlamaForCausalLM], None]
     say: Callable[[int, str], None]
-    stop_after: int | None = None  # steps of this session
+    stop_after: int | None = None  # steps of this call
 
 
 def train(run: Run) -> tuple[Progress, float | None]:
