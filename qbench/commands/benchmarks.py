@@ -213,6 +213,19 @@ def training(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also show one step by kernel, of every row.")
     ] = False,
+    graphs: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|whole|layers",
+            help="What is compiled at once. auto: the whole model, layers on several GPUs.",
+        ),
+    ] = "auto",
+    travel: Annotated[
+        str,
+        typer.Option(
+            metavar="float32|bfloat16", help="In what gradients are averaged over the GPUs."
+        ),
+    ] = "float32",
     device: DeviceOption = Device.auto,
     out: Json = None,
 ) -> None:
@@ -231,6 +244,8 @@ def training(
         compute = Compute(
             precision=precision,
             compile=False if compile == "no" else compile,
+            graphs=graphs,
+            travel=travel,
             deterministic=deterministic,
         )
     except ValidationError as error:

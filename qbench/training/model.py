@@ -55,7 +55,7 @@ class Loss(nn.Module):
         super().__init__()
         self.dtype = DTYPES[precision]
         self.embeddings = model.get_input_embeddings()
-        self.rest: nn.Module = LossOfEmbedded(model)
+        self.rest = LossOfEmbedded(model)
 
     def forward(self, rows: Tensor) -> Tensor:
         """``rows`` [B, T + 1] int64: every token but the first is predicted."""
@@ -74,11 +74,24 @@ class LossOfEmbedded(nn.Module):
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
-        self.model = model
+        self.decoder, self.head = model.get_decoder(), LossOfStates(model)
 
     def forward(self, embedded: Tensor, targets: Tensor) -> Tensor:
         """``embedded`` [B, T, D], ``targets`` [B, T] int64."""
         half = embedded.dtype != torch.float32
         with torch.autocast(embedded.device.type, embedded.dtype, enabled=half):
-            logits = self.model(inputs_embeds=embedded, use_cache=False).logits
+            states = self.decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
+            return self.head(states, targets)
+
+
+class LossOfStates(nn.Module):
+    """The same from the last hidden states on."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.matrix = model.get_output_embeddings()
+
+    def forward(self, states: Tensor, targets: Tensor) -> Tensor:
+        """``states`` [B, T, D], ``targets`` [B, T] int64."""
+        logits = self.matrix(states)
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

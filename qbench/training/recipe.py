@@ -98,7 +98,9 @@ class Schedule(Strict):
 class Compute(Strict):
     """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
     bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
-    rests on. ``compile``: torch.compile's mode, or false."""
+    rests on. ``compile``: torch.compile's mode, or false. ``graphs``: the model compiled whole, or
+    layer by layer, so that gradients are averaged over the GPUs while earlier layers' are still
+    computed; ``auto``: layers on several GPUs. ``travel``: what gradients are averaged in."""
 
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "reference", "triton"] = "auto"
@@ -106,7 +108,13 @@ class Compute(Strict):
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
         | Literal[False]
     ) = "default"
+    graphs: Literal["auto", "whole", "layers"] = "auto"
+    travel: Literal["float32", "bfloat16"] = "float32"
     deterministic: Flag = True
+
+    def by_layer(self, processes: int) -> bool:
+        """Whether each layer is a graph of its own in a training by so many processes."""
+        return self.graphs == "layers" or (self.graphs == "auto" and processes > 1)
 
 
 class Watch(Strict):

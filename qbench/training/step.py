@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM
@@ -36,9 +38,8 @@ class Step:
             process=processes.index,
             processes=processes.count,
         )
-        self.loss = _parallel(
-            _compiled(Loss(model, recipe.compute.precision), recipe.compute), processes
-        )
+        loss = _compiled(Loss(model, recipe.compute.precision), recipe.compute, processes)
+        self.loss = _parallel(loss, processes, recipe.compute)
 
     def __call__(self, number: int) -> tuple[Tensor, Tensor]:
         """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
@@ -67,23 +68,33 @@ class Step:
         return self.loss.no_sync() if self.processes.count > 1 and not last else nullcontext()
 
 
-def _compiled(loss: Loss, compute: Compute) -> Loss:
+def _compiled(loss: Loss, compute: Compute, processes: Processes) -> Loss:
     loss.train()
-    if compute.compile:
-        # A recipe's models follow one another: the compiler would take each for the same one
-        # compiled again, and give up at the eighth.
-        torch._dynamo.reset()
-        loss.rest = torch.compile(loss.rest, fullgraph=True, dynamic=False, mode=compute.compile)
+    if not compute.compile:
+        return loss
+    # A recipe's models follow one another: the compiler would take each for the same one compiled
+    # again, and give up at the eighth.
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": compute.compile}
+    if compute.by_layer(processes.count):
+        for part in (*loss.rest.decoder.layers, loss.rest.head):
+            part.compile(**options)
+    else:
+        loss.rest.compile(**options)
     return loss
 
 
-def _parallel(loss: nn.Module, processes: Processes) -> nn.Module:
-    """Around the compiled module, so that the compiler sees one whole graph."""
+def _parallel(loss: nn.Module, processes: Processes, compute: Compute) -> nn.Module:
+    """Gradients are averaged as they come. One graph of the whole model gives them all at its end;
+    with a graph a layer they travel while those of the layers before are still computed."""
     if processes.count == 1:
         return loss
     place = processes.device
-    return DistributedDataParallel(
+    parallel = DistributedDataParallel(
         loss,
         device_ids=[place.index] if place.type == "cuda" else None,
         gradient_as_bucket_view=True,
     )
+    if compute.travel == "bfloat16":
+        parallel.register_comm_hook(None, bf16_compress_hook)
+    return parallel

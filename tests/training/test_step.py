@@ -11,7 +11,7 @@ from qbench.training.feed import batches
 from qbench.training.model import Loss, initial_model
 from qbench.training.order import Sequences
 from qbench.training.processes import Processes
-from qbench.training.recipe import Shape, TrainingRecipe
+from qbench.training.recipe import Compute, Shape, TrainingRecipe
 from qbench.training.step import Step
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
@@ -74,7 +74,7 @@ def test_the_compiler_sees_one_whole_graph_and_no_mask(dynamo, normalizer, preci
         return graph.forward
 
     loss = Loss(model(normalizer), precision)
-    loss.rest = torch.compile(loss.rest, fullgraph=True, dynamic=False, backend=backend)
+    loss.rest.compile(fullgraph=True, dynamic=False, backend=backend)
     loss(rows()).backward()
     assert len(graphs) == 1
     shapes = [
@@ -84,6 +84,38 @@ def test_the_compiler_sees_one_whole_graph_and_no_mask(dynamo, normalizer, preci
         and node.meta["example_value"].dtype == torch.bool
     ]
     assert (2, 1, 16, 16) not in shapes  # a dense mask over the batch
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_layers_are_one_graph_that_is_compiled_once_and_give_the_same(dynamo, normalizer):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    one, batch = (
+        initial_model(
+            SHAPE.model_copy(update={"layers": 12}), normalizer=normalizer, seed=0, device="cpu"
+        )[0],
+        rows(),
+    )
+    plain = Loss(one, "float32")(batch)
+    loss = Loss(one, "float32")
+    for part in (*loss.rest.decoder.layers, loss.rest.head):
+        part.compile(fullgraph=True, dynamic=False, backend=backend)
+    compiled = loss(batch)
+    compiled.backward()
+    assert len(graphs) == 2  # a layer's, and that of the head and the loss
+    torch.testing.assert_close(compiled, plain)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "processes", "by_layer"),
+    [("auto", 1, False), ("auto", 2, True), ("whole", 2, False), ("layers", 1, True)],
+)
+def test_layers_are_compiled_alone_where_gradients_travel(graphs, processes, by_layer):
+    assert Compute(graphs=graphs).by_layer(processes) is by_layer
 
 
 def recipe(**changed):
