@@ -25,16 +25,20 @@ FLASH_SIGMOID = 1.17  # × FlashAttention-2 on an H100, forward (Ramapuram et al
 PLAIN = {
     "sigmoid": "softmax", "softmax1": "softmax", "softmax-sink": "softmax",
     "scalable-softmax": "softmax", "scalable-softpick": "softpick",
+    "scalable-softmax-next": "softmax", "scalable-softpick-next": "softpick",
 }  # fmt: skip
-VARIANTS = ("ALiBi", "soft cap")
+VARIANTS = ("ALiBi", "trained ALiBi", "soft cap")
 OF_VARIANTS = ("softmax", "softpick", "sigmoid")
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ours(normalizer: str, heads: int, variant: str | None = None, *, trained: bool = True) -> Run:
-    """Our kernel, with parameters that need gradients where it has any."""
-    parameters = given(normalizer, heads, sloped=variant == "ALiBi", trained=trained)
+    """Our kernel, with parameters that need gradients where it has any; slopes only if trained."""
+    sloped = variant in ("ALiBi", "trained ALiBi")
+    parameters = given(normalizer, heads, sloped=sloped, trained=trained)
+    if variant == "ALiBi":
+        parameters["slopes"].requires_grad_(False)
     softcap = CAP if variant == "soft cap" else None
     return lambda q, k, v: kernels.attention(
         q, k, v, normalizer=normalizer, parameters=parameters, softcap=softcap, causal=True

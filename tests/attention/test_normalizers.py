@@ -17,7 +17,7 @@ from qbench.errors import UnavailableError
 
 NAMES = [
     "softmax", "softpick", "rectified", "sigmoid", "softmax1", "softmax-sink", "scalable-softmax",
-    "scalable-softpick",
+    "scalable-softpick", "scalable-softmax-next", "scalable-softpick-next",
 ]  # fmt: skip
 
 

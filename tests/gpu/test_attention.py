@@ -156,6 +156,32 @@ def test_gradients_in_gluon_equal_the_reference_in_every_run(
     assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
 
 
+@pytest.mark.parametrize("normalizer", NAMES)
+@pytest.mark.parametrize("enough", [0, 1 << 60], ids=["gluon", "triton"])
+def test_slopes_have_the_references_gradient_from_both_backward_kernels(
+    normalizer, enough, monkeypatch
+):
+    """In the cases of the bench they are trained together with s, which Gluon does not do."""
+    from qbench.attention.kernels import launch
+
+    monkeypatch.setattr(launch.gluon_backward, "ENOUGH", enough)
+    inputs = [draw(2, 4, 640, 64, seed=s).requires_grad_() for s in range(3)]
+    gradient = draw(2, 4, 640, 64, seed=3)
+    parameters = given(normalizer, 4, sloped=True)
+    slopes = parameters["slopes"].requires_grad_()
+    settings = {"normalizer": normalizer, "causal": True, "softcap": 5.0}
+    output = kernels.attention(*inputs, parameters=parameters, **settings)
+    got = (output, *torch.autograd.grad(output, [*inputs, slopes], gradient))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (*inputs, slopes)]
+    parameters = {name: tensor.double() for name, tensor in parameters.items()}
+    parameters["slopes"] = wide[3]
+    truth = reference.attention(*wide[:3], parameters=parameters, **settings)
+    truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
+    errors = [relative_error(a, b) for a, b in zip(got, truths, strict=True)]
+    assert max(errors[:4]) <= 1e-2
+    assert errors[4] <= 5e-2
+
+
 @pytest.mark.parametrize("enough", [0, 1 << 60], ids=["gluon", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -310,8 +336,13 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("normalizer", "name"), [("sigmoid", "bias"), ("softmax-sink", "sinks"),
-                                                   ("scalable-softmax", "s")])  # fmt: skip
+TRAINED = [
+    ("sigmoid", "bias"), ("softmax-sink", "sinks"), ("scalable-softmax", "s"),
+    ("scalable-softpick-next", "s"), *((name, "slopes") for name in ("softpick", "sigmoid")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("normalizer", "name"), TRAINED)
 def test_parameters_are_trained_in_a_graph_and_with_checkpointing(normalizer, name):
     """The same gradients eagerly, under activation checkpointing, and replayed as a CUDA graph."""
     inputs = [draw(2, 4, 256, 64, seed=s).requires_grad_() for s in range(3)]

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qbench.errors import UnavailableError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,8 +59,6 @@ def attention(
                 f"the kernels take bfloat16, float16 or float32, one for all, not {tensor.dtype}; "
                 "reference.attention takes float64"
             )
-    if learning and "slopes" in given and given["slopes"].requires_grad:
-        raise UnavailableError("attention: the kernels give no gradient of slopes; use 'reference'")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and number <= 0:

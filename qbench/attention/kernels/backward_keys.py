@@ -65,7 +65,9 @@ def key_sweep(
         if RESHAPED & MODES:
             unit = 1.0
             if SCALED & MODES:
-                length = log2_length(rows, value_row, limits, start_k, counts, CAUSAL, WINDOW)
+                length = log2_length(
+                    rows, value_row, limits, start_k, counts, MODES, CAUSAL, WINDOW
+                )
                 gain = row_factor(length, factor, scale, MODES)[None, :]  # [1, BLOCK_Q]
                 row_slope = row_factor(length, factor, slope, MODES)[None, :]  # [1, BLOCK_Q]
             own = rows[None, :] + limits[2]

@@ -27,6 +27,7 @@ from qbench.attention.kernels.modes import (
     BIASED,
     CAPPED,
     LEARNING,
+    LEARNING_SLOPES,
     RESHAPED,
     SCALED,
     SINK_LEARNED,
@@ -91,7 +92,7 @@ def delta_sweep(
 
 @triton.jit
 def query_sweep(
-    dq, sums, q, g, lse, delta, rows, begin, end, k_source, v_source, mask, scale, shaping,
+    dq, sums, tilts, q, g, lse, delta, rows, begin, end, k_source, v_source, mask, scale, shaping,
     k_strides, v_strides, mask_strides, index, limits,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -100,9 +101,10 @@ def query_sweep(
 ):  # fmt: skip
     """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries,
     dq [BLOCK_Q, BLOCK_D]; and to ``sums`` [BLOCK_Q], where the gradient of sigmoid's bias or of s
-    is asked for, those of the scores, for s times the scores without s · log n. ``index``: batch
-    row, query head and key head; ``shaping``: what scores.reshaped takes after the positions, then
-    gain and slope without s · log n."""
+    is asked for, those of the scores, for s times the scores without s · log n; to ``tilts``
+    [BLOCK_Q], where that of slopes is, those of the scores times how far the key is ahead.
+    ``index``: batch row, query head and key head; ``shaping``: what scores.reshaped takes after the
+    positions, then gain and slope without s · log n."""
     batch, head, kv_head = index
     stop_k = limits[1]
     origin, gain, inner, slope, plain_gain, plain_slope = shaping
@@ -143,16 +145,19 @@ def query_sweep(
                 sums += tl.sum(ds * plain, 1)  # [BLOCK_Q]
             if BIASED & MODES:
                 sums += tl.sum(ds, 1)  # [BLOCK_Q]
+        if LEARNING_SLOPES & MODES:
+            ahead = (keys[None, :] - (rows[:, None] + limits[2])).to(tl.float32)
+            tilts += tl.sum(ds * ahead, 1)  # [BLOCK_Q]
         if CAPPED & MODES:
             ds = ds * (1 - products * products)
         dq = tl.dot(narrowed(ds, k.dtype), k, dq, input_precision="ieee")
-    return dq, sums
+    return dq, sums, tilts
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
 def query_kernel(
     q_source, k_source, v_source, g_source, output, lse_source, deltas, dq_out, row_gradients,
-    mask, spans, sinks, slopes, s, counts,
+    row_tilts, mask, spans, sinks, slopes, s, counts,
     head_counts, queries, keys, window, scale, score_scale, inner, strides,
     mask_b, mask_h, mask_t, mask_k,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -163,7 +168,8 @@ def query_kernel(
     """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of q, k, v, dO, output and dq; see
     :func:`qbench.attention.kernels.forward.forward_kernel`. ``row_gradients`` [B, heads, queries]:
-    what each row gives to the gradient of the head's bias, sink or s, where that is asked for."""
+    what each row gives to the gradient of the head's bias, sink or s, where that is asked for; so
+    ``row_tilts`` to that of its slope."""
     heads, group = head_counts
     q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
@@ -195,7 +201,7 @@ def query_kernel(
         delta = tl.zeros([BLOCK_Q], tl.float32)
     else:
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BLOCK_Q]
-    length = log2_length(rows, offset, limits, start_k, counts, CAUSAL, WINDOW)  # [BLOCK_Q]
+    length = log2_length(rows, offset, limits, start_k, counts, MODES, CAUSAL, WINDOW)  # [BLOCK_Q]
     factor = head_factor(head, s, MODES)
     plain_slope = slope_of(head, slopes, MODES)
     gain = row_factor(length, factor, score_scale, MODES)
@@ -240,22 +246,23 @@ def query_kernel(
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
+    tilts = tl.zeros([BLOCK_Q], tl.float32)
     if WINDOW:
-        dq, sums = query_sweep(
-            dq, sums, q, g, lse, delta, rows, begin, whole_begin, k_source, v_source, mask, unit,
-            shaping, k_strides, v_strides, mask_strides, index, limits,
+        dq, sums, tilts = query_sweep(
+            dq, sums, tilts, q, g, lse, delta, rows, begin, whole_begin, k_source, v_source, mask,
+            unit, shaping, k_strides, v_strides, mask_strides, index, limits,
             FAMILY, MODES, CAUSAL, WINDOW, True, TMA, FUSED, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM,
             BLOCK_DV, STAGES,
         )  # fmt: skip
     if mask is None:
-        dq, sums = query_sweep(
-            dq, sums, q, g, lse, delta, rows, whole_begin, whole_end, k_source, v_source, mask,
-            unit, shaping, k_strides, v_strides, mask_strides, index, limits,
+        dq, sums, tilts = query_sweep(
+            dq, sums, tilts, q, g, lse, delta, rows, whole_begin, whole_end, k_source, v_source,
+            mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
             FAMILY, MODES, CAUSAL, WINDOW, False, TMA, FUSED, BLOCK_K, HEAD_DIM, BLOCK_D,
             V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
-    dq, sums = query_sweep(
-        dq, sums, q, g, lse, delta, rows, whole_end, end, k_source, v_source, mask, unit,
+    dq, sums, tilts = query_sweep(
+        dq, sums, tilts, q, g, lse, delta, rows, whole_end, end, k_source, v_source, mask, unit,
         shaping, k_strides, v_strides, mask_strides, index, limits,
         FAMILY, MODES, CAUSAL, WINDOW, True, TMA, FUSED, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM,
         BLOCK_DV, STAGES,
@@ -266,6 +273,9 @@ def query_kernel(
         if SCALED & MODES:
             sums = sums * (length * (LN_2 * LN_2))
         tl.store(row_gradients + offset + rows, sums, mask=rows < stop_q)
+    if LEARNING_SLOPES & MODES:
+        tilts = row_factor(length, factor, tilts, MODES)
+        tl.store(row_tilts + offset + rows, tilts, mask=rows < stop_q)
     if SCALED & MODES:
         dq = dq * (gain / score_scale)
     pointers = dq_out + wide(batch) * dq_strides[0] + wide(head) * dq_strides[1]

@@ -87,7 +87,8 @@ def decode_kernel(
     known = tl.where(real, heads, kv_head * group)  # a head that is there
     value_row = (wide(batch) * kv_heads * group + known) * queries  # [BLOCK_R]
     row_limits = (stop_q, stop_k, shift, window)
-    length = log2_length(rows, value_row, row_limits, start_k, counts, CAUSAL, WINDOW)  # [BLOCK_R]
+    # [BLOCK_R]
+    length = log2_length(rows, value_row, row_limits, start_k, counts, MODES, CAUSAL, WINDOW)
     factor = head_factor(known, s, MODES)
     gain = row_factor(length, factor, scale, MODES)
     slope = row_factor(length, factor, slope_of(known, slopes, MODES), MODES)

@@ -37,10 +37,11 @@ TILES = {64: (64, (4, 2), (4, 2)), 128: (32, (3, 1), (4, 1))}
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     imprecise: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, rows: Tensor | None,
-    parameters: Parameters, family: str, asked: int, scale: float, softcap: float,
+    tilts: Tensor | None, parameters: Parameters, family: str, asked: int, scale: float,
+    softcap: float,
 ) -> None:  # fmt: skip
     """Fills dq, dk, dv and ``rows``, each row's part of the gradient of a parameter, if there is
-    one; for what :func:`fits` says."""
+    one, and ``tilts``, that of the slopes; for what :func:`fits` says."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     near_zero = FAMILIES[family].near_zero
@@ -55,12 +56,13 @@ def backward(
     group = heads // kv_heads
     scales = (scale, *factors(scale, softcap))
     # What is not asked for is not read: any tensor stands for it.
-    sinks, _, slopes, s = (lse if tensor is None else tensor for tensor in parameters)
+    asked_for = (*parameters, rows, tilts)
+    sinks, _, slopes, s, rows, tilts = (lse if one is None else one for one in asked_for)
     sources = [described(_descriptor, tensor, 64) for tensor in (query, key, value, gradient)]
     device = query.device.index
     launch(
         query_kernel, (length // 128, batch * heads), device,
-        [*sources, output, lse, stats, dq, lse if rows is None else rows, sinks, slopes, s],
+        [*sources, output, lse, stats, dq, rows, tilts, sinks, slopes, s],
         ((heads, group, length), scales, (output.stride()[:3], dq.stride()[:3])),
         {"STAGES": query_tile[0], "HELD": query_tile[1], **fixed},
     )  # fmt: skip

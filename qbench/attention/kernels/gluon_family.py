@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qbench.attention.kernels.modes import CAPPED, SCALED, SLOPED
+from qbench.attention.kernels.modes import CAPPED, NEXT, SCALED, SLOPED
 from qbench.attention.kernels.scores import hyperbolic_tangent
 from qbench.attention.kernels.sigmoid import sigmoid
 
@@ -76,6 +76,14 @@ def score_gradient(e, s, p, delta, FAMILY: gl.constexpr):
         return (e - e * e) * p
     else:
         gl.static_assert(False, NO_FORMULA)
+
+
+@gluon.jit
+def log2_length(rows, MODES: gl.constexpr):
+    """See :func:`qbench.attention.kernels.scores.log2_length`, where all is causal."""
+    if NEXT & MODES:
+        rows += 1
+    return gl.log2((rows + 1).to(gl.float32))
 
 
 @gluon.jit

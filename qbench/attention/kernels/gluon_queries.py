@@ -18,12 +18,21 @@ from qbench.attention.kernels.gluon_family import (
     exp2,
     exponential,
     flat,
+    log2_length,
     reshaped,
     score_gradient,
     store_rows,
     turned,
 )
-from qbench.attention.kernels.modes import BIASED, CAPPED, LEARNING, RESHAPED, SCALED, SINK_LEARNED
+from qbench.attention.kernels.modes import (
+    BIASED,
+    CAPPED,
+    LEARNING,
+    LEARNING_SLOPES,
+    RESHAPED,
+    SCALED,
+    SINK_LEARNED,
+)
 from qbench.attention.kernels.scores import LN_2, head_factor, sink_of, slope_of
 
 
@@ -106,13 +115,13 @@ def delta_sweep(
 
 @gluon.jit
 def query_step(
-    dq, ds, sums, q, g, lse, delta, tile, started, ring, behind, factor, shaping,
+    dq, ds, sums, tilts, q, g, lse, delta, tile, started, ring, behind, factor, shaping,
     FAMILY: gl.constexpr, MODES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradient of scores
-    ds [ROWS, ROWS]. ``sums`` [ROWS]: of these, where that of a bias is asked for. ``behind``: by
-    how much the tile's first key is behind the group's first query; ``factor`` [ROWS]: s · log n;
-    ``shaping``: see the keys' kernel."""
+    ds [ROWS, ROWS]. ``sums`` and ``tilts`` [ROWS]: of these for a bias's gradient, and times how
+    far the key is ahead for the slopes'. ``behind``: by how much the tile's first key is behind the
+    group's first query; ``factor`` [ROWS]: s · log n; ``shaping``: see the keys' kernel."""
     scale, inner, slope = shaping
     k_tiles, v_tiles, ready, free = ring
     stages: gl.constexpr = k_tiles.shape[0]
@@ -142,15 +151,17 @@ def query_step(
     if BIASED & MODES:  # noqa: SIM102 (constexprs)
         if LEARNING & MODES:
             sums += gl.sum(ds, 1)
+    if LEARNING_SLOPES & MODES:
+        ahead = (keys - behind)[None, :] - rows[:, None]
+        tilts += gl.sum(ds * ahead.to(gl.float32), 1)
     if CAPPED & MODES:
         ds = ds * (1 - products * products)
-    return dq, ds, sums
+    return dq, ds, sums, tilts
 
 
 @gluon.jit
 def query_rows(
-    own, ring, here, o_source, lse_source, stats, dq_out, row_gradients, of_head, index,
-    sizes, scales, strides,
+    own, ring, here, rows_of, of_head, sizes, scales, strides, index,
     FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
@@ -160,6 +171,7 @@ def query_rows(
     slope, head_scale, sink = of_head
     shaping = (score_scale, inner, slope)
     o_strides, dq_strides = strides
+    o_source, lse_source, stats, dq_out, row_gradients, row_tilts = rows_of
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -178,7 +190,7 @@ def query_rows(
     o = gl.load(pointers)  # [ROWS, HEAD_DIM]
     row_offset = pair.to(gl.int64) * length + first
     lse = gl.load(lse_source + row_offset + rows)  # [ROWS]
-    length_2 = gl.log2((first + rows + 1).to(gl.float32))  # [ROWS]
+    length_2 = log2_length(first + rows, MODES)  # [ROWS]
     factor = (head_scale * length_2)[:, None]
     mbarrier.wait(here, 0)
     q = flat(own, index * 2)
@@ -207,18 +219,22 @@ def query_rows(
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
     sums = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    tilts = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     for tile in range(last):
-        dq, ds, sums = query_step(
-            dq, ds, sums, q, g, lse, delta, skipped + tile, tile > 0, ring, first - tile * ROWS,
-            factor, shaping, FAMILY, MODES, False,
+        dq, ds, sums, tilts = query_step(
+            dq, ds, sums, tilts, q, g, lse, delta, skipped + tile, tile > 0, ring,
+            first - tile * ROWS, factor, shaping, FAMILY, MODES, False,
         )  # fmt: skip
-    dq, ds, sums = query_step(
-        dq, ds, sums, q, g, lse, delta, skipped + last, last > 0, ring, 0, factor, shaping,
-        FAMILY, MODES, True,
+    dq, ds, sums, tilts = query_step(
+        dq, ds, sums, tilts, q, g, lse, delta, skipped + last, last > 0, ring, 0, factor,
+        shaping, FAMILY, MODES, True,
     )  # fmt: skip
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
     dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
+    if SCALED & MODES:
+        last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
+        last_length = log2_length(first + last_rows, MODES)
     if LEARNING & MODES:
         row_gradient = row_gradients + row_offset
         if SINK_LEARNED & MODES:
@@ -226,13 +242,13 @@ def query_rows(
         if BIASED & MODES:
             gl.store(row_gradient + rows, sums)
         if SCALED & MODES:  # Σ dS · score is q · dq
-            last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
             product = gl.sum(flat(own, index * 2).load(sum_layout).to(gl.float32) * dq, 1)
-            last_length = gl.log2((first + last_rows + 1).to(gl.float32))
             gl.store(row_gradient + last_rows, product * (last_length * (scale * LN_2)))
+    if LEARNING_SLOPES & MODES:
+        if SCALED & MODES:
+            tilts = tilts * (head_scale * length_2)
+        gl.store(row_tilts + row_offset + rows, tilts)
     if SCALED & MODES:
-        last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
-        last_length = gl.log2((first + last_rows + 1).to(gl.float32))
         dq = dq * (head_scale * last_length)[:, None]
     store_rows(dq_out, dq * scale, first, batch, head, dq_strides)
 
@@ -240,14 +256,14 @@ def query_rows(
 @gluon.jit
 def query_kernel(
     q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out, row_gradients,
-    sinks, slopes, s, sizes, scales, strides,
+    row_tilts, sinks, slopes, s, sizes, scales, strides,
     FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D and
     s · log n, by which D is multiplied where there is that. ``sizes``: query heads, how many share
     a key head, length; ``scales``: of dq, in log2 units of the scores, and before a soft cap's
-    tanh; ``row_gradients``, ``sinks``, ``slopes`` and ``s``: as in backward_queries.py;
+    tanh; ``row_gradients``, ``row_tilts``, ``sinks``, ``slopes``, ``s``: as in backward_queries.py;
     ``strides``: of batch row, head and row, of output and dq. HELD: how many of q and dO are kept
     in registers. The ring is a pipeline's tiles in shared memory, with barriers that say which are
     ready and which are free."""
@@ -267,15 +283,16 @@ def query_kernel(
         mbarrier.init(free.index(i), count=2)
     ring = (k_tiles, v_tiles, ready, free)
     sources = (q_source, k_source, v_source, g_source)
+    rows_of = (o_source, lse_source, stats, dq_out, row_gradients, row_tilts)
     head = gl.program_id(1) % sizes[0]
     slope = slope_of(head, slopes, MODES)
     of_head = (slope, head_factor(head, s, MODES), sink_of(head, sinks, MODES))
     gl.warp_specialize(
         [
-            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, row_gradients,
-             of_head, 0, sizes, scales, strides, FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
-            (query_rows, (own, ring, here, o_source, lse_source, stats, dq_out, row_gradients,
-             of_head, 1, sizes, scales, strides, FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
+            (query_rows, (own, ring, here, rows_of, of_head, sizes, scales, strides, 0,
+             FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
+            (query_rows, (own, ring, here, rows_of, of_head, sizes, scales, strides, 1,
+             FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
             (query_loader, (sources, own, ring, here, lse_source, sizes, NEAR_ZERO)),
         ],
         [4, 1],

@@ -134,10 +134,11 @@ def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     imprecise: Tensor, mask: Tensor | None, spans: Tensor | None,
     parameters: Parameters, settings: Settings, learning: bool = False,
-    key_tile: Tile | None = None, query_tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value, laid out as the output is; and, where ``learning``, that
-    of bias, sinks or s [heads], whichever the normalizer learns, else an empty tensor."""
+    sloping: bool = False, key_tile: Tile | None = None, query_tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of query, key and value, laid out as the output is; where ``learning``, that of
+    bias, sinks or s [heads], whichever the normalizer learns; and where ``sloping`` that of the
+    slopes [heads]."""
     normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
     sinks, _, slopes, s = parameters
     kernels = families.require(normalizer, gradients=True)
@@ -151,15 +152,15 @@ def backward(
     dq = make((batch, queries, heads, width), **like).transpose(1, 2)
     dk = make((batch, keys, kv_heads, width), **like).transpose(1, 2)
     dv = make((batch, keys, kv_heads, v_width), **like).transpose(1, 2)
-    learned = query.new_zeros(heads if learning else 0, dtype=torch.float32)
     if query.numel() == 0 or key.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), learned
+        none = (lse.new_zeros(heads) if asked else None for asked in (learning, sloping))
+        return dq.zero_(), dk.zero_(), dv.zero_(), *none
     query, key, value, gradient = (_dense_rows(t) for t in (query, key, value, gradient))
-    modes = kernel_modes(kernels, parameters, softcap, learning)
+    modes = kernel_modes(kernels, parameters, softcap, learning, sloping)
     gain, inner = factors(scale, softcap)
-    rows = None
-    if learning:  # rows outside the sequences give nothing
-        rows = torch.empty_like(lse) if spans is None else torch.zeros_like(lse)
+    # Rows outside the sequences give nothing to the gradients of parameters.
+    make = torch.empty_like if spans is None else torch.zeros_like
+    rows, tilts = (make(lse) if asked else None for asked in (learning, sloping))
     if (
         gluon_backward is not None
         and kernels.gluon
@@ -172,10 +173,10 @@ def backward(
         and all(map(_tma_layout, (query, key, value, gradient)))
     ):
         gluon_backward.backward(
-            gradient, query, key, value, output, lse, imprecise, dq, dk, dv, rows, parameters,
-            kernels.family, modes, scale, softcap,
+            gradient, query, key, value, output, lse, imprecise, dq, dk, dv, rows, tilts,
+            parameters, kernels.family, modes, scale, softcap,
         )  # fmt: skip
-        return dq, dk, dv, learned if rows is None else rows.sum((0, 2))
+        return dq, dk, dv, _by_head(rows), _by_head(tilts)
     deltas = torch.empty_like(lse)
     sequences = batch if spans is None else spans.shape[0]
     device = query.device.index
@@ -192,7 +193,7 @@ def backward(
         sources[1:3] = (described(_descriptor, source, tile.block_k) for source in (key, value))
     launch(
         query_kernel, (_blocks(max_seqlen_q, tile.block_q), heads * sequences), device,
-        [*sources, output, lse, deltas, dq, rows, mask, spans, sinks, slopes, s, counts],
+        [*sources, output, lse, deltas, dq, rows, tilts, mask, spans, sinks, slopes, s, counts],
         ((heads, group), queries, keys, window, scale, gain, inner,
          _strides(query, key, value, gradient, output, dq), *_mask_strides(mask)),
         {"NEAR_ZERO": family.near_zero, "TMA": tma, "BLOCK_Q": tile.block_q, **tile.launch,
@@ -213,9 +214,12 @@ def backward(
         {"NEAR_ZERO": family.near_zero, "PRECISE": query.dtype == torch.float32, "TMA": tma,
          "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
-    if rows is not None:
-        learned = rows.sum((0, 2))
-    return dq, dk, dv, learned
+    return dq, dk, dv, _by_head(rows), _by_head(tilts)
+
+
+def _by_head(rows: Tensor | None) -> Tensor | None:
+    """What rows [B, H, T] give, summed [H], where that was asked for."""
+    return None if rows is None else rows.sum((0, 2))
 
 
 def visible_counts(

@@ -13,6 +13,8 @@ SUMLESS = tl.constexpr(16)  # weights need no sum of their row: sigmoid's
 SINK_ONE = tl.constexpr(32)  # 1 in the denominator
 SINK_LEARNED = tl.constexpr(64)  # e^sink in the denominator
 LEARNING = tl.constexpr(128)  # the backward pass gives the gradient of bias, sinks or s too
+NEXT = tl.constexpr(256)  # SCALED by s · log (n + 1)
+LEARNING_SLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slopes too
 
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
 SHAPED = tl.constexpr(15)  # or BIASED

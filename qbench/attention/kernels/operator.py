@@ -69,13 +69,17 @@ def attention_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     learning: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sloping: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
     parameters = Parameters(sinks, bias, slopes, s)
-    return launch.backward(
+    *gradients, learned, of_slopes = launch.backward(
         gradient, query, key, value, output, lse, imprecise, mask, spans, parameters, settings,
-        learning,
+        learning, sloping,
     )  # fmt: skip
+    # An operator returns tensors: empty ones stand for what was not asked for.
+    asked_for = (lse.new_empty(0) if one is None else one for one in (learned, of_slopes))
+    return *gradients, *asked_for
 
 
 @attention_backward.register_fake
@@ -84,8 +88,8 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
         batch, heads, length, width = tensor.shape
         return tensor.new_empty((batch, length, heads, width)).transpose(1, 2)
 
-    learned = query.new_empty(query.shape[1] if rest[-1] else 0, dtype=torch.float32)
-    return like(query), like(key), like(value), learned
+    learned = (query.new_empty(query.shape[1] * asked, dtype=torch.float32) for asked in rest[-2:])
+    return like(query), like(key), like(value), *learned
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -96,12 +100,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-    learned = ctx.needs_input_grad[5:9]
-    *gradients, of_parameter = attention_backward(
-        gradient, *ctx.saved_tensors, *ctx.settings, any(learned)
+    *gradients, of_parameter, of_slopes = attention_backward(
+        gradient, *ctx.saved_tensors, *ctx.settings, *_learned(ctx)
     )
-    parameters = [of_parameter if wanted else None for wanted in learned]
+    parameters = _of_parameters(ctx, of_parameter, of_slopes)
     return *gradients, None, None, *parameters, *[None] * len(ctx.settings)
+
+
+def _learned(ctx: Any) -> tuple[bool, bool]:
+    """Whether bias, sinks or s needs its gradient, and whether the slopes do."""
+    sinks, bias, slopes, s = ctx.needs_input_grad[5:9]
+    return sinks or bias or s, slopes
+
+
+def _of_parameters(ctx: Any, learned: Tensor | None, slopes: Tensor | None) -> list[Tensor | None]:
+    gradients = Parameters(sinks=learned, bias=learned, slopes=slopes, s=learned)
+    asked = zip(gradients, ctx.needs_input_grad[5:9], strict=True)
+    return [gradient if wanted else None for gradient, wanted in asked]
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -125,11 +140,10 @@ class _Eager(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         *tensors, sinks, bias, slopes, s = ctx.saved_tensors
-        learned = ctx.needs_input_grad[5:9]
-        *gradients, of_parameter = launch.backward(
-            gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, any(learned)
+        *gradients, of_parameter, of_slopes = launch.backward(
+            gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, *_learned(ctx)
         )
-        parameters = [of_parameter if wanted else None for wanted in learned]
+        parameters = _of_parameters(ctx, of_parameter, of_slopes)
         return *gradients, None, None, *parameters, *[None] * len(ctx.settings)
 
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbench.attention.kernels.modes import BIASED, CAPPED, RESHAPED, SCALED, SINK_LEARNED, SLOPED
+from qbench.attention.kernels.modes import (
+    BIASED,
+    CAPPED,
+    NEXT,
+    RESHAPED,
+    SCALED,
+    SINK_LEARNED,
+    SLOPED,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -33,10 +41,12 @@ def hyperbolic_tangent(x, FAST: tl.constexpr):
 
 @triton.jit
 def log2_length(
-    rows, value_row, limits, start_k, counts, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
-):
-    """log2 of how many keys each row may see, 0 where that is none. ``counts``: these numbers,
-    where a mask says who sees whom; ``value_row``: where a head's values by row begin."""
+    rows, value_row, limits, start_k, counts,
+    MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """log2 of how many keys each row may see, 0 where that is none, or with NEXT of one more.
+    ``counts``: these numbers, where a mask says who sees whom; ``value_row``: where a head's values
+    by row begin."""
     stop_q, stop_k, shift, window = limits
     if counts is not None:
         seen = tl.load(counts + value_row + rows, mask=rows < stop_q, other=1.0)
@@ -45,6 +55,8 @@ def log2_length(
         last = tl.minimum(own + 1, stop_k) if CAUSAL else own * 0 + stop_k
         first = tl.maximum(own - window + 1, start_k) if WINDOW else start_k
         seen = (last - first).to(tl.float32)
+    if NEXT & MODES:
+        seen += 1
     return tl.math.log2(tl.maximum(seen, 1.0))
 
 

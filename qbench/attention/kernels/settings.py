@@ -44,12 +44,17 @@ NONE = Parameters()
 
 
 def kernel_modes(
-    kernels: Kernels, parameters: Parameters, softcap: float, learning: bool = False
+    kernels: Kernels,
+    parameters: Parameters,
+    softcap: float,
+    learning: bool = False,
+    sloping: bool = False,
 ) -> int:
-    """Bits of :mod:`qbench.attention.kernels.modes`."""
+    """Bits of :mod:`qbench.attention.kernels.modes`. ``learning``: the gradient of bias, sinks or s
+    is wanted; ``sloping``: that of the slopes."""
     bits = FAMILIES[kernels.family].modes
     if kernels.scaled:
-        bits |= modes.SCALED.value
+        bits |= modes.SCALED.value | (modes.NEXT.value if kernels.one_more else 0)
     if softcap:
         bits |= modes.CAPPED.value
     if parameters.slopes is not None:
@@ -58,6 +63,8 @@ def kernel_modes(
         bits |= {"one": modes.SINK_ONE, "learned": modes.SINK_LEARNED}[kernels.sink].value
     if learning:
         bits |= modes.LEARNING.value
+    if sloping:
+        bits |= modes.LEARNING_SLOPES.value
     return bits
 
 

@@ -103,7 +103,8 @@ def two_source_kernel(
     if WINDOW:
         begin = tl.maximum(begin, first + shift - window + 1)
     value_row = (wide(batch) * heads + head) * queries
-    length = log2_length(rows, value_row, limits, start_k, counts, CAUSAL, WINDOW)  # [BLOCK_Q]
+    # [BLOCK_Q]
+    length = log2_length(rows, value_row, limits, start_k, counts, MODES, CAUSAL, WINDOW)
     factor = head_factor(head, s, MODES)
     gain = row_factor(length, factor, scale, MODES)
     slope = row_factor(length, factor, slope_of(head, slopes, MODES), MODES)

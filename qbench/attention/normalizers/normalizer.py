@@ -49,7 +49,7 @@ class Kernels:
     have a kernel of their own. ``gluon``: whether the backward kernels for Hopper have it.
     ``sink``: what the denominator has beside the keys: nothing (""), ``one``, or ``learned``, e to
     the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter ``s`` times log n,
-    of the n keys that a query may see."""
+    of the n keys that a query may see; or with ``one_more`` times log (n + 1)."""
 
     family: str
     backward: bool
@@ -57,6 +57,7 @@ class Kernels:
     gluon: bool
     sink: Literal["", "one", "learned"] = ""
     scaled: bool = False
+    one_more: bool = False
 
 
 class Normalizer(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qbench.attention.normalizers.normalizer import Kernels
 from qbench.attention.normalizers.scalable import Scaled
 from qbench.attention.normalizers.softmax import Softmax
 from qbench.attention.normalizers.softpick import Softpick
@@ -29,6 +30,9 @@ class ScalableSoftmaxNext(ScaledNext):
     plain = Softmax()
     rows_sum_to_one = True
     sparse = False
+    kernels = Kernels(
+        family="softmax", backward=True, decode=True, gluon=True, scaled=True, one_more=True
+    )
 
 
 class ScalableSoftpickNext(ScaledNext):
@@ -37,3 +41,6 @@ class ScalableSoftpickNext(ScaledNext):
     plain = Softpick()
     rows_sum_to_one = False
     sparse = True
+    kernels = Kernels(
+        family="softpick", backward=True, decode=True, gluon=True, scaled=True, one_more=True
+    )

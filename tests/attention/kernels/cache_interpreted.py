@@ -9,8 +9,10 @@ os.environ["TRITON_CACHE_DIR"] = os.devnull
 import unittest.mock
 
 import torch
+from normalizer_parameters import parameters
 
 from qbench.attention import two_sources
+from qbench.attention.kernels.families import computed
 from qbench.attention.kernels.spans import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.quantizers.kv_cache import kernels, rounding
@@ -89,6 +91,40 @@ def attends():
     """Relative errors of the two-source kernel against the definition."""
     for normalizer, residual in RESIDUALS.items():
         print(normalizer, max(layouts(residual, normalizer)), sep="\t")
+    for normalizer in computed():
+        print(f"{normalizer}, shaped", max(shaped(normalizer)), sep="\t")
+
+
+def shaped(normalizer):
+    """With the normalizer's parameters, slopes, a soft cap, a window, and a few steps of decoding;
+    with holes in a mask, which say how many keys each query sees; packed."""
+    given = parameters(normalizer, 2, dtype=torch.float32, slopes=True)
+    options = {"residual": RESIDUALS["softmax"], "normalizer": normalizer, "parameters": given}
+    query = draw(2, 2, 25, 16) * 2
+    sources = Sources(*(draw(2, 1, 25, 16) for _ in range(4)))
+    positions = torch.arange(25)[None].int()
+    mask = (torch.rand(2, 1, 25, 25) < 0.7).tril()
+    for rows, changes in (
+        (slice(0, 25), {"causal": True, "softcap": 2.0, "window": 9}),
+        (slice(23, 25), {"causal": True, "softcap": 2.0}),
+        (slice(0, 25), {"mask": mask}),
+    ):
+        found, wanted = (
+            function(query[:, :, rows], sources, positions=positions, **options, **changes)
+            for function in (two_sources.by_kernel, two_sources.attention)
+        )
+        yield error(found, wanted)
+    edges = torch.tensor([0, 9, 10, 25])
+    places = torch.cat([torch.arange(n) for n in (9, 1, 15)])[None].int()
+    row = Sources(*(tensor[:1] for tensor in sources))
+    found, wanted = (
+        two_sources.packed_attention(
+            query[:1], row, implementation=implementation, positions=places,
+            cu_seqlens_q=edges, cu_seqlens_k=edges, **options,
+        )
+        for implementation in ("triton", "reference")
+    )  # fmt: skip
+    yield error(found, wanted)
 
 
 def layouts(residual, normalizer):

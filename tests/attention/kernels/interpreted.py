@@ -61,18 +61,21 @@ def compare(inputs, normalizer, given=None, **settings):
     """Largest relative error of output and gradients against the float64 reference; those of
     parameters are sums of both signs over all rows, and may be ten times as coarse."""
     given = parameters(normalizer, inputs[0].shape[1]) if given is None else given
-    given = {name: p.requires_grad_(name != "slopes") for name, p in given.items()}
-    learned = [p for p in given.values() if p.requires_grad]
+    learned = [p.requires_grad_() for p in given.values()]
     output = kernels.attention(*inputs, normalizer=normalizer, parameters=given, **settings)
     gradient = torch.randn_like(output)
     gradients = torch.autograd.grad(output, [*inputs, *learned], gradient)
     settings.pop("spans", None)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    given = {n: p.detach().double().requires_grad_(p.requires_grad) for n, p in given.items()}
-    learned = [p for p in given.values() if p.requires_grad]
+    given = {name: p.detach().double().requires_grad_() for name, p in given.items()}
+    learned = list(given.values())
     truth = reference.attention(*wide, normalizer=normalizer, parameters=given, **settings)
     truths = torch.autograd.grad(truth, [*wide, *learned], gradient.double())
-    errors = [error(a, b) for a, b in zip((output, *gradients), (truth, *truths), strict=True)]
+    return largest_error((output, *gradients), (truth, *truths))
+
+
+def largest_error(got, truth):
+    errors = [error(a, b) for a, b in zip(got, truth, strict=True)]
     return max(*errors[:4], *[each / 10 for each in errors[4:]])
 
 
@@ -135,21 +138,22 @@ def masked(normalizer, softcap=None, sloped=False, without=None):
 
 def packed(normalizer, without=None):
     cu_seqlens = torch.tensor([0, 5, 5, 24], dtype=torch.int32)
-    given = parameters(normalizer, 2)
+    given = parameters(normalizer, 2, sloped=True)
     given.pop(without, None)
-    learned = [parameter.requires_grad_() for parameter in given.values()]
-    settings = {"normalizer": normalizer, "parameters": given}
-    settings |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    inputs = draw((1, 2, 1, 24, 24, 16))
-    got = kernels.packed_attention(*inputs, **settings, max_seqlen_q=19, max_seqlen_k=19)
-    expected = reference.packed_attention(*inputs, **settings)
-    gradient = torch.randn_like(got)
-    pairs = zip(
-        (got, *torch.autograd.grad(got, [*inputs, *learned], gradient)),
-        (expected, *torch.autograd.grad(expected, [*inputs, *learned], gradient)),
-        strict=True,
-    )
-    return max(error(a, b) for a, b in pairs)
+    inputs, gradient = draw((1, 2, 1, 24, 24, 16)), torch.randn(1, 2, 24, 16)
+    sequences = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+
+    def run(function, dtype, **longest):
+        sources = [t.detach().to(dtype).requires_grad_() for t in (*inputs, *given.values())]
+        output = function(
+            *sources[:3], normalizer=normalizer, **sequences, **longest,
+            parameters=dict(zip(given, sources[3:], strict=True)),
+        )  # fmt: skip
+        return (output, *torch.autograd.grad(output, sources, gradient.to(dtype)))
+
+    got = run(kernels.packed_attention, torch.float32, max_seqlen_q=19, max_seqlen_k=19)
+    truth = run(reference.packed_attention, torch.float64)
+    return largest_error(got, truth)
 
 
 def free(normalizer):
