@@ -216,6 +216,9 @@ def _require_data(recipe: TrainingRecipe, files: TokenFiles, processes: Processe
             f"batch.sequences {recipe.batch.sequences} × {processes.count} processes must divide "
             f"the {recipe.rows} sequences of a step; lower it, here or with --sequences"
         )
+    on_cpus = processes.count > 1 and processes.device.type == "cpu"
+    if on_cpus and recipe.compute.travel == "bfloat16":
+        raise RecipeError("compute.travel: processes on a CPU average gradients in float32 alone")
     if len(_sequences(recipe, files)) < recipe.rows:
         raise RecipeError(
             f"{files.folder}: {len(files.train):,} tokens are fewer than one step takes "

@@ -191,3 +191,16 @@ def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dy
         settings = {"precision": "float32", "compile": "default"}
         loss, _ = stepped(model(normalizer), 1, compute=settings)
         assert torch.isfinite(loss)
+
+
+def test_processes_on_cpus_cannot_average_in_bfloat16():
+    """torch's hook asks for NCCL."""
+    from types import SimpleNamespace
+
+    from qbench.errors import RecipeError
+    from qbench.training.runs import _require_data
+
+    about = SimpleNamespace(vocabulary=64, bos=1)
+    files = SimpleNamespace(about=about, folder="tokens", train=np.zeros(3000, np.uint16))
+    with pytest.raises(RecipeError, match=r"compute\.travel"):
+        _require_data(recipe(compute={"travel": "bfloat16"}), files, Processes(device=CPU, count=2))
