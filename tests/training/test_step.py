@@ -203,4 +203,8 @@ def test_processes_on_cpus_cannot_average_in_bfloat16():
     about = SimpleNamespace(vocabulary=64, bos=1)
     files = SimpleNamespace(about=about, folder="tokens", train=np.zeros(3000, np.uint16))
     with pytest.raises(RecipeError, match=r"compute\.travel"):
-        _require_data(recipe(compute={"travel": "bfloat16"}), files, Processes(device=CPU, count=2))
+        _require_data(
+            recipe(compute={"travel": "bfloat16"}, batch={"tokens": 128, "sequences": 4}),
+            files,
+            Processes(device=CPU, count=2),
+        )
