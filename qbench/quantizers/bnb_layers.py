@@ -4,6 +4,11 @@ On processors with AVX512-BF16 the library does two things wrong, for 4 bits. It
 the first forward, and what undoes it is garbage; each layer asks at construction whether to do so,
 and here it never does. And its dequantization takes every row to begin a block of ``BLOCK``
 weights, so it is right only where rows are whole blocks; ``Linear4`` decodes other rows itself.
+
+On a GPU the library multiplies few rows of inputs by other kernels than many (up to 4, 7, 32, 320
+or more, by shape and GPU), which round the weights elsewhere. How many rows an expert gets depends
+on the rest of the batch and on later tokens, and so would its results: ``Linear4`` dequantizes the
+weights of experts and multiplies by them, as the library does for many rows.
 """
 
 from __future__ import annotations
@@ -30,12 +35,17 @@ logging.getLogger("bitsandbytes.autograd._functions").addFilter(
 
 
 class Linear4(bitsandbytes.nn.Linear4bit):
-    """The library's layer, right for every width on a CPU too."""
+    """The library's layer, right for every width on a CPU too. ``routed``: an expert's."""
+
+    routed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or self.in_features % BLOCK == 0:
+        broken = x.device.type == "cpu" and self.in_features % BLOCK != 0
+        if not (broken or self.routed):
             return super().forward(x)
-        weight = decode(self).to(self.compute_dtype)
+        data, state = self.weight.data, self.weight.quant_state
+        weight = decode(self) if broken else functional.dequantize_4bit(data, state)
+        weight = weight.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         return nn.functional.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
 
@@ -85,6 +95,7 @@ def linear4(shape: Plain, tensors: Tensors, settings: Bnb4) -> nn.Module:
             quant_type=settings.quant_type,
         )
     module.support_avx512bf16_for_cpu = False
+    module.routed = shape.routed
     module.weight = bitsandbytes.nn.Params4bit.from_prequantized(
         tensors["weight"],
         {name: tensor for name, tensor in tensors.items() if name != "weight"},

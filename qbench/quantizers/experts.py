@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 DOWN = "down_proj"
+ROUTED = "qbench_routed"  # attribute of an expert's layer
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -27,6 +28,11 @@ def is_fused(module: nn.Module) -> bool:
         and {first, DOWN} <= set(module._parameters)
         and all(module._parameters[part].dim() == 3 for part in (first, DOWN))
     )
+
+
+def is_routed(layer: nn.Module) -> bool:
+    """Whether it is a layer of an expert that :func:`split` took apart."""
+    return getattr(layer, ROUTED, False)
 
 
 def first_part(module: nn.Module) -> str | None:
@@ -100,6 +106,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    setattr(layer, ROUTED, True)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return layer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from qbench.quantizers.experts import split
+from qbench.quantizers.experts import is_routed, split
 from qbench.quantizers.matrices import is_linear
 from qbench.quantizers.patterns import left_out
 from qbench.quantizers.quantizer import Quantizer
@@ -18,13 +18,15 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plain:
-    """What is kept of an unquantized linear layer: its shape, its bias, where it lies."""
+    """What is kept of an unquantized linear layer: its shape, its bias, where it lies. ``routed``:
+    it is an expert's, so that the number of its inputs depends on where tokens are sent."""
 
     in_features: int
     out_features: int
     bias: Tensor | None
     dtype: torch.dtype
     device: torch.device
+    routed: bool = False
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -64,4 +66,5 @@ def plain(module: nn.Linear) -> Plain:
         bias=None if module.bias is None else module.bias.detach(),
         dtype=module.weight.dtype,
         device=module.weight.device,
+        routed=is_routed(module),
     )

@@ -59,11 +59,6 @@ EXPERTS = ("mixtral", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("name", ["hqq-4bit", "bnb-4bit", "bnb-8bit", "gptq-4bit"])
 @pytest.mark.parametrize("kind", [*EXPERTS, "gpt2", "gemma2"])
 def test_experts_and_turned_layers_are_quantized(kind, name, tmp_path):
-    if name == "bnb-4bit" and kind in EXPERTS:
-        pytest.xfail(
-            "bitsandbytes multiplies a single row by another kernel: an expert's tokens depend on "
-            "the batch, and the audit refuses the cell"
-        )
     found = find(str(write_tiny(tmp_path / "model", kind)))
     stated = {"compute_dtype": "bfloat16", "group_size": 32, "backend": "torch"}
     known = parse(name).settings

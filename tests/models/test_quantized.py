@@ -97,6 +97,29 @@ def test_gptqmodel_quantizes_them_too(kind, tmp_path):
     assert found.coverage > 0.97
 
 
+def test_bitsandbytes_does_not_choose_an_experts_kernel_by_its_number_of_rows(
+    tmp_path, monkeypatch
+):
+    """On a GPU the library multiplies few rows by kernels that round elsewhere than for many."""
+    import bitsandbytes
+
+    model = quantize(
+        tiny_model("mixtral"), parse("bnb-4bit", {"compute_dtype": "float32"}),
+        calibration=None, digest=DIGEST, artifacts=tmp_path,
+    ).model  # fmt: skip
+    chosen, real = [], bitsandbytes.matmul_4bit
+    names = {id(module.weight): name for name, module in linears(model).items()}
+
+    def spy(x, weight, **rest):
+        chosen.append(names[id(weight)])
+        return real(x, weight, **rest)
+
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", spy)
+    logits = model(PROBE, use_cache=False).logits
+    assert chosen == [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+    assert logits.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", FUSED)
 def test_experts_taken_apart_compute_what_they_did(kind):
     model = tiny_model(kind)
