@@ -29,6 +29,7 @@ from qbench.files import clean_temporaries, digest, write_atomically
 from qbench.record import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
+    RESPONSE_DEFAULTS,
     SCHEMA_VERSION,
     Grid,
     GridCell,
@@ -195,7 +196,11 @@ class Store:
     def responses(self, record: Record) -> pd.DataFrame:
         """Columns ``RESPONSE_COLUMNS``; raises DamagedError where the file is missing or
         changed."""
-        return self._table(record, "responses")
+        table = self._table(record, "responses")
+        for name, value in RESPONSE_DEFAULTS.items():
+            if name not in table:
+                table[name] = value
+        return table
 
     def files_of(self, record: Record) -> list[Path]:
         """The record's own file and those of its tables."""

@@ -32,8 +32,9 @@ FOLDER = {
 }
 KINDS = {**{kind: f"grid/{path}" for kind, path in FOLDER.items()}, "baseline": "base.parquet"}
 RESPONSES = pd.DataFrame(
-    [("arc_easy", n, 0, -1.5 - n, n % 2 == 0) for n in range(40)], columns=list(RESPONSE_COLUMNS)
-)
+    [("arc_easy", n, 0, -1.5 - n, n % 2 == 0, None, None, 0) for n in range(40)],
+    columns=list(RESPONSE_COLUMNS),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

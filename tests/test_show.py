@@ -53,7 +53,8 @@ def test_a_document_shows_its_requests_and_which_is_likeliest(capsys):
     text = show(capsys, CELL, "--document", "7", "--task", "arc_easy")
     assert text.startswith("arc_easy, document 7\n")
     assert len(re.findall(r"^  [0-3] +-\d+\.\d{4}", text, re.MULTILINE)) == 4
-    assert text.count("likeliest") == 1
+    assert text.count("likeliest") == 2  # this cell's, and the unquantized one's beside it
+    assert re.search(r"^  metric +softpick/gptq-3bit +softpick/bf16$", text, re.MULTILINE)
     assert "Acc Norm" in text
     every = show(capsys, CELL, "--document", "7")
     assert every.count(", document 7") == 5

@@ -25,7 +25,7 @@ CELL = GridCell(
     key="0" * 64,
 )  # fmt: skip
 OUTCOMES = pd.DataFrame([("t", 0, "acc", 1.0, 1.0)], columns=list(OUTCOME_COLUMNS))
-RESPONSES = pd.DataFrame([("t", 0, 0, -1.5, True)], columns=list(RESPONSE_COLUMNS))
+RESPONSES = pd.DataFrame([("t", 0, 0, -1.5, True, None, None, 0)], columns=list(RESPONSE_COLUMNS))
 
 
 GRID = Grid(

@@ -13,9 +13,10 @@ import pandas as pd
 from qbench.errors import EvaluationError
 from qbench.evaluation import passkey
 from qbench.evaluation.labels import check_labels
+from qbench.evaluation.responses import answers_table, responses_of
 from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED, ScoringSettings
 from qbench.evaluation.tasks import LoadedTask
-from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
+from qbench.record import OUTCOME_COLUMNS, Score
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring.scorer import Scorer
@@ -64,7 +65,7 @@ def evaluate(model: Scorer | Yardstick, task: LoadedTask, settings: ScoringSetti
     samples = results["samples"][own_name]
     outcomes = _outcomes(task.name, samples)
     scores = tuple(_scores(task, results["results"][own_name], outcomes))
-    responses = _responses(task.name, samples)
+    responses = responses_of(task.name, samples)
     _refuse_not_a_number(task.name, scores, responses)
     return TaskResult(scores=scores, outcomes=outcomes, responses=responses)
 
@@ -99,7 +100,8 @@ def _passkey(model: Scorer | Yardstick, task: LoadedTask, settings: ScoringSetti
             documents=len(values),
         )
         scores.append(score)
-    return TaskResult(scores=tuple(scores), outcomes=outcomes, responses=_responses(task.name, []))
+    responses = answers_table(task.name, answers)
+    return TaskResult(scores=tuple(scores), outcomes=outcomes, responses=responses)
 
 
 def _outcomes(task: str, samples: list[dict[str, Any]]) -> pd.DataFrame:
@@ -114,22 +116,6 @@ def _outcomes(task: str, samples: list[dict[str, Any]]) -> pd.DataFrame:
                 name = _name(metric, sample["filter"])
                 rows.append((task, sample["doc_id"], name, float(value), float(weight)))
     return pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
-
-
-def _responses(task: str, samples: list[dict[str, Any]]) -> pd.DataFrame:
-    """Log-likelihoods in lm-eval's order of requests; generated text has none and is left out."""
-    rows = []
-    for sample in samples:
-        if sample["filter"] != samples[0]["filter"]:
-            continue
-        for request, response in enumerate(sample["resps"]):
-            answer = response[0]
-            if isinstance(answer, float | int):
-                rows.append((task, sample["doc_id"], request, float(answer), False))
-            elif isinstance(answer, list | tuple):
-                rows.append((task, sample["doc_id"], request, float(answer[0]), bool(answer[1])))
-    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS))
-    return table.astype({"document": "int64", "request": "int64", "greedy": bool})
 
 
 def _scores(task: LoadedTask, results: dict[str, Any], outcomes: pd.DataFrame) -> list[Score]:
@@ -178,6 +164,7 @@ def _name(metric: str, filter_: str) -> str:
 
 
 def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:
+    responses = responses[responses["answer"].isna()]  # texts have none
     bad = ~np.isfinite(responses["log_likelihood"].to_numpy(dtype=float))
     if bad.any():
         raise EvaluationError(

@@ -157,10 +157,13 @@ def table(noise: Noise) -> str:
 
 def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[Moved]:
     on = ["document", "request"]
-    pairs = result.responses.merge(base.responses, on=on, suffixes=("", "_base"))
+    scored, before = (
+        table[table["answer"].isna()] for table in (result.responses, base.responses)
+    )  # of texts the score alone
+    pairs = scored.merge(before, on=on, suffixes=("", "_base"))
     change = np.abs(pairs["log_likelihood"] - pairs["log_likelihood_base"]).to_numpy()
     found = []
-    for score, before in zip(result.scores, base.scores, strict=True):
+    for score, earlier in zip(result.scores, base.scores, strict=True):
         values = _values(result, score.metric)
         was = _values(base, score.metric)
         binary = set(np.unique(np.concatenate((values, was)))) <= {0.0, 1.0}
@@ -169,7 +172,7 @@ def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[M
                 task=score.task,
                 metric=score.metric,
                 variation=variation.name,
-                base_score=before.value,
+                base_score=earlier.value,
                 score=score.value,
                 documents=score.documents,
                 changed_documents=int((values != was).sum()) if binary else None,

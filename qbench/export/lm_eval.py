@@ -85,29 +85,44 @@ def results(record: Record) -> dict[str, Any]:
 
 
 def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """One task's documents as lm-eval logs them: responses, and metrics by name."""
-    answers = {
-        document: [[str(ll), str(bool(greedy))] for ll, greedy in
-                   zip(of["log_likelihood"], of["greedy"], strict=True)]
-        for document, of in responses.groupby("document", sort=True)
-    }  # fmt: skip
-    for document, of in outcomes.groupby("document", sort=True):
+    """One task's documents as lm-eval logs them: responses, and metrics by name; a line for each
+    document and filter."""
+    chosen = outcomes["metric"].map(_filter)
+    given = dict(iter(responses.groupby("document", sort=True)))
+    for (filter_, document), of in outcomes.groupby([chosen, "document"], sort=False):
         found = {
             name.partition(" [")[0]: (value if weight == 1 else [value, weight])
             for name, value, weight in zip(of["metric"], of["value"], of["weight"], strict=True)
         }
-        given = answers.get(document, [])
+        answers = given.get(document, responses[:0])
         yield {
             "doc_id": int(document),
             "doc": {},
             "target": "",
             "arguments": {},
-            "resps": [[one] for one in given],
-            "filtered_resps": given,
-            "filter": "none",
+            **(_texts(answers, filter_) if answers["answer"].notna().any() else _scored(answers)),
+            "filter": filter_,
             "metrics": list(found),
             **found,
         }
+
+
+def _scored(answers: pd.DataFrame) -> dict[str, Any]:
+    pairs = zip(answers["log_likelihood"], answers["greedy"], strict=True)
+    given = [[str(value), str(bool(greedy))] for value, greedy in pairs]
+    return {"resps": [[one] for one in given], "filtered_resps": given}
+
+
+def _texts(answers: pd.DataFrame, filter_: str) -> dict[str, Any]:
+    """Texts are kept up to a length: ``qbench_cut`` counts what was left out of them."""
+    written = answers[answers["filter"].isna()]
+    taken = answers[answers["filter"] == filter_]
+    found: dict[str, Any] = {
+        "resps": [written["answer"].tolist()],
+        "filtered_resps": (taken if len(taken) else written[:1])["answer"].tolist(),
+    }
+    cut = int(written["cut"].sum())
+    return found | ({"qbench_cut": cut} if cut else {})
 
 
 def _values(scores: list[Score]) -> dict[str, Any]:
@@ -121,5 +136,8 @@ def _values(scores: list[Score]) -> dict[str, Any]:
 
 def _metric(score: Score) -> tuple[str, str]:
     """lm-eval's name of a metric and of its filter."""
-    name, _, chosen = score.metric.partition(" [")
-    return name, chosen.removesuffix("]") or "none"
+    return score.metric.partition(" [")[0], _filter(score.metric)
+
+
+def _filter(metric: str) -> str:
+    return metric.partition(" [")[2].removesuffix("]") or "none"

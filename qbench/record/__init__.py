@@ -22,8 +22,10 @@ from qbench.record.damage import (
 from qbench.record.environment import Environment
 from qbench.record.precision import Part, Precision
 from qbench.record.record import (
+    ANSWER_CHARACTERS,
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
+    RESPONSE_DEFAULTS,
     SCHEMA_VERSION,
     Grid,
     GridCell,
@@ -37,8 +39,10 @@ from qbench.record.training import Trained, Training
 from qbench.record.written import Digest, Line, Name, TaskName, Written
 
 __all__ = [
+    "ANSWER_CHARACTERS",
     "OUTCOME_COLUMNS",
     "RESPONSE_COLUMNS",
+    "RESPONSE_DEFAULTS",
     "SCHEMA_VERSION",
     "ActivationAudit",
     "Audit",

@@ -7,9 +7,12 @@ record states their SHA-256, and its own file carries one of the record (see ``s
     What lm-eval aggregates into a score. ``value`` is 0/1 for accuracies, the log-likelihood in
     nats for perplexities; ``weight`` is 1, or the words or bytes of the page where the
     aggregation divides by them (see ``Score.aggregation``).
-``responses``  task, document, request, log_likelihood, greedy
+``responses``  task, document, request, log_likelihood, greedy, answer, filter, cut
     Every scored continuation: ``request`` is its index among the document's requests,
-    ``greedy`` whether it was the most likely one token by token.
+    ``greedy`` whether it was the most likely one token by token. Of tasks that generate, every
+    text: ``answer`` is what the model wrote, or, where ``filter`` names one of lm-eval's filters,
+    what that took from it (no row where it took all); ``log_likelihood`` is NaN there. Of each
+    text the first ``ANSWER_CHARACTERS`` are kept, and ``cut`` says how many more it had.
 """
 
 from __future__ import annotations
@@ -30,7 +33,12 @@ from qbench.record.written import Digest, Line, Name, TaskName, Written
 SCHEMA_VERSION = 2
 
 OUTCOME_COLUMNS = ("task", "document", "metric", "value", "weight")
-RESPONSE_COLUMNS = ("task", "document", "request", "log_likelihood", "greedy")
+RESPONSE_COLUMNS = (
+    "task", "document", "request", "log_likelihood", "greedy", "answer", "filter", "cut",
+)  # fmt: skip
+# of columns that records of earlier versions of qbench lack
+RESPONSE_DEFAULTS = {"answer": None, "filter": None, "cut": 0}
+ANSWER_CHARACTERS = 4096
 
 
 class Score(Written):

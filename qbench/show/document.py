@@ -1,0 +1,126 @@
+"""One document of one cell: what was asked of the model and what it answered, beside what the
+unquantized model did."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pandas as pd
+
+from qbench.errors import ResultsError
+from qbench.record import GridCell, Record
+from qbench.show.layout import table
+from qbench.store import Store
+from qbench.text.numbers import NO_VALUE, metric_title
+
+
+def document_text(store: Store, record: Record, document: int, task: str | None = None) -> str:
+    """Of one document, by its number: metrics, and the log-likelihood of every scored
+    continuation, or what the model wrote; each beside the unquantized cell's.
+
+    Raises ResultsError where no task, or not the one that is named, has such a document.
+    """
+    outcomes, responses = store.outcomes(record), store.responses(record)
+    known = list(dict.fromkeys([*outcomes["task"], *responses["task"]]))
+    if task is not None and task not in known:
+        raise ResultsError(f"{record.cell}: no task {task}; it has {', '.join(known)}")
+    base = unquantized(store, record)
+    before = (store.outcomes(base), store.responses(base)) if base is not None else None
+    names = [record.cell, *([base.cell] if base is not None else [])]
+    parts = []
+    for name in known if task is None else [task]:
+        tables = [(outcomes, responses), *([before] if before else [])]
+        scored, asked = zip(
+            *((_of(o, name, document), _of(r, name, document)) for o, r in tables), strict=True
+        )
+        if scored[0].empty and asked[0].empty:
+            continue
+        parts.append(f"{name}, document {document}")
+        if not scored[0].empty:
+            parts.append(_metrics(names, scored))
+        texts = [one[one["answer"].notna()] for one in asked]
+        likelihoods = [one[one["answer"].isna()] for one in asked]
+        if not likelihoods[0].empty:
+            parts.append(_requests(names, likelihoods))
+        parts += [_written(cell, of) for cell, of in zip(names, texts, strict=True) if len(of)]
+    if parts and record.quantized and base is None:
+        parts.append("(the unquantized cell has no good record of these documents to show beside)")
+    if not parts:
+        last = int(outcomes["document"].max()) if len(outcomes) else -1
+        raise ResultsError(f"{record.cell}: no document {document}; the last one is {last}")
+    return "\n\n".join(parts)
+
+
+def unquantized(store: Store, record: Record) -> Record | None:
+    """The good record of the unquantized cell that a quantized one is measured against; None for
+    one that is unquantized, or where there is none."""
+    if not record.quantized:
+        return None
+    key = record.key_parts.get("damage against")
+    cells: list[GridCell] = []
+    with suppress(ResultsError):  # a record's file alone, without its folder
+        cells = [
+            cell
+            for cell in store.grid().cells
+            if cell.checkpoint == record.checkpoint and not cell.quantized
+        ]
+    cells.sort(key=lambda cell: cell.key != key)
+    for cell in cells:
+        found = store.whole(cell)
+        if found is not None and found.status == "ok" and found.documents == record.documents:
+            return found
+    return None
+
+
+def _of(rows: pd.DataFrame, task: str, document: int) -> pd.DataFrame:
+    return rows[(rows["task"] == task) & (rows["document"] == document)]
+
+
+def _metrics(names: list[str], scored: tuple[pd.DataFrame, ...]) -> str:
+    values = [dict(zip(one["metric"], one["value"], strict=True)) for one in scored]
+    rows = [
+        (metric_title(metric), *(_shown(of.get(metric), "g") for of in values))
+        for metric in values[0]
+    ]
+    return table(("metric", *names), rows)
+
+
+def _requests(names: list[str], asked: list[pd.DataFrame]) -> str:
+    """Log-likelihoods of each request, which one is the likeliest, and what is greedy."""
+    rows = []
+    columns = [dict(zip(one["request"], one["log_likelihood"], strict=True)) for one in asked]
+    best = [max(of, key=of.__getitem__, default=None) for of in columns]
+    greedy = dict(zip(asked[0]["request"], asked[0]["greedy"], strict=True))
+    for request in columns[0]:
+        cells: list[str] = []
+        for of, chosen in zip(columns, best, strict=True):
+            mark = " likeliest" if request == chosen and len(of) > 1 else ""
+            cells.append(_shown(of.get(request), ".4f") + mark)
+        rows.append((request, *cells, "yes" if greedy[request] else ""))
+    return table(("log-likelihood of request", *names, "greedy"), rows)
+
+
+def _written(cell: str, texts: pd.DataFrame) -> str:
+    """What the model wrote, and what the filters took from it that is not all of it."""
+    parts = []
+    answers = texts["filter"].isna().sum()
+    for row in texts.itertuples():
+        what = f"{cell} wrote" if pd.isna(row.filter) else f"{row.filter} took"
+        if answers > 1:
+            what += f" (answer {row.request})"
+        more = f"\n  … {row.cut:,} more characters" if row.cut else ""
+        parts.append(f"{what}\n" + _indented(row.answer) + more)
+    return "\n\n".join(parts)
+
+
+def _indented(text: str) -> str:
+    """As it stands, line by line; what a terminal would obey is escaped."""
+    lines = text.split("\n") if text else ["(nothing)"]
+    return "\n".join(
+        "  | " + "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
+        for line in lines
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return NO_VALUE if value is None else format(value, form)

@@ -1,0 +1,151 @@
+"""What a model writes is kept beside its scores, shown and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.evaluation.passkey import key, scores
+from qbench.evaluation.responses import responses_of
+from qbench.record import ANSWER_CHARACTERS, RESPONSE_DEFAULTS
+from qbench.store import Store
+
+# as gsm8k: two filters over one answer
+SUMS = """
+task: sums
+dataset_path: json
+output_type: generate_until
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n\\n"], do_sample: false, max_gen_toks: 12}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+filter_list:
+  - {name: last-word, filter: [{function: regex, regex_pattern: "(\\\\w+)\\\\W*$"},
+                               {function: take_first}]}
+  - {name: as-written, filter: [{function: take_first}]}
+"""
+QUESTIONS = ["The cat", "In the morning the", "A red house stands by"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A run of a task like gsm8k and of passkey retrieval."""
+    folder = tmp_path_factory.mktemp("generated")
+    tasks, data = folder / "tasks", folder / "data" / "sums"
+    tasks.mkdir()
+    data.mkdir(parents=True)
+    (tasks / "sums.yaml").write_text(SUMS)
+    lines = [json.dumps({"question": one, "answer": "7"}) for one in QUESTIONS]
+    (data / "test.jsonl").write_text("\n".join(lines) + "\n")
+    lastword = folder / "data" / "demo_lastword"
+    lastword.symlink_to(DEMO / "data" / "demo_lastword")
+    (tasks / "demo_lastword.yaml").symlink_to(DEMO / "tasks" / "demo_lastword.yaml")
+    path = small_recipe(
+        folder, checkpoints={"softpick": str(DEMO / "softpick")},
+        tasks=["sums", "passkey_256", "demo_lastword"], definitions=str(tasks),
+        data=str(folder / "data"),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QBENCH_CACHE", str(folder / "cache"))
+        assert qbench("run", path, "--out", folder / "out", "--device", "cpu") == 0
+    return folder / "out"
+
+
+def texts(store, record, task, filter_=None):
+    rows = store.responses(record)
+    rows = rows[(rows["task"] == task) & rows["answer"].notna()]
+    kept = rows["filter"].isna() if filter_ is None else rows["filter"] == filter_
+    return rows[kept]["answer"].tolist()
+
+
+def continued(prompts, tokens):
+    """What transformers itself generates from the unquantized model."""
+    from qbench.checkpoints import find, load_model, load_tokenizer
+
+    checkpoint = find(str(DEMO / "softpick"))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    tokenizer = load_tokenizer(checkpoint)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False,
+                             pad_token_id=0)  # fmt: skip
+        text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        found.append(text.partition("\n\n")[0])
+    return found
+
+
+def test_what_was_written_is_what_the_model_generates(ran):
+    store = Store(ran)
+    records = {record.cell: record for record in store.records()}
+    assert texts(store, records["softpick/fp32"], "sums") == continued(QUESTIONS, 12)
+    taken = texts(store, records["softpick/fp32"], "sums", "last-word")
+    assert len(taken) == 3
+    assert all(part in whole for part, whole in zip(taken, continued(QUESTIONS, 12), strict=True))
+    # no second copy of what a filter takes whole
+    assert texts(store, records["softpick/fp32"], "sums", "as-written") == []
+
+
+def test_passkey_keeps_what_was_compared_with_the_key(ran):
+    store = Store(ran)
+    for record in store.records():
+        answers = texts(store, record, "passkey_256")
+        assert len(answers) == 3
+        outcomes = store.outcomes(record)
+        digits = outcomes[outcomes["metric"] == "acc_digits"]["value"].tolist()
+        assert scores(answers, [key(256, n) for n in range(3)])[1] == pytest.approx(digits)
+
+
+def test_show_has_both_cells_answers(ran, capsys):
+    cell = f"{ran}/softpick/rtn-4bit"
+    assert qbench("show", cell, "--document", 1, "--task", "sums") == 0
+    shown = capsys.readouterr().out
+    store = Store(ran)
+    for record in store.records():
+        answer = texts(store, record, "sums")[1]
+        lines = "\n".join(f"  | {line}" for line in answer.split("\n"))
+        assert f"{record.cell} wrote\n{lines}" in shown
+    assert "last-word took\n  | " in shown
+    assert qbench("show", cell, "--document", 0) == 0
+    assert "passkey_256, document 0" in capsys.readouterr().out
+
+
+def test_the_export_holds_them(ran):
+    assert qbench("export", ran, "--to", "lm-eval") == 0
+    store = Store(ran)
+    (record,) = [one for one in store.records() if not one.quantized]
+    (path,) = (ran / "export" / "lm-eval" / "softpick__fp32").glob("samples_sums_*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["filter"], line["doc_id"]) for line in lines] == [
+        ("last-word", 0), ("last-word", 1), ("last-word", 2),
+        ("as-written", 0), ("as-written", 1), ("as-written", 2),
+    ]  # fmt: skip
+    written = texts(store, record, "sums")
+    assert [line["resps"] for line in lines] == [[[one]] for one in written * 2]
+    taken = texts(store, record, "sums", "last-word")
+    assert [line["filtered_resps"] for line in lines] == [[one] for one in [*taken, *written]]
+
+
+def test_a_long_answer_is_cut_and_says_so():
+    text = "ab" * ANSWER_CHARACTERS
+    sample = {"doc_id": 5, "filter": "none", "resps": [[text, "short"]], "filtered_resps": [text]}
+    table = responses_of("t", [sample])
+    assert table["answer"].str.len().tolist() == [ANSWER_CHARACTERS, 5]
+    assert table["cut"].tolist() == [ANSWER_CHARACTERS, 0]
+    assert table["request"].tolist() == [0, 1]
+
+
+def test_responses_of_an_earlier_version_can_be_read():
+    """The committed results were written before there were answers."""
+    store = Store(Path(__file__).parents[1] / "results" / "pair-27m")
+    record = store.records()[0]
+    table = store.responses(record)
+    assert len(table) > 1000
+    assert table["answer"].isna().all()
+    assert (table["cut"] == RESPONSE_DEFAULTS["cut"]).all()
