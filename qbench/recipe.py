@@ -39,7 +39,8 @@ from qbench.recipe_fields import (
 )
 from qbench.recipe_override import folder_of, group_checkpoints, source_of
 from qbench.recipe_source import Source
-from qbench.record import Name, TaskName
+from qbench.recipe_tasks import Files, Task
+from qbench.record import Name
 from qbench.record.written import NAME
 
 LABEL = re.compile(NAME)
@@ -70,18 +71,6 @@ class CalibrationSource(Strict):
     samples: Whole = Field(128, ge=1, le=10**6)
     length: Whole = Field(2048, ge=8, le=MOST_TOKENS)
     seed: Seed = 0
-
-
-class Task(Strict):
-    """A task by its lm-eval name.
-
-    ``files`` are the file stems that may stand for the task's evaluation split in a data
-    folder, the first that exists is used; None: the split's own name alone.
-    """
-
-    name: TaskName
-    files: Annotated[tuple[TaskName, ...], Field(min_length=1)] | None = None
-    num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
 
 
 class Evaluation(Strict):
@@ -288,6 +277,8 @@ def _known_keys(location: tuple[int | str, ...]) -> str:
     }
     kind = kinds.get(str(location[0]), Recipe) if len(location) > 1 else Recipe
     names = list(kind.model_fields)
+    if location[0] == "tasks" and location[2:3] == ("files",) and len(location) > 3:
+        names = list(Files.model_fields)
     if location[:2] == ("evaluation", "tolerance") and len(location) > 2:
         names = [field.name for field in fields(Tolerance)]
     return "known: " + ", ".join(name for name in names if name != "folder")

@@ -35,7 +35,8 @@ def find_tasks(
                     task.name,
                     data=data,
                     definitions=definitions,
-                    files=task.files,
+                    files=task.files.evaluation,
+                    fewshot_files=task.files.fewshot,
                     num_fewshot=task.num_fewshot,
                 )
             )

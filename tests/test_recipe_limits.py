@@ -120,6 +120,12 @@ def test_a_path_that_cannot_be_is_no_recipe(path):
         ({"tasks": ["a\nb"]}, "tasks[0].name"),
         ({"tasks": [3]}, "tasks[0]"),
         ({"tasks": [{"name": "sciq", "files": ["../x"]}]}, "tasks[0].files[0]"),
+        (
+            {"tasks": [{"name": "sciq", "files": {"fewshot": ["../x"]}}]},
+            "tasks[0].files.fewshot[0]",
+        ),
+        ({"tasks": [{"name": "sciq", "files": {"few": ["x"]}}]}, "tasks[0].files.few"),
+        ({"tasks": [{"name": "sciq", "files": "test"}]}, "tasks[0].files"),
         ({"calibration": {"path": "x", "samples": 10**9}}, "calibration.samples"),
         ({"calibration": {"path": "x", "length": 1e30}}, "calibration.length"),
         ({"calibration": {"path": "x", "seed": -1}}, "calibration.seed"),

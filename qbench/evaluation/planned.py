@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench import hub
-from qbench.errors import DataError, MissingDataError
+from qbench.errors import DataError, MissingDataError, RecipeError
 from qbench.evaluation.data import DataFile, read_rows, require_fields
 from qbench.evaluation.definitions import Definition, definition_file, read_definition
 from qbench.evaluation.modules import require_modules
@@ -70,14 +70,17 @@ def plan_task(
     data: Path | None,
     definitions: Path | None,
     files: Sequence[str] | None = None,
+    fewshot_files: Sequence[str] | None = None,
     num_fewshot: int | None = None,
 ) -> PlannedTask:
     """Find the leaf task ``name`` and its data, and check what can be checked unloaded.
 
     ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names, None means
     the hub; ``definitions`` a folder of further lm-eval task definitions, searched first.
-    ``files`` are the stems that may stand for the evaluation split, the first that exists is
-    used. Raises RecipeError for an unknown task, DataError where its data cannot be had.
+    ``files`` are the stems that may stand for the evaluation split, ``fewshot_files`` those for
+    the one that examples are drawn from; the first that exists is used.
+
+    Raises RecipeError for an unknown task, DataError where its data cannot be had.
     """
     if task_length(name) is not None:
         return _passkey(name)
@@ -90,9 +93,9 @@ def plan_task(
         if num_fewshot != (config["num_fewshot"] or 0):
             label += f" ({num_fewshot}-shot)"
         config["num_fewshot"] = num_fewshot
-    found, documents, stem = _local_files(name, definition, config, data, files)
-    if stem is not None:
-        label += f" [{stem}]"
+    found, documents = _local_files(name, definition, config, data, files, fewshot_files)
+    if others := _others(config, found):
+        label += f" [{others}]"
     generation = config.get("generation_kwargs") or {}
     return PlannedTask(
         name=name,
@@ -157,30 +160,31 @@ def _local_files(
     config: dict[str, Any],
     data: Path | None,
     files: Sequence[str] | None,
-) -> tuple[tuple[DataFile, ...], int | None, str | None]:
-    """The files, the number of documents, and the stem that stands for the evaluation split where
-    it is another's; nothing of them without a data folder."""
+    fewshot_files: Sequence[str] | None,
+) -> tuple[tuple[DataFile, ...], int | None]:
+    """The files and the number of documents; nothing of them without a data folder."""
     if data is None:
-        return (), None, None
-    split = evaluation_split(config)
+        return (), None
+    split, examples = evaluation_split(config), fewshot_split(config)
     if split is None or "class" in config:
         raise DataError(
             f"{name}: it is defined in Python and loads its data itself; run it without a data "
             "folder"
         )
-    folder = data / name
-    present = sorted(path.stem for path in folder.glob("*.jsonl"))
-    wanted = tuple(files or (split,))
-    stem = next((stem for stem in wanted if stem in present), None)
-    if stem is None:
-        raise MissingDataError(_missing(name, folder, wanted, present))
-    paths = {split: folder / f"{stem}.jsonl"}
-    examples = fewshot_split(config)
-    if examples and examples not in paths:
-        if examples not in present:
-            why = "for its examples "
-            raise MissingDataError(_missing(name, folder, (examples,), present, why))
-        paths[examples] = folder / f"{examples}.jsonl"
+    wanted = {split: tuple(files or (split,))}
+    if examples and examples != split:
+        wanted[examples] = tuple(fewshot_files or (examples,))
+    elif examples and fewshot_files:
+        raise RecipeError(
+            f"tasks: {name}: files: its examples are drawn from {split}, which is scored; leave "
+            "fewshot out"
+        )
+    elif fewshot_files:
+        raise RecipeError(
+            f"tasks: {name}: files: fewshot names a file, and the task shows no examples; say "
+            "num_fewshot too, or leave it out"
+        )
+    paths = _paths(name, data / name, wanted, examples)
     found, documents = [], None
     for of, path in paths.items():
         rows, digest = read_rows(path)
@@ -188,18 +192,54 @@ def _local_files(
         found.append(DataFile(split=of, path=path, digest=digest))
         if of == split and not config.get("process_docs"):
             documents = len(rows)
-    return tuple(found), documents, stem if stem != split else None
+    return tuple(found), documents
+
+
+def _paths(
+    name: str, folder: Path, wanted: dict[str, tuple[str, ...]], examples: str | None
+) -> dict[str, Path]:
+    """The file of each split. Raises MissingDataError, which names all that are not there."""
+    present = sorted(path.stem for path in folder.glob("*.jsonl"))
+    paths, missing = {}, []
+    for split, stems in wanted.items():
+        stem = next((stem for stem in stems if stem in present), None)
+        if stem is None:
+            missing.append((split == examples, stems))
+        else:
+            paths[split] = folder / f"{stem}.jsonl"
+    if missing:
+        raise MissingDataError(_missing(name, folder, missing, present))
+    return paths
 
 
 def _missing(
-    name: str, folder: Path, wanted: tuple[str, ...], present: list[str], why: str = ""
+    name: str, folder: Path, missing: list[tuple[bool, tuple[str, ...]]], present: list[str]
 ) -> str:
+    """``missing``: whether a split is for examples, and the stems that may stand for it."""
+    lacks, said = [], []
+    for for_examples, stems in missing:
+        names = " or ".join(f"{stem}.jsonl" for stem in stems)
+        lacks.append(f"for its examples no {names}" if for_examples else f"no {names}")
+        said.append("fewshot" if for_examples else "evaluation")
     has = f"it has {', '.join(f'{stem}.jsonl' for stem in present)}" if present else "nothing there"
     remedy = "put the split there, one JSON object a line, with the field names of the hub's"
-    if present and not why:
-        remedy += f"; or let the recipe say tasks: [{{name: {name}, files: [{present[0]}]}}]"
-    files = " or ".join(f"{stem}.jsonl" for stem in wanted)
-    return f"{name}: {why}no {files} in {folder} ({has}); {remedy}"
+    if len(missing) > 1:
+        remedy = remedy.replace("the split", "them")
+    if present:
+        other = f"[{present[0]}]"
+        files = other if said == ["evaluation"] else f"{{{said[0]}: {other}}}"
+        remedy += f"; or let the recipe say tasks: [{{name: {name}, files: {files}}}]"
+    return f"{name}: {' and '.join(lacks)} in {folder} ({has}); {remedy}"
+
+
+def _others(config: dict[str, Any], files: tuple[DataFile, ...]) -> str:
+    """What stands for a split, where it is another's file."""
+    said = []
+    for file in files:
+        if file.path.stem != file.split:
+            of_examples = file.split != evaluation_split(config)
+            said.append(f"examples: {file.path.stem}" if of_examples else file.path.stem)
+    return ", ".join(said)
 
 
 def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from qbench.errors import DataError
+from qbench.errors import DataError, RecipeError
 from qbench.evaluation import tasks
 from qbench.evaluation.data import read_rows
 from qbench.evaluation.definitions import definition_file
@@ -71,6 +71,31 @@ def test_another_file_than_the_splits_own_must_be_named_and_is_shown(tmp_path):
     assert load_task(planned).label == "sciq [validation]"
     write(tmp_path, "sciq", "test", [SCIQ])
     assert plan_task("sciq", files=files, data=tmp_path, definitions=None).label == "sciq"
+
+
+def test_few_shot_examples_may_come_from_another_file_which_is_shown(tmp_path):
+    write(tmp_path, "boolq", "dev", BOOLQ)
+    write(tmp_path, "boolq", "examples", BOOLQ * 3)
+    with pytest.raises(DataError) as error:  # both at once
+        plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None)
+    for words in ["no validation.jsonl and for its examples no train.jsonl in", "has dev.jsonl, e"]:
+        assert words in str(error.value)
+    with pytest.raises(DataError, match=r"files: \{fewshot: \[dev\]\}"):
+        plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None, files=["dev"])
+    planned = plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None, files=["dev"],
+                        fewshot_files=["nosuch", "examples"])  # fmt: skip
+    loaded = load_task(planned)
+    assert loaded.label == "boolq (1-shot) [dev, examples: examples]"
+    assert [(file.split, file.path.stem) for file in planned.files] == [
+        ("validation", "dev"), ("train", "examples"),
+    ]  # fmt: skip
+    assert len(list(loaded.task.fewshot_docs())) == 6
+
+
+def test_files_of_examples_that_nobody_asks_for_are_refused(tmp_path):
+    write(tmp_path, "boolq", "validation", BOOLQ)
+    with pytest.raises(RecipeError, match="boolq: files: fewshot names a file, and the task shows"):
+        plan_task("boolq", data=tmp_path, definitions=None, fewshot_files=["validation"])
 
 
 def test_the_digest_changes_with_a_document_and_with_nothing_else(tmp_path):
