@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from lm_eval.utils import make_table
 from small_recipe import qbench
 from synthetic import make_store
 
+from qbench.errors import UnavailableError
 from qbench.export import lm_eval, model_card, tensorboard
 from qbench.store import Store
 
@@ -82,6 +85,60 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
     tags = events.Tags()
     assert "lambada_openai/acc" in tags["tensors"]
     assert len(tags["tensors"]) >= len(record.scores) + 2
+
+
+def records_of(path):
+    """A Weights & Biases file's records: LevelDB's log format after seven bytes of a header."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    payload, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(payload):
+        if (left := 32768 - place % 32768) < 7:  # a block's end is not used
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", payload[place : place + 7])
+        whole += payload[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the whole of one, or its last part
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def test_weights_and_biases_files_are_read_back(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from qbench.export import wandb
+
+    (folder,) = wandb.write(some("softpick/gptq-4bit"), tmp_path)
+    (record,) = some("softpick/gptq-4bit").records()
+    (path,) = folder.glob("run-*.wandb")
+    assert path.name == f"run-{record.key[:16]}.wandb"
+    found = list(records_of(path))
+    (run,) = [one.run for one in found if one.HasField("run")]
+    assert (run.project, run.display_name) == ("qbench", "softpick/gptq-4bit")
+    config = {one.key: json.loads(one.value_json) for one in run.config.update}
+    assert config["key"] == record.key
+    assert config["quantizer"] == record.quantizer
+    (history,) = [one.history for one in found if one.HasField("history")]
+    values = {".".join(one.nested_key): json.loads(one.value_json) for one in history.item}
+    for score in record.scores:
+        assert values[f"{score.task}/{score.metric}"] == score.value
+    assert values["audit/bits_per_weight"] == record.audit.bits_per_weight
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
+def test_a_library_that_is_not_there_is_named_with_the_remedy(tmp_path, monkeypatch, library):
+    for name in [name for name in sys.modules if name.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    folder = tmp_path / "grid"
+    make_store(folder, sizes={"arc_easy": 9}, quantizers=("bf16",))
+    with pytest.raises(UnavailableError) as error:
+        qbench("export", folder, "--to", library)
+    said = f"--to {library}: {library} is not installed; pip install {library}"
+    assert str(error.value) == said
+    assert not (folder / "export").exists()
 
 
 def test_what_is_left_out_is_named(tmp_path, capsys):

@@ -31,6 +31,7 @@ class Target(StrEnum):
     lm_eval = "lm-eval"
     model_card = "model-card"
     tensorboard = "tensorboard"
+    wandb = "wandb"
 
 
 class Inconclusive(StrEnum):
@@ -254,7 +255,7 @@ def export(
     run: Run = None,
 ) -> None:
     """Write results in others' formats: lm-eval's results and samples, the evaluation metadata of
-    a model card, TensorBoard's scalars.
+    a model card, TensorBoard's scalars, Weights & Biases' runs (offline; `wandb sync` sends them).
 
     Failed and missing cells are left out, and named on standard error.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qbench.errors import UnavailableError
-from qbench.record import Damage, Record
+from qbench.export.scalars import scalars
 from qbench.store import Store
 
 
@@ -31,16 +31,3 @@ def write(store: Store, folder: Path) -> list[Path]:
         writer.close()
         paths.append(place)
     return paths
-
-
-def scalars(record: Record) -> dict[str, float]:
-    """Values by name, ``task/metric`` and ``audit/…``; accuracies are fractions."""
-    found = {f"{score.task}/{score.metric}": score.value for score in record.scores}
-    if record.audit is not None and record.quantized:
-        found["audit/bits_per_weight"] = record.audit.bits_per_weight
-        found["audit/weight_error"] = record.audit.weight_error
-    if isinstance(record.damage, Damage):
-        for task, one in record.damage.tasks.items():
-            if one.distributions is not None:
-                found[f"{task}/mean_kl"] = one.distributions.kl.mean
-    return found
