@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from qbench import __version__
-from qbench.commands import analysis, benchmarks, caching, models, results, running, training
+from qbench.commands import analysis, benchmarks, caching, gate, models, results, running, training
 from qbench.commands.options import PluginOption
 from qbench.commands.screen import complain, refuse
 from qbench.errors import QbenchError, RecipeError
@@ -80,9 +80,9 @@ for _command in (
     results.report,
     results.show,
     results.export,
-    results.check,
-    results.baseline,
-    results.compare,
+    gate.check,
+    gate.baseline,
+    gate.compare,
     results.explain,
     results.published,
 ):

@@ -37,7 +37,7 @@ from qbench.record import (
     StoredTable,
     Written,
 )
-from qbench.runs import GRIDS, find_run, run_id, runs
+from qbench.runs import GRIDS, find_run, run_id
 from qbench.sealed import AGAIN, seal, unseal
 
 if TYPE_CHECKING:
@@ -53,13 +53,25 @@ T = TypeVar("T", bound=Written)
 class Store:
     """The records of one results folder."""
 
-    def __init__(
-        self, directory: Path, *, grid: Grid | None = None, run: str | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *, grid: Grid | None = None, run: str | None = None):
         """``grid``: what to show of the folder, instead of what its last run was of; ``run``: the
         id of an earlier run that is shown instead."""
         self.directory = Path(directory)
         self._grid, self._run = grid, run
+
+    @property
+    def run(self) -> str | None:
+        """The id of the earlier run that is shown, None: the last one. Raises ResultsError."""
+        return None if self._run is None else find_run(self.directory, self._run).stem
+
+    @property
+    def name(self) -> str:
+        """The folder, and which of its runs."""
+        return f"{self.directory} (run {self.run})" if self._run else str(self.directory)
+
+    def place(self) -> Path:
+        """Where what is made of it goes: the folder, or one in it for an earlier run."""
+        return self.directory / "runs" / self.run if self.run else self.directory
 
     def grid(self) -> Grid:
         """The grid of the last run, or of the one that was asked for. Raises ResultsError where
@@ -110,7 +122,7 @@ class Store:
         Raises DamagedError where it is not what was written, SchemaError where another version
         of qbench wrote it.
         """
-        path = self._path(cell.cell, cell.key)
+        path = self.path(cell.cell, cell.key)
         return read_record(path, cell) if path.is_file() else None
 
     def whole(self, cell: GridCell, say: Callable[[str], None] | None = None) -> Record | None:
@@ -158,12 +170,12 @@ class Store:
         for name, stated in record.files.items():
             if name not in payloads or digest(payloads[name]) != stated.sha256:
                 raise DamagedError(f"{record.cell}: its {name} did not come whole; {AGAIN}")
-        path = self._path(record.cell, record.key).with_suffix(".log")
+        path = self.path(record.cell, record.key).with_suffix(".log")
         write_atomically(path, log.encode())
         return self._put(record, payloads)
 
     def _put(self, record: Record, payloads: dict[str, bytes]) -> Record:
-        path = self._path(record.cell, record.key)
+        path = self.path(record.cell, record.key)
         files = {
             name: StoredTable(sha256=digest(payload), bytes=len(payload))
             for name, payload in payloads.items()
@@ -180,22 +192,12 @@ class Store:
                     old.unlink()
         return record
 
-    def elsewhere(self, cell: GridCell) -> str | None:
-        """The id of an earlier run that has a record of this cell, with other settings."""
-        for name, path in runs(self.directory):
-            with suppress(ResultsError):
-                for one in read(path, Grid).cells:
-                    if one.cell == cell.cell and self._path(one.cell, one.key).is_file():
-                        return name
-        return None
-
     def outcomes(self, record: Record) -> pd.DataFrame:
         """Columns ``OUTCOME_COLUMNS``; raises DamagedError where the file is missing or changed."""
         return self._table(record, "outcomes")
 
     def responses(self, record: Record) -> pd.DataFrame:
-        """Columns ``RESPONSE_COLUMNS``; raises DamagedError where the file is missing or
-        changed."""
+        """Columns ``RESPONSE_COLUMNS``; raises DamagedError as ``outcomes``."""
         table = self._table(record, "responses")
         for name, value in RESPONSE_DEFAULTS.items():
             if name not in table:
@@ -204,16 +206,16 @@ class Store:
 
     def files_of(self, record: Record) -> list[Path]:
         """The record's own file and those of its tables."""
-        path = self._path(record.cell, record.key)
+        path = self.path(record.cell, record.key)
         return [path, *(_table_path(path, record, name) for name in record.files)]
 
     def log(self, cell: GridCell) -> Path:
         """Where libraries' output goes while ``cell`` is at work."""
-        return self._path(cell.cell, cell.key).with_suffix(".log")
+        return self.path(cell.cell, cell.key).with_suffix(".log")
 
     def lock_file(self, cell: GridCell) -> Path:
         """Held by the run that is at work on ``cell``; its folder exists."""
-        path = self._path(cell.cell, cell.key).with_suffix(".lock")
+        path = self.path(cell.cell, cell.key).with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -226,7 +228,7 @@ class Store:
 
     def payload(self, record: Record, name: Table) -> bytes:
         """A Parquet file's content, verified before any library parses it."""
-        record_path = self._path(record.cell, record.key)
+        record_path = self.path(record.cell, record.key)
         if name not in record.files:
             raise DamagedError(f"{record_path}: no {name} were written with this record; {AGAIN}")
         path, stated = _table_path(record_path, record, name), record.files[name]
@@ -238,7 +240,8 @@ class Store:
             raise DamagedError(f"{path}: damaged: its content is not what was written; {AGAIN}")
         return payload
 
-    def _path(self, cell: str, key: str) -> Path:
+    def path(self, cell: str, key: str) -> Path:
+        """A record's."""
         return self.directory / "records" / cell / f"{key[:KEY_DIGITS]}.json"
 
     @contextmanager
@@ -246,11 +249,6 @@ class Store:
         self.directory.mkdir(parents=True, exist_ok=True)
         with FileLock(self.directory / ".lock"):
             yield
-
-
-def read_grid(path: Path) -> Grid:
-    """What a run was of. Raises DamagedError or SchemaError."""
-    return read(path, Grid)
 
 
 def read_record(path: Path, cell: GridCell | None = None) -> Record:

@@ -117,7 +117,7 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     assert qbench("tables", out, "--run", first[:5]) == 0
     assert capfd.readouterr().out == tables
     assert qbench("tables", out) == 0
-    assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in (
+    assert f"holds 2 runs; this is the last one, {last}; --run takes another: {first}" in (
         capfd.readouterr().err
     )
     assert [entry.status for line in compare(Store(out, run=first)).lines

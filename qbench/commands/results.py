@@ -1,4 +1,4 @@
-"""Commands that read results: tables, report, check, baseline, compare, explain, published.
+"""Commands that read results: tables, report, show, export, explain, published.
 
 None of them imports torch, so they start at once and run on any CI machine.
 """
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.options import Folder, Published, Run, to_file, to_folder
+from qbench.commands.opened import opened
+from qbench.commands.options import Folder, Published, Run, to_folder
 from qbench.commands.screen import show_written
 from qbench.files import require_folder
 from qbench.machine.memory import require_memory
@@ -34,16 +35,6 @@ class Target(StrEnum):
     wandb = "wandb"
 
 
-class Inconclusive(StrEnum):
-    passes = "pass"
-    fails = "fail"
-
-
-class Across(StrEnum):
-    weights = "weights"
-    normalizer = "normalizer"
-
-
 def tables(
     folder: Folder,
     format: Annotated[Format, typer.Option(help="What to print and write.")] = Format.md,
@@ -51,35 +42,13 @@ def tables(
     run: Run = None,
 ) -> None:
     """Write and show the delta tables of a results folder, in the paper's layout."""
-    from qbench.store import Store
 
-    say_run(folder, run)
-    show_tables(Store(folder, run=run), format=format, published=published, run=run)
+    show_tables(opened(folder, run), format=format, published=published)
 
 
-def say_run(folder: Path, run: str | None) -> None:
-    """On standard error, where a folder holds several runs: which of them is shown."""
-    from qbench.runs import find_run, run_id, runs
-    from qbench.store import Store
-
-    known = [name for name, _ in runs(folder)]
-    if run is not None:
-        find_run(folder, run)
-    elif len(known) > 1:
-        last = run_id(Store(folder).grid())
-        others = ", ".join(name for name in known if name != last)
-        typer.echo(
-            f"{folder} holds {len(known)} runs; this is the last one, {last}; --run shows another: "
-            f"{others}",
-            err=True,
-        )
-
-
-def show_tables(
-    store: Store, *, format: str = "md", published: str | None = None, run: str | None = None
-) -> None:
-    """Write tables.md, tables.csv and tables.<format>; print the latter. Those of an earlier
-    ``run`` go to a folder of their own.
+def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> None:
+    """Write tables.md, tables.csv and tables.<format>; print the latter. Those of an earlier run
+    go to a folder of their own.
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
@@ -91,10 +60,7 @@ def show_tables(
     require_folder(store.directory)
     comparison = compare(store)
     formats = list(dict.fromkeys([format, "md", "csv"]))
-    directory = store.directory / "runs" / run if run else None
-    paths = write_tables(
-        store, directory, formats=formats, published=published, comparison=comparison
-    )
+    paths = write_tables(store, formats=formats, published=published, comparison=comparison)
     typer.echo(render(comparison, format=format, published=published), nl=False)
     if format == "md" and published:
         typer.echo(paper(store, published), nl=False)
@@ -103,110 +69,23 @@ def show_tables(
 
 def report(
     folder: Folder,
-    out: Annotated[Path | None, to_folder("Where to write it. Default: FOLDER.")] = None,
+    out: Annotated[
+        Path | None, to_folder("Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run.")
+    ] = None,
     figures: Annotated[
         str, typer.Option(metavar="FORMATS", help="Of the figure files: svg, png, pdf, by commas.")
     ] = "svg",
     published: Published = None,
+    run: Run = None,
 ) -> None:
     """Write report.html, one file that opens without a network, and its figures."""
     require_memory()
     from qbench.report import write
-    from qbench.store import Store
 
     require_folder(out or folder)
     wanted = [name.strip() for name in figures.split(",") if name.strip()]
-    paths = write(Store(folder), out, figures=wanted, published=published)
+    paths = write(opened(folder, run), out, figures=wanted, published=published)
     show_written(paths)
-
-
-def check(
-    folder: Folder,
-    baseline: Annotated[Path, typer.Option(help="What `qbench baseline` wrote.")],
-    margin: Annotated[
-        list[str],
-        typer.Option(
-            metavar="METRIC=NUMBER",
-            help="How much worse is tolerable: percentage points for accuracies (acc=1), per cent "
-            "for perplexities (perplexity=2) and for what the audit measures (layer_error=10). "
-            "Default for scores: 1 point and 2 per cent, or the least that so many documents "
-            "support. Repeatable.",
-        ),
-    ] = [],  # noqa: B006
-    across: Annotated[
-        list[Across],
-        typer.Option(
-            help="Hold results of other weights, or of another normalizer, to the baseline: a new "
-            "checkpoint of the same model. Repeatable."
-        ),
-    ] = [],  # noqa: B006
-    inconclusive: Annotated[
-        Inconclusive, typer.Option(help="What too few documents to tell counts as.")
-    ] = Inconclusive.fails,
-    summary: Annotated[Path | None, to_file("Also write Markdown here.")] = None,
-    junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,
-    json: Annotated[Path | None, to_file("Also write JSON here.")] = None,
-) -> None:
-    """The CI gate: is any score worse than the baseline's by more than a margin?
-
-    Paired non-inferiority per task and precision; the same outcomes on every document pass at any
-    margin. Exit code 0: pass, 1: fail, 2: unusable input, such as results of other weights or
-    other data. Missing, failed or unaudited cells never pass. What the audit measured of every
-    quantized layer is held to the baseline too.
-
-    Without --margin, a score may be 1 point (accuracies) or 2 per cent (perplexities) worse, or as
-    much as the baseline's documents can tell: the margin at which a harmless change, one that
-    flips 3 per cent of the answers by chance, passes on all lines 95 times of 100. With 50 lines
-    that is 7.2 points on 200 documents and 1.7 on 2,400.
-    """
-    require_memory()
-    from qbench.gate.check import check as judge
-    from qbench.gate.margins import parse_margins
-    from qbench.gate.verdict import as_markdown, write_verdict
-    from qbench.store import Store
-
-    verdict = judge(
-        Store(folder),
-        baseline,
-        margins=parse_margins(margin),
-        inconclusive=inconclusive.value,
-        across=[one.value for one in across],
-    )
-    write_verdict(verdict, markdown=summary, junit=junit, json=json)
-    typer.echo(as_markdown(verdict), nl=False)
-    raise typer.Exit(verdict.exit_code)
-
-
-def baseline(
-    folder: Folder,
-    out: Annotated[Path, to_file("The file to write.")],
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace an existing baseline, showing old and new.")
-    ] = False,
-) -> None:
-    """Make the baseline that `qbench check` holds later results to."""
-    require_memory()
-    from qbench.gate.baseline import make
-    from qbench.store import Store
-    from qbench.tables.changes import changes_table
-
-    changes = make(Store(folder), out, replace=replace)
-    if changes is not None:
-        typer.echo(changes_table(changes), nl=False)
-    show_written([out])
-
-
-def compare(
-    a: Annotated[Path, typer.Argument(help="A results folder.")],
-    b: Annotated[Path, typer.Argument(help="Another, of the same recipe.")],
-) -> None:
-    """What changed between two results of one recipe, paired by document."""
-    require_memory()
-    from qbench.comparison.changes import compare_results
-    from qbench.store import Store
-    from qbench.tables.changes import changes_table
-
-    typer.echo(changes_table(compare_results(Store(a), Store(b))), nl=False)
 
 
 def explain(
@@ -262,11 +141,10 @@ def export(
     from importlib import import_module
 
     from qbench.comparison.lines import judge
-    from qbench.store import Store
 
     require_memory()
-    store = Store(folder, run=run)
-    place = out or store.directory / "export" / to.value
+    store = opened(folder, run)
+    place = out or store.place() / "export" / to.value
     require_folder(place, "--out")
     for cell in store.grid().cells:
         status, reason = judge(store.get(cell))

@@ -71,18 +71,18 @@ def compare_results(a: Store, b: Store) -> Changes:
     lines = compare_sets(old, new)
     if not lines:
         raise ResultsError(
-            f"{a.directory} and {b.directory} have no scored cell in common; "
+            f"{a.name} and {b.name} have no scored cell in common; "
             "compare two results of one recipe"
         )
-    problems = [f"{cell}: {a.directory}: {why}" for cell, why in old.broken.items()]
-    problems += [f"{cell}: {b.directory}: {why}" for cell, why in new.broken.items()]
+    problems = [f"{cell}: {a.name}: {why}" for cell, why in old.broken.items()]
+    problems += [f"{cell}: {b.name}: {why}" for cell, why in new.broken.items()]
     for one, other, folder in ((old, new, b), (new, old, a)):
         known = other.cells.keys() | other.broken.keys()
-        problems += [f"{cell}: not in {folder.directory}" for cell in one.cells.keys() - known]
+        problems += [f"{cell}: not in {folder.name}" for cell in one.cells.keys() - known]
     problems += _other_precisions(old, new)
     return Changes(
-        old=str(a.directory),
-        new=str(b.directory),
+        old=a.name,
+        new=b.name,
         lines=tuple(lines),
         problems=tuple(problems),
         seeds=seed_changes(old, new),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from qbench.comparison.floors import read_floors
 from qbench.comparison.lines import Comparison, Entry, Line, judge
 from qbench.comparison.metrics import rank
 from qbench.errors import ResultsError
 from qbench.record import Grid, GridCell, Record, Score
-from qbench.store import Store
+from qbench.runs import runs
+from qbench.store import Store, read
 
 
 def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparison:
@@ -31,7 +33,7 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
         elsewhere={
             cell.cell: run
             for cell in grid.cells
-            if found[cell.cell] is None and (run := store.elsewhere(cell)) is not None
+            if found[cell.cell] is None and (run := elsewhere(store, cell)) is not None
         },
     )
     if not statistics:
@@ -39,6 +41,16 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
     from qbench.comparison.effects import with_effects  # scipy is slow to import
 
     return with_effects(comparison, store, seed=seed)
+
+
+def elsewhere(store: Store, cell: GridCell) -> str | None:
+    """The id of an earlier run that has a record of this cell, with other settings."""
+    for name, path in runs(store.directory):
+        with suppress(ResultsError):
+            for one in read(path, Grid).cells:
+                if one.cell == cell.cell and store.path(one.cell, one.key).is_file():
+                    return name
+    return None
 
 
 def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:

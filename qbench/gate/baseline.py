@@ -76,9 +76,9 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     unfit = [f"{cell}: {why}" for cell, why in outcomes.broken.items()]
     unfit += [f"{cell}: not audited" for cell, one in outcomes.cells.items() if not one.audited]
     if unfit:
-        raise ResultsError(f"{store.directory}: no baseline from this: {'; '.join(unfit)}")
+        raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(unfit)}")
     if not outcomes.cells:
-        raise ResultsError(f"{store.directory}: no baseline from this: it has no cells")
+        raise ResultsError(f"{store.name}: no baseline from this: it has no cells")
     if out.exists() and not replace:
         raise ResultsError(
             f"{out}: exists; look at what would change and give --replace to replace it"
@@ -97,12 +97,12 @@ def difference(store: Store, out: Path) -> Changes:
         lines = tuple(compare_sets(old, new))
     except ResultsError as error:
         told = f"nothing to compare with: {error}"
-        return Changes(old=str(out), new=str(store.directory), lines=(), problems=(told,))
+        return Changes(old=str(out), new=store.name, lines=(), problems=(told,))
     gone = [f"{cell}: no longer gated" for cell in old.cells.keys() - new.cells.keys()]
     fresh = [f"{cell}: newly gated" for cell in new.cells.keys() - old.cells.keys()]
     return Changes(
         old=str(out),
-        new=str(store.directory),
+        new=store.name,
         lines=lines,
         problems=tuple(sorted(gone + fresh)),
     )

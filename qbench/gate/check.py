@@ -49,7 +49,7 @@ def check(
         raise ResultsError(f"{baseline}: has no cells; make it again")
     if not any(cell in new.cells or cell in new.broken for cell in old.cells):
         raise ResultsError(
-            f"{store.directory} has no cell of {baseline}; check results of the same recipe"
+            f"{store.name} has no cell of {baseline}; check results of the same recipe"
         )
     require_known(given, [metric for one in old.cells.values() for _, metric in one.scores])
     lines = compare_sets(old, new)
@@ -79,7 +79,7 @@ def check(
             gates.append(_gate(line, margin, same=same))
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]
     return Verdict(
-        results=str(store.directory),
+        results=store.name,
         baseline=str(baseline),
         gates=tuple(gates),
         notes=(*notes, *(f"{cell}: not in the baseline, so not gated" for cell in sorted(extra))),

@@ -54,7 +54,7 @@ def write(
     unknown = [name for name in figures if name not in FIGURE_FORMATS]
     if unknown:
         raise RecipeError(f"--figures {unknown[0]}: unknown; possible: {', '.join(FIGURE_FORMATS)}")
-    out = Path(out or store.directory)
+    out = Path(out or store.place())
     comparison = comparison or compare(store)
     tables = data_tables(comparison, published=published)
     drawn = plates(groups(comparison), out / "figures", figures)
@@ -63,7 +63,7 @@ def write(
         tables += why.why_tables(found)
         drawn += why.why_plates(store, found, out / "figures", figures)
     page = out / "report.html"
-    name = store.directory.resolve().name
+    name = store.directory.resolve().name + (f", run {store.run}" if store.run else "")
     text = render(comparison, tables, drawn, name=name, told={why.SECTION: broken})
     write_atomically(page, text.encode())
     return [page, *(path for one in drawn for path in one.paths)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 
 from qbench.comparison.lines import judge
+from qbench.record import Grid
 from qbench.runs import run_id, runs
 from qbench.show.layout import table
-from qbench.store import KEY_DIGITS, Store, read_grid
+from qbench.store import KEY_DIGITS, Store, read
 from qbench.text.numbers import NO_VALUE
 
 
@@ -17,7 +18,7 @@ def folder_text(store: Store) -> str:
     shown = run_id(grid)
     rows = []
     for name, path in runs(store.directory):
-        one = read_grid(path)
+        one = read(path, Grid)
         limit = "all documents" if one.limit is None else f"{one.limit} documents a task"
         made = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         mark = "*" if name == shown else ""

@@ -62,7 +62,7 @@ def write_tables(
     comparison: Comparison | None = None,
 ) -> list[Path]:
     """Write ``tables.<format>`` into ``directory`` (default: the results folder)."""
-    directory = Path(directory or store.directory)
+    directory = Path(directory or store.place())
     comparison = comparison or compare(store)
     paths = []
     for format in formats:
