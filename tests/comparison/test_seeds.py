@@ -54,6 +54,55 @@ def test_the_interval_covers_whichever_part_is_the_larger(seeds, by_seed, by_doc
     assert all(covers(one) == (one.p >= 0.05) for one in found if abs(one.p - 0.05) > 1e-6)
 
 
+def answers(rng, seeds, documents, gained, lost, *, shared):
+    """Right-or-wrong answers of which a share changes, with this chance the same in all seeds."""
+    document = rng.random(documents)
+    values = {}
+    for seed in range(seeds):
+        drawn = np.where(rng.random(documents) < shared, document, rng.random(documents))
+        change = np.where(drawn < gained, 1, np.where(drawn > 1 - lost, -1, 0))
+        old = np.where(change == 0, rng.random(documents) < 0.5, change < 0)
+        values["old", seed], values["new", seed] = old.astype(float), old + change.astype(float)
+    return panel(values)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("documents", "gained", "lost"), [(100, 0.005, 0.0), (100, 0.01, 0.005), (500, 0.005, 0.001)]
+)
+def test_the_interval_covers_where_few_answers_change(seeds, shared, documents, gained, lost):
+    rng = np.random.default_rng([seeds, documents])
+    found = [
+        over_seeds(answers(rng, seeds, documents, gained, lost, shared=shared), pairs(seeds), "mean")
+        for _ in range(100)
+    ]
+    assert np.mean([one.low <= gained - lost <= one.high for one in found]) >= 0.93
+    assert all(covers(one) == (one.p >= 0.05) for one in found if abs(one.p - 0.05) > 1e-6)
+
+
+def test_answers_that_never_changed_leave_the_interval_of_one_training():
+    """Not no interval at all: 300 answers that stayed do not say that none ever changes."""
+    same = {(side, s): np.arange(100) % 2.0 for side in ("old", "new") for s in range(3)}
+    found = over_seeds(panel(same), pairs(3), "mean")
+    one = effect(panel(same), {("new", 0): 1, ("old", 0): -1}, "mean").interval
+    assert (found.low, found.high) == pytest.approx((one.low, one.high))
+    assert found.high == pytest.approx(0.037, abs=1e-3)
+    assert (found.estimate, found.p) == (0, 1)
+
+
+def test_two_trainings_that_happen_to_agree_are_no_surer_than_their_documents():
+    rng = np.random.default_rng(4)
+    one, other = rng.normal(0, 1, (2, DOCUMENTS))
+    other += one.mean() - other.mean()
+    values = {("old", s): np.zeros(DOCUMENTS) for s in range(2)}
+    values |= {("new", 0): one, ("new", 1): other}
+    found = over_seeds(panel(values), pairs(2), "mean")
+    of_documents = stats.ttest_1samp((one + other) / 2, 0).confidence_interval()
+    assert found.low <= of_documents.low + 1e-9
+    assert found.high >= of_documents.high - 1e-9
+
+
 def test_documents_alone_would_not_cover():
     """What is wrong without seeds in it: the test above can fail."""
     rng = np.random.default_rng(3)

@@ -8,7 +8,7 @@ part of the seeds, which more documents do not make smaller, and one of the docu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from scipy import optimize, special
 
 from qbench.comparison.metrics import LOG_SCALE
 from qbench.comparison.statistics.effect import CONFIDENCE, Kind
+from qbench.comparison.statistics.few_changes import Signs, few_changes
 from qbench.comparison.statistics.panel import Floats, Panel
 from qbench.comparison.statistics.ratio import (
     SLOPES,
@@ -25,8 +26,8 @@ from qbench.comparison.statistics.ratio import (
     shares,
 )
 
-Signs = Mapping[object, int]
 LEAST_P = 1e-12
+LEAST_CONFIDENCE = 1e-4  # p above one less this is 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,9 @@ def over_seeds(
     whatever the parts are, as Satterthwaite's does not with two or three seeds (87 and 92 %). What
     document and seed share counts to the seeds, so that the interval is wide with two.
 
+    It is never narrower than that of the documents alone, which two or three trainings that happen
+    to agree would make it; of right-or-wrong answers of which few changed, the score interval.
+
     ``None`` where the aggregation is unknown, a group has fewer than two trainings, fewer than two
     documents are shared, or a score is not finite.
     """
@@ -87,21 +91,29 @@ def over_seeds(
     together = sum(one.mean(axis=0) for one in terms)  # [documents]
     # Of the documents' mean squares the part that seeds share is what is left without the rest.
     rest = sum(_rest(one) for one in terms)
-    by_documents = max(0.0, (many - 1) / many * float(np.sum(together**2)) - rest)
+    of_documents = (many - 1) / many * float(np.sum(together**2))
     by_seeds = [float(np.var(one, ddof=1)) / len(one) for one in estimates]
-    parts = [(by_documents, documents - 1)]
+    parts = [(max(0.0, of_documents - rest), documents - 1)]
     parts += [(v, len(e) - 1) for v, e in zip(by_seeds, estimates, strict=True)]
     estimate = float(sum(one.mean() for one in estimates))
-    variance = sum(part for part, _ in parts)
-    reach = _reach(parts, CONFIDENCE)
+    variance = max(of_documents, sum(part for part, _ in parts))
+    few = few_changes(panel, groups, aggregation)
+
+    def ends(confidence: float) -> tuple[float, float]:
+        alone = _reach([(of_documents, documents - 1)], confidence)
+        reach = max(_reach(parts, confidence), 0.0 if few else alone)
+        low, high = few.interval(confidence) if few else (estimate, estimate)
+        return min(low, estimate - reach), max(high, estimate + reach)
+
+    low, high = ends(CONFIDENCE)
     seeds_alone = max(0.0, sum(by_seeds) - rest)
     return SeedEffect(
         kind="log ratio" if aggregation in LOG_SCALE else "difference",
         estimate=estimate,
-        low=estimate - reach,
-        high=estimate + reach,
+        low=low,
+        high=high,
         stderr=math.sqrt(variance),
-        p=_p(estimate, parts),
+        p=_p(estimate, ends),
         each=tuple(float(value) for one in estimates for value in one),
         of_seeds=seeds_alone / variance if variance > 0 else 0.0,
         seeds=min(len(one) for one in estimates),
@@ -154,19 +166,18 @@ def _reach(parts: Sequence[tuple[float, float]], confidence: float) -> float:
     )
 
 
-def _p(estimate: float, parts: Sequence[tuple[float, float]]) -> float:
+def _p(estimate: float, ends: Callable[[float], tuple[float, float]]) -> float:
     """One minus the confidence of the interval that just reaches 0."""
     if estimate == 0:
         return 1.0
-    if all(part == 0 for part, _ in parts):
-        return 0.0
 
-    def beyond(logarithm: float) -> float:
-        return _reach(parts, 1 - math.exp(logarithm)) - abs(estimate)
+    def reaches(logarithm: float) -> float:
+        low, high = ends(1 - math.exp(logarithm))
+        return -low if estimate > 0 else high
 
-    least, most = math.log(LEAST_P), math.log1p(-1e-12)
-    if beyond(least) <= 0:
-        return LEAST_P
-    if beyond(most) >= 0:
+    least, most = math.log(LEAST_P), math.log1p(-LEAST_CONFIDENCE)
+    if reaches(least) <= 0:
+        return 0.0 if ends(1 - LEAST_P) == (estimate, estimate) else LEAST_P
+    if reaches(most) >= 0:
         return 1.0
-    return math.exp(optimize.brentq(beyond, least, most, xtol=1e-9))
+    return math.exp(optimize.brentq(reaches, least, most, xtol=1e-9))
