@@ -4,23 +4,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qbench.comparison.wording import TIMES
+from qbench.comparison.wording import RATIO_NOTE, TIMES, decimals
 from qbench.text.numbers import NO_VALUE, number, ratio
 
 if TYPE_CHECKING:
+    from qbench.comparison.lines import Comparison
     from qbench.comparison.statistics import SeedEffect
 
 HALF = 0.5
 MOSTLY_SEEDS = "§"
 LEGEND = (
     "Means over trainings that differ in their seed; brackets hold 95 % intervals over documents "
-    "and seeds (Banerjee 1960). ‡ differs from 0 at 5 % after Holm's correction over all of its "
-    "kind, † after Benjamini–Hochberg's only."
+    "and seeds (Banerjee 1960), never narrower than over the documents alone. ‡ differs from 0 at "
+    "5 % after Holm's correction over all of its kind, † after Benjamini–Hochberg's only."
 )
 SEEDS_LEGEND = (
     f"{MOSTLY_SEEDS}: seeds, not documents, are the larger part of the uncertainty: more documents "
     "would not make it much smaller, more trainings would."
 )
+
+
+RATIOS_LEGEND = f"{RATIO_NOTE} Means of perplexities are arithmetic, of their ratios geometric."
+SHARE = "Seeds’ share"
+SHARE_LEGEND = f"{SHARE}: how much of the variance of the effect’s mean comes of the seeds."
+
+
+def share_text(effect: SeedEffect | None) -> str:
+    """How much of the mean's variance comes of the seeds: ``34 %``."""
+    return NO_VALUE if effect is None else f"{100 * effect.of_seeds:.0f} %"
+
+
+def order_note(comparison: Comparison) -> str:
+    """Which training is which, in the order of the columns ``each``."""
+    seeds = {
+        one.checkpoint: one.training.seed
+        for one in comparison.records.values()
+        if one.training is not None
+    }
+    told = (
+        ", ".join(f"{m} (seed {seeds[m]})" if m in seeds else m for m in members)
+        for members in comparison.grid.replicates.values()
+    )
+    return f"Each, in this order: {'; '.join(told)}."
 
 
 def mostly_seeds(effect: SeedEffect | None) -> bool:
@@ -32,7 +57,7 @@ def mean_text(effect: SeedEffect | None, *, percent: bool) -> str:
     if effect is None:
         return NO_VALUE
     if effect.kind == "log ratio":
-        text = f"{TIMES} {ratio(effect.estimate)}"
+        text = f"{TIMES} {ratio(effect.estimate, decimals=decimals(effect.stderr))}"
     else:
         text = number(effect.estimate, percent=percent, signed=True)
     return text + effect.mark + (MOSTLY_SEEDS if mostly_seeds(effect) else "")
@@ -44,16 +69,19 @@ def ends_text(effect: SeedEffect | None, *, percent: bool) -> str:
         return NO_VALUE
     ends = effect.low, effect.high
     if effect.kind == "log ratio":
-        return f"{TIMES} [{', '.join(ratio(end) for end in ends)}]"
+        places = decimals(effect.stderr)
+        return f"{TIMES} [{', '.join(ratio(end, decimals=places) for end in ends)}]"
     return f"[{', '.join(number(end, percent=percent, signed=True) for end in ends)}]"
 
 
 def each_text(effect: SeedEffect | None, *, percent: bool) -> str:
-    """The effect of every training, or pair of trainings: ``+0.8, +1.4, −0.2``."""
-    if effect is None:
+    """The effect of every training, or pair of trainings: ``+0.8, +1.4, −0.2``; none where the
+    trainings are no pairs."""
+    if effect is None or not effect.paired:
         return NO_VALUE
     if effect.kind == "log ratio":
-        return f"{TIMES} " + ", ".join(ratio(one) for one in effect.each)
+        places = decimals(effect.stderr)
+        return f"{TIMES} " + ", ".join(ratio(one, decimals=places) for one in effect.each)
     return ", ".join(number(one, percent=percent, signed=True) for one in effect.each)
 
 

@@ -37,7 +37,8 @@ def interval_text(effect: Effect | None, *, percent: bool) -> str:
         return NO_VALUE
     ends = effect.interval.low, effect.interval.high
     if effect.kind == "log ratio":
-        low, high = (ratio(end, decimals=_decimals(effect)) for end in ends)
+        places = _decimals(effect)
+        low, high = (ratio(end, decimals=places) for end in ends)
         return f"{TIMES} [{low}, {high}]"
     return f"[{', '.join(number(end, percent=percent, signed=True) for end in ends)}]"
 
@@ -52,6 +53,10 @@ def detectable_text(effect: Effect | None, *, percent: bool) -> str:
 
 
 def _decimals(effect: Effect) -> int:
-    """Three, or as many as show two digits of the standard error, up to six."""
-    stderr = effect.interval.stderr
+    return decimals(effect.interval.stderr)
+
+
+def decimals(stderr: float) -> int:
+    """Of a ratio: three, or as many as show two digits of its logarithm's standard error, up to
+    six."""
     return 3 if stderr == 0 else min(6, max(3, 1 - math.floor(math.log10(stderr))))

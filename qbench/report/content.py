@@ -18,11 +18,10 @@ def data_tables(comparison: Comparison, *, published: str | None = None) -> list
     first = (
         seed_tables(comparison)
         if comparison.seeds
-        else [*differences(comparison), *damages(comparison)]
+        else [*differences(comparison), *damages(comparison), *scores(comparison, published)]
     )
     return [
         *first,
-        *scores(comparison, published),
         *divergence(comparison),
         *stages(comparison),
         *audit(comparison),

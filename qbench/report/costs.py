@@ -63,7 +63,7 @@ def distribution_figures(comparison: Comparison) -> Iterator[Found]:
         if not shown:
             continue
         heights = [rows.height(len(labels))] * len(shown)
-        figure, grid = panels(heights, left=room_for(labels), named=comparison.checkpoints)
+        figure, grid = panels(heights, left=room_for(labels), named=list(comparison.groups))
         for (axes,), (values, title, log) in zip(grid, shown, strict=True):
             _measured(axes, comparison, values, labels, log=log)
             axes.set_title(title)
@@ -93,12 +93,27 @@ def _measured(
                 value = math.log(value) if log else value
                 points.append(rows.Point(row=row, value=value, low=value, high=value))
         many = len(comparison.checkpoints)
-        rows.draw(axes, points, index=index, many=many, label=checkpoint, colour=index)
+        _draw(axes, comparison, points, checkpoint, index=index, many=many)
     rows.finish(axes, labels)
     if log:
         rows.show_powers(axes)
     else:
         axes.set_xlim(left=0)
+
+
+def _draw(
+    axes: Axes,
+    comparison: Comparison,
+    points: Sequence[rows.Point],
+    checkpoint: str,
+    *,
+    index: int,
+    many: int,
+) -> None:
+    """Of one checkpoint; several trainings of one kind look alike."""
+    group = comparison.group(checkpoint)
+    colour = list(comparison.groups).index(group)
+    rows.draw(axes, points, index=index, many=many, label=group, colour=colour)
 
 
 def cost_figures(comparison: Comparison) -> Iterator[Found]:
@@ -131,7 +146,7 @@ def _size(comparison: Comparison) -> Found | None:
         left=room_for(labels),
         columns=(1.0, 2.2),
         share=True,
-        named=comparison.checkpoints,
+        named=list(comparison.groups),
     )
     size, accuracy = grid[0]
     size.barh(range(len(labels)), [sizes[label] for label in labels], color=SERIES[4], height=0.6)
@@ -144,7 +159,7 @@ def _size(comparison: Comparison) -> Found | None:
     size.set_xlabel("bits a weight")
     for index, (checkpoint, points) in enumerate(series.items()):
         many = len(comparison.checkpoints)
-        rows.draw(accuracy, points, index=index, many=many, label=checkpoint, colour=index)
+        _draw(accuracy, comparison, points, checkpoint, index=index, many=many)
     accuracy.set_xlabel("mean accuracy (%)")
     accuracy.tick_params(labelleft=False)
     rows.finish(accuracy, labels)

@@ -18,6 +18,7 @@ from qbench.comparison.statistics import Effect
 from qbench.report import rows
 from qbench.report.costs import Found, cost_figures, distribution_figures
 from qbench.report.effects import shown
+from qbench.report.seed_figures import seed_figures
 from qbench.report.style import (
     DASHES,
     INK,
@@ -50,7 +51,12 @@ def groups(comparison: Comparison) -> list[Callable[[], list[Drawn]]]:
         (section, partial(make, comparison, lines))
         for section, make in (("damage", _damages), ("scores", _scores))
         for lines in _by_task(comparison)
+        if not comparison.seeds  # their means are drawn, not each against the first
     ]
+    for task in comparison.grid.tasks:
+        own = [one for one in comparison.seeds if one.line in shown(comparison)]
+        lines = [one for one in own if one.line.task == task]
+        makers.append(("seeds", partial(seed_figures, comparison, lines)))
     makers.append(("distributions", partial(distribution_figures, comparison)))
     makers.append(("costs", partial(cost_figures, comparison)))
     return [partial(drawn, section, make) for section, make in makers]
@@ -187,10 +193,10 @@ def _damages(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:
         if two:
             _effects(grid[0][0], comparison, own, "differences")
             grid[0][0].set_title("Difference of damages")
-            grid[0][0].set_xlabel(_unit(own[0]))
+            grid[0][0].set_xlabel(rows.unit(own[0]))
         _effects(grid[-1][0], comparison, own, "damages")
         grid[-1][0].set_title("Damage")
-        grid[-1][0].set_xlabel(_unit(own[0]))
+        grid[-1][0].set_xlabel(rows.unit(own[0]))
         legend(figure, *grid[::-1, 0])
         above = (
             f"Above, damage minus {comparison.baseline}'s; below, damage by quantization "
@@ -231,12 +237,6 @@ def _point(row: int, effect: Effect, *, percent: bool) -> rows.Point:
         high=interval.high * scale,
         filled=effect.mark == "‡",
     )
-
-
-def _unit(line: Line) -> str:
-    better = "more" if line.higher_is_better else "less"
-    unit = "× (ratio)" if line.ratio else "points" if line.percent else "its own units"
-    return f"{metric_title(line.metric)}: {unit}; {better} is better"
 
 
 def _axis_title(line: Line) -> str:

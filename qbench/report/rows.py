@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from qbench.comparison.lines import Line
 from qbench.report.style import MARKERS, SERIES, cut
+from qbench.text.numbers import metric_title
 
 ROW = 0.25  # inches
 # What an axis of logarithms may have ticks at: these times powers of ten, and close to 1.
@@ -29,15 +31,26 @@ class Point:
     filled: bool = True
 
 
+def unit(line: Line) -> str:
+    better = "more" if line.higher_is_better else "less"
+    unit = "× (ratio)" if line.ratio else "points" if line.percent else "its own units"
+    return f"{metric_title(line.metric)}: {unit}; {better} is better"
+
+
 def height(rows: int) -> float:
     return 0.2 + ROW * rows
+
+
+def shift(index: int, many: int) -> float:
+    """Of the ``index``-th of ``many`` series within a row."""
+    return 0.0 if many == 1 else 0.4 * (index / (many - 1) - 0.5)
 
 
 def draw(
     axes: Axes, points: Sequence[Point], *, index: int, many: int, label: str, colour: int
 ) -> None:
     """The points of the ``index``-th of ``many`` series, beside each other in each row."""
-    shift = 0.0 if many == 1 else 0.4 * (index / (many - 1) - 0.5)
+    moved = shift(index, many)
     for filled in (True, False):
         found = [point for point in points if point.filled == filled]
         if found:
@@ -47,7 +60,7 @@ def draw(
             ]
             axes.errorbar(
                 [point.value for point in found],
-                [point.row + shift for point in found],
+                [point.row + moved for point in found],
                 xerr=ends,
                 color=SERIES[colour % len(SERIES)],
                 marker=MARKERS[colour % len(MARKERS)],

@@ -8,11 +8,15 @@ from qbench.comparison.lines import Comparison, redundant
 from qbench.comparison.seed_lines import SeedLine
 from qbench.comparison.seed_wording import (
     LEGEND,
+    RATIOS_LEGEND,
     SEEDS_LEGEND,
+    SHARE,
+    SHARE_LEGEND,
     each_text,
     ends_text,
     mean_text,
     mostly_seeds,
+    order_note,
     values_text,
 )
 from qbench.comparison.statistics import SeedEffect
@@ -22,8 +26,6 @@ from qbench.report.table import Cell, DataTable, build, p_value, plain
 from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
 
 NAMES = ["Task", "Metric", "Quantizer"]
-SHARE = "Share of seeds"
-SHARE_TOLD = f"{SHARE}: how much of the mean's variance comes of the seeds."
 TITLES = {
     "differences": "Difference of damages over seeds",
     "damages": "Damage over seeds",
@@ -48,7 +50,8 @@ def seed_tables(comparison: Comparison) -> Iterator[DataTable]:
             head += [title, "95 % interval", "each", "p (Holm)", SHARE]
         rows = [_row(one, question, groups) for one in lines if getattr(one, question)]
         if rows:
-            told = [LEGEND, SEEDS_LEGEND, SHARE_TOLD, *training_notes(comparison)]
+            told = [LEGEND, SEEDS_LEGEND, SHARE_LEGEND, RATIOS_LEGEND, order_note(comparison)]
+            told += training_notes(comparison)
             yield build(
                 f"seeds-{question}", "seeds", TITLES[question], " ".join(told), head, rows,
                 keys=len(NAMES),

@@ -97,6 +97,7 @@ def render(
     ]
     return templates.get_template("report.html").render(
         comparison=comparison,
+        compared=_compared(comparison),
         name=name,
         headline=headline(comparison),
         sections=[one for one in sections if one["tables"] or one["figures"] or one["notes"]],
@@ -107,6 +108,14 @@ def render(
         problems=comparison.problems(),
         version=__version__,
     )
+
+
+def _compared(comparison: Comparison) -> str:
+    """Checkpoints by name, several trainings of one kind as one."""
+    several = comparison.grid.replicates
+    told = (f"{name} ({len(several[name])} trainings)" if several else name
+            for name in comparison.groups)  # fmt: skip
+    return " and ".join(told)
 
 
 def _breakable(text: str) -> Markup:

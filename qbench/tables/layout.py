@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qbench.comparison.lines import Comparison, Entry, Line
@@ -92,7 +93,7 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
     rows = []
     for row in table.rows:
         line = row.line
-        cells = [*_names(line, begins_task=row.begins_task)]
+        cells = [*line_names(line, begins_task=row.begins_task)]
         cells += [entry_text(entry, line) for entry in line.entries]
         for other in others:
             cells.append(delta_text(comparison, line, other))
@@ -142,7 +143,7 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
         own = entry_text(line.entries[0], line)
         rows.append(
             (
-                *_names(line, begins_task=begins[-1]),
+                *line_names(line, begins_task=begins[-1]),
                 *one_checkpoint.cells(comparison, line, unquantized, own),
             )
         )
@@ -172,7 +173,7 @@ def _damage(comparison: Comparison, table: Table) -> Layout:
     for line in (row.line for row in table.rows if row.line.quantized):
         begins.append(line.task != last)
         last = line.task
-        cells = _names(line, begins_task=begins[-1])
+        cells = line_names(line, begins_task=begins[-1])
         effects = [line.damages.get(checkpoint) for checkpoint in table.checkpoints]
         effects += [line.differences.get(other) for other in others]
         for effect in effects:
@@ -204,7 +205,7 @@ def _by_part(comparison: Comparison, table: Table) -> Layout | None:
             continue
         begins.append(line.task != last)
         last = line.task
-        cells = _names(line, begins_task=begins[-1])
+        cells = line_names(line, begins_task=begins[-1])
         for checkpoint in table.checkpoints:
             for one in (*(alone.get(kind) for kind in kinds), line):
                 effect = one.damages.get(checkpoint) if one else None
@@ -232,7 +233,7 @@ def _by_part(comparison: Comparison, table: Table) -> Layout | None:
     )
 
 
-def _names(line: Line, *, begins_task: bool) -> list[str]:
+def line_names(line: Line, *, begins_task: bool) -> list[str]:
     return [
         line.label if begins_task else "",
         f"{metric_title(line.metric)} {arrow(line)}",
@@ -241,7 +242,11 @@ def _names(line: Line, *, begins_task: bool) -> list[str]:
 
 
 def _precision_notes(table: Table) -> list[str]:
-    return [PRECISION_LEGEND] if any(row.line.precision.in_parts for row in table.rows) else []
+    return precision_notes(row.line for row in table.rows)
+
+
+def precision_notes(lines: Iterable[Line]) -> list[str]:
+    return [PRECISION_LEGEND] if any(line.precision.in_parts for line in lines) else []
 
 
 def entry_text(entry: Entry, line: Line) -> str:

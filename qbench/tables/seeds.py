@@ -6,18 +6,22 @@ from qbench.comparison.lines import Comparison, redundant
 from qbench.comparison.seed_lines import SeedLine
 from qbench.comparison.seed_wording import (
     LEGEND,
+    RATIOS_LEGEND,
     SEEDS_LEGEND,
+    SHARE,
+    SHARE_LEGEND,
     each_text,
     ends_text,
     mean_text,
     mostly_seeds,
+    order_note,
+    share_text,
     values_text,
 )
 from qbench.comparison.trainings import training_notes
-from qbench.comparison.wording import RATIO_NOTE, arrow
-from qbench.tables.layout import INTERVAL, Layout
+from qbench.tables.layout import INTERVAL, Layout, line_names, precision_notes
 from qbench.tables.table import Table
-from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
+from qbench.text.numbers import MINUS, NO_VALUE, number
 
 
 def seed_layouts(comparison: Comparison, table: Table) -> list[Layout]:
@@ -45,7 +49,7 @@ def _delta(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layou
         head += [group, f"{group}, each"]
     for group in others:
         name = "Δ" if len(others) == 1 else f"Δ {group}"
-        head += [name, INTERVAL, f"{name}, each"]
+        head += [name, INTERVAL, f"{name}, each", SHARE]
     head.append("Documents")
     rows = []
     for one, names in zip(lines, _names(lines), strict=True):
@@ -61,6 +65,7 @@ def _delta(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layou
                 mean_text(effect, percent=line.percent),
                 ends_text(effect, percent=line.percent),
                 each_text(effect, percent=line.percent),
+                share_text(effect),
             ]
         rows.append((*cells, _documents([*one.deltas.values(), *one.scores.values()])))
     against = ", ".join(f"{group} {MINUS} {base}" for group in others)
@@ -71,7 +76,7 @@ def _delta(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layou
         head=tuple(head),
         rows=tuple(rows),
         begins_task=_begins(lines),
-        notes=(*_notes(lines, ("deltas",)), *training_notes(comparison), *table.notes),
+        notes=(*_notes(comparison, lines, ("deltas",)), *training_notes(comparison), *table.notes),
         keys=(),
     )
 
@@ -82,7 +87,7 @@ def _damage(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layo
     for group in (base, *others):
         head += [f"{group}’s damage", INTERVAL]
     for group in others:
-        head += [f"{group}’s {MINUS} {base}’s", INTERVAL, "each"]
+        head += [f"{group}’s {MINUS} {base}’s", INTERVAL, "each", SHARE]
     head.append("Documents")
     rows = []
     for one, names in zip(lines, _names(lines), strict=True):
@@ -99,7 +104,7 @@ def _damage(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layo
                 mean_text(effect, percent=one.line.percent),
                 ends_text(effect, percent=one.line.percent),
             ]
-            cells.append(each_text(effect, percent=one.line.percent))
+            cells += [each_text(effect, percent=one.line.percent), share_text(effect)]
         rows.append((*cells, _documents([*one.damages.values(), *one.differences.values()])))
     claim = ", ".join(f"{group}’s {MINUS} {base}’s" for group in others)
     return Layout(
@@ -108,18 +113,14 @@ def _damage(comparison: Comparison, table: Table, lines: list[SeedLine]) -> Layo
         head=tuple(head),
         rows=tuple(rows),
         begins_task=_begins(lines),
-        notes=_notes(lines, ("damages", "differences")),
+        notes=_notes(comparison, lines, ("damages", "differences")),
         keys=(),
     )
 
 
 def _names(lines: list[SeedLine]) -> list[list[str]]:
     return [
-        [
-            one.line.label if begins else "",
-            f"{metric_title(one.line.metric)} {arrow(one.line)}",
-            one.line.quantizer,
-        ]
+        line_names(one.line, begins_task=begins)
         for one, begins in zip(lines, _begins(lines), strict=True)
     ]
 
@@ -129,15 +130,18 @@ def _begins(lines: list[SeedLine]) -> tuple[bool, ...]:
     return tuple(task != before for task, before in zip(tasks, [None, *tasks], strict=False))
 
 
-def _notes(lines: list[SeedLine], questions: tuple[str, ...]) -> tuple[str, ...]:
+def _notes(
+    comparison: Comparison, lines: list[SeedLine], questions: tuple[str, ...]
+) -> tuple[str, ...]:
     effects = [e for one in lines for name in questions for e in getattr(one, name).values()]
-    notes = [LEGEND]
+    notes = [LEGEND, SHARE_LEGEND]
     if any(mostly_seeds(effect) for effect in effects):
         many = sum(mostly_seeds(effect) for effect in effects)
         notes.append(f"{SEEDS_LEGEND} So it is in {many} of {len(effects)}.")
     if any(effect.kind == "log ratio" for effect in effects):
-        notes.append(RATIO_NOTE)
-    return tuple(notes)
+        notes.append(RATIOS_LEGEND)
+    notes += precision_notes(one.line for one in lines)
+    return (*notes, order_note(comparison))
 
 
 def _documents(effects: list) -> str:

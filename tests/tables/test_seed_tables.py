@@ -10,8 +10,11 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.compare import compare
+from qbench.comparison.seed_wording import each_text, ends_text, mean_text
+from qbench.comparison.statistics import SeedEffect
 from qbench.comparison.trainings import training_notes
 from qbench.record import Trained
+from qbench.report import write
 from qbench.tables import render, write_tables
 
 SIZES = {"arc_easy": 120, "wikitext": 30}
@@ -42,9 +45,14 @@ def made(folder, *, shift=None, trained=None, groups=GROUPS):
     )
 
 
-@pytest.fixture
-def comparison(tmp_path):
-    return compare(made(tmp_path / "grid"))
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("seeds") / "grid")
+
+
+@pytest.fixture(scope="module")
+def comparison(grid):
+    return compare(grid)
 
 
 def test_a_line_over_seeds_has_every_trainings_score_and_their_mean(comparison):
@@ -65,7 +73,7 @@ def test_tables_show_means_intervals_and_each_training(comparison):
     text = render(comparison)
     assert "over seeds (3 of softmax, 3 of softpick): Δ = softpick − softmax" in text
     assert "over seeds: damage, and softpick’s − softmax’s" in text
-    assert "softmax.1" not in text  # a table of six checkpoints would say less
+    assert "| softmax.1" not in text  # a table of six checkpoints would say less
     for block in text.split("### ")[1:]:
         rows = [line for line in block.splitlines() if line.startswith("|")]
         assert len({row.count("|") for row in rows}) == 1
@@ -79,11 +87,46 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     assert "§: seeds, not documents, are the larger part of the uncertainty" in render(apart)
 
 
-def test_the_csv_has_every_question(comparison, tmp_path):
-    from qbench.store import Store
+def test_tables_say_how_much_of_the_uncertainty_is_the_seeds(comparison):
+    text = render(comparison)
+    share = comparison.seeds[0].deltas["softpick"].of_seeds
+    row = next(line for line in text.splitlines() if line.startswith("| arc_easy"))
+    assert f"{100 * share:.0f} %" in row
+    assert text.count("Seeds’ share") == 4  # head and legend of both tables
 
-    write_tables(Store(tmp_path / "grid"), comparison=comparison)
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "grid" / "seeds.csv").read_text())))
+
+def test_tables_name_the_trainings_in_the_order_of_their_values(tmp_path):
+    how = {member: trained(member) for member in MEMBERS}
+    text = render(compare(made(tmp_path / "grid", trained=how)))
+    told = (
+        "Each, in this order: softmax.1 (seed 1), softmax.2 (seed 2), softmax.3 (seed 3); softpick"
+    )
+    assert told in text
+
+
+def test_small_ratios_are_written_with_as_many_digits_as_their_error_has():
+    effect = SeedEffect(
+        kind="log ratio", estimate=1.6e-4, low=1e-5, high=3.1e-4, stderr=4e-5, p=0.01,
+        each=(1.5e-4, 1.7e-4), of_seeds=0.2, seeds=2, documents=62,
+    )  # fmt: skip
+    assert mean_text(effect, percent=False) == "× 1.000160"
+    assert ends_text(effect, percent=False) == "× [1.000010, 1.000310]"
+
+
+def test_trainings_that_are_no_pairs_have_no_difference_each(tmp_path):
+    groups = {"softmax": MEMBERS[:3], "softpick": MEMBERS[3:5]}
+    store = make_store(
+        tmp_path / "grid", checkpoints=MEMBERS[:5], quantizers=("bf16",), sizes=SIZES,
+        replicates=groups,
+    )  # fmt: skip
+    effect = compare(store).seeds[0].deltas["softpick"]
+    assert len(effect.each) == 5
+    assert each_text(effect, percent=True) == "—"
+
+
+def test_the_csv_has_every_question(comparison, grid, tmp_path):
+    write_tables(grid, tmp_path, comparison=comparison)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "seeds.csv").read_text())))
     assert {row["question"] for row in rows} == {"score", "delta", "damage", "did"}
     one = next(r for r in rows if r["question"] == "delta" and r["metric"] == "acc")
     assert len(one["each"].split()) == 3
@@ -148,12 +191,15 @@ def test_every_effect_is_data(comparison):
     assert dataclasses.asdict(effect)["documents"] == 120
 
 
-def test_the_report_tells_of_means_over_trainings(comparison, tmp_path):
-    from qbench.report import write
-    from qbench.store import Store
-
-    page = write(Store(tmp_path / "grid"), tmp_path / "out", figures=[], comparison=comparison)[0]
+def test_the_report_tells_of_means_over_trainings(comparison, grid, tmp_path):
+    page, *drawn = write(grid, tmp_path, figures=["svg"], comparison=comparison)
     text = page.read_text()
+    assert "softmax (3 trainings) and softpick (3 trainings) at" in text
+    assert "differences are against softmax." in text
+    assert "softmax.1’s" not in text  # nothing is compared with one training alone
+    names = {path.stem for path in drawn}
+    assert {"seeds-arc_easy-acc", "seeds-wikitext-word_perplexity"} <= names
+    assert not any(name.startswith(("damage-", "scores-")) for name in names)
     assert "Several trainings: 3 of softmax, 3 of softpick." in text
     assert "larger part of the uncertainty" in text
     assert "Difference of damages over seeds" in text

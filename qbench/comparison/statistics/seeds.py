@@ -48,6 +48,7 @@ class SeedEffect:
     p_holm: float | None = None
     p_bh: float | None = None
     each: tuple[float, ...]
+    paired: bool = True  # whether ``each`` holds contrasts of the estimate's own kind
     of_seeds: float
     seeds: int  # trainings of the smallest group
     documents: int
@@ -114,6 +115,7 @@ def over_seeds(
         high=high,
         stderr=math.sqrt(variance),
         p=_p(estimate, ends),
+        paired=len(groups) == 1,
         each=tuple(float(value) for one in estimates for value in one),
         of_seeds=seeds_alone / variance if variance > 0 else 0.0,
         seeds=min(len(one) for one in estimates),
