@@ -74,7 +74,9 @@ def answers(rng, seeds, documents, gained, lost, *, shared):
 def test_the_interval_covers_where_few_answers_change(seeds, shared, documents, gained, lost):
     rng = np.random.default_rng([seeds, documents])
     found = [
-        over_seeds(answers(rng, seeds, documents, gained, lost, shared=shared), pairs(seeds), "mean")
+        over_seeds(
+            answers(rng, seeds, documents, gained, lost, shared=shared), pairs(seeds), "mean"
+        )
         for _ in range(100)
     ]
     assert np.mean([one.low <= gained - lost <= one.high for one in found]) >= 0.93
