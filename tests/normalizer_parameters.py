@@ -17,10 +17,11 @@ def parameters(normalizer, heads, *, dtype=torch.float64, slopes=False):
     return given
 
 
-def attach(model, normalizer):
+def attach(model, normalizer, *, slopes=False):
     """Puts them where a model's attention modules keep them."""
     attributes = {p.name: p.attribute for p in NORMALIZERS.get(normalizer).parameters}
-    given = parameters(normalizer, model.config.num_attention_heads, dtype=model.dtype)
+    heads = model.config.num_attention_heads
+    given = parameters(normalizer, heads, dtype=model.dtype, slopes=slopes)
     for layer in model.model.layers:
         for name, tensor in given.items():
             device = layer.self_attn.q_proj.weight.device

@@ -32,7 +32,7 @@ from qbench.attention import reference
 from qbench.attention.implementation import choose
 from qbench.attention.kv_cache import KV_CACHE, READ, read, residual
 from qbench.attention.masks import Mask, mask_function, watch_positions
-from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 from qbench.attention.rotation import rotated
 from qbench.errors import UnavailableError
 
@@ -67,6 +67,20 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
         )
     watch_positions(model)
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
+
+
+def measures_distances(model: PreTrainedModel) -> bool:
+    """Whether what attends in ``model`` goes by how far keys stand behind queries, as ALiBi does:
+    then rows have to stand as in their sequence."""
+    name = model.config._attn_implementation or ""
+    if not name.startswith("qbench-"):
+        return False
+    normalizer, _, _ = name.removeprefix("qbench-").rpartition("-")
+    chosen = NORMALIZERS.get(normalizer)
+    if SLOPES not in chosen.parameters:
+        return chosen.uses_distances
+    slopes = (getattr(module, SLOPES.attribute, None) for module in model.modules())
+    return chosen.uses_distances or any(one is not None for one in slopes)
 
 
 def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tensor, None]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qbench.attention.interface import measures_distances
 from qbench.attention.kv_cache import needs_sequences
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.memory import is_out_of_memory
@@ -76,7 +77,9 @@ class PackedForward:
         self.stopped = threading.Event()
         self.fused_steps = False
         self._attention = model.config._attn_implementation
-        self._in_segments = takes_segments(self._attention) or needs_sequences(model)
+        self._in_segments = (
+            takes_segments(self._attention) or needs_sequences(model) or measures_distances(model)
+        )
         check_attention(model)
         self._try_out()
 

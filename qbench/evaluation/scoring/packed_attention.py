@@ -3,7 +3,8 @@
 Two layouts give the same function. ``Segments``: every prefix and suffix is a sequence of its own
 with its own keys, for kernels that take ``cu_seqlens`` with fewer queries than keys.
 ``Blocks``: prefix groups of similar size side by side, filled up on the right, with a mask, for the
-reference and for torch's own attention.
+reference and for torch's own attention; not where the distance of keys counts, since the suffixes
+of a group stand one behind the other there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Weights, activations and KV cache of few bits under every normalizer: quantized, and audited."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from normalizer_parameters import attach
+from quantizer_models import PROBE, llama, logits, make, settings
+
+from qbench.attention.interface import attend
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.quantizers.audit import audit
+from qbench.quantizers.parts import quantizer_of
+
+QUANTIZERS = {
+    "gptq": settings("gptq-4bit", backend="torch"),
+    "parts": quantizer_of(
+        {
+            "weights": {"name": "rtn-4bit", "group_size": 32},
+            "activations": "int8-token",
+            "kv": "int4-token",
+        },
+        compute_dtype="float32",
+    ),
+    "kivi": quantizer_of(
+        {"kv": {"name": "int4-channel", "group_size": 8}}, compute_dtype="float32"
+    ),
+}
+
+
+def model_with(normalizer):
+    model = attach(llama(), normalizer)
+    attend(model, normalizer=normalizer)
+    return model
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_a_model_is_quantized_and_passes_its_audit(normalizer, name, tmp_path):
+    quantizer, original = QUANTIZERS[name], model_with(normalizer)
+    before = logits(original)
+    model = make(quantizer, tmp_path, model=model_with(normalizer)).model
+    assert model.config._attn_implementation == f"qbench-{normalizer}-reference"
+    report = audit(original, model, quantizer, PROBE)
+    assert report.problems == ()
+    assert report.logits_moved > 0
+    assert (report.kv_cache is not None) == (name != "gptq")
+    moved = logits(model) - before
+    assert 0 < float(moved.square().mean().sqrt()) < float(before.std())
+    for layer in model.model.layers:  # what it attends with is no weight matrix, and stays
+        for parameter in NORMALIZERS.get(normalizer).parameters:
+            if parameter.required:
+                assert getattr(layer.self_attn, parameter.attribute).dtype == torch.float32
