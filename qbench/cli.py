@@ -136,9 +136,14 @@ def _listing(what: Listing) -> list[str]:
         from qbench.attention.normalizers import NORMALIZERS
 
         known = [NORMALIZERS.get(name) for name in NORMALIZERS]
-        pairs = ((f"{one.name:10} {one.description}", f"{'':10}   {one.traits}") for one in known)
-        native = f"{'native':10} what a model's own class in transformers computes, by its own code"
-        return [*(line for pair in pairs for line in pair), native]
+        wide = max(len(one.name) for one in known)
+        lines = [
+            line
+            for one in known
+            for line in (f"{one.name:{wide}} {one.description}", f"{'':{wide}}   {one.traits}")
+        ]
+        own = "what a model's own class in transformers computes, by its own code"
+        return [*lines, f"{'native':{wide}} {own}"]
     from qbench.commands.parts import quantizer_lines
 
     return quantizer_lines()

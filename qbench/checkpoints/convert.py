@@ -16,6 +16,7 @@ from qbench.checkpoints.abilities import class_names
 from qbench.checkpoints.checkpoint import Checkpoint
 from qbench.checkpoints.files import file_names
 from qbench.checkpoints.find import find
+from qbench.checkpoints.parameters import is_parameter
 from qbench.checkpoints.weights import INDEX, SINGLE, read_headers, weight_files
 from qbench.errors import CheckpointError, OutputError
 from qbench.files import clean_temporaries, reason, require_folder, temporary
@@ -110,6 +111,9 @@ def _to_fla(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
     _require_same(config, tensors, window is not None and checkpoint.normalizer != "softmax")
     implementation = fla.IMPLEMENTATION_OF[checkpoint.normalizer]
     scaled = "scaled" in implementation
+    for name in tensors:
+        if is_parameter(checkpoint.normalizer, name) and not (scaled and name.endswith(".s")):
+            raise CheckpointError(f"{name}: flash-linear-attention's transformer does not have it")
     names = {name: fla.own_name(name) for name in tensors}
     written = {
         names[name]: tensor[:, None] if scaled and name.endswith(".self_attn.s") else tensor

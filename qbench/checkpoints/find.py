@@ -14,7 +14,7 @@ from qbench.checkpoints.checkpoint import Checkpoint
 from qbench.checkpoints.classes import class_normalizer
 from qbench.checkpoints.config import read_config, read_json, require_sizes
 from qbench.checkpoints.files import READ, digest, stamps
-from qbench.checkpoints.parameters import parameter_shapes
+from qbench.checkpoints.parameters import parameter_shapes, require_present
 from qbench.checkpoints.weights import (
     INDEX,
     SINGLE,
@@ -55,8 +55,10 @@ def _found(source: str, folder: Path, normalizer: str | None) -> Checkpoint:
     stated = _normalizer(config, normalizer)
     if fla.recognizes(config):
         _require_tensors(config, headers, stated)
-    elif files := sorted({h.file for h in headers.values()} - {SINGLE}):
-        _require_shards(folder, files)
+    else:
+        require_present(stated, headers)
+        if files := sorted({h.file for h in headers.values()} - {SINGLE}):
+            _require_shards(folder, files)
     if (folder / "generation_config.json").exists():
         read_json(folder / "generation_config.json")
     return Checkpoint(

@@ -33,6 +33,18 @@ def parameter_shapes(
     return shapes
 
 
+def require_present(normalizer: str, names: Iterable[str]) -> None:
+    """Raise CheckpointError where ``normalizer`` needs a parameter that none of the tensors'
+    ``names`` ends as: for classes whose attention modules are not known before they are made."""
+    there = {name.rpartition(".")[2] for name in names}
+    for parameter in _parameters(normalizer):
+        if parameter.required and parameter.attribute not in there:
+            raise CheckpointError(
+                f"missing: {parameter.attribute} of every attention module, which {normalizer} "
+                "needs; qbench_normalizer in config.json says how the model was trained"
+            )
+
+
 def is_parameter(normalizer: str, name: str) -> bool:
     """Whether a tensor's name ends as those of a parameter of ``normalizer``."""
     attributes = [parameter.attribute for parameter in _parameters(normalizer)]
@@ -47,8 +59,8 @@ def _parameters(normalizer: str) -> tuple[Parameter, ...]:
 def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:
     """Put ``tensors`` by name into the attention modules of ``model``, in its dtype.
 
-    Raises CheckpointError for a module that is not there and for a shape that is not the
-    parameter's.
+    Raises CheckpointError for a module that is not there, for a shape that is not the parameter's,
+    and for a module without what others of its class have.
     """
     from torch import nn
 
@@ -66,3 +78,12 @@ def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Ten
             raise CheckpointError(f"misshapen: {name} {list(tensor.shape)} instead of {expected}")
         value = nn.Parameter(tensor.to(model.dtype), requires_grad=False)
         module.register_parameter(attribute, value)
+    for attribute in {name.rpartition(".")[2] for name in tensors}:
+        of = {type(m) for m in model.modules() if attribute in m._parameters}
+        without = [
+            f"{path}.{attribute}"
+            for path, m in model.named_modules()
+            if type(m) in of and attribute not in m._parameters
+        ]
+        if without:
+            raise CheckpointError(f"missing: {', '.join(without[:6])}")

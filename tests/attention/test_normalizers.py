@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from normalizer_parameters import parameters
+from small_recipe import qbench
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,6 +93,20 @@ def test_softpicks_fraction_is_its_weights(scale, masked):
 def test_the_family_of_kernels_is_there(name):
     assert lack(name) is None
     assert NORMALIZERS.get(name).kernels.family in FAMILIES
+
+
+def test_each_is_listed_with_what_sets_it_apart(capfd):
+    assert qbench("list", "normalizers") == 0
+    lines = capfd.readouterr().out.splitlines()
+    described = {line.split()[0]: line for line in lines if not line.startswith(" ")}
+    assert list(described) == [*NORMALIZERS, "native"]
+    for name, line in list(described.items())[:-1]:
+        traits = lines[lines.index(line) + 1]
+        assert NORMALIZERS.get(name).description in line
+        assert "attention: reference, triton; parameters: " in traits
+        for parameter in NORMALIZERS.get(name).parameters:
+            needed = "" if parameter.required else " (optional)"
+            assert f"{parameter.attribute}{needed}" in traits
 
 
 def test_normalizers_are_imported_without_torch():

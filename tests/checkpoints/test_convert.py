@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_recipe import DEMO, qbench
 from tiny import write_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -125,6 +125,20 @@ def test_what_the_other_format_cannot_say_is_refused_and_nothing_is_written(
 ):
     folder = write_tiny(tmp_path / "in", kind, **changes)
     with pytest.raises(CheckpointError, match=words):
+        convert(find(str(folder)), "fla", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_slopes_are_refused_where_the_other_format_would_pass_them_over(tmp_path):
+    folder = write_tiny(tmp_path / "in", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "qbench_normalizer": "softmax"}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.alibi_slopes"] = torch.tensor([0.5, 0.25])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"alibi_slopes: flash-linear-attention.* not have it"
+    ):
         convert(find(str(folder)), "fla", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

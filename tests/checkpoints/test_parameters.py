@@ -117,3 +117,33 @@ def test_they_are_held_against_the_model(tmp_path, change, words):
 def test_another_normalizer_has_no_use_for_them(tmp_path, format):
     with pytest.raises(CheckpointError, match=r"left over: .*self_attn\.s"):
         load_model(find(folder(tmp_path, format, "softpick")), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(NAME["stock"]), r"missing: s of every attention module"),
+        (lambda tensors: None, None),
+    ],
+    ids=["missing", "there"],
+)
+def test_a_stock_class_without_them_is_refused_before_it_is_loaded(tmp_path, change, words):
+    path = folder(tmp_path, "stock", "scaled", change)
+    if words is None:
+        assert find(path).normalizer == "scaled"
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            find(path)
+
+
+def test_a_layer_that_lacks_what_others_have_is_named(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=3,
+                         intermediate_size=96, vocab_size=32)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in (0, 2):
+        tensors[f"model.layers.{layer}.self_attn.alibi_slopes"] = torch.tensor([0.5, 0.25])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.self_attn\.alibi_slo"):
+        load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")

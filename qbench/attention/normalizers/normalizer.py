@@ -125,8 +125,11 @@ class Normalizer(ABC):
         rows = "rows sum to one" if self.rows_sum_to_one else "rows need not sum to one"
         zeros = "weights can be 0" if self.sparse else "no weight is 0"
         ways = "reference, triton" if self.kernels else "reference"
-        names = "".join(f"; parameter {parameter.name}" for parameter in self.parameters)
-        return f"{rows}; {zeros}; attention: {ways}{names}"
+        told = ", ".join(
+            f"{parameter.attribute}{'' if parameter.required else ' (optional)'}"
+            for parameter in self.parameters
+        )
+        return f"{rows}; {zeros}; attention: {ways}" + (f"; parameters: {told}" if told else "")
 
     @property
     def source(self) -> str | None:
