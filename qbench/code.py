@@ -11,8 +11,9 @@ from pathlib import Path
 WITHOUT_EFFECT = (
     "__init__.py", "__main__.py", "analyses.py", "api.py", "cache.py", "cli.py", "code.py",
     "errors.py", "files.py", "hub.py", "overrides.py", "plan.py", "plugins.py", "preflight.py",
-    "recipe.py", "recipe_fields.py", "recipe_inputs.py", "recipe_override.py", "recipe_source.py",
-    "registry.py", "runs.py", "sealed.py", "show.py", "sink.py", "store.py",
+    "recipe.py", "recipe_fields.py", "recipe_inputs.py", "recipe_override.py",
+    "recipe_plugins.py", "recipe_source.py", "recipe_tasks.py", "registry.py", "runs.py",
+    "sealed.py", "sink.py", "store.py",
     "analysis",  # whose digest its own keys hold
     "bench", "cluster", "commands", "comparison", "export", "gate", "machine", "published",
     "record", "report", "running", "show", "tables", "text", "training",

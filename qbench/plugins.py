@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, shown
 from qbench.files import digest
 
 GROUPS = ("qbench.quantizers", "qbench.normalizers", "qbench.executors")
@@ -31,6 +32,7 @@ class Plugin:
 
     name: str  # of the file
     source: bytes
+    path: str = ""  # on the host where it was read
 
     @property
     def digest(self) -> str:
@@ -46,19 +48,20 @@ _loaded: dict[str, Plugin] = {}
 _packages: dict[str, str] = {}
 
 
-def load_file(path: Path) -> Plugin:
-    """Import the file ``path``. Raises RecipeError where that fails, or where another file of the
-    same name is loaded."""
+def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
+    """Import the file ``path``; ``location`` is where it is named. Raises RecipeError where that
+    fails, or where another file of the same name is loaded."""
     try:
         source = Path(path).read_bytes()
-    except OSError as error:
-        raise RecipeError(f"--plugin {path}: cannot be read ({error.strerror})") from None
-    plugin = Plugin(name=Path(path).name, source=source)
-    load([plugin], location=str(path))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{location} {shown(str(path))}: cannot be read ({why})") from None
+    plugin = Plugin(name=Path(path).name, source=source, path=os.path.realpath(path))
+    load([plugin], location=location)
     return plugin
 
 
-def load(plugins: Iterable[Plugin], *, location: str | None = None) -> None:
+def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
     """Import what is not imported yet, in this process."""
     for plugin in plugins:
         known = _loaded.get(plugin.module)
@@ -66,10 +69,10 @@ def load(plugins: Iterable[Plugin], *, location: str | None = None) -> None:
             continue
         if known is not None:
             raise RecipeError(
-                f"--plugin {location or plugin.name}: another file {known.name} is loaded already; "
-                "give it another name"
+                f"{location} {plugin.path or plugin.name}: another file {known.name} is loaded "
+                "already; give it another name"
             )
-        _execute(plugin, location or plugin.name)
+        _execute(plugin, plugin.path or plugin.name, location)
         _loaded[plugin.module] = plugin
 
 
@@ -100,21 +103,21 @@ def load_packages() -> None:
                 _packages[entry.dist.name] = entry.dist.version
 
 
-def _execute(plugin: Plugin, location: str) -> None:
+def _execute(plugin: Plugin, path: str, location: str) -> None:
     """Run the file as a module that classes can be pickled from."""
-    spec = importlib.util.spec_from_loader(plugin.module, _Loader(plugin, location))
+    spec = importlib.util.spec_from_loader(plugin.module, _Loader(plugin, path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    module.__file__ = location
+    module.__file__ = path
     sys.modules[plugin.module] = module
     try:
-        exec(compile(plugin.source, location, "exec"), module.__dict__)
+        exec(compile(plugin.source, path, "exec"), module.__dict__)
     except Exception as error:
         del sys.modules[plugin.module]
-        line = error.lineno if isinstance(error, SyntaxError) else _line(error, location)
+        line = error.lineno if isinstance(error, SyntaxError) else _line(error, path)
         reason = (str(error).strip().splitlines() or [""])[0]
         raise RecipeError(
-            f"--plugin {location}: line {line}: {type(error).__name__}: {reason}"
+            f"{location} {path}: line {line}: {type(error).__name__}: {reason}"
         ) from error
 
 

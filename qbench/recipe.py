@@ -38,6 +38,7 @@ from qbench.recipe_fields import (
     problem_lines,
 )
 from qbench.recipe_override import folder_of, group_checkpoints, source_of
+from qbench.recipe_plugins import PluginFiles, load_plugins
 from qbench.recipe_source import Source
 from qbench.recipe_tasks import Files, Task
 from qbench.record import Name
@@ -110,6 +111,7 @@ class Recipe(Strict):
     """What to run. ``Recipe.load`` reads one; relative paths are relative to its file."""
 
     name: Name
+    plugins: PluginFiles = ()  # ``load`` loads them
     checkpoints: dict[Name, CheckpointSource] = Field(min_length=1)
     baseline: Name | None = None  # the checkpoint that Δ is taken against; None: the first
     # several trainings of one kind: a group's name → its checkpoints
@@ -139,6 +141,7 @@ class Recipe(Strict):
         if {"model", "normalizers"} <= source.values.keys():
             raise RecipeError(f"{path}: it is a training recipe; say qbench train {path}")
         folder = folder_of(path)
+        load_plugins(source, folder)
         group_checkpoints(source, folder)
         try:
             recipe = cls.model_validate({**source.values, "folder": folder})

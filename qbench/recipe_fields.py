@@ -12,12 +12,13 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from qbench.errors import shown
 from qbench.recipe_source import Source
 from qbench.record import Line
-from qbench.record.written import LINE, NAME, TASK
+from qbench.record.written import DIGEST, LINE, NAME, TASK
 
 PATTERNS = {
     f"^{NAME}$": "letters, digits and . _ + - only, at most 64",
     LINE: "one line of text",
     TASK: "the name of a task, without / and line breaks",
+    DIGEST: "a SHA-256, 64 hexadecimal digits",
 }
 MOST_TOKENS = 2**24  # of one text
 

@@ -13,6 +13,7 @@ from qbench.errors import RecipeError, shown
 from qbench.files import reason, write_atomically
 from qbench.overrides import Overrides
 from qbench.quantizers.texts import HUB_FILE
+from qbench.recipe_plugins import named_plugins
 from qbench.recipe_source import Source, read
 
 UNQUANTIZED = ("bf16", "fp16", "fp32")
@@ -36,8 +37,8 @@ def folder_of(path: Path | None) -> Path:
 
 
 def save(path: Path | None, changed: Overrides, to: Path) -> None:
-    """Write the recipe ``path`` as it runs with ``changed``, with absolute paths, to the file
-    ``to``. Raises OutputError where that cannot be written."""
+    """Write the recipe ``path`` as it runs with ``changed``, with absolute paths and the plug-in
+    files of this process, to the file ``to``. Raises OutputError where that cannot be written."""
     import yaml
 
     values, folder = source_of(path, changed).values, folder_of(path)
@@ -50,6 +51,8 @@ def save(path: Path | None, changed: Overrides, to: Path) -> None:
     values["checkpoints"] = {
         name: _located(folder, stated) for name, stated in values["checkpoints"].items()
     }
+    if files := named_plugins():
+        values["plugins"] = files
     said = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
     write_atomically(to, f"# Written by qbench run --save-recipe.\n{said}".encode())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +130,117 @@ def test_a_package_registers_by_its_entry_points(tmp_path):
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "the package behind clipped (qbench.quantizers) does not load" in done.stderr
+
+
+def test_a_saved_recipe_runs_again_as_it_stands(tmp_path, example):
+    path = small_recipe(tmp_path, checkpoints={"softmax": str(ROOT / "recipes/demo/softmax")},
+                        tasks=["demo_lastword"], quantizers=["fp32"])  # fmt: skip
+    saved, out = tmp_path / "elsewhere" / "saved.yaml", tmp_path / "out"
+    saved.parent.mkdir()
+    done = run_in_a_process(
+        "run", path, "--plugin", example, "--quantizers", "fp32,clipped-4bit", "--limit", "2",
+        "--out", out, "--device", "cpu", "--save-recipe", saved,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    digest = plugins.digest(example.read_bytes())
+    assert f"sha256: {digest}" in saved.read_text()
+    more = run_in_a_process("run", saved, "--limit", "3", "--out", out, "--device", "cpu")
+    assert more.returncode == 0, more.stderr
+    (record,) = [one for one in Store(out).records() if one.quantized]
+    details = {stage.name: stage.detail for stage in record.stages}
+    assert details["quantize"].startswith("artifact reused")  # as for our own
+    assert record.audit.passed
+    example.write_text(CODE.replace("= 20", "= 30"))
+    done = run_in_a_process("plan", saved, "--out", out, "--device", "cpu")
+    assert done.returncode == 2
+    assert "plugins[0]: " in done.stderr
+    assert "is another file than the recipe states" in done.stderr
+    saved.write_text(re.sub(r"\n +sha256: \w+|\n- sha256: \w+(?=\n)", "", saved.read_text()))
+    done = run_in_a_process("plan", saved, "--out", out, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^there +softmax/fp32", done.stdout, re.MULTILINE)
+    assert re.search(r"^to run +softmax/clipped-4bit", done.stdout, re.MULTILINE)  # another cell
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("nosuch.py", r"recipe\.yaml:1: plugins\[0\] '\S+nosuch\.py': cannot be read"),
+        ({"path": "a.py", "sha": "x"}, r"recipe\.yaml:1: plugins\[0\]\.sha: unknown key; known: p"),
+        ({"path": "a.py", "sha256": "x"}, r"recipe\.yaml:1: plugins\[0\]\.sha256: "),
+    ],
+)
+def test_plugins_of_a_recipe_that_cannot_be_are_one_line(tmp_path, entry, said):
+    from qbench.recipe import Recipe
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"plugins: [{json.dumps(entry)}]\nname: x\n")
+    with pytest.raises(RecipeError, match=said) as error:
+        Recipe.load(path)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_settings_are_checked_as_for_our_own(tmp_path, example):
+    own = {"name": "clipped-4bit", "group_size": 64}
+    path = small_recipe(tmp_path, quantizers=["fp32", {**own, "steps": 1}], plugins=[str(example)])
+    done = run_in_a_process("plan", path)
+    assert done.returncode == 2
+    assert "quantizers[1]: clipped-4bit: steps must be a whole number of at least 2" in done.stderr
+
+
+def test_a_normalizer_of_a_file_runs_in_worker_processes(tmp_path):
+    path, toy = tmp_path / "toy.py", ROOT / "tests" / "plugins" / "toy_normalizer.py"
+    path.write_bytes(toy.read_bytes())
+    done = run_in_a_process("run", toy_recipe(tmp_path), "--plugin", path, "--out",
+                            tmp_path / "out", "--workers", "2")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for record in Store(tmp_path / "out").records():
+        assert record.attention == "toy/reference"
+        assert record.environment.plugins == {"toy.py": plugins.digest(path.read_bytes())}
+    assert record.audit.passed
+
+
+def toy_recipe(folder):
+    """A checkpoint that the toy normalizer attends, unquantized and rounded to nearest."""
+    source, toy = ROOT / "recipes" / "demo" / "softpick", folder / "toy"
+    shutil.copytree(source, toy)
+    config = json.loads((toy / "config.json").read_text())
+    config.pop("attn_impl", None)
+    (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
+    return small_recipe(folder, checkpoints={"toy": str(toy)}, tasks=["demo_lastword"])
+
+
+def test_all_three_come_from_a_package_too(tmp_path, monkeypatch):
+    """In worker processes of the package's own executor, and the records state its version."""
+    site = tmp_path / "site"
+    information = site / "mine-1.2.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.2\n")
+    (information / "entry_points.txt").write_text(
+        "[qbench.quantizers]\nclipped = mine_clipped\n[qbench.normalizers]\ntoy = mine_toy\n"
+        "[qbench.executors]\nmine = mine_executor\n"
+    )
+    (site / "mine_clipped.py").write_text(CODE)
+    toy = ROOT / "tests" / "plugins" / "toy_normalizer.py"
+    (site / "mine_toy.py").write_bytes(toy.read_bytes())
+    (site / "mine_executor.py").write_text(
+        "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "from qbench.running.executors import register\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "register('mine', lambda device: ProcessPoolExecutor(1, mp_context=context))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{ROOT}")
+    done = run_in_a_process(
+        "run", toy_recipe(tmp_path), "--quantizers", "fp32,clipped-4bit", "--executor", "mine",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "executor mine" in done.stderr
+    records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
+    assert records.keys() == {"fp32", "clipped-4bit"}
+    for record in records.values():
+        assert record.attention == "toy/reference"
+        assert record.environment.plugins == {"mine": "1.2"}
+    clipped = records["clipped-4bit"]
+    assert clipped.audit.passed
+    assert clipped.key_parts["quantizer"]["source"] == plugins.digest(CODE.encode())

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of a checkpoint or quantizer; names folders
 Name = Annotated[str, Field(pattern=f"^{NAME}$")]
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # SHA-256
+DIGEST = "^[0-9a-f]{64}$"
+Digest = Annotated[str, Field(pattern=DIGEST)]  # SHA-256
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
 LINE, TASK = f"^[^{_CONTROL}]*$", rf"^[^{_CONTROL}/\\]+$"
 Line = Annotated[str, Field(pattern=LINE, max_length=1000)]  # without line breaks

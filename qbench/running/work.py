@@ -6,10 +6,12 @@ Whoever holds a cell's lock is at work on it, so that several runs may share a r
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -17,6 +19,7 @@ from qbench.errors import ResultsError
 from qbench.evaluation.base_file import base_rows_file, verified
 from qbench.evaluation.tolerance import exceeded
 from qbench.plan import Cell, Plan
+from qbench.plugins import Plugin, load, load_packages
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder, failed, run
 from qbench.sink import Elsewhere, Sink
@@ -33,10 +36,28 @@ class Work:
     sink: Sink | Elsewhere
     cache: Path | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is from outside the package is loaded first wherever this is unpickled, in an
+        executor's own processes too."""
+        plan = pickle.dumps(self.plan)
+        return _unpickled, (self.plan.plugins, plan, self.out, self.sink, self.cache)
+
     def __call__(self, name: str, *, force: bool = False, wait: bool = True) -> Record | None:
         return run_cell(
             self.plan, name, out=self.out, sink=self.sink, cache=self.cache, force=force, wait=wait
         )
+
+
+def _unpickled(
+    plugins: tuple[Plugin, ...],
+    plan: bytes,
+    out: Path,
+    sink: Sink | Elsewhere,
+    cache: Path | None,
+) -> Work:
+    load(plugins)
+    load_packages()
+    return Work(plan=pickle.loads(plan), out=out, sink=sink, cache=cache)
 
 
 def run_cell(
