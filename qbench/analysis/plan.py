@@ -96,4 +96,8 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
 
 
 def analysis_grid(plan: Plan, cells: tuple[AnalysisCell, ...]) -> AnalysisGrid:
-    return AnalysisGrid(name=plan.recipe.name, cells=tuple(cell.grid_cell for cell in cells))
+    return AnalysisGrid(
+        name=plan.recipe.name,
+        cells=tuple(cell.grid_cell for cell in cells),
+        replicates=plan.recipe.groups,
+    )

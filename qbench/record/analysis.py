@@ -259,3 +259,5 @@ class AnalysisGrid(Written):
     kind: Literal["analysis grid"] = "analysis grid"
     name: Line
     cells: tuple[AnalysisGridCell, ...] = Field(min_length=1)
+    # Checkpoints that are trainings of one kind, as of a run's grid.
+    replicates: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)

@@ -17,6 +17,7 @@ from qbench.record.passkey import depth, task_length
 from qbench.report.costs import Found
 from qbench.report.style import DASHES, MARKERS, SERIES, cut, legend, panels
 from qbench.report.why_figures import BARS, LEFT, heat
+from qbench.report.why_series import Replicates, Series, names, series
 from qbench.store import Store
 from qbench.tables.along import Pruned, correlation, pairs, pruned_alone
 from qbench.tables.analyses import Why
@@ -32,12 +33,12 @@ def figures(why: Why, keys: Sequence[Row]) -> list[Callable[[], Iterator[Found]]
     makers: list[Callable[[], Iterator[Found]]] = []
     along = [one for one in why.long or why.cells if one.measured and one.measured.stretches]
     if along:
-        makers.append(lambda: stretches(along))
+        makers.append(lambda: stretches(along, why.replicates))
     labels = list(dict.fromkeys((one.quantizer, one.unit) for one in why.sensitivities))
     for label, unit in labels:
         own = [s for s in why.sensitivities if (s.quantizer, s.unit) == (label, unit)]
         makers.append(lambda own=own, label=label: sensitivity(own, label))
-        makers.append(lambda own=own, label=label: scatter(own, label, why.cells))
+        makers.append(lambda own=own, label=label: scatter(own, label, why))
     if cut_out := pruned_alone(why.records):
         makers.append(lambda: pruning(cut_out))
     if keys:
@@ -45,24 +46,22 @@ def figures(why: Why, keys: Sequence[Row]) -> list[Callable[[], Iterator[Found]]
     return makers
 
 
-def stretches(cells: Sequence[Analysis]) -> Iterator[Found]:
-    figure, grid = panels(
-        [1.5, 1.2, 1.2], left=LEFT, named=[one.cell for one in cells], between=0.6
-    )
-    for index, one in enumerate(cells):
+def stretches(cells: Sequence[Analysis], replicates: Replicates) -> Iterator[Found]:
+    looks = series(cells, replicates)
+    figure, grid = panels([1.5, 1.2, 1.2], left=LEFT, named=names(looks), between=0.6)
+    for one, look in zip(cells, looks, strict=True):
         assert one.measured is not None
         parts = one.measured.stretches
         told = [part for part in parts if part.loss is not None]
         centres = _centres(told)
         losses = np.array([part.loss for part in told])
         errors = np.array([1.96 * (part.loss_stderr or 0.0) for part in told])
-        colour = SERIES[index % len(SERIES)]
         grid[0][0].fill_between(
-            centres, losses - errors, losses + errors, color=colour, alpha=0.2, linewidth=0
+            centres, losses - errors, losses + errors, color=look.colour, alpha=0.2, linewidth=0
         )
-        _line(grid[0][0], centres, losses, index, one.cell)
+        _line(grid[0][0], centres, losses, look)
         for row, name in ((1, "mass"), (2, "largest")):
-            _line(grid[row][0], _centres(parts), [getattr(p, name) for p in parts], index, one.cell)
+            _line(grid[row][0], _centres(parts), [getattr(p, name) for p in parts], look)
     titles = ("loss (nats a token)", "Σ weights of a query", "largest weight of a query")
     for axes, title in zip(grid[:, 0], titles, strict=True):
         axes.set_title(title)
@@ -94,7 +93,7 @@ def sensitivity(found: Sequence[Sensitivity], label: str) -> Iterator[Found]:
     norm = LogNorm(float(known.min()), max(float(known.max()), 1.01 * float(known.min())))
     room = 0.3 + 0.07 * max(map(len, kinds))
     heights = [0.35 + 0.17 * len(kinds)] * len(found)
-    figure, axes = panels(heights, left=room, named=[], between=0.7)
+    figure, axes = panels(heights, left=room, named=[], between=0.7, right=BARS["right"])
     for one, grid, (panel,) in zip(found, values, axes, strict=True):
         image = heat(figure, panel, grid, most=None, turned=True, norm=norm)
         assert image.colorbar is not None
@@ -110,17 +109,18 @@ def sensitivity(found: Sequence[Sensitivity], label: str) -> Iterator[Found]:
     )
 
 
-def scatter(found: Sequence[Sensitivity], label: str, cells: Sequence[Analysis]) -> Iterator[Found]:
-    known = [(one, own) for one in found if (own := pairs(one, cells))]
+def scatter(found: Sequence[Sensitivity], label: str, why: Why) -> Iterator[Found]:
+    known = [(one, own) for one in found if (own := pairs(one, why.cells))]
     if not known:
         return
-    figure, grid = panels([2.2], left=0.9, named=[one.cell for one, _ in known])
+    looks = series([one for one, _ in known], why.replicates)
+    figure, grid = panels([2.2], left=0.9, named=names(looks))
     axes, told = grid[0][0], []
-    for index, (one, own) in enumerate(known):
+    for (one, own), look in zip(known, looks, strict=True):
         axes.plot(
             [pair.outliers for pair in own], [max(pair.kl, LEAST_KL) for pair in own],
-            linestyle="none", marker=MARKERS[index % len(MARKERS)], markersize=4,
-            color=SERIES[index % len(SERIES)], alpha=0.8, label=one.cell,
+            linestyle="none", marker=look.marker, markersize=4, color=look.colour, alpha=0.8,
+            label=look.label,
         )  # fmt: skip
         if (rho := correlation(own)) is not None:
             told.append(f"{one.cell}: ρ = {rho.value:+.2f} ({rho.low:+.2f} to {rho.high:+.2f})")
@@ -143,11 +143,11 @@ def scatter(found: Sequence[Sensitivity], label: str, cells: Sequence[Analysis])
 
 def pruning(found: Sequence[Pruned]) -> Iterator[Found]:
     """How much of a model can go before its predictions move."""
-    names = list(dict.fromkeys(one.record.checkpoint for one in found))
-    figure, grid = panels([2.0], left=0.9, named=names)
+    checkpoints = list(dict.fromkeys(one.record.checkpoint for one in found))
+    figure, grid = panels([2.0], left=0.9, named=checkpoints)
     axes = grid[0][0]
     lowest = min((one.kl for one in found if one.kl > 0), default=LEAST_KL) / 10
-    for index, name in enumerate(names):
+    for index, name in enumerate(checkpoints):
         own = [one for one in found if one.record.checkpoint == name]
         axes.plot(
             [100 * one.share for one in own], [max(one.kl, lowest) for one in own],
@@ -204,10 +204,9 @@ def passkey(rows: Sequence[Row]) -> Iterator[Found]:
     lengths = sorted({int(str(row["length"])) for row in exact})
     abreast = min(2, len(cells))
     figure, grid = panels(
-        [1.3] * -(-len(cells) // abreast), left=LEFT, named=[], columns=[1] * abreast, between=0.75
-    )
-    if abreast == 2:
-        figure.subplots_adjust(**BARS)
+        [1.3] * -(-len(cells) // abreast), left=LEFT, named=[], columns=[1] * abreast, between=0.75,
+        **BARS,
+    )  # fmt: skip
     for axes in grid.flat[len(cells) :]:
         axes.set_axis_off()
     for cell, axes in zip(cells, grid.flat, strict=False):
@@ -268,13 +267,10 @@ def _centres(parts: Sequence[Stretch]) -> list[float]:
     return [(part.first + part.last) / 2 for part in parts]
 
 
-def _line(
-    axes: Axes, x: Sequence[float], y: Sequence[float] | np.ndarray, index: int, label: str
-) -> None:
+def _line(axes: Axes, x: Sequence[float], y: Sequence[float] | np.ndarray, look: Series) -> None:
     axes.plot(
-        x, y, color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)],
-        marker=MARKERS[index % len(MARKERS)] if len(x) <= 16 else None, markersize=3.5,
-        linewidth=1.3, label=label,
+        x, y, color=look.colour, linestyle=look.dash, label=look.label, markersize=3.5,
+        marker=look.marker if len(x) <= 16 else None, linewidth=1.3,
     )  # fmt: skip
 
 

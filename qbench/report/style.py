@@ -57,13 +57,16 @@ def panels(
     columns: Sequence[float] = (1.0,),
     between: float = 0.62,
     share: bool = False,
+    right: float = 0.14,
+    gap: float = 0.18,
 ) -> tuple[Figure, np.ndarray]:
     """A figure as wide as a phone shows it, with panels below each other; axes [rows, columns].
 
-    Sizes are in inches; ``columns`` are relative widths; ``named`` is what the legend has to
-    name. Margins are given, for matplotlib's layout engines take longer than all the drawing.
+    Sizes are in inches, ``gap`` is between columns; ``columns`` are relative widths; ``named`` is
+    what the legend has to name. Margins are given, for matplotlib's layout engines take longer
+    than all the drawing.
     """
-    top, bottom, right, gap = 0.34 + 0.18 * -(-len(named) // _abreast(named)), 0.56, 0.14, 0.18
+    top, bottom = 0.34 + 0.18 * -(-len(named) // _abreast(named)), 0.56
     height = top + sum(heights) + (len(heights) - 1) * between + bottom
     figure = Figure(figsize=(WIDTH, height))
     room = (WIDTH - left - right - (len(columns) - 1) * gap) / len(columns)

@@ -39,7 +39,7 @@ def write_analyses(store: Store) -> list[Path]:
             write_atomically(paths[-1], text.encode())
         else:  # of an earlier analysis, which had rows
             (folder / name).unlink(missing_ok=True)
-    pictures = plates(_figures(why, keys), folder / "figures", ("svg",))
+    pictures = plates(drawings(why, keys), folder / "figures", ("svg",))
     return [*paths, *(path for one in pictures for path in one.paths)]
 
 
@@ -51,7 +51,7 @@ def why_tables(why: Why) -> list[DataTable]:
 
 def why_plates(store: Store, why: Why, folder: Path, formats: Sequence[str]) -> list[Plate]:
     """Those of the page. Raises ResultsError where a table of outcomes is damaged."""
-    return plates(_figures(why, along_figures.passkey_rows(store, why.records)), folder, formats)
+    return plates(drawings(why, along_figures.passkey_rows(store, why.records)), folder, formats)
 
 
 def read(store: Store) -> tuple[Why | None, list[str]]:
@@ -63,8 +63,8 @@ def read(store: Store) -> tuple[Why | None, list[str]]:
     return why, list(why.problems) if why.there else []
 
 
-def _figures(why: Why, keys: Sequence[along_figures.Row]) -> list[Callable[[], list[Drawn]]]:
-    makers = [*why_figures.figures(why.cells), *along_figures.figures(why, keys)]
+def drawings(why: Why, keys: Sequence[along_figures.Row] = ()) -> list[Callable[[], list[Drawn]]]:
+    makers = [*why_figures.figures(why.cells, why.replicates), *along_figures.figures(why, keys)]
     return [lambda make=make: drawn(SECTION, make) for make in makers]
 
 

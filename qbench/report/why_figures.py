@@ -14,34 +14,39 @@ from matplotlib.ticker import MaxNLocator
 
 from qbench.record.analysis import Analysis, AttentionMap, Layer, Measured
 from qbench.report.costs import Found
-from qbench.report.style import DASHES, INK, MARKERS, SERIES, cut, legend, panels
+from qbench.report.style import INK, cut, legend, panels
+from qbench.report.why_series import Replicates, names, series
 
 MAP = "cividis"  # alike for all colour vision, and even in brightness
 LEFT = 0.74  # inches
-BARS = {"wspace": 0.6, "right": 0.89}  # room for the numbers of colour bars
+BARS = {"right": 0.5, "gap": 0.62}  # inches: room for the numbers of colour bars
 
 
-def figures(cells: Sequence[Analysis]) -> list[Callable[[], Iterator[Found]]]:
+def figures(
+    cells: Sequence[Analysis], replicates: Replicates
+) -> list[Callable[[], Iterator[Found]]]:
     """What draws those that there is something for."""
     whole = [one for one in cells if one.measured is not None]
     makers: list[Callable[[], Iterator[Found]]] = []
     if whole:
+        headed = [one for one in whole if any(layer.heads for layer in _layers(one))]
         makers += [
-            lambda: largest(whole),
-            lambda: boxes([one for one in whole if _layers(one)[0].hidden.quantiles]),
-            lambda: sinks([one for one in whole if any(layer.heads for layer in _layers(one))]),
-            lambda: sparsity([one for one in whole if any(x.heads for x in _layers(one))]),
+            lambda: largest(whole, replicates),
+            lambda: boxes([one for one in whole if _layers(one)[0].hidden.quantiles], replicates),
+            lambda: sinks(headed),
+            lambda: sparsity(headed, replicates),
         ]
         makers += [lambda one=one: maps(one) for one in whole]
     return makers
 
 
-def largest(cells: Sequence[Analysis]) -> Iterator[Found]:
-    figure, grid = panels([1.8], left=LEFT, named=[one.cell for one in cells])
+def largest(cells: Sequence[Analysis], replicates: Replicates) -> Iterator[Found]:
+    looks = series(cells, replicates)
+    figure, grid = panels([1.8], left=LEFT, named=names(looks))
     axes = grid[0][0]
-    for index, one in enumerate(cells):
+    for one, look in zip(cells, looks, strict=True):
         values = [max(-x.hidden.minimum, x.hidden.maximum) for x in _layers(one)]
-        axes.plot(range(len(values)), values, label=one.cell, **_series(index))
+        axes.plot(range(len(values)), values, **look.line)
     axes.set_yscale("log")
     _layer_axis(axes)
     axes.set_ylabel("largest |x|")
@@ -54,12 +59,13 @@ def largest(cells: Sequence[Analysis]) -> Iterator[Found]:
     )
 
 
-def boxes(cells: Sequence[Analysis]) -> Iterator[Found]:
+def boxes(cells: Sequence[Analysis], replicates: Replicates) -> Iterator[Found]:
     if not cells:
         return
     figure, grid = panels([1.7] * len(cells), left=LEFT, named=[], between=0.7)
     reach = max(max(-x.hidden.minimum, x.hidden.maximum) for one in cells for x in _layers(one))
-    for index, (one, axes) in enumerate(zip(cells, grid[:, 0], strict=True)):
+    looks = series(cells, replicates)
+    for one, look, axes in zip(cells, looks, grid[:, 0], strict=True):
         stats = [
             {
                 "q1": x.hidden.quantiles["0.25"],
@@ -70,7 +76,7 @@ def boxes(cells: Sequence[Analysis]) -> Iterator[Found]:
             }
             for x in _layers(one)
         ]
-        colour = SERIES[index % len(SERIES)]
+        colour = look.colour
         axes.bxp(
             stats, positions=range(len(stats)), showfliers=False, patch_artist=True, widths=0.6,
             boxprops={"facecolor": colour, "edgecolor": colour},
@@ -100,16 +106,15 @@ def sinks(cells: Sequence[Analysis]) -> Iterator[Found]:
     if not cells:
         return
     heights = [1.5] * len(cells)
-    figure, grid = panels(heights, left=LEFT, named=[], columns=(1, 1), between=0.75)
-    figure.subplots_adjust(**BARS)
+    figure, grid = panels(heights, left=LEFT, named=[], columns=(1, 1), between=0.75, **BARS)
     means = [_of_heads(one, lambda head: head.sinks[0].attention) for one in cells]
     most = max(float(np.nanmax(mean)) for mean in means)
     for one, mean, (left, right) in zip(cells, means, grid, strict=True):
         rate = _of_heads(one, lambda head: 100 * head.sinks[0].rates["0.3"])
         heat(figure, left, rate, most=100.0)
         heat(figure, right, 100 * mean, most=100 * most)
-        left.set_title(f"{cut(one.cell)}: sink rate %", fontsize=7.5, loc="left")
-        right.set_title("weight on the first key %", fontsize=7.5, loc="left")
+        left.set_title(f"{cut(one.cell)}\nsink rate %", fontsize=7.5, loc="left")
+        right.set_title("weight on\nthe first key %", fontsize=7.5, loc="left")
         left.set_ylabel("head")
         right.tick_params(labelleft=False)
         for axes in (left, right):
@@ -122,19 +127,20 @@ def sinks(cells: Sequence[Analysis]) -> Iterator[Found]:
     )
 
 
-def sparsity(cells: Sequence[Analysis]) -> Iterator[Found]:
+def sparsity(cells: Sequence[Analysis], replicates: Replicates) -> Iterator[Found]:
     if not cells:
         return
-    figure, grid = panels([1.8], left=LEFT, named=[one.cell for one in cells])
+    looks = series(cells, replicates)
+    figure, grid = panels([1.8], left=LEFT, named=names(looks))
     axes = grid[0][0]
-    for index, one in enumerate(cells):
+    for one, look in zip(cells, looks, strict=True):
         zeros = 100 * _of_heads(one, lambda head: head.zeros)  # [head, layer]
         layers = np.arange(zeros.shape[1])
         axes.fill_between(
             layers, np.nanmin(zeros, 0), np.nanmax(zeros, 0),
-            color=SERIES[index % len(SERIES)], alpha=0.2, linewidth=0,
+            color=look.colour, alpha=0.2, linewidth=0,
         )  # fmt: skip
-        axes.plot(layers, np.nanmean(zeros, 0), label=one.cell, **_series(index))
+        axes.plot(layers, np.nanmean(zeros, 0), **look.line)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("zeros (%)")
     _layer_axis(axes)
@@ -155,9 +161,8 @@ def maps(one: Analysis) -> Iterator[Found]:
     texts = list(dict.fromkeys(m.text for m in found))
     heads = list(dict.fromkeys((m.layer, m.head) for m in found))
     figure, grid = panels(
-        [1.5] * len(texts), left=LEFT, named=[], columns=[1] * len(heads), between=0.5
+        [1.5] * len(texts), left=LEFT, named=[], columns=[1] * len(heads), between=0.5, **BARS
     )
-    figure.subplots_adjust(**BARS)
     for row, text in enumerate(texts):
         for column, head in enumerate(heads):
             own = next(m for m in found if m.text == text and (m.layer, m.head) == head)
@@ -231,14 +236,6 @@ def _measured(one: Analysis) -> Measured:
 
 def _layers(one: Analysis) -> tuple[Layer, ...]:
     return _measured(one).layers
-
-
-def _series(index: int) -> dict[str, str]:
-    return {
-        "color": SERIES[index % len(SERIES)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": DASHES[index % len(DASHES)],
-    }
 
 
 def _layer_axis(axes: Axes) -> None:

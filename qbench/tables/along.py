@@ -11,7 +11,8 @@ from scipy import stats
 from qbench.record import Damage, Record, Score
 from qbench.record.analysis import Analysis, Sensitivity
 from qbench.record.passkey import task_length
-from qbench.tables.analyses import Section, Why, kl
+from qbench.tables.analyses import Section, Why
+from qbench.tables.beside_damage import kl
 from qbench.tables.chance import AT_CHANCE, at_chance
 from qbench.text.numbers import NO_VALUE, number
 

@@ -1,4 +1,4 @@
-"""Analyses → tables: the softpick paper's table 4 and what it leaves out, beside the damage.
+"""Analyses → tables: the softpick paper's table 4 and what it leaves out.
 
 Shares become per cent. Each table is text and knows no format.
 """
@@ -6,11 +6,11 @@ Shares become per cent. Each table is text and knows no format.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.errors import ResultsError
-from qbench.record import Damage, Record
+from qbench.record import Record
 from qbench.record.analysis import Analysis, LinearInput, Measured, Sensitivity
 from qbench.store import Store
 from qbench.text.numbers import NO_VALUE, number
@@ -44,7 +44,8 @@ class Why:
     """All that a results folder has to say on why its models suffer.
 
     ``cells``: analyses that measured something, ``long``: of texts beyond the trained context;
-    ``records``: good ones of `qbench run`; ``problems``: what is missing, a line each.
+    ``records``: good ones of `qbench run`; ``problems``: what is missing, a line each;
+    ``replicates``: trainings of one kind, by its name.
     """
 
     cells: tuple[Analysis, ...]
@@ -52,6 +53,7 @@ class Why:
     sensitivities: tuple[Sensitivity, ...]
     records: tuple[Record, ...]
     problems: tuple[str, ...]
+    replicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def there(self) -> bool:
@@ -77,16 +79,21 @@ def gather(store: Store) -> Why:
         sensitivities=tuple(one for one in units if one.status == "ok"),
         records=tuple(records),
         problems=tuple(problems),
+        replicates=_replicates(store),
     )
+
+
+def _replicates(store: Store) -> Mapping[str, tuple[str, ...]]:
+    analyses: Analyses[Analysis] = Analyses(store.directory)
+    stated = analyses.grid().replicates if (analyses.folder / "grid.json").is_file() else {}
+    return stated or (store.grid().replicates if store.has_grid() else {})
 
 
 def sections(why: Why) -> list[Section]:
     """Those that there are rows for, the paper's table first."""
     whole = why.cells
     found = [_section(*one, whole) for one in (PAPER, OTHERS, HEADS, INPUTS)] if whole else []
-    for make in (_massive(whole), _beside(whole, why.records)):
-        found += make
-    return found
+    return [*found, *_massive(whole)]
 
 
 def _percent(value: float | None) -> str:
@@ -106,16 +113,22 @@ def _worst(measured: Measured) -> LinearInput | None:
     return max(measured.inputs, key=lambda one: one.largest_to_rms or 0.0, default=None)
 
 
-def _paper(one: Measured) -> dict[str, str]:
+def paper_values(one: Measured) -> dict[str, tuple[float | None, bool]]:
+    """The columns of the softpick paper's table 4, and whether a value is a share."""
     rates = one.sinks[0].rates
     return {
-        "Perplexity": _plain(one.perplexity),
-        **{f"Sink rate %, ε {least}": _percent(rate) for least, rate in rates.items()},
-        "Kurtosis": _plain(one.hidden.kurtosis),
-        "Min": _plain(one.hidden.minimum),
-        "Max": _plain(one.hidden.maximum),
-        "Sparsity %": _percent(one.zeros),
+        "Perplexity": (one.perplexity, False),
+        **{f"Sink rate %, ε {least}": (rate, True) for least, rate in rates.items()},
+        "Kurtosis": (one.hidden.kurtosis, False),
+        "Min": (one.hidden.minimum, False),
+        "Max": (one.hidden.maximum, False),
+        "Sparsity %": (one.zeros, True),
     }
+
+
+def _paper(one: Measured) -> dict[str, str]:
+    found = paper_values(one)
+    return {name: number(value, percent=share) for name, (value, share) in found.items()}
 
 
 def _others(one: Measured) -> dict[str, str]:
@@ -242,53 +255,3 @@ def _massive(whole: Cells) -> list[Section]:
             text=("Token",),
         )
     ]
-
-
-def _beside(whole: Cells, records: Sequence[Record]) -> list[Section]:
-    """Each unquantized model's outliers beside what quantization did to the same weights."""
-    by_cell = {
-        one.cell: {record.quantizer: kl(record) for record in records if _same_model(one, record)}
-        for one in whole
-        if not one.precision.quantized
-    }
-    labels = list(dict.fromkeys(label for found in by_cell.values() for label in found))
-    if not labels:
-        return []
-    rows = []
-    for one in whole:
-        if one.cell not in by_cell:
-            continue
-        measured, damage = one.measured, by_cell[one.cell]
-        row = _paper(measured)
-        row.pop("Perplexity")
-        row |= {label: f"{damage[label]:.4f}" if label in damage else NO_VALUE for label in labels}
-        rows.append((one.cell, *row.values()))
-        head = ("Cell", *row)
-    note = (
-        "Table 4's row beside the damage of the same weights quantized: KL divergence from the "
-        "unquantized model, nats a token, mean over all scored tokens of all tasks."
-    )
-    return [
-        Section(name="beside", title="Beside the damage", note=note, head=head, rows=tuple(rows))
-    ]
-
-
-def _same_model(one: Analysis, record: Record) -> bool:
-    def model(parts: Mapping[str, object]) -> tuple:
-        return tuple(parts.get(name) for name in ("weights", "normalizer", "normalizer source"))
-
-    return (
-        record.quantized
-        and isinstance(record.damage, Damage)
-        and record.checkpoint == one.checkpoint
-        and model(record.key_parts) == model(one.key_parts)
-        and kl(record) is not None
-    )
-
-
-def kl(record: Record) -> float | None:
-    """Mean KL divergence over all scored tokens of all tasks, nats a token; None without."""
-    assert isinstance(record.damage, Damage)
-    every = [task.distributions for task in record.damage.tasks.values() if task.distributions]
-    tokens = sum(one.tokens for one in every)
-    return sum(one.kl.mean * one.tokens for one in every) / tokens if tokens else None

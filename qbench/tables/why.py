@@ -10,6 +10,7 @@ from qbench.record.passkey import task_length
 from qbench.tables import along, analyses
 from qbench.tables.along import passkey_text
 from qbench.tables.analyses import Section, Why, texts
+from qbench.tables.beside_damage import beside, over_seeds
 from qbench.text.escape import for_markdown
 from qbench.text.markdown import table
 from qbench.text.numbers import NO_VALUE
@@ -25,7 +26,7 @@ MEASURES = {
 
 
 def all_sections(why: Why) -> list[Section]:
-    return [*analyses.sections(why), *along.sections(why)]
+    return [*over_seeds(why), *analyses.sections(why), *beside(why), *along.sections(why)]
 
 
 def markdown(why: Why) -> str:
