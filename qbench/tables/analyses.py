@@ -5,6 +5,7 @@ Shares become per cent. Each table is text and knows no format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -106,7 +107,7 @@ def _plain(value: float | None) -> str:
 
 def _mean(values: Iterator[float]) -> float | None:
     every = list(values)
-    return sum(every) / len(every) if every else None
+    return math.fsum(every) / len(every) if every else None
 
 
 def _worst(measured: Measured) -> LinearInput | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from qbench.record.analysis import Analysis, Delimiters, Hidden, Sensitivity, Sinks
@@ -183,7 +184,7 @@ def _hidden(hidden: Hidden) -> Row:
 
 def _mean(values: Iterable[float]) -> float | None:
     every = list(values)
-    return sum(every) / len(every) if every else None
+    return math.fsum(every) / len(every) if every else None
 
 
 CSV_FILES: dict[str, Callable[[Analysis], Iterator[Row]]] = {
