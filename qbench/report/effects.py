@@ -42,7 +42,7 @@ def _kind(line: Line) -> Kind:
 
 def scores(comparison: Comparison, published: str | None) -> Iterator[DataTable]:
     paper = printed(published) if published else {}
-    head = [*NAMES, "Bits", *comparison.checkpoints]
+    head = [*NAMES, "Precision", *comparison.checkpoints]
     for other in comparison.others:
         head += [f"Δ {other}", f"95 % interval {other}", f"p (Holm) {other}"]
     head += [f"Δ printed ({published})"] if paper else []
@@ -58,7 +58,7 @@ def scores(comparison: Comparison, published: str | None) -> Iterator[DataTable]
 
 
 def _score_row(comparison: Comparison, line: Line, paper: Mapping[tuple, Printed]) -> list[Cell]:
-    row = [*_names(line), _bits(line)]
+    row = [*_names(line), _precision(line)]
     for entry in line.entries:
         title = entry.reason or f"record {entry.key[:KEY_DIGITS]}"
         row.append(Cell(text=entry_text(entry, line), sort=entry.value, title=title))
@@ -86,7 +86,15 @@ def differences(comparison: Comparison) -> Iterator[DataTable]:
     """Softpick's damage minus softmax's: what the paper's claim is about."""
     several = len(comparison.others) > 1
     base = comparison.baseline
-    head = [*NAMES, "Difference", "95 % interval", "p (Holm)", "Detectable", "Bits", "Documents"]
+    head = [
+        *NAMES,
+        "Difference",
+        "95 % interval",
+        "p (Holm)",
+        "Detectable",
+        "Precision",
+        "Documents",
+    ]
     if several:
         head.insert(3, "Checkpoint")
     for (kind, title, unit), lines in kinds(shown(comparison)):
@@ -101,7 +109,7 @@ def differences(comparison: Comparison) -> Iterator[DataTable]:
                         *_effect(effect, line),
                         p_value(effect.p_holm),
                         _detectable(effect, line),
-                        _bits(line),
+                        _precision(line),
                         Cell(text=str(effect.documents), sort=effect.documents),
                     ]
                 )
@@ -122,7 +130,7 @@ def damages(comparison: Comparison) -> Iterator[DataTable]:
     head = list(NAMES)
     for checkpoint in comparison.checkpoints:
         head += [checkpoint, f"95 % interval {checkpoint}", f"p (Holm) {checkpoint}"]
-    head.append("Bits")
+    head.append("Precision")
     for (kind, title, unit), lines in kinds(shown(comparison)):
         rows, asked = [], []
         for line in lines:
@@ -133,7 +141,7 @@ def damages(comparison: Comparison) -> Iterator[DataTable]:
                 effect = line.damages.get(checkpoint)
                 row += [*_effect(effect, line), p_value(effect.p_holm if effect else None)]
             asked += line.damages.values()
-            rows.append([*row, _bits(line)])
+            rows.append([*row, _precision(line)])
         if rows:
             caption = f"Damage: quantized minus unquantized. {_told(asked, unit)}"
             heading = f"Damage: {title}"
@@ -157,12 +165,11 @@ def _names(line: Line) -> list[Cell]:
     ]
 
 
-def _bits(line: Line) -> Cell:
-    """Of a weight; of all three parts where the others are quantized too."""
-    if not line.precision.in_parts:
-        return Cell(text="" if line.bits is None else f"{line.bits:g}", sort=line.bits)
+def _precision(line: Line) -> Cell:
+    """Of all three parts, in the order of their bits."""
     weights, activations, kv_cache = line.precision.order
-    return Cell(text=line.precision.words, sort=weights + activations / 1e2 + kv_cache / 1e4)
+    text = line.precision.words if line.quantized else "unquantized"
+    return Cell(text=text, sort=weights + activations / 1e2 + kv_cache / 1e4)
 
 
 def _effect(effect: Effect | None, line: Line) -> list[Cell]:

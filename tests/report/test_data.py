@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from synthetic import MOMENT, key, make_store
 
@@ -44,6 +46,31 @@ def test_the_difference_of_damages_comes_first_and_follows_its_keys(tables):
     assert table.head[: table.keys] == ("Task", "Metric", "Quantizer")
     assert table.head[table.keys : table.keys + 2] == ("Difference", "95 % interval")
     assert len(table.rows) == 3 * 3
+
+
+def test_a_precision_is_named_whole_in_every_table(store):
+    """Weights of four bits may stand beside quantized activations: 4 alone says too little."""
+    from qbench.record import Part, Precision
+
+    comparison = compare(store)
+    both = Precision(
+        weights=Part(bits=4, scheme="int4"),
+        activations=Part(bits=8, scheme="int8 a token", simulated=True),
+    )
+    lines = tuple(
+        dataclasses.replace(line, precision=both) if line.quantizer == "hqq-2bit" else line
+        for line in comparison.lines
+    )
+    found: dict[str, set[str]] = {}
+    for table in data_tables(dataclasses.replace(comparison, lines=lines)):
+        assert "Bits" not in table.head
+        if "Precision" in table.head and "Quantizer" in table.head:
+            place = table.head.index("Precision"), table.head.index("Quantizer")
+            for row in table.rows:
+                found.setdefault(row[place[1]].text, set()).add(row[place[0]].text)
+    assert found["gptq-4bit"] == {"W4A16"}
+    assert found["bf16"] == {"unquantized"}
+    assert "W4A8, simulated" in found["hqq-2bit"]
 
 
 def test_points_and_ratios_never_share_a_column(tables):
