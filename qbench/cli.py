@@ -7,13 +7,13 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from qbench import __version__
 from qbench.commands import analysis, benchmarks, caching, gate, models, results, running, training
 from qbench.commands.options import PluginOption
 from qbench.commands.screen import complain, refuse
-from qbench.errors import QbenchError, RecipeError
+from qbench.commands.worded import WordedGroup
+from qbench.errors import QbenchError, RecipeError, shown
 from qbench.machine.interrupt import CODE, STOPPED
 from qbench.machine.memory import settle_memory
 from qbench.machine.quiet import settle
@@ -23,7 +23,7 @@ settle()
 settle_memory()
 
 
-class Commands(TyperGroup):
+class Commands(WordedGroup):
     """Ctrl-C in a command has an exit code of its own, whatever typer's version makes of it."""
 
     def invoke(self, ctx: typer.Context) -> Any:
@@ -103,7 +103,9 @@ class Listing(StrEnum):
 
 @app.command("list", rich_help_panel="Measure and look up")
 def list_command(
-    what: Annotated[Listing, typer.Argument(help="What to list.")],
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="quantizers, normalizers, models or tasks.")
+    ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
     markdown: Annotated[
         bool, typer.Option("--markdown", help="The models as the README's table.")
@@ -111,15 +113,19 @@ def list_command(
 ) -> None:
     """List the quantizers with their options, the normalizers, the classes of models that were
     tried, or lm-eval's tasks."""
+    if what not in list(Listing):
+        raise typer.BadParameter(
+            f"{shown(what)} is none of {', '.join(Listing)}", param_hint="WHAT"
+        )
     load_packages()
-    if markdown and what is not Listing.models:
-        raise RecipeError(f"list {what.value}: --markdown is for models")
+    if markdown and what != Listing.models:
+        raise RecipeError(f"list {what}: --markdown is for models")
     if markdown:
         from qbench.commands.models import model_table
 
         typer.echo(model_table(), nl=False)
         return
-    for line in _listing(what):
+    for line in _listing(Listing(what)):
         typer.echo(line)
 
 

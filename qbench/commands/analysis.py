@@ -13,7 +13,7 @@ from qbench.analyses import LONG_CONTEXT
 from qbench.commands.job import make_job, named
 from qbench.commands.options import (
     Calibration,
-    Checkpoints,
+    CheckpointsOfRecipe,
     Data,
     Device,
     DeviceOption,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def analyze(
     recipe: RecipeFile,
-    checkpoint: Checkpoints = [],  # noqa: B006  typer copies it
+    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006  typer copies it
     data: Data = None,
     calibration: Calibration = None,
     dtype: DtypeOption = None,

@@ -10,7 +10,7 @@ import typer
 
 from qbench.commands.job import make_job, named
 from qbench.commands.options import (
-    Checkpoints,
+    CheckpointsOfRecipe,
     Data,
     Device,
     DeviceOption,
@@ -20,13 +20,16 @@ from qbench.commands.options import (
     to_file,
 )
 from qbench.commands.screen import show_written
+from qbench.commands.worded import WordedGroup
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
 from qbench.machine.quiet import redirected, terminal
 from qbench.overrides import Overrides
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure speeds, in one run on one machine, after checking results."
+    cls=WordedGroup,
+    no_args_is_help=True,
+    help="Measure speeds, in one run on one machine, after checking results.",
 )
 Json = Annotated[Path | None, to_file("Also write JSON here, and the table beside it.")]
 
@@ -137,7 +140,7 @@ def analysis(
 @app.command("evaluation")
 def evaluation(
     recipe: RecipeFile,
-    checkpoint: Checkpoints = [],  # noqa: B006
+    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006
     data: Data = None,
     limit: Limit = None,
     dtype: DtypeOption = None,
@@ -195,7 +198,7 @@ def training(
     attention: Annotated[
         list[str],
         typer.Option(
-            help="'softmax, torch' (scaled_dot_product_attention), 'softmax, cuDNN' (the same by "
+            help="'softmax, torch' (torch's own function), 'softmax, cuDNN' (the same by "
             "cuDNN), softmax or softpick (our kernels). Repeatable. Default: all that run here."
         ),
     ] = [],  # noqa: B006
@@ -216,14 +219,15 @@ def training(
     graphs: Annotated[
         str,
         typer.Option(
-            metavar="auto|whole|layers",
-            help="What is compiled at once. auto: the whole model, layers on several GPUs.",
+            metavar="PARTS",
+            help="What is compiled at once: whole, layers, or auto, which is whole on one GPU.",
         ),
     ] = "auto",
     travel: Annotated[
         str,
         typer.Option(
-            metavar="float32|bfloat16", help="In what gradients are averaged over the GPUs."
+            metavar="DTYPE",
+            help="In what gradients are averaged over the GPUs: float32 or bfloat16.",
         ),
     ] = "float32",
     device: DeviceOption = Device.auto,

@@ -7,13 +7,18 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="What runs keep for later ones: list it, bound it.")
+from qbench.commands.worded import WordedGroup
+
+app = typer.Typer(
+    cls=WordedGroup, no_args_is_help=True, help="What runs keep for later ones: list it, bound it."
+)
 
 
 @app.command("list")
 def list_entries(
     results: Annotated[
-        list[Path], typer.Option(help="Folders whose records say who uses what. Repeatable.")
+        list[Path],
+        typer.Option(metavar="FOLDER", help="Folders whose records say who uses what. Repeatable."),
     ] = [Path("results")],  # noqa: B006
 ) -> None:
     """What is kept, with sizes, ages and who uses it, the least recently used first."""

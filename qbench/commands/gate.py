@@ -27,7 +27,7 @@ class Across(StrEnum):
 
 def check(
     folder: Folder,
-    baseline: Annotated[Path, typer.Option(help="What `qbench baseline` wrote.")],
+    baseline: Annotated[Path, typer.Option(metavar="FILE", help="What `qbench baseline` wrote.")],
     margin: Annotated[
         list[str],
         typer.Option(
@@ -41,8 +41,9 @@ def check(
     across: Annotated[
         list[Across],
         typer.Option(
+            metavar="weights|normalizer",
             help="Hold results of other weights, or of another normalizer, to the baseline: a new "
-            "checkpoint of the same model. Repeatable."
+            "checkpoint of the same model. Repeatable.",
         ),
     ] = [],  # noqa: B006
     inconclusive: Annotated[
@@ -102,10 +103,12 @@ def baseline(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="A results folder.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A results folder.")],
     b: Annotated[
         Path | None,
-        typer.Argument(help="Another, of the same recipe. Default: the last run of A."),
+        typer.Argument(
+            metavar="[B]", help="Another, of the same recipe. Default: the last run of A."
+        ),
     ] = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="ID", help="An earlier run of A.")

@@ -59,8 +59,12 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
-RecipeFile = Annotated[Path, typer.Argument(help="A recipe, such as recipes/gptq.yaml.")]
-Folder = Annotated[Path, typer.Argument(help="A results folder that `qbench run` wrote.")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/gptq.yaml.")
+]
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A results folder that `qbench run` wrote.")
+]
 RecipeOrOptions = Annotated[
     Path | None,
     typer.Argument(
@@ -69,13 +73,17 @@ RecipeOrOptions = Annotated[
         "--tasks say what to run.",
     ),
 ]
+_CHECKPOINT = "Use this folder or hub id for the recipe's checkpoint NAME. Repeatable."
+CheckpointsOfRecipe = Annotated[
+    list[str],
+    typer.Option("--checkpoint", metavar="NAME=PATH_OR_HUB_ID", help=_CHECKPOINT),
+]
 Checkpoints = Annotated[
     list[str],
     typer.Option(
         "--checkpoint",
         metavar="NAME=PATH_OR_HUB_ID",
-        help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a "
-        "recipe: the checkpoints, Δ is taken against the first.",
+        help=f"{_CHECKPOINT} Without a recipe: the checkpoints, Δ is taken against the first.",
     ),
 ]
 Quantizers = Annotated[
@@ -91,11 +99,14 @@ Tasks = Annotated[
     typer.Option(metavar="NAMES", help="These tasks, by commas, instead of the recipe's."),
 ]
 Definitions = Annotated[
-    Path | None, typer.Option(help="Folder of lm-eval YAML files: tasks of your own.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="lm-eval YAML files: tasks of your own."),
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="Folder of TASK/SPLIT.jsonl files: score from these, without the hub."),
+    typer.Option(
+        metavar="FOLDER", help="TASK/SPLIT.jsonl files: score from these, without the hub."
+    ),
 ]
 SkipMissing = Annotated[
     bool,
@@ -105,7 +116,9 @@ SkipMissing = Annotated[
 ]
 Calibration = Annotated[
     Path | None,
-    typer.Option(help="JSON Lines file with a text field: what calibrated quantizers see."),
+    typer.Option(
+        metavar="FILE", help="JSON Lines with a text field: what calibrated quantizers see."
+    ),
 ]
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Score the first N documents of each task only.")

@@ -89,8 +89,10 @@ def report(
 
 
 def explain(
-    a: Annotated[str, typer.Argument(help="DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.")],
-    b: Annotated[str, typer.Argument(help="The other cell.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other cell.")],
 ) -> None:
     """Which part of their keys makes two cells different."""
     from qbench.comparison.explain import find_record, text
@@ -101,7 +103,10 @@ def explain(
 def show(
     what: Annotated[
         str,
-        typer.Argument(help="A results folder, DIR/CHECKPOINT/QUANTIZER, or a record's JSON file."),
+        typer.Argument(
+            metavar="WHAT",
+            help="A results folder, DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.",
+        ),
     ],
     document: Annotated[
         int | None,
@@ -127,7 +132,10 @@ def show(
 
 def export(
     folder: Folder,
-    to: Annotated[Target, typer.Option(help="Whose format.")],
+    to: Annotated[
+        Target,
+        typer.Option(metavar="FORMAT", help="lm-eval, model-card, tensorboard or wandb."),
+    ],
     out: Annotated[
         Path | None, to_folder("Where to write it. Default: FOLDER/export/FORMAT.")
     ] = None,
@@ -156,7 +164,9 @@ def export(
 
 
 def published(
-    name: Annotated[str | None, typer.Argument(help="One table; default: a list of all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One table; default: a list of all.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Recompute what can be recomputed; flag the rest.")
     ] = False,

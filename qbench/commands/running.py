@@ -17,6 +17,7 @@ from qbench.commands.job import listed, make_job, named, placed
 from qbench.commands.options import (
     Calibration,
     Checkpoints,
+    CheckpointsOfRecipe,
     ClusterOption,
     Data,
     Definitions,
@@ -207,7 +208,7 @@ def plan(
 
 def noise(
     recipe: RecipeFile,
-    checkpoint: Checkpoints = [],  # noqa: B006
+    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006
     data: Data = None,
     limit: Limit = None,
     dtype: DtypeOption = None,

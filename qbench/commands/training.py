@@ -25,7 +25,8 @@ def tokenize(
         typer.Argument(
             metavar="TEXT...",
             help="Text to train on: *.jsonl, *.txt (documents separated by a zero byte), both also "
-            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION].",
+            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME, where wanted with @REVISION and "
+            "then :CONFIGURATION behind it.",
         ),
     ],
     out: Annotated[Path, to_folder("The folder to write; it must not exist.")],
@@ -101,7 +102,10 @@ def tokenize(
 
 def train(
     recipe: Annotated[
-        Path, typer.Argument(help="A training recipe, such as recipes/train/pair-27m.yaml.")
+        Path,
+        typer.Argument(
+            metavar="RECIPE", help="A training recipe, such as recipes/train/pair-27m.yaml."
+        ),
     ],
     data: Annotated[
         Path | None,
