@@ -26,8 +26,8 @@ def given(
     for parameter in NORMALIZERS.get(normalizer).parameters:
         if parameter is SLOPES:
             if sloped:
-                powers = torch.arange(1, heads + 1, device="cuda") * (8 / heads)
-                found[parameter.name] = torch.exp2(-powers).requires_grad_(trained)
+                slopes = torch.tensor(parameter.start(heads), device="cuda")
+                found[parameter.name] = slopes.requires_grad_(trained)
         elif parameter.required:
             spread = torch.linspace(0.8, 1.2, heads, device="cuda")
             found[parameter.name] = (spread * (parameter.initial or 1)).requires_grad_(trained)

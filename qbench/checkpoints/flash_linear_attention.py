@@ -1,9 +1,10 @@
 """The format of flash-linear-attention's ``transformer`` models, as a stock class of transformers.
 
-Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one
-to one under other names. With ``window_size`` it is Mistral's, with ``qkv_bias`` Qwen 2's, with
-``qk_norm`` Qwen 3's. Its GatedMLP bypasses ``down_proj.forward`` when fused, which would
-hide that layer from quantizers; the conversion also rids us of that.
+Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one to
+one under other names. With ``window_size`` it is Mistral's, with ``qkv_bias`` Qwen 2's, with
+``qk_norm`` Qwen 3's; with ``qbench_rotary: false``, which `qbench train` writes, SmolLM 3's without
+a rotary embedding. Its GatedMLP bypasses ``down_proj.forward`` when fused, which would hide that
+layer from quantizers; the conversion also rids us of that.
 
 Every field of a config is used, or known to be without effect on logits, or has the one value
 that these classes compute; all else is refused by name.
@@ -15,6 +16,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from qbench.checkpoints.fla_fields import require_known
 from qbench.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -62,39 +64,6 @@ LAYER = {  # tensors of a layer, by the names of their sizes
 }
 BIASES = {"self_attn.q_proj": "width", "self_attn.k_proj": "shared", "self_attn.v_proj": "shared"}
 
-USED = frozenset({
-    "model_type", "attn_impl", "qbench_normalizer", "vocab_size", "hidden_size", "hidden_ratio",
-    "intermediate_size", "num_hidden_layers", "num_heads", "num_kv_heads", "norm_eps",
-    "window_size", "qkv_bias", "qk_norm",
-    "rope_theta", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-})  # fmt: skip
-WITHOUT_EFFECT = frozenset({
-    # how the same function is computed, or only its loss
-    "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
-    # training and generation; the dtype is the recipe's to choose
-    "initializer_range", "use_cache", "torch_dtype", "dtype",
-    # what transformers notes down; auto_map names code, which is never run
-    "architectures", "auto_map", "transformers_version", "_name_or_path", "name_or_path",
-    # what transformers models may return besides logits, and settings of classifiers
-    "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
-    "problem_type", "chunk_size_feed_forward",
-    # the format is a decoder whatever this says; encoder-decoder models are refused before
-    "is_decoder", "is_encoder_decoder",
-})  # fmt: skip
-ONLY: dict[
-    str, tuple[tuple[Any, ...], str]
-] = {  # the values that Llama computes, and what others are
-    "hidden_act": (("swish", "silu"), "another activation than x·sigmoid(x)"),
-    "attention_bias": ((False, None), "biased projections"),
-    "attnres_block_size": ((None,), "attention over earlier layers' outputs"),
-    "use_myopic_loss": ((False, None), "a second head"),
-    "elementwise_affine": ((True,), "norms without weights"),
-    "norm_first": ((False, None), "norms within the projections"),
-    "norm_bias": ((False, None), "biased norms"),
-    "rope_scaling": ((None,), "scaled rotary embeddings"),
-}
-
 
 def recognizes(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "transformer"
@@ -113,7 +82,7 @@ def normalizer(config: dict[str, Any]) -> str:
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     """``model_type`` and the fields of its configuration in transformers. Raises CheckpointError
     for what no class there computes, for unknown fields, and for sizes that are none."""
-    _require_known(config)
+    require_known(config)
     kind, ours = _kind(config)
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_heads")
     shared = heads if config.get("num_kv_heads") is None else _size(config, "num_kv_heads")
@@ -140,7 +109,9 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": _positive(config, "norm_eps", 1e-6),
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": _positive(config, "rope_theta", 10000.0),
+            "rope_theta": 10000.0
+            if unrotated(config)
+            else _positive(config, "rope_theta", 10000.0),
         },
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "bos_token_id": _token(config, "bos_token_id", 1),
@@ -148,6 +119,20 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         "pad_token_id": _token(config, "pad_token_id", None),
         **ours,
     }
+
+
+def unrotated(config: dict[str, Any]) -> bool:
+    """Whether it says that there is no rotary embedding. Raises CheckpointError where
+    ``rope_theta`` says otherwise."""
+    stated = config.get("qbench_rotary", True)
+    if type(stated) is not bool:
+        raise CheckpointError(f"config.json: qbench_rotary {stated!r:.60}: write true or false")
+    if not stated and config.get("rope_theta") is not None:
+        raise CheckpointError(
+            f"config.json: qbench_rotary false, yet rope_theta {config['rope_theta']!r:.60}: write "
+            "null if the model was trained without a rotary embedding"
+        )
+    return not stated
 
 
 def _kind(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -161,6 +146,15 @@ def _kind(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
                 f"config.json: window_size {window}, which attn_impl {config['attn_impl']} does "
                 "not look at; write null if the model was trained without a window"
             )
+    if unrotated(config):
+        if norm or bias or window is not None:
+            raise CheckpointError(
+                "config.json: qbench_rotary false with qk_norm, qkv_bias or window_size: no class "
+                "of transformers computes that"
+            )
+        layers = _size(config, "num_hidden_layers")
+        each = {"layer_types": ["full_attention"] * layers, "no_rope_layers": [0] * layers}
+        return "smollm3", {"attention_bias": False, "mlp_bias": False, **each}
     if not norm and not bias:
         if window is not None:
             return "mistral", {"sliding_window": window}
@@ -244,20 +238,6 @@ def expected_shapes(settings: dict[str, Any]) -> dict[str, list[int]]:
         if settings["model_type"] == "qwen2" or settings.get("attention_bias"):
             shapes |= {f"{prefix}.{name}.bias": [sizes[size]] for name, size in BIASES.items()}
     return shapes
-
-
-def _require_known(config: dict[str, Any]) -> None:
-    for name, value in config.items():
-        if name in ONLY:
-            accepted, meaning = ONLY[name]
-            if value not in accepted:
-                raise CheckpointError(f"{name}={value!r:.60} ({meaning}) is not supported yet")
-        elif name not in USED | WITHOUT_EFFECT:
-            raise CheckpointError(
-                f"config.json: {name}={value!r:.60} is not a known field of "
-                "flash-linear-attention's transformer models; remove it from config.json if it "
-                "changes nothing"
-            )
 
 
 def _size(config: dict[str, Any], name: str) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from qbench.attention.interface import attend
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.checkpoints.abilities import class_names
 from qbench.training.recipe import Shape
-from qbench.training.shape import llama_settings
+from qbench.training.shape import llama_settings, own_parameters
 
 NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -35,14 +36,17 @@ def initial_model(
     """
     ids = tokens or {"bos": 1, "eos": 2, "pad": None}
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**llama_settings(shape, normalizer, **ids)))
+    settings = llama_settings(shape, normalizer, **ids)
+    model_class = getattr(transformers, class_names()[settings["model_type"]])
+    model = model_class(AutoConfig.for_model(**settings))
     for layer in model.model.layers:
-        for parameter in NORMALIZERS.get(normalizer).parameters:
-            if parameter.required:
-                sizes = [shape.heads if axis == "H" else axis for axis in parameter.shape]
-                value = torch.full(sizes, parameter.initial)
-                value = nn.Parameter(value, requires_grad=parameter.trainable)
-                layer.self_attn.register_parameter(parameter.attribute, value)
+        for parameter, asked in own_parameters(shape, normalizer):
+            start = parameter.start(shape.heads)
+            if asked.start is not None:
+                start = [asked.start] * shape.heads
+            trained = parameter.trainable if asked.trained is None else asked.trained
+            value = nn.Parameter(torch.tensor(start), requires_grad=trained)
+            layer.self_attn.register_parameter(parameter.attribute, value)
     model.to(device)
     model.config.qbench_normalizer = normalizer
     return model, attend(model, normalizer=normalizer, implementation=attention)

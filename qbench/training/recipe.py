@@ -21,11 +21,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 
+class OwnParameter(Strict):
+    """A parameter of the normalizers that have it. ``start``: what each head begins with; None:
+    what its definition says. ``trained`` None: as its definition says."""
+
+    start: Annotated[float, Field(ge=-1e4, le=1e4)] | None = None
+    trained: Flag | None = None
+
+
 class Shape(Strict):
     """A Llama-style decoder: pre-norm, rotary positions, SwiGLU, no biases.
 
     ``intermediate`` None: flash-linear-attention's rule, 2/3 of 4 · hidden rounded up to 256.
     ``positions``: the longest context that the checkpoint states; None: that of training.
+    ``rope_theta`` None: no rotary embedding. ``parameters``: of the normalizers, by the names of
+    ``qbench list normalizers``; those that they can do without are there only if named.
     """
 
     hidden: Whole = Field(ge=8, le=2**16)
@@ -36,7 +46,8 @@ class Shape(Strict):
     vocabulary: Whole = Field(ge=8, le=2**22)
     context: Whole = Field(ge=8, le=MOST_TOKENS)  # tokens of a training sequence
     positions: Whole | None = Field(None, ge=8, le=MOST_TOKENS)
-    rope_theta: Positive = 10_000.0
+    rope_theta: Positive | None = 10_000.0
+    parameters: dict[str, OwnParameter] = Field({})
     norm_eps: Positive = 1e-6
     tied: Flag = False
     init: Positive = 0.02  # standard deviation of every initial weight matrix
@@ -180,6 +191,18 @@ class TrainingRecipe(Strict):
         return _once(value)
 
     @model_validator(mode="after")
+    def _has_parameters(self) -> TrainingRecipe:
+        chosen = [NORMALIZERS.get(name) for name in self.normalizers]
+        known = dict.fromkeys(one.attribute for each in chosen for one in each.parameters)
+        for name in self.model.parameters:
+            if name not in known:
+                raise ValueError(
+                    f"model.parameters: none of {', '.join(self.normalizers)} has {shown(name)}; "
+                    f"known: {', '.join(known) or 'none'}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _fits(self) -> TrainingRecipe:
         if self.batch.tokens % self.model.context:
             raise ValueError(
@@ -223,10 +246,11 @@ class TrainingRecipe(Strict):
     def settings(self) -> dict[str, Any]:
         """All that shapes a run but its normalizer and seed, for its record: runs of one pair
         have it in common. How often it is logged, saved and watched changes no weight."""
+        unsaid = () if self.model.parameters else ("parameters",)  # as before there were any
         return self.model_dump(
             mode="json",
             include={"model", "tokens", "batch", "optimizer", "schedule", "compute", "data"},
-            exclude={"data": {"tokens"}},
+            exclude={"data": {"tokens"}, "model": set(unsaid)},
         )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.parameters import parameter_shapes
-from qbench.training.recipe import Shape
+from qbench.training.recipe import OwnParameter, Shape
 
 
 def checkpoint_config(
@@ -17,6 +18,7 @@ def checkpoint_config(
     return {
         "architectures": ["TransformerForCausalLM"],
         **({"attn_impl": named} if named else {"qbench_normalizer": normalizer}),
+        **({"qbench_rotary": False} if shape.rope_theta is None else {}),
         "bos_token_id": bos,
         "elementwise_affine": True,
         "eos_token_id": eos,
@@ -46,9 +48,20 @@ def checkpoint_config(
 
 
 def llama_settings(shape: Shape, normalizer: str, **tokens: int | None) -> dict[str, Any]:
-    """Keyword arguments of ``LlamaConfig``: what loading the checkpoint will make of it."""
+    """``model_type`` and its configuration's fields: what loading the checkpoint will make of
+    it."""
     settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
     return settings | {"initializer_range": shape.init}
+
+
+def own_parameters(shape: Shape, normalizer: str) -> list[tuple[Parameter, OwnParameter]]:
+    """The parameters that ``normalizer`` gets in such a model, and what the shape says of each."""
+    asked = shape.parameters
+    return [
+        (one, asked.get(one.attribute, OwnParameter()))
+        for one in NORMALIZERS.get(normalizer).parameters
+        if one.required or one.attribute in asked
+    ]
 
 
 def parameters(shape: Shape, normalizer: str = "softmax") -> int:
@@ -56,7 +69,8 @@ def parameters(shape: Shape, normalizer: str = "softmax") -> int:
     settings = llama_settings(shape, normalizer, bos=None, eos=None, pad=None)
     modules = fla.attention_modules(settings)
     shapes = fla.expected_shapes(settings)
-    shapes |= parameter_shapes(normalizer, modules, shape.heads, [])
+    own = [f"{modules[0]}.{one.attribute}" for one, _ in own_parameters(shape, normalizer)]
+    shapes |= parameter_shapes(normalizer, modules, shape.heads, own)
     return sum(_product(one) for one in shapes.values())
 
 

@@ -45,6 +45,8 @@ PUBLISHED = {
         ("head_dim", 128),
         ("use_rope", None),
         ("rope_theta", None),
+        ("qbench_rotary", False),  # and yet there is a rope_theta
+        ("qbench_rotary", "no"),
         ("rope_theta", float("nan")),
         ("rope_theta", 10**400),
         ("norm_eps", 0),
@@ -69,6 +71,14 @@ def test_a_field_or_value_that_would_be_ignored_is_refused_by_name(tmp_path, fie
         changed["intermediate_size"] = None
     with pytest.raises(CheckpointError, match=field):
         find(str(write(tmp_path / "c", changed)))
+
+
+@pytest.mark.parametrize("more", [{"qk_norm": True}, {"qkv_bias": True}])
+def test_without_a_rotary_embedding_no_class_has_more(tmp_path, more):
+    config = {**PUBLISHED, "qbench_rotary": False, "rope_theta": None}
+    assert llama_settings(config)["no_rope_layers"] == [0] * CONFIG["num_hidden_layers"]
+    with pytest.raises(CheckpointError, match="qbench_rotary false with qk_norm"):
+        find(str(write(tmp_path / "c", {**config, **more})))
 
 
 @pytest.mark.parametrize(

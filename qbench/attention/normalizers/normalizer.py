@@ -22,7 +22,7 @@ class Parameter:
     ``attribute``: under which the model's attention module keeps it, and a checkpoint after that
     module's name. ``keyword``: under which transformers hands it to attention functions, if it
     does. Without a tensor that is not ``required`` the definition has a default of its own.
-    ``initial``: what training starts from.
+    ``initial``: what training starts from; ``geometric``: from ALiBi's slopes instead.
     """
 
     name: str
@@ -32,12 +32,25 @@ class Parameter:
     keyword: str | None = None
     required: bool = True
     initial: float = 0.0
+    geometric: bool = False
+
+    def start(self, heads: int) -> list[float]:
+        """What training starts from, a number a head: of slopes 2^(−8 h / H), h = 1 … H (Press et
+        al. 2022, section 3)."""
+        if self.geometric:
+            return [2 ** (-8 * head / heads) for head in range(1, heads + 1)]
+        return [self.initial] * heads
 
 
 # ALiBi (Press et al. 2022): the head's slope times how far a key is behind the query is taken from
 # the score before the definition sees it. Any normalizer may list it among its parameters.
 SLOPES = Parameter(
-    name="slopes", shape=("H",), trainable=False, attribute="alibi_slopes", required=False
+    name="slopes",
+    shape=("H",),
+    trainable=False,
+    attribute="alibi_slopes",
+    required=False,
+    geometric=True,
 )
 
 

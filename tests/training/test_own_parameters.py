@@ -1,0 +1,115 @@
+"""Parameters of normalizers that a recipe asks for: trained or fixed, kept in the checkpoint, and
+read as they were; with and without a rotary embedding, the sigmoid paper's two set-ups."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.checkpoints import find, load_model
+from qbench.errors import RecipeError
+from qbench.training import output
+from qbench.training.recipe import Shape, TrainingRecipe
+from qbench.training.shape import parameters
+
+SLOPES = [2.0**-4, 2.0**-8]  # of two heads
+CASES = {  # what model.parameters says; what each head has at the end, None: something else
+    "slopes": ("softmax", {"alibi_slopes": {}}, SLOPES),
+    "trained slopes": ("softpick", {"alibi_slopes": {"trained": True}}, None),
+    "trained slopes beside s": ("scalable-softmax", {"alibi_slopes": {"trained": True}}, None),
+    "a constant bias": ("sigmoid", {"sigmoid_bias": {"start": -3.0, "trained": False}}, [-3.0] * 2),
+    "a trained bias": ("sigmoid", {"sigmoid_bias": {"start": -1.0}}, None),
+    "fixed sinks": ("softmax-sink", {"sinks": {"start": 1.5, "trained": False}}, [1.5] * 2),
+}
+
+
+@pytest.mark.parametrize("rope_theta", [10_000.0, None])
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_trained_or_fixed_and_read_as_they_were(
+    tmp_path, train, name, rope_theta, monkeypatch
+):
+    normalizer, own, expected = CASES[name]
+    kept, save = [], output.save_checkpoint
+
+    def keep(model, *rest, **more):
+        kept.append(model)
+        save(model, *rest, **more)
+
+    monkeypatch.setattr(output, "save_checkpoint", keep)
+    [record] = train(
+        tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5,
+        model={"parameters": own, "rope_theta": rope_theta},
+    )  # fmt: skip
+    folder = tmp_path / f"{normalizer}-seed3"
+    checkpoint = find(str(folder))
+    assert checkpoint.normalizer == normalizer
+    read = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    trained = kept[-1].to(torch.bfloat16).float().eval()
+    ids = torch.arange(12)[None] % 16
+    with torch.no_grad():
+        torch.testing.assert_close(read(ids).logits, trained(ids).logits)
+    (attribute,) = own
+    chosen = {one.attribute: one for one in NORMALIZERS.get(normalizer).parameters}[attribute]
+    start = torch.tensor(chosen.start(2))
+    if own[attribute].get("start") is not None:
+        start = torch.full([2], own[attribute]["start"])
+    for layer in read.model.layers:
+        values = getattr(layer.self_attn, attribute)
+        if expected is None:
+            assert not torch.equal(values, start)
+            assert torch.allclose(values, start, atol=0.1)
+        else:
+            assert values.tolist() == expected
+    # Two numbers a layer for each of what it has.
+    count = sum(p.required or p.attribute in own for p in NORMALIZERS.get(normalizer).parameters)
+    assert record.parameters - parameters(load_shape(record)) == 2 * 2 * count
+    assert record.settings["model"]["parameters"].keys() == own.keys()
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == rope_theta
+    assert ("qbench_rotary" in config) == (rope_theta is None)
+    rotated = type(read).__name__ == "LlamaForCausalLM"
+    assert rotated == (rope_theta is not None)
+    if not rotated:  # nothing but slopes tells where a token stands: a sum over keys has no order
+        assert not any(layer.self_attn.use_rope for layer in read.model.layers)
+
+
+def load_shape(record):
+    return Shape(**{k: v for k, v in record.settings["model"].items() if k != "parameters"})
+
+
+def test_without_positions_the_order_of_earlier_tokens_is_not_seen(tmp_path, train):
+    """And with slopes it is: of what the last token attends to, one layer deep."""
+    outputs = {}
+    for name, own in (("none", {}), ("slopes", {"alibi_slopes": {}})):
+        train(
+            tmp_path / name, normalizers=["softmax"], tokens=320, watch={"every": 100},
+            model={"parameters": own, "rope_theta": None, "layers": 1},
+        )  # fmt: skip
+        model = load_model(find(str(tmp_path / name / "softmax-seed3")), dtype=torch.float32,
+                           device="cpu")  # fmt: skip
+        with torch.no_grad():
+            ids = torch.tensor([[4, 5, 6, 7, 8], [7, 4, 6, 5, 8]])
+            outputs[name] = model(ids).logits[:, -1]
+    torch.testing.assert_close(outputs["none"][0], outputs["none"][1])
+    assert (outputs["slopes"][0] - outputs["slopes"][1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"parameters": {"sinks": {}}}, "none of softmax, softpick has 'sinks'; known: alibi_slop"),
+        ({"parameters": {"alibi_slopes": {"start": float("inf")}}}, "start"),
+        ({"parameters": {"alibi_slopes": {"learned": True}}}, "learned"),
+        ({"rope_theta": 0}, "rope_theta"),
+    ],
+)
+def test_what_no_normalizer_of_the_recipe_has_is_refused(recipe_file, changed, said):
+    with pytest.raises(RecipeError, match=said):
+        TrainingRecipe.load(recipe_file(model=changed))
+
+
+def test_a_recipe_that_names_none_says_what_it_said_before(recipe_file):
+    assert "parameters" not in TrainingRecipe.load(recipe_file()).settings()["model"]
