@@ -12,7 +12,7 @@ from qbench.comparison.metrics import base_metric, is_percentage
 from qbench.comparison.result_sets import CellResults, Name, ResultSet, read_results
 from qbench.comparison.seed_changes import SeedChange, seed_changes
 from qbench.comparison.statistics import Effect, Panel, adjust, effect, value
-from qbench.comparison.trainings import differences
+from qbench.comparison.trainings import differences, unlike
 from qbench.errors import ResultsError
 from qbench.record import Score
 from qbench.store import Store
@@ -64,9 +64,11 @@ def compare_results(a: Store, b: Store) -> Changes:
     """What the results of folder ``b`` change against those of folder ``a``, paired.
 
     Raises ResultsError where the folders have no cell in common, score different data, or hold
-    models that were trained otherwise than in the normalizer and the seed.
+    models that were trained otherwise than in the normalizer and the seed, in one of them or both.
     """
     old, new = read_results(a), read_results(b)
+    for folder, results in ((a, old), (b, new)):
+        _trained_alike(folder, results)
     _same_trainings(old, new)
     lines = compare_sets(old, new)
     if not lines:
@@ -143,6 +145,18 @@ def _same_trainings(old: ResultSet, new: ResultSet) -> None:
                 f"and the seed: {'; '.join(differing)}; compare results of models that were "
                 "trained alike"
             )
+
+
+def _trained_alike(folder: Store, results: ResultSet) -> None:
+    """Of the checkpoints that one folder compares."""
+    trained = {
+        cell.split("/", 1)[0]: found.training
+        for cell, found in results.cells.items()
+        if found.training is not None
+    }
+    checkpoints = dict.fromkeys(cell.split("/", 1)[0] for cell in results.cells)
+    if found := unlike(trained, list(checkpoints), results.replicates):
+        raise ResultsError(f"{folder.directory}: {found[0]} Compare models that were trained alike")
 
 
 def _change(cell: str, name: Name, score: Score, before: CellResults, after: CellResults) -> Change:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from qbench.comparison import explain
 from qbench.comparison.lines import Comparison
-from qbench.record import Record, Trained
+from qbench.record import Trained
 
 
 def training_notes(comparison: Comparison) -> list[str]:
     """What the trainings of checkpoints that are compared do not have in common, beside their
-    normalizers: a line a pair. Nothing where no training is known."""
-    trained = _trained(comparison.records)
+    normalizers: a line a pair; that there is nothing, where all are known. Else no line."""
+    trained = {
+        one.checkpoint: one.training
+        for one in comparison.records.values()
+        if one.training is not None
+    }
     groups = comparison.grid.replicates
+    lines = unlike(trained, comparison.checkpoints, groups)
+    if lines or len(comparison.checkpoints) < 2 or trained.keys() < {*comparison.checkpoints}:
+        return lines
+    names = " and ".join(comparison.groups)
+    return [
+        f"By the records of their training {names} differ in the normalizer alone"
+        f"{', trainings of one kind in the seed alone' if groups else ''}."
+    ]
+
+
+def unlike(
+    trained: Mapping[str, Trained],
+    checkpoints: Sequence[str],
+    replicates: Mapping[str, tuple[str, ...]],
+) -> list[str]:
+    """The same of the checkpoints of one grid, the first of which is the baseline."""
     lines = []
-    for one, other, seeds in _pairs(comparison, groups):
+    for one, other, seeds in _pairs(checkpoints, replicates):
         pair = trained.get(one), trained.get(other)
         if None in pair:
             continue
@@ -31,20 +52,16 @@ def training_notes(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _trained(records: Mapping[str, Record]) -> dict[str, Trained]:
-    return {one.checkpoint: one.training for one in records.values() if one.training is not None}
-
-
 def _pairs(
-    comparison: Comparison, groups: Mapping[str, tuple[str, ...]]
+    checkpoints: Sequence[str], replicates: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, str, bool]]:
     """Checkpoints that should be alike; and whether in all but the seed."""
-    for members in groups.values():
+    for members in replicates.values():
         yield from ((members[0], member, True) for member in members[1:])
-    if not groups:
-        yield from ((comparison.baseline, other, False) for other in comparison.others)
+    if not replicates:
+        yield from ((checkpoints[0], other, False) for other in checkpoints[1:])
         return
-    base, *others = groups.values()
+    base, *others = replicates.values()
     for members in others:
         yield from ((one, other, False) for one, other in zip(base, members, strict=False))
 
@@ -52,16 +69,12 @@ def _pairs(
 def differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
     """What two trainings do not have in common beside their normalizers, and their ``seeds`` where
     that is so: a few words a part."""
-    found = []
-    for part in dict.fromkeys([*one.in_common, *other.in_common]):
-        if seeds and part == "seed":
-            continue
-        first, second = one.in_common.get(part), other.in_common.get(part)
-        if first != second:
-            found.append(f"{part} {_short(first)} and {_short(second)}")
-    return found
+    return [
+        f"{found.part} {_short(found.a)} and {_short(found.b)}"
+        for found in explain.differences(one.in_common, other.in_common)
+        if not (seeds and found.part == "seed")
+    ]
 
 
-def _short(value: object) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"

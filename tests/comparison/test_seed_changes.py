@@ -59,3 +59,18 @@ def test_another_seed_is_no_other_training(tmp_path):
     a = made(tmp_path / "a", seed=0, trained={"softmax.2": trained(1)})
     b = made(tmp_path / "b", seed=0, trained={"softmax.2": trained(2)})
     assert compare_results(a, b).lines
+
+
+def test_a_pair_that_was_trained_otherwise_is_refused_within_one_folder(tmp_path):
+    model = {"model": {"hidden": 64, "init": 0.02}}
+    how = {"softmax.1": trained(1, **model), "softmax.2": trained(1, **model)}
+    other = trained(1, model={"hidden": 64, "init": 0.006})
+    alike, unlike = (
+        made(tmp_path / name, seed=0, groups=None, trained=how | more)
+        for name, more in (("alike", {}), ("unlike", {"softmax.2": other}))
+    )
+    assert compare_results(alike, alike).lines
+    with pytest.raises(
+        ResultsError, match=r"softmax\.1 and softmax\.2 .*model\.init 0\.02 and 0\.006"
+    ):
+        compare_results(unlike, unlike)

@@ -149,9 +149,12 @@ def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
     assert "softpick.2/gptq-2bit: missing" in render(found)
 
 
-def test_trainings_that_differ_in_the_normalizer_and_seed_alone_need_no_note(tmp_path):
+def test_a_pair_that_differs_in_the_normalizer_alone_is_told_to(tmp_path):
     how = {member: trained(member) for member in MEMBERS}
-    assert training_notes(compare(made(tmp_path / "grid", trained=how))) == []
+    (note,) = training_notes(compare(made(tmp_path / "grid", trained=how)))
+    assert note.startswith("By the records of their training softmax and softpick differ in the")
+    del how["softpick.2"]
+    assert training_notes(compare(made(tmp_path / "unknown", trained=how))) == []
 
 
 @pytest.mark.parametrize(
