@@ -304,10 +304,11 @@ def test_a_compiled_model_has_no_graph_break(train):
 @pytest.mark.parametrize("normalizer", NAMES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, monkeypatch):
-    """float32 queries and keys after RoPE, bf16 values; which kernels ran, and without a mask."""
+    """float32 queries and keys after RoPE, bf16 values; which kernels ran, and without a mask. All
+    parameters that the normalizer has are trained, slopes too."""
     from qbench.attention.kernels import launch
 
-    model = attach(small_model(), normalizer)
+    model = attach(small_model(), normalizer, slopes=True)
     attend(model, normalizer=normalizer, implementation="triton")
     asked = []
     for name in ("forward", "backward"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model, load_tokenizer
@@ -200,7 +201,12 @@ def test_a_tracker_that_is_not_installed_is_named():
 
 
 def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines):
-    settings = {"normalizers": ["softpick"], "tokens": 1280, "watch": {"every": 20}}
+    """Gradients of the normalizers' own parameters are averaged over processes, too."""
+    own = {"alibi_slopes": {"trained": True}, "sigmoid_bias": {"start": -1.0}}
+    settings = {
+        "normalizers": ["softpick", "sigmoid", "softmax-sink", "scalable-softmax"],
+        "tokens": 1280, "watch": {"every": 20}, "model": {"parameters": own},
+    }  # fmt: skip
     path = recipe_file(**settings)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
@@ -209,12 +215,18 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stderr
-    [one] = train(tmp_path / "one", **settings)
-    two = Training.model_validate_json(
-        (tmp_path / "two" / "softpick-seed3" / "training.json").read_bytes()
-    )
-    assert two.sessions[0].processes == 2
-    assert two.final_loss == pytest.approx(one.final_loss, abs=1e-4)
+    for one in train(tmp_path / "one", **settings):
+        name = f"{one.normalizer}-seed3"
+        two = Training.model_validate_json((tmp_path / "two" / name / "training.json").read_bytes())
+        assert two.sessions[0].processes == 2
+        assert two.final_loss == pytest.approx(one.final_loss, abs=1e-4)
+        ours, theirs = (
+            load_file(tmp_path / n / name / "model.safetensors") for n in ("one", "two")
+        )
+        learned = [key for key, tensor in ours.items() if tensor.shape == (2,)]
+        assert len(learned) == (2 if one.normalizer == "softpick" else 4)
+        for key in learned:
+            torch.testing.assert_close(theirs[key], ours[key], rtol=1e-2, atol=1e-3)
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
