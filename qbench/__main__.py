@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from qbench.machine.clock import mark
 from qbench.machine.interrupt import CODE, STOPPED, settle_interrupts
 
 
 def main() -> None:
+    mark("command begins")
     settle_interrupts()
     try:
         from qbench.cli import main as command

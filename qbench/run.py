@@ -14,6 +14,8 @@ import pandas as pd
 from qbench import hub
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, UnavailableError
+from qbench.evaluation.ahead import Ahead
+from qbench.machine.clock import mark
 from qbench.machine.environment import hardware, measured
 from qbench.machine.quiet import redirected
 from qbench.outcome import Outcome
@@ -25,6 +27,8 @@ from qbench.store import Store
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from qbench.evaluation.scoring.asked import Ids
 
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what the audit compares logits on
 
@@ -56,6 +60,7 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
             error = one_line(problem, log)
         finally:
             free(plan.device)
+    mark(f"{cell.name}: write")
     record = gathered.record(cell, plan, error)
     whole = error is None
     return store.put(
@@ -71,18 +76,28 @@ def failed(cell: Cell, plan: Plan, error: str) -> Record:
 
 
 def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink, cache: Path) -> None:
-    _prepare(cell, plan, gathered, sink)
-    model, tokenizer = _load(cell, plan, gathered, sink)
-    model = quantized(cell, plan, model, tokenizer, gathered, sink, cache)
-    _evaluate(cell, plan, store, model, tokenizer, gathered, sink, cache)
+    _prepare(cell, plan, sink)
+    with Ahead(plan.tasks, cell.scoring, cell.checkpoint).at_work() as ahead:
+        model, tokenizer = _load(cell, plan, gathered, sink)
+        gathered.documents = ahead.documents()
+        if cell.quantizer.precision.quantized:  # libraries may draw, and tasks' own code, too
+            ahead.finish()
+        model = quantized(cell, plan, model, tokenizer, gathered, sink, cache)
+        known = ahead.finish()
+    _evaluate(cell, plan, store, model, tokenizer, gathered, sink, cache, known)
 
 
-def _prepare(cell: Cell, plan: Plan, gathered: Outcome, sink: Sink) -> None:
-    """What can fail without a model, first: is this the device, and are these the tasks, that the
-    cell's key speaks of?"""
+def _step(sink: Sink, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
+    mark(f"{cell}: {name}")
+    sink.step(cell, name, total, unit)
+
+
+def _prepare(cell: Cell, plan: Plan, sink: Sink) -> None:
+    """What can fail without a model, first: is this the device that the cell's key speaks of, and
+    are its data here?"""
     from qbench.evaluation.tasks import load_task
 
-    sink.step(cell.name, "prepare")
+    _step(sink, cell.name, "prepare")
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, and this worker has {here}; run on GPUs of one kind"
@@ -90,13 +105,15 @@ def _prepare(cell: Cell, plan: Plan, gathered: Outcome, sink: Sink) -> None:
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
     with hub.announcing(sink.say):
-        gathered.documents = {task.name: load_task(task).digest for task in plan.tasks}
+        for task in plan.tasks:
+            if task.hub_data is not None:
+                load_task(task)
 
 
 def _load(
     cell: Cell, plan: Plan, gathered: Outcome, sink: Sink
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    sink.step(cell.name, "load")
+    _step(sink, cell.name, "load")
     with measured("load", plan.device, gathered.stages):
         return load(cell, plan)
 
@@ -149,7 +166,7 @@ def _quantize(
     from qbench.quantizers.quantization import quantize
 
     settings = cell.quantizer
-    sink.step(cell.name, "quantize", total=1)
+    _step(sink, cell.name, "quantize", total=1)
     with measured("quantize", plan.device, gathered.stages) as detail:
         calibration = None
         if settings.needs_calibration:
@@ -179,7 +196,7 @@ def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, si
     from qbench.attention.row_by_row import row_by_row
     from qbench.quantizers.audit import audit
 
-    sink.step(cell.name, "audit")
+    _step(sink, cell.name, "audit")
     with measured("audit", plan.device, gathered.stages):
         original = _original(cell, plan)
         probe = _probe(original.config.vocab_size).to(plan.device)
@@ -201,6 +218,7 @@ def _evaluate(
     gathered: Outcome,
     sink: Sink,
     cache: Path,
+    known: Ids | None,
 ) -> None:
     from qbench.evaluation.evaluate import evaluate
     from qbench.evaluation.scoring import language_model
@@ -225,10 +243,11 @@ def _evaluate(
             scoring,
             progress=lambda done, total: sink.advance(cell.name, done, total),
             observer=watch.observer,
+            known=known,
         )
         tasks = []
         for planned in plan.tasks:
-            sink.step(cell.name, f"evaluate {planned.name}", unit="requests")
+            _step(sink, cell.name, f"evaluate {planned.name}", unit="requests")
             tasks.append(load_task(planned))
             result = evaluate(scorer, tasks[-1], scoring)
             gathered.scores += result.scores

@@ -83,10 +83,41 @@ def test_planning_takes_under_three_seconds_and_the_parent_of_workers_loads_no_t
     script = tmp_path / "script.py"
     script.write_text(PARENT)
     arguments = ["run", *command[1:], "--workers", "2", "--only", "softmax/*"]
+    clock = tmp_path / "clock.txt"
+    settings = environment(tmp_path) | {"QBENCH_CLOCK": str(clock)}
     done = subprocess.run([sys.executable, script, *arguments], cwd=ROOT, text=True, check=False,
-                          capture_output=True, env=environment(tmp_path))  # fmt: skip
+                          capture_output=True, env=settings)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "[]"
+    check_clock(clock.read_text().splitlines())
+
+
+def check_clock(lines):
+    """Of each process, in order, every stage: seconds of the command, CPU seconds of the process,
+    its id, the stage."""
+    stages: dict[str, list[str]] = {}
+    seconds = []
+    for line in lines:
+        of_command, of_process, process, stage = line.split(maxsplit=3)
+        assert 0 <= float(of_process) < 100
+        seconds.append(float(of_command))
+        stages.setdefault(process, []).append(stage)
+    assert seconds[0] == 0
+    assert all(abs(second) < 300 for second in seconds)
+    parent, *workers = stages.values()
+    assert parent == [
+        "recipe read", "planned", "cells ended", "tables written", "worker processes ended",
+    ]  # fmt: skip
+    assert len(workers) == 2
+    for worker in workers:
+        own = [stage for stage in worker if not stage.startswith("imported ")]
+        cell = own[2].partition(":")[0]
+        assert own == [
+            "worker process imports", "worker process ready",
+            *(f"{cell}: {name}" for name in ("prepare", "load", "quantize", "audit")),
+            *(f"{cell}: evaluate demo_{task}" for task in ("choice", "lastword", "pages")),
+            f"{cell}: write",
+        ]  # fmt: skip
 
 
 PARENT = """
@@ -114,7 +145,8 @@ def cpu_seconds(command):
 def test_a_worker_that_warms_up_leaves_torchs_compiler_and_scipys_optimizers_aside():
     """Four tenths of its start. Cells that quantize with hqq import hqq, which brings it."""
     loaded = python(
-        "import sys; from qbench.running.warm_up import warm_up; warm_up('cpu')\n"
+        "import sys, threading; from qbench.running.warm_up import warm_up; warm_up('cpu')\n"
+        "[one.join() for one in threading.enumerate() if one.name == 'imports']\n"
         "print(*sys.modules)"
     ).split()
     assert {"torch", "transformers", "lm_eval.evaluator", "transformers.loss.loss_utils"} <= set(

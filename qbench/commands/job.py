@@ -55,6 +55,13 @@ class Place:
     description: str = ""
     at_once: int = 1  # cells side by side
 
+    def end(self) -> None:
+        """No cell comes any more: processes of this host end from now on, beside what follows."""
+        from qbench.running.executors import Processes
+
+        if isinstance(self.executor, Processes):
+            self.executor.terminate()
+
 
 def make_job(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
@@ -80,10 +87,11 @@ def placed(
     workers: int | None,
     own: str | None,
     cells: int,
+    first: Processes | None = None,
 ) -> Iterator[Place]:
-    """Where the cells of ``job`` run: here, in processes of this host, on an executor of a
-    plug-in (``own``), or on a cluster, whose workers say what device it is. Raises QbenchError for
-    what is not there, or for several of them."""
+    """Where the cells of ``job`` run: here, in processes of this host (``first`` has started the
+    first of them), on an executor of a plug-in (``own``), or on a cluster, whose workers say what
+    device it is. Raises QbenchError for what is not there, or for several of them."""
     from qbench.machine.devices import choose_device, gpu_slots
     from qbench.running.executors import EXECUTORS
 
@@ -96,7 +104,9 @@ def placed(
         return
     if cluster is None:
         slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[:cells]
-        with _processes(slots, job.device) as executor:
+        if first is not None:
+            first.start(slots[1:])
+        with contextlib.nullcontext(first) if first else _processes(slots, job.device) as executor:
             yield Place(job=job, executor=executor, at_once=max(1, len(slots)))
         return
     from qbench.cluster.connect import connected, local_workers, require_dask
@@ -120,7 +130,26 @@ def placed(
 
 
 @contextlib.contextmanager
-def _processes(slots: Sequence[int], device: str) -> Iterator[Processes | None]:
+def first_process(
+    device: str, cluster: str | None, *, gpus: str | None, workers: int | None, own: str | None
+) -> Iterator[Processes | None]:
+    """An executor with one process on a GPU of this host, which imports what it needs from now on,
+    while the recipe is read; None where cells run on the CPU or elsewhere. Raises QbenchError for
+    a device that is not there."""
+    from qbench.machine.devices import choose_device, gpu_slots
+
+    require_memory()
+    slots: Sequence[int] = []
+    if cluster is None and own is None and choose_device(device) == "cuda":
+        slots = gpu_slots(gpus, workers, "cuda", CELLS_A_GPU)
+    with _processes(slots[:1], "cuda", at_most=len(slots)) as executor:
+        yield executor
+
+
+@contextlib.contextmanager
+def _processes(
+    slots: Sequence[int], device: str, *, at_most: int | None = None
+) -> Iterator[Processes | None]:
     """An executor over one process a slot, which import what they need from now on; None for no
     slots, where cells run in this process."""
     if not slots:
@@ -129,9 +158,8 @@ def _processes(slots: Sequence[int], device: str) -> Iterator[Processes | None]:
     from qbench.running.executors import Processes
     from qbench.running.warm_up import warm_up
 
-    executor = Processes(slots, device=device)
+    executor = Processes(slots, device=device, first=partial(warm_up, device), at_most=at_most)
     try:
-        executor.warm_up(partial(warm_up, device))
         yield executor
     finally:
         executor.shutdown(cancel_futures=True)

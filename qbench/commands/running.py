@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.job import listed, make_job, named, placed
+from qbench.commands.job import Place, first_process, listed, make_job, named, placed
 from qbench.commands.options import (
     Calibration,
     Checkpoints,
@@ -41,12 +41,14 @@ from qbench.commands.options import (
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
+from qbench.machine.clock import mark
 from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
 from qbench.text.reasons import some
 
 if TYPE_CHECKING:
     from qbench.plan import Cell, Plan
+    from qbench.record import Record
     from qbench.running.progress import Display
 
 
@@ -97,9 +99,7 @@ def run(
     from qbench.plan import cell_names, select
     from qbench.recipe_override import save
     from qbench.run import cache_folder
-    from qbench.running.estimate import Estimate, earlier_seconds
-    from qbench.running.grid import readable, run_cells, total
-    from qbench.running.progress import Display
+    from qbench.running.grid import readable
     from qbench.store import Store
 
     overrides = Overrides(
@@ -114,46 +114,59 @@ def run(
         dtype=dtype,
         scoring=scoring,
     )
-    job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
-    if save_recipe is not None:
-        save(recipe, overrides, save_recipe)
-    require_folder(job.out, "--out")
-    require_folder(cache_folder(), "$QBENCH_CACHE")
-    read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
-    names = select(cell_names(job.recipe), only)
-    with (
-        terminal() as screen,
-        placed(
-            job, device, cluster, gpus=gpus, workers=workers, own=executor, cells=len(names)
-        ) as place,
-    ):
-        planned = place.job.plan(only)
-        cells = planned.select(only)
-        estimate = Estimate(
-            [cell.name for cell in cells],
-            earlier=earlier_seconds(Store(job.out), cells),
-            tasks=len(planned.tasks),
-            at_once=place.at_once,
-        )
-        with Display(screen, len(cells), estimate) as display:
-            _announce(planned, cells, display)
-            if place.description:
-                display.say(place.description)
-            if place.executor is not None:  # what the tables need, while this process only waits
-                threading.Thread(target=_import_statistics, daemon=True).start()
-            start, begun = time.monotonic(), datetime.now(UTC)
-            records = run_cells(
-                planned, out=job.out, cells=cells, executor=place.executor, sink=display,
-                force=force,
-            )  # fmt: skip
-            if made := [record for record in records if record.started >= begun]:
-                display.say(total(made, time.monotonic() - start))
-    show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
+    where = {"gpus": gpus, "workers": workers, "own": executor}
+    with first_process(device, cluster, **where) as first:
+        job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
+        mark("recipe read")
+        if save_recipe is not None:
+            save(recipe, overrides, save_recipe)
+        require_folder(job.out, "--out")
+        require_folder(cache_folder(), "$QBENCH_CACHE")
+        read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
+        names = select(cell_names(job.recipe), only)
+        with placed(job, device, cluster, **where, cells=len(names), first=first) as place:
+            planned, records = _run_cells(place, only, force)
+            place.end()
+            show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
+            mark("tables written")
+    mark("worker processes ended")
     broken = [record for record in records if record.status == "failed"]
     if broken:
         cells_failed = some([record.cell for record in broken])
         complain(f"{len(broken)} of {len(records)} cells failed, as said above: {cells_failed}")
         raise typer.Exit(1)
+
+
+def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
+    """The plan, and the records of the cells like ``only``, with progress on the terminal."""
+    from qbench.running.estimate import Estimate, earlier_seconds
+    from qbench.running.grid import run_cells, total
+    from qbench.running.progress import Display
+    from qbench.store import Store
+
+    planned, out = place.job.plan(only), place.job.out
+    mark("planned")
+    cells = planned.select(only)
+    estimate = Estimate(
+        [cell.name for cell in cells],
+        earlier=earlier_seconds(Store(out), cells),
+        tasks=len(planned.tasks),
+        at_once=place.at_once,
+    )
+    with terminal() as screen, Display(screen, len(cells), estimate) as display:
+        _announce(planned, cells, display)
+        if place.description:
+            display.say(place.description)
+        if place.executor is not None:  # what the tables need, while this process only waits
+            threading.Thread(target=_import_statistics, daemon=True).start()
+        start, begun = time.monotonic(), datetime.now(UTC)
+        records = run_cells(
+            planned, out=out, cells=cells, executor=place.executor, sink=display, force=force
+        )
+        mark("cells ended")
+        if made := [record for record in records if record.started >= begun]:
+            display.say(total(made, time.monotonic() - start))
+    return planned, records
 
 
 def _import_statistics() -> None:

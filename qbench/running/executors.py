@@ -49,24 +49,36 @@ class Processes(Executor):
     """One process a slot. A process that dies breaks the future of its own call and no other:
     ``ProcessPoolExecutor`` would end its neighbours too, and break what still waits.
 
-    ``slots`` holds the GPU of each process; on the CPU its numbers play no part.
+    ``slots`` holds the GPU of each process; on the CPU its numbers play no part. Every process
+    starts now and calls ``first``; where there is none, it starts with its first call. There will
+    be ``at_most`` processes, which share the cores (None: as many as ``slots``).
     """
 
-    def __init__(self, slots: Sequence[int], *, device: str) -> None:
+    def __init__(
+        self,
+        slots: Sequence[int],
+        *,
+        device: str,
+        first: Callable[[], Any] | None = None,
+        at_most: int | None = None,
+    ) -> None:
         assert slots
         _ignore_locks_of_the_dead()
-        threads = max(1, (os.cpu_count() or 1) // len(slots))
-        self._slots = [_Slot(gpu if device == "cuda" else None, threads) for gpu in slots]
-        self.slots = tuple(slots)
+        self._device, self._first = device, first
+        self._threads_each = max(1, (os.cpu_count() or 1) // (at_most or len(slots)))
+        self._slots: list[_Slot] = []
         self._free: SimpleQueue[_Slot] = SimpleQueue()
-        for slot in self._slots:
-            self._free.put(slot)
-        self._threads = Threads(len(slots), thread_name_prefix="slot")
+        self.start(slots)
 
-    def warm_up(self, fn: Callable[[], Any]) -> None:
-        """Start every process now, and have it call ``fn``; returns at once."""
-        for slot in self._slots:
-            slot.submit(fn)
+    def start(self, slots: Sequence[int]) -> None:
+        """Further processes; before the first call is submitted."""
+        for gpu in slots:
+            slot = _Slot(gpu if self._device == "cuda" else None, self._threads_each)
+            self._slots.append(slot)
+            self._free.put(slot)
+            if self._first is not None:
+                slot.submit(self._first)
+        self._threads = Threads(len(self._slots), thread_name_prefix="slot")
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         return self._threads.submit(self._call, fn, args, kwargs)
@@ -82,9 +94,18 @@ class Processes(Executor):
         """With ``cancel_futures`` running calls are ended too, with their processes."""
         if cancel_futures:
             self._threads.shutdown(wait=False, cancel_futures=True)
-            for slot in self._slots:
-                slot.end()
+            self._end()
         self._threads.shutdown(wait=wait)
+        self._end()
+
+    def terminate(self) -> None:
+        """Tell every process to end, and wait for none: a GPU takes a moment to let go of one.
+        Nothing can be submitted after that; ``shutdown`` waits for them."""
+        for slot in self._slots:
+            slot.terminate()
+
+    def _end(self) -> None:
+        self.terminate()
         for slot in self._slots:
             slot.end()
 
@@ -114,11 +135,15 @@ class _Slot:
                 self._start()
                 return self._pool.submit(fn, *args, **kwargs)
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         with self._lock:
             self._ended = True
             for process in self._context.started:
                 process.terminate()
+
+    def end(self) -> None:
+        self.terminate()
+        with self._lock:
             for process in self._context.started:
                 process.join(SECONDS_TO_END)
                 process.kill()

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from qbench.machine.clock import mark
 from qbench.machine.quiet import redirected
 
 MODULES = (
     "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
-    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
-    "qbench.checkpoints.load", "qbench.attention.interface", "qbench.evaluation.scoring",
-    "qbench.evaluation.evaluate", "qbench.quantizers.quantization",
+    "qbench.checkpoints.load", "qbench.attention.interface", "qbench.quantizers.quantization",
+    "qbench.quantizers.audit",
+)  # fmt: skip
+# Not asked for while a model is loaded and audited: imported beside that.
+LATER = (
+    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets", "qbench.evaluation.tasks",
+    "qbench.evaluation.scoring", "qbench.evaluation.evaluate",
 )  # fmt: skip
 # transformers imports these where they are installed: hqq for a quantized cache, torchao for its
 # own quantizer, scipy for losses of object detection. hqq and torchao bring torch's code generator.
@@ -29,23 +35,45 @@ IMPORTERS = (
 
 
 def warm_up(device: str) -> int:
-    """Import what a cell needs, while its plan is still made; the process's id.
-
-    What cannot be imported is left to the cell that needs it, which says so in its log.
-    """
+    """Import what a cell needs, while its plan is still made; the process's id."""
+    mark("worker process imports")
     if device == "cuda":
         threading.Thread(target=make_context, daemon=True).start()
-    with redirected(Path(os.devnull)), contextlib.suppress(Exception):
+    with redirected(Path(os.devnull)), for_good():
         with _left_aside():
-            for module in IMPORTERS:
-                importlib.import_module(module)
-        for module in MODULES:
-            importlib.import_module(module)
+            _import(IMPORTERS)
+        _import(MODULES)
         if device == "cuda":
-            import torch
+            with contextlib.suppress(Exception):
+                import torch
 
-            torch.zeros(1, device=device)
+                torch.zeros(1, device=device)
+    threading.Thread(target=_import, args=(LATER,), name="imports", daemon=True).start()
+    mark("worker process ready")
     return os.getpid()
+
+
+def _import(modules: Sequence[str]) -> None:
+    """What cannot be imported is said where it is used."""
+    with contextlib.suppress(Exception):
+        for module in modules:
+            importlib.import_module(module)
+            mark(f"imported {module}")
+
+
+@contextlib.contextmanager
+def for_good() -> Iterator[None]:
+    """What the body makes stays until the process ends, as imported modules do: the garbage
+    collector, which would take a fifth of the time of imports, waits, and never looks at it again.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def make_context() -> None:

@@ -22,6 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.answers import Answer, in_order
+from qbench.evaluation.scoring.asked import Ids
 from qbench.evaluation.scoring.check import Check
 from qbench.evaluation.scoring.forward import decoder_and_head
 from qbench.evaluation.scoring.generation import generate, pinned_hflm
@@ -67,7 +68,8 @@ class Counts:
 class Scorer(LM):
     """An lm-eval language model with exact or fast scores; ``report()`` says how it ran.
 
-    ``progress(done, total)`` counts requests. Raises UnavailableError where the mode does not
+    ``progress(done, total)`` counts requests; ``known`` are token ids that are not asked of the
+    tokenizer again. Raises UnavailableError where the mode does not
     fit the model.
     """
 
@@ -79,9 +81,10 @@ class Scorer(LM):
         *,
         progress: Progress | None = None,
         observer: Observer | None = None,
+        known: Ids | None = None,
     ) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self._known = settings, known or Ids()
         self.hflm = pinned_hflm(model, tokenizer, settings)  # generates, and knows the tokenizer
         self._device = self.hflm.device
         self._progress, self._observer = progress, observer
@@ -110,11 +113,12 @@ class Scorer(LM):
         )
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
-        encoded = encode_pairs(
+        prefix_id = self.hflm.prefix_token_id
+        encoded = self._known.of_pairs(requests, prefix_id) or encode_pairs(
             self.hflm.tokenizer,
             [instance.args for instance in requests],
             add_bos=self.settings.add_bos,
-            prefix_id=self.hflm.prefix_token_id,
+            prefix_id=prefix_id,
         )
         asked = [
             Request(ids.context + ids.continuation, len(ids.context), owner)
@@ -123,17 +127,18 @@ class Scorer(LM):
         return self._observed(requests, asked, windows=False)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        texts = encode_texts(
+        prefix_id = self.hflm.prefix_token_id
+        texts = self._known.of_texts(requests, prefix_id) or encode_texts(
             self.hflm.tokenizer,
             [instance.args[0] for instance in requests],
             add_bos=self.settings.add_bos,
-            prefix_id=self.hflm.prefix_token_id,
+            prefix_id=prefix_id,
         )
         windows: list[Request] = []
         for owner, ids in enumerate(texts):
             first = 0
             for pair in get_rolling_token_windows(
-                ids, self.hflm.prefix_token_id, self.settings.max_length, context_len=1
+                ids, prefix_id, self.settings.max_length, context_len=1
             ):
                 context, continuation = make_disjoint_window(pair)
                 windows.append(Request(context + continuation, len(context), owner, first))

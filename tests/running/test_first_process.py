@@ -1,0 +1,71 @@
+"""On a GPU the first process starts before the recipe is read, others when cells are known."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from qbench.commands.job import Job, first_process, placed
+from qbench.errors import RecipeError
+from qbench.machine import devices
+from qbench.running.executors import Processes
+
+HERE = {"gpus": None, "workers": None, "own": None}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU, as far as the parent of processes asks."""
+    monkeypatch.setattr(devices, "choose_device", lambda wanted: "cuda")
+    monkeypatch.setattr(devices, "device_count", lambda: 1)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("cells", "processes"), [(1, 1), (2, 2), (18, 3)])
+def test_as_many_processes_as_cells_and_the_first_of_them_at_once(cells, processes):
+    with first_process("auto", None, **HERE) as first:
+        assert len(first._slots) == 1
+        assert len(first._slots[0]._context.started) == 1
+        job = Job(recipe=None, out=Path("out"), device="cuda")
+        with placed(job, "auto", None, **HERE, cells=cells, first=first) as place:
+            assert place.executor is first
+            assert place.at_once == len(first._slots) == processes
+            started = [one for slot in first._slots for one in slot._context.started]
+            place.end()
+        assert len(started) == processes
+    assert not any(one.is_alive() for one in started)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("cluster", "where"), [("local:2", HERE), (None, {**HERE, "own": "someone's"})]
+)
+def test_none_starts_here_where_cells_run_elsewhere(cluster, where):
+    with first_process("auto", cluster, **where) as first:
+        assert first is None
+
+
+def test_none_starts_on_a_cpu():
+    with first_process("cpu", None, **{**HERE, "workers": 2}) as first:
+        assert first is None
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_not_there_is_refused_before_anything_starts():
+    with (
+        pytest.raises(RecipeError, match="--gpus 2"),
+        first_process("auto", None, **{**HERE, "gpus": "2"}),
+    ):
+        pass
+
+
+def test_processes_that_come_later_share_the_cores():
+    executor = Processes([0], device="cpu", first=os.getpid, at_most=2)
+    executor.start([0])
+    with executor:
+        threads = [executor.submit(os.getenv, "OMP_NUM_THREADS") for _ in range(2)]
+        found = {one.result(timeout=60) for one in threads}
+    expected = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // 2))
+    assert found == {expected}
