@@ -7,8 +7,9 @@ INSTALLED := .venv/.installed
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 
+# PROCESSOR=avx512 or PROCESSOR=avx2: as a processor without AVX512-BF16 and AMX, or without AVX-512
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(if $(PROCESSOR),tests/processors/as $(PROCESSOR)) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # the gate that README describes, on the bundled pair
 gate: install
