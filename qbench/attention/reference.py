@@ -7,6 +7,7 @@ inputs' dtype). Queries are taken in chunks, so memory grows linearly with their
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -255,19 +256,27 @@ def packed_attention(
     both are integer tensors [S + 1]. Queries outside every sequence give 0.
     """
     output = value.new_zeros(*query.shape[:3], value.shape[3])
-    edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for s in range(len(edges_q) - 1):
-        rows, keys = slice(*edges_q[s : s + 2]), slice(*edges_k[s : s + 2])
-        if rows.start < rows.stop and keys.start < keys.stop:
-            output[:, :, rows] = attention(
-                query[:, :, rows],
-                key[:, :, keys],
-                value[:, :, keys],
-                normalizer=normalizer,
-                parameters=parameters,
-                scale=scale,
-                softcap=softcap,
-                causal=causal,
-                window=window,
-            )
+    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        output[:, :, rows] = attention(
+            query[:, :, rows],
+            key[:, :, keys],
+            value[:, :, keys],
+            normalizer=normalizer,
+            parameters=parameters,
+            scale=scale,
+            softcap=softcap,
+            causal=causal,
+            window=window,
+        )
     return output
+
+
+def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of each sequence that has both, see :func:`packed_attention`."""
+    for rows, keys in zip(
+        itertools.pairwise(cu_seqlens_q.tolist()),
+        itertools.pairwise(cu_seqlens_k.tolist()),
+        strict=True,
+    ):
+        if rows[0] < rows[1] and keys[0] < keys[1]:
+            yield slice(*rows), slice(*keys)

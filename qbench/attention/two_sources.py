@@ -119,19 +119,16 @@ def packed_attention(
             spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
     output = sources.value.new_zeros(*query.shape[:3], sources.value.shape[3])
-    edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for s in range(len(edges_q) - 1):
-        rows, keys = slice(*edges_q[s : s + 2]), slice(*edges_k[s : s + 2])
-        if rows.start < rows.stop and keys.start < keys.stop:
-            output[:, :, rows] = attention(
-                query[:, :, rows],
-                Sources(*(tensor[:, :, keys] for tensor in sources)),
-                residual=residual,
-                positions=positions[:, keys],
-                normalizer=normalizer,
-                parameters=parameters,
-                scale=scale,
-                softcap=softcap,
-                causal=causal,
-            )
+    for rows, keys in reference.sequences(cu_seqlens_q, cu_seqlens_k):
+        output[:, :, rows] = attention(
+            query[:, :, rows],
+            Sources(*(tensor[:, :, keys] for tensor in sources)),
+            residual=residual,
+            positions=positions[:, keys],
+            normalizer=normalizer,
+            parameters=parameters,
+            scale=scale,
+            softcap=softcap,
+            causal=causal,
+        )
     return output
