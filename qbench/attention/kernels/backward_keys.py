@@ -37,9 +37,9 @@ def key_sweep(
 ):  # fmt: skip
     """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys:
     dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]. ``shaping``: where the sequence's keys begin,
-    the block's first key, and what the scores of the head are made with."""
+    and what the scores of the head are made with."""
     stop_q = limits[0]
-    start_k, origin, inner, slope, factor, value_row = shaping
+    start_k, inner, slope, factor, value_row = shaping
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
         q = load_rows(  # [BLOCK_Q, BLOCK_D]
@@ -72,10 +72,10 @@ def key_sweep(
                 row_slope = row_factor(length, factor, slope, MODES)[None, :]  # [1, BLOCK_Q]
             own = rows[None, :] + limits[2]
             scores, products = reshaped(
-                scores, keys[:, None], own, origin, gain, inner, row_slope, MODES, FUSED
+                scores, keys[:, None], own, start + limits[2], gain, inner, row_slope, MODES, FUSED
             )
         # [BLOCK_K, BLOCK_Q]
-        e, weight = recomputed(scores, unit, lse[None, :], FAMILY, PRECISE, FUSED)
+        e, weight = recomputed(scores, unit, lse[None, :], FAMILY, MODES, PRECISE, FUSED)
         if MASKED:
             seen = visible(  # [BLOCK_K, BLOCK_Q]
                 rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head,
@@ -155,7 +155,7 @@ def key_kernel(
         head = kv_head * group + member
         offset = (wide(batch) * kv_heads * group + head) * queries
         slope = slope_of(head, slopes, MODES)
-        shaping = (start_k, first, inner, slope, head_factor(head, s, MODES), offset)
+        shaping = (start_k, inner, slope, head_factor(head, s, MODES), offset)
         if careful:
             dk, dv = key_sweep(
                 dk, dv, k, v, keys, begin, end,

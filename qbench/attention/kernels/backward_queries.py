@@ -58,7 +58,7 @@ def delta_sweep(
     see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
     batch, head, kv_head = index
     stop_k = limits[1]
-    origin, gain, inner, slope = shaping[0], shaping[1], shaping[2], shaping[3]
+    gain, inner, slope = shaping[0], shaping[1], shaping[2]
     delta = tl.zeros([BLOCK_Q], tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     highest = tl.zeros([BLOCK_Q], tl.float32)
@@ -77,7 +77,7 @@ def delta_sweep(
         if RESHAPED & MODES:
             own = rows[:, None] + limits[2]
             scores, unused = reshaped(  # noqa: RUF059 (an underscore would be carried on)
-                scores, keys[None, :], own, origin, gain, inner, slope, MODES, FUSED
+                scores, keys[None, :], own, start, gain, inner, slope, MODES, FUSED
             )
         seen = visible(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
@@ -107,7 +107,7 @@ def query_sweep(
     positions, then gain and slope without s · log n."""
     batch, head, kv_head = index
     stop_k = limits[1]
-    origin, gain, inner, slope, plain_gain, plain_slope = shaping
+    gain, inner, slope, plain_gain, plain_slope = shaping
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = load_rows(  # [BLOCK_K, BLOCK_D]
             k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
@@ -124,10 +124,11 @@ def query_sweep(
         if RESHAPED & MODES:
             own = rows[:, None] + limits[2]
             scores, products = reshaped(
-                scores, keys[None, :], own, origin, gain, inner, slope, MODES, FUSED
+                scores, keys[None, :], own, start, gain, inner, slope, MODES, FUSED
             )
         # The weights themselves are not needed here, so neither is their precise form.
-        e, _ = recomputed(scores, scale, lse[:, None], FAMILY, False, FUSED)  # [BLOCK_Q, BLOCK_K]
+        # [BLOCK_Q, BLOCK_K]
+        e, _ = recomputed(scores, scale, lse[:, None], FAMILY, MODES, False, FUSED)
         ds = score_gradient(e, scores, dp, delta[:, None], FAMILY)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             seen = visible(  # [BLOCK_Q, BLOCK_K]
@@ -140,7 +141,7 @@ def query_sweep(
                 plain = products * plain_gain
                 if SLOPED & MODES:
                     plain = sloped(
-                        plain, keys[None, :], rows[:, None] + limits[2], origin, plain_slope
+                        plain, keys[None, :], rows[:, None] + limits[2], start, plain_slope, 0.0
                     )
                 sums += tl.sum(ds * plain, 1)  # [BLOCK_Q]
             if BIASED & MODES:
@@ -209,7 +210,7 @@ def query_kernel(
     if SCALED & MODES:
         gain = gain[:, None]
         slope = slope[:, None]
-    shaping = (first + shift, gain, inner, slope, score_scale, plain_slope)
+    shaping = (gain, inner, slope, score_scale, plain_slope)
     unit = score_scale
     if RESHAPED & MODES:
         unit = 1.0

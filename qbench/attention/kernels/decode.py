@@ -125,7 +125,7 @@ def decode_kernel(
             )  # fmt: skip
         scores = tl.where(seen, scores, masked_score(FAMILY))
         if SUMLESS & MODES:
-            above = sigmoid(scores, FUSED)
+            above = sigmoid(scores, FUSED, 0)
         else:
             raised = tl.maximum(maximum, tl.max(scores, 1) * unit)  # [BLOCK_R]
             shift_2 = finite_shift(raised, FAMILY)  # [BLOCK_R]

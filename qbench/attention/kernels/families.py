@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
 from qbench.errors import UnavailableError
 
-BIASED_SUMLESS = 8 | 16  # bits of modes.py, which imports Triton
+SIGMOID = 8 | 16 | 2048  # BIASED, SUMLESS and PAIRED of modes.py, which imports Triton
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ FAMILIES = {
     "softmax": Family(few_registers=True, sinks=True),
     "softpick": Family(near_zero=True),
     "rectified": Family(),
-    "sigmoid": Family(few_registers=True, modes=BIASED_SUMLESS, parameters=("bias",)),
+    "sigmoid": Family(few_registers=True, modes=SIGMOID, parameters=("bias",)),
 }
 
 

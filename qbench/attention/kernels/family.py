@@ -180,7 +180,10 @@ def finish(acc, total, maximum, sink, FAMILY: tl.constexpr, MODES: tl.constexpr)
 
 
 @triton.jit
-def recomputed(scores, scale, lse, FAMILY: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr):
+def recomputed(
+    scores, scale, lse,
+    FAMILY: tl.constexpr, MODES: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """E = e^(x − m) / Σ of every score, and its weight, for :func:`rounded`."""
     y = scores * scale
     e = tl.math.exp2(y - lse)
@@ -196,7 +199,7 @@ def recomputed(scores, scale, lse, FAMILY: tl.constexpr, PRECISE: tl.constexpr, 
     elif FAMILY == "softmax":
         return e, e
     elif FAMILY == "sigmoid":
-        weight = sigmoid(y - lse, FAST)
+        weight = sigmoid(y - lse, FAST, MODES)
         return weight, weight
     else:
         tl.static_assert(False, NO_FORMULA)

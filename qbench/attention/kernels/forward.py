@@ -30,6 +30,7 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
+from qbench.attention.kernels.forward_overlapped import overlapped_sweep
 from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
 from qbench.attention.kernels.scores import (
     head_factor,
@@ -58,7 +59,7 @@ def sweep(
     and key head. ``limits``: see :func:`qbench.attention.kernels.family.visible`. ``shaping``:
     what scores.row_scores takes after the positions; ``scale`` is 1 where it has been applied."""
     batch, head, kv_head = index
-    origin, gain, inner, slope, level = shaping
+    gain, inner, slope, level = shaping
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = load_rows(  # [BLOCK_K, BLOCK_D]
@@ -70,7 +71,7 @@ def sweep(
         if SHAPED & MODES:
             own = rows[:, None] + limits[2]
             scores = row_scores(
-                scores, keys[None, :], own, origin, gain, inner, slope, level, MODES, FUSED
+                scores, keys[None, :], own, start, gain, inner, slope, level, MODES, FUSED
             )
         if MASKED:
             seen = visible(  # [BLOCK_Q, BLOCK_K]
@@ -79,7 +80,8 @@ def sweep(
             )  # fmt: skip
             scores = tl.where(seen, scores, masked_score(FAMILY))
         if SUMLESS & MODES:
-            above = sigmoid(scores, FUSED)
+            # Two together are held above −63; what is not seen gives 0.
+            above = sigmoid(scores, FUSED, 0 if MASKED else MODES)
         elif FREE:
             # Eight sums a row, so that no thread needs another's until the end.
             above, below = terms(scores * scale, 0.0, FAMILY, False)  # [BLOCK_Q, BLOCK_K] each
@@ -120,9 +122,9 @@ def forward_kernel(
     head_counts, queries, keys, window, scale, inner, strides, mask_b, mask_h, mask_t, mask_k,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr,
-    TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    TMA: tl.constexpr, FUSED: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
@@ -176,7 +178,7 @@ def forward_kernel(
         gain = gain[:, None]
         slope = slope[:, None]
     level = row_level(length, head, bias, MODES)  # [BLOCK_Q]
-    shaping = (first + shift, gain, inner, slope, level[:, None])
+    shaping = (gain, inner, slope, level[:, None])
     if SHAPED & MODES:
         unit = 1.0
 
@@ -195,12 +197,19 @@ def forward_kernel(
             BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     if mask is None:
-        acc, total, maximum = sweep(
-            acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask, unit,
-            shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
-            WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM,
-            BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
-        )  # fmt: skip
+        if OVERLAP:
+            acc, total, maximum = overlapped_sweep(
+                acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, unit,
+                shaping, k_strides, v_strides, index, limits, FAMILY, MODES, NEAR_ZERO, TMA, FUSED,
+                BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            )  # fmt: skip
+        else:
+            acc, total, maximum = sweep(
+                acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask,
+                unit, shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES,
+                CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K,
+                HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            )  # fmt: skip
     acc, total, maximum = sweep(
         acc, total, maximum, q, rows, whole_end, end, k_source, v_source, mask, unit, shaping,
         k_strides, v_strides, mask_strides, index, limits,

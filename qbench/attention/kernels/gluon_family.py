@@ -7,8 +7,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qbench.attention.kernels.modes import CAPPED, NEXT, SCALED, SLOPED
-from qbench.attention.kernels.scores import hyperbolic_tangent
+from qbench.attention.kernels.modes import CAPPED, NEXT, RESHAPED, SCALED, SLOPED
+from qbench.attention.kernels.scores import capped
 from qbench.attention.kernels.sigmoid import sigmoid
 
 ROWS = gl.constexpr(64)  # that a group of warps holds
@@ -36,15 +36,15 @@ def exp2(y):
 
 
 @gluon.jit
-def exponential(s, scale, lse, FAMILY: gl.constexpr):
-    """E, see :func:`qbench.attention.kernels.family.recomputed`."""
-    e = exp2(s * scale - lse)
+def exponential(z, s, FAMILY: gl.constexpr, MODES: gl.constexpr):
+    """E, see :func:`qbench.attention.kernels.family.recomputed`, from scores less the lse of their
+    row; ``s`` has their sign."""
     if FAMILY == "rectified":
-        return gl.where(s >= 0, e, 0.0)
+        return gl.where(s >= 0, exp2(z), 0.0)
     elif FAMILY == "softmax" or FAMILY == "softpick":
-        return e
+        return exp2(z)
     elif FAMILY == "sigmoid":
-        return sigmoid(s * scale - lse, True)
+        return sigmoid(z, True, MODES)
     else:
         gl.static_assert(False, NO_FORMULA)
 
@@ -91,7 +91,7 @@ def reshaped(products, own, keys, factor, scale, inner, slope, MODES: gl.constex
     """See :func:`qbench.attention.kernels.scores.reshaped`. ``own`` and ``keys`` count from the
     block's first; ``factor``: s · log n of each row."""
     if CAPPED & MODES:
-        products = hyperbolic_tangent(products * inner, True)
+        products = capped(products, inner, 1.0, MODES, True)
     if SCALED & MODES:
         y = products * (factor * scale)
         slope = factor * slope
@@ -100,6 +100,32 @@ def reshaped(products, own, keys, factor, scale, inner, slope, MODES: gl.constex
     if SLOPED & MODES:
         y = y + (keys.to(gl.float32) * slope - own.to(gl.float32) * slope)
     return y, products
+
+
+@gluon.jit
+def below_lse(
+    products, own, keys, factor, scale, inner, slope, lse,
+    FAMILY: gl.constexpr, MODES: gl.constexpr,
+):  # fmt: skip
+    """Scores less the lse of their row, what has the scores' sign where the family asks for it,
+    and tanh of the products where they are capped; arguments as :func:`reshaped`'s."""
+    if SLOPED & MODES and SCALED & MODES == 0:
+        if FAMILY == "softmax" or FAMILY == "sigmoid":
+            # What is the same in a row is added up first.
+            if CAPPED & MODES:
+                products = capped(products, inner, 1.0, MODES, True)
+            lse = own.to(gl.float32) * slope + lse
+            return products * scale + (keys.to(gl.float32) * slope - lse), products, products
+        elif FAMILY == "softpick" or FAMILY == "rectified":
+            s, products = reshaped(products, own, keys, factor, scale, inner, slope, MODES)
+            return s - lse, s, products
+        else:
+            gl.static_assert(False, NO_FORMULA)
+    elif RESHAPED & MODES:
+        s, products = reshaped(products, own, keys, factor, scale, inner, slope, MODES)
+        return s - lse, s, products
+    else:
+        return products * scale - lse, products, products
 
 
 @gluon.jit

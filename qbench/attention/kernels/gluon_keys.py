@@ -17,9 +17,9 @@ from qbench.attention.kernels.gluon_family import (
     BLOCK,
     NO_FORMULA,
     ROWS,
+    below_lse,
     exponential,
     flat,
-    reshaped,
     score_gradient,
     store_rows,
     turned,
@@ -95,19 +95,20 @@ def key_step(
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_Q, layout=column_layout)
     factor = 1.0
-    products = s
-    if RESHAPED & MODES:
-        if SCALED & MODES:
-            factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
-        own = (behind + columns)[None, :]
-        s, products = reshaped(s, own, keys[:, None], factor, scale, inner, slope, MODES)
-        scale = 1.0
-    e = exponential(s, scale, lse[None, :], FAMILY)
+    if SCALED & MODES:
+        factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
+    z, s, products = below_lse(
+        s, columns[None, :], (keys - behind)[:, None], factor, scale, inner, slope, lse[None, :],
+        FAMILY, MODES,
+    )  # fmt: skip
+    e = exponential(z, s, FAMILY, MODES)
     if FAMILY == "softpick":
         floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)
         above = e - floor[None, :]
         if PRECISE:
-            y = s * scale
+            y = s
+            if RESHAPED & MODES == 0:
+                y = s * scale
             above = gl.where(gl.abs(y) < 0.25, floor[None, :] * expm1_near_zero(y), above)
     elif FAMILY == "softmax" or FAMILY == "rectified" or FAMILY == "sigmoid":
         above = e

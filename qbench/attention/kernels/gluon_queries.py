@@ -15,6 +15,7 @@ from qbench.attention.kernels.family import EPSILON, SMALL_LSE, expm1_near_zero
 from qbench.attention.kernels.gluon_family import (
     BLOCK,
     ROWS,
+    below_lse,
     exp2,
     exponential,
     flat,
@@ -29,7 +30,6 @@ from qbench.attention.kernels.modes import (
     CAPPED,
     LEARNING,
     LEARNING_SLOPES,
-    RESHAPED,
     SCALED,
     SINK_LEARNED,
 )
@@ -138,13 +138,11 @@ def query_step(
     mbarrier.arrive(free.index(before), count=1, pred=started)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    products = s
-    if RESHAPED & MODES:
-        s, products = reshaped(
-            s, rows[:, None], (keys - behind)[None, :], factor, scale, inner, slope, MODES
-        )
-        scale = 1.0
-    e = exponential(s, scale, lse[:, None], FAMILY)
+    z, s, products = below_lse(
+        s, (rows + behind)[:, None], keys[None, :], factor, scale, inner, slope, lse[:, None],
+        FAMILY, MODES,
+    )  # fmt: skip
+    e = exponential(z, s, FAMILY, MODES)
     ds = score_gradient(e, s, p, delta[:, None], FAMILY)
     if MASKED:
         ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)

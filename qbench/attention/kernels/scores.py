@@ -11,12 +11,13 @@ import triton.language as tl
 from qbench.attention.kernels.modes import (
     BIASED,
     CAPPED,
+    NEAR,
     NEXT,
-    RESHAPED,
     SCALED,
     SINK_LEARNED,
     SLOPED,
 )
+from qbench.attention.kernels.softcap import tangent_near_zero
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -109,10 +110,21 @@ def sink_of(head, sinks, MODES: tl.constexpr):
 
 
 @triton.jit
-def sloped(y, keys, own, origin, slope):
-    """Takes slope · (own − key) from the scores. Both count from ``origin`` near the diagonal, so
-    that what is far, and weighs little, has the coarser differences."""
-    return y + ((keys - origin).to(tl.float32) * slope - (own - origin).to(tl.float32) * slope)
+def sloped(y, keys, own, origin, slope, level):
+    """Takes slope · (own − key) + level from the scores. Both count from ``origin``, a tile's
+    first key or query: so what is far, and weighs little, has the coarser differences, and one of
+    the two is the same in every tile."""
+    before = (own - origin).to(tl.float32) * slope + level
+    return y + ((keys - origin).to(tl.float32) * slope - before)
+
+
+@triton.jit
+def capped(products, inner, factor, MODES: tl.constexpr, FAST: tl.constexpr):
+    """``factor`` times the tanh of ``inner`` times the products."""
+    if FAST and NEAR & MODES:
+        return tangent_near_zero(products, inner, factor)
+    else:
+        return hyperbolic_tangent(products * inner, FAST) * factor
 
 
 @triton.jit
@@ -122,10 +134,10 @@ def reshaped(
     """Scores in log2 units, and tanh of the products where they are capped, for the gradient:
     products, keys and own positions broadcast against each other. ``inner``: before the tanh."""
     if CAPPED & MODES:
-        products = hyperbolic_tangent(products * inner, FAST)
+        products = capped(products, inner, 1.0, MODES, FAST)
     y = products * gain
     if SLOPED & MODES:
-        y = sloped(y, keys, own, origin, slope)
+        y = sloped(y, keys, own, origin, slope, 0.0)
     return y, products
 
 
@@ -135,10 +147,15 @@ def row_scores(
     MODES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of the forward pass, with sigmoid's bias."""
-    if RESHAPED & MODES:
-        y, _ = reshaped(products, keys, own, origin, gain, inner, slope, MODES, FAST)
+    if CAPPED & MODES and SCALED & MODES == 0:
+        y = capped(products, inner, gain, MODES, FAST)
+    elif CAPPED & MODES:
+        y = capped(products, inner, 1.0, MODES, FAST) * gain
     else:
         y = products * gain
-    if BIASED & MODES:
-        y = y - level
-    return y
+    if SLOPED & MODES:
+        return sloped(y, keys, own, origin, slope, level if BIASED & MODES else 0.0)
+    elif BIASED & MODES:
+        return y - level
+    else:
+        return y

@@ -29,6 +29,7 @@ class Tile:
     skip: bool = False
     registers: int | None = None
     free: bool = False
+    overlap: bool = False
 
     @property
     def launch(self) -> dict[str, int | None]:

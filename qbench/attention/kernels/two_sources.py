@@ -155,7 +155,7 @@ def two_source_kernel(
         seen = seen & (tile[None, :] < stop_k)
         scores = tl.where(seen, scores, masked_score(FAMILY))
         if SUMLESS & MODES:
-            above = sigmoid(scores, FUSED)
+            above = sigmoid(scores, FUSED, 0)
         else:
             raised = tl.maximum(maximum, tl.max(scores, 1) * unit)  # [BLOCK_Q]
             shift_2 = finite_shift(raised, FAMILY)
