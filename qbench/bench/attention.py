@@ -56,8 +56,9 @@ def bench_attention(
     without a CUDA device, EvaluationError where a check is red: then
     nothing is timed.
     """
-    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
+    if torch.device(device).type != "cuda":
+        raise UnavailableError("bench attention: the kernels run on a CUDA GPU")
+    require_gpu()
     for name in only:
         require(name)
     checks = check_kernels(quick, only)
@@ -84,6 +85,12 @@ def bench_attention(
         if out.suffix:  # /dev/stdout has nothing beside it
             write_atomically(out.with_suffix(".md"), table(results).encode())
     return results
+
+
+def require_gpu() -> None:
+    """Raises UnavailableError without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
 
 
 def table(results: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from qbench.attention import kernels
 from qbench.attention.kernels.families import computed
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.bench.attention_timing import given, milliseconds, random_tensor
+from qbench.bench.attention_timing import captured, given, milliseconds, random_tensor
 from qbench.text import markdown
 
 SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
@@ -98,21 +99,26 @@ def prefill(
 
 
 def steps(repeat_ms: int, only: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Forward and backward pass of a short step, what the host takes to launch included."""
+    """Forward and backward pass of a short step: launched from the host each time, and captured
+    once as a CUDA graph and replayed, so that only the GPU's time is left."""
     batch, length, heads, width = STEP
-    inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
-    gradient = torch.randn_like(inputs[0])
+
+    def make(function: Run) -> Callable[[], Any]:
+        inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
+        gradient = torch.randn_like(inputs[0])
+        return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
+
     for name, function in contenders(length, heads, only or computed()).items():
         if ", " in name:  # a variant's launches are its kernel's
             continue
-
-        def step(f: Run = function) -> Any:
-            return torch.autograd.grad(f(*inputs), inputs, gradient)
-
+        row = {"shape": STEP, "kernel": name, "ms": None, "captured_ms": None}
         try:
-            yield {"shape": STEP, "kernel": name, "ms": milliseconds(step, repeat_ms)}
+            row["ms"] = milliseconds(make(function), repeat_ms)
+            replay = captured(partial(make, function))
+            row["captured_ms"] = milliseconds(replay, repeat_ms)
         except RuntimeError as error:
-            yield {"shape": STEP, "kernel": name, "ms": None, "error": str(error).splitlines()[0]}
+            row["error"] = str(error).splitlines()[0]
+        yield row
 
 
 def prefill_table(rows: list[dict[str, Any]]) -> str:
@@ -137,20 +143,22 @@ def prefill_table(rows: list[dict[str, Any]]) -> str:
 
 def step_table(rows: list[dict[str, Any]]) -> list[str]:
     """Lines of Markdown."""
-    best = {tuple(row["shape"]): row["ms"] for row in rows if row["kernel"] == CUDNN}
+    best = {tuple(row["shape"]): row for row in rows if row["kernel"] == CUDNN}
     cells = []
     for row in rows:
-        ms, other = row["ms"], best.get(tuple(row["shape"]))
-        cells.append([
-            ", ".join(map(str, row["shape"])), row["kernel"],
-            "–" if ms is None else f"{ms:.3f}",
-            "–" if ms is None or other is None else f"{other / ms:.2f}",
-        ])  # fmt: skip
+        line = [", ".join(map(str, row["shape"])), row["kernel"]]
+        for way in ("ms", "captured_ms"):
+            ms, other = row[way], best.get(tuple(row["shape"]), {}).get(way)
+            line.append("–" if ms is None else f"{ms:.3f}")
+            line.append("–" if ms is None or other is None else f"{other / ms:.2f}")
+        cells.append(line)
+    head = ("B, T, H, D", "kernel", "launched ms", "× cuDNN", "captured ms", "× cuDNN")
     return [
         "",
-        "A short step: forward and backward pass together, launches from the host included.",
+        "A short step: forward and backward pass together; launched from the host each time, and "
+        "captured as a CUDA graph and replayed.",
         "",
-        markdown.table(("B, T, H, D", "kernel", "ms", "× cuDNN"), cells, align="llrr"),
+        markdown.table(head, cells, align="llrrrr"),
     ]
 
 

@@ -41,6 +41,22 @@ def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 
+def captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
+    """The replay of a CUDA graph of what ``make()`` gives, which is called once before. It is made
+    on the stream that is captured: tensors that need gradients must not have seen another."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run = make()
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
 def sparse_keys(query: Tensor, key: Tensor) -> Tensor:
     """Keys turned so that one in a hundred has a positive score."""
     scores = (query.float() * key.float()).sum(-1, keepdim=True)

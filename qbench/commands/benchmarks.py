@@ -47,15 +47,37 @@ def attention(
         list[str],
         typer.Option(help="A normalizer to check and time, beside its plain kernel; repeat it."),
     ] = [],  # noqa: B006
+    tiles: Annotated[
+        bool, typer.Option("--tiles", help="Try other tiles and arithmetic instead, and rank them.")
+    ] = False,
 ) -> None:
     """The kernels against float64, then against what else runs. Needs a GPU."""
     from qbench.bench.attention import bench_attention, table
 
+    if tiles:
+        _tiles(out, quick, bool(checkpoint or text or only))
+        return
     if (checkpoint is None) != (text is None):
         raise RecipeError("bench attention: --checkpoint and --text go together")
     if text is not None and not text.is_file():
         raise RecipeError(f"--text {text}: no such file")
     typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text, only)))
+
+
+def _tiles(out: Path | None, quick: bool, more: bool) -> None:
+    """``--quick``: heads of 64 alone."""
+    from qbench.bench.attention import require_gpu
+    from qbench.bench.attention_tiles import bench_tiles, tiles_table
+
+    if more:
+        raise RecipeError("bench attention --tiles: it takes --quick and --out alone")
+    require_gpu()
+    results = bench_tiles((64,) if quick else (64, 128))
+    if out is not None:
+        write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
+        if out.suffix:
+            write_atomically(out.with_suffix(".md"), tiles_table(results, best=99).encode())
+    typer.echo(tiles_table(results))
 
 
 @app.command("cluster")

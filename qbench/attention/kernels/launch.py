@@ -125,7 +125,7 @@ def forward(
         {"PRECISE": query.dtype == torch.float32, "NEAR_ZERO": family.near_zero,
          "FREE": tile.free and kernels.family != "sigmoid", "TMA": tma,
          "FUSED": _fused(query), "SKIP": tile.skip and skippable,
-         "OVERLAP": tile.overlap and query.dtype == torch.bfloat16,
+         "OVERLAP": tile.overlap and tile.free and not tile.skip,
          "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
     return output, lse, imprecise

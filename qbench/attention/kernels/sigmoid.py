@@ -1,8 +1,7 @@
 """σ(x) = 1 / (1 + 2^−z) of scores in units of log2, for the compiler and for the interpreter.
 
 Exponentials and reciprocals are what a multiprocessor does slowest: an eighth as many a clock as
-additions and products. Two scores therefore share one reciprocal, 1/a = b · 1/(ab). Nothing here
-may branch: a branch between asynchronous matrix products makes the assembler wait for each.
+additions and products. Two scores therefore share one reciprocal, 1/a = b · 1/(ab).
 """
 
 from __future__ import annotations

@@ -18,8 +18,11 @@ class Tile:
     decode it saves single value rows and pays (92 % of the copy's bandwidth became 117 %, 140 %
     where 99 % of the scores are negative). In prefill the branch breaks the pipeline and cost 20 %
     on random scores, more than the 2 to 4 % of empty tiles could give back: off by default.
-    ``registers``: at most so many a thread, so that more programs share a multiprocessor.
-    ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only."""
+    ``registers``: at most so many a thread, so that more programs share a multiprocessor. With
+    fewer than it would take, the assembler waits for each matrix product before the next: sigmoid's
+    forward pass with 168 was slower than softmax's, although it does less.
+    ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only.
+    ``overlap``: with ``free``, see :mod:`qbench.attention.kernels.forward_overlapped`."""
 
     block_q: int
     block_k: int
@@ -49,11 +52,7 @@ def forward_tile(width: int, dtype: torch.dtype, family: str) -> Tile:
     free = dtype == torch.bfloat16
     if width <= 128:
         rows = 128 if FAMILIES[family].few_registers and width <= 64 else 64
-        # Sigmoid keeps no sums: three programs of 128 rows share a multiprocessor's registers.
-        registers = 168 if FAMILIES[family].modes and free and rows == 128 else None
-        return Tile(
-            block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free, registers=registers
-        )
+        return Tile(block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free)
     return Tile(block_q=128, block_k=64, warps=8, stages=2, tma=True, free=free)
 
 

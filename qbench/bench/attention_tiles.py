@@ -1,0 +1,287 @@
+"""``qbench bench attention --tiles``: which tile, and which arithmetic, is the fastest.
+
+For whoever changes a constant of :mod:`qbench.attention.kernels`. Every candidate is compiled and
+checked against the float64 reference on a small input, many at a time in processes of their own,
+and then timed by itself, what the host takes to launch left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qbench.attention import reference
+from qbench.attention.kernels import families, gluon_backward, launch, modes, settings
+from qbench.attention.kernels.settings import Parameters, Settings
+from qbench.attention.kernels.tiles import Tile
+from qbench.bench.attention_timing import captured, given, milliseconds, random_tensor
+from qbench.text import markdown
+
+LIMIT = 1e-2  # ‖error‖ / ‖truth‖ in bf16
+SMALL = (1, 512, 16)  # batch, length, heads of the check
+FORWARD = (4, 4096, 16)
+BACKWARD = ((4, 4096, 16), (8, 1024, 16))
+REPEAT_MS = 25
+CAP = 50.0
+CURRENT = "as it is"
+
+RECIPROCALS = {
+    "a reciprocal each": 0,
+    "one for two": modes.PAIRED.value,
+    "none": modes.NEWTON.value,
+}
+KINDS = {"Gluon": 0, "Triton": 1 << 60}  # values of gluon_backward.ENOUGH that ask for each
+TANGENTS = {"tanh by instruction": (1e9, 1e9), "by polynomial": (15.0, 1e4)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A kernel with the arithmetic that is tried: ``reciprocals`` of sigmoid and ``tangents`` of
+    soft caps by their names above; None where there is no choice."""
+
+    normalizer: str
+    softcap: float = 0.0
+    sloped: bool = False
+    reciprocals: str | None = None
+    tangents: str | None = None
+
+    def __str__(self) -> str:
+        words = [self.normalizer]
+        words += ["soft cap"] if self.softcap else []
+        words += ["ALiBi"] if self.sloped else []
+        words += [word for word in (self.reciprocals, self.tangents) if word]
+        return ", ".join(words)
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """While kernels are launched with this arithmetic."""
+        kept, near = dict(families.FAMILIES), settings.NEAR
+        if self.reciprocals is not None:
+            family = families.FAMILIES["sigmoid"]
+            bits = family.modes & ~(modes.PAIRED.value | modes.NEWTON.value)
+            bits |= RECIPROCALS[self.reciprocals]
+            families.FAMILIES["sigmoid"] = replace(family, modes=bits)
+        if self.tangents is not None:
+            settings.NEAR = TANGENTS[self.tangents]
+        try:
+            yield
+        finally:
+            families.FAMILIES.update(kept)
+            settings.NEAR = near
+
+
+VARIANTS = (
+    Variant(normalizer="softmax"),
+    Variant(normalizer="softpick"),
+    *(Variant(normalizer="sigmoid", reciprocals=each) for each in RECIPROCALS),
+    Variant(normalizer="softmax", sloped=True),
+    Variant(normalizer="sigmoid", sloped=True, reciprocals="one for two"),
+    *(Variant(normalizer="softmax", softcap=CAP, tangents=each) for each in TANGENTS),
+    Variant(normalizer="sigmoid", softcap=CAP, reciprocals="one for two", tangents="by polynomial"),
+)
+
+
+def _tile(block_q: int, block_k: int, warps: int, stages: int, **rest: Any) -> Tile:
+    return Tile(
+        block_q=block_q, block_k=block_k, warps=warps, stages=stages, tma=True, free=True, **rest
+    )
+
+
+TILES = {  # by head dimension
+    64: (
+        _tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(64, 128, 4, 2), _tile(128, 64, 4, 3),
+        _tile(128, 64, 4, 2), _tile(128, 128, 8, 2), _tile(64, 128, 4, 2, registers=168),
+        _tile(64, 64, 4, 2, overlap=True), _tile(64, 128, 4, 2, overlap=True),
+        _tile(128, 64, 4, 2, overlap=True), _tile(128, 128, 8, 2, overlap=True),
+    ),
+    128: (
+        _tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(64, 128, 4, 2), _tile(128, 64, 8, 3),
+        _tile(128, 128, 8, 2), _tile(64, 64, 4, 2, overlap=True),
+        _tile(128, 128, 8, 2, overlap=True),
+    ),
+}  # fmt: skip
+
+
+def bench_tiles(widths: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
+    """Forward tiles and backward kernels by head dimension, in TFLOP/s, the fastest first."""
+    jobs = [
+        (variant, width, tile)
+        for width in widths
+        for variant in VARIANTS
+        for tile in (*TILES[width], None)
+    ]
+    workers = max(1, min(15, (os.cpu_count() or 2) - 1))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        # The slowest to compile, the backward kernels, first.
+        checks = dict(zip(jobs[::-1], pool.map(_error, jobs[::-1]), strict=True))
+    return {"forward": list(_forward(checks)), "backward": list(_backward(checks, widths))}
+
+
+def tiles_table(results: dict[str, Any], best: int = 4) -> str:
+    """In Markdown: the ``best`` tiles of each kernel and the one that it has, beside softmax as it
+    is; all that did not compile or is wrong; and both kinds of backward kernels."""
+    head = ("D", "kernel", "tile", "TFLOP/s", "× softmax", "error")
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in results["forward"]:
+        found.setdefault((row["width"], row["kernel"]), []).append(row)
+    cells = [
+        [row["width"], row["kernel"], row["tile"], _number(row["rate"], 0),
+         _number(row["beside"], 2), row["error"]]
+        for rows in found.values()
+        for place, row in enumerate(rows)
+        if place < best or row["tile"] == CURRENT or row["rate"] is None
+    ]  # fmt: skip
+    lines = ["# Tiles of the attention kernels", ""]
+    lines += [f"Forward, {_shape(FORWARD)}, bf16, causal.", ""]
+    lines += [markdown.table(head, cells, align="rllrrr"), ""]
+    head = ("B, T, H, D", "kernel", "Gluon TFLOP/s", "× softmax", "Triton TFLOP/s", "error")
+    cells = [
+        [_shape(row["shape"]), row["kernel"], _number(row["Gluon"], 0), _number(row["beside"], 2),
+         _number(row["Triton"], 0), row["error"]]
+        for row in results["backward"]
+    ]  # fmt: skip
+    lines += ["Backward, replayed as a CUDA graph.", ""]
+    return "\n".join([*lines, markdown.table(head, cells, align="llrrrr")]) + "\n"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _named(tile: Tile | None) -> str:
+    if tile is None:
+        return CURRENT
+    words = f"{tile.block_q}×{tile.block_k}, {tile.warps} warps, {tile.stages} stages"
+    words += f", {tile.registers} registers" if tile.registers else ""
+    return words + (", overlapped" if tile.overlap else "")
+
+
+def _error(job: tuple[Variant, int, Tile | None]) -> str:
+    """The relative error of the output, for the tile that is used of every gradient too, the
+    largest; or what went wrong. In a process of its own: what it compiles stays on disk."""
+    variant, width, tile = job
+    batch, length, heads = SMALL
+    torch.manual_seed(0)
+    inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
+    parameters = given(variant.normalizer, heads, sloped=variant.sloped)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.attention(
+        *wide, normalizer=variant.normalizer, causal=True, softcap=variant.softcap or None,
+        parameters={name: tensor.double() for name, tensor in parameters.items()},
+    )  # fmt: skip
+    gradient = torch.randn_like(inputs[0])
+    truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
+    worst = 0.0
+    try:
+        with torch.no_grad(), variant.chosen():
+            run = _launches(variant, inputs, tile)
+            got = [run()[0]]
+            if tile is None:
+                for enough in KINDS.values():
+                    with _from(enough):
+                        got = [got[0], *_gradients(variant, inputs, gradient)()[:3]]
+                    worst = max(worst, *map(_relative, got, truths))
+    except Exception as problem:  # a candidate that does not compile is a finding
+        return f"{type(problem).__name__}: {problem}".splitlines()[0][:60]
+    return f"{max(worst, _relative(got[0], truths[0])):.1e}"
+
+
+def _relative(got: Tensor, truth: Tensor) -> float:
+    return float((got.double() - truth).norm() / truth.norm())
+
+
+def _settings(variant: Variant, query: Tensor) -> Settings:
+    length, width = query.shape[2:]
+    return Settings(variant.normalizer, width**-0.5, variant.softcap, True, 0, length, length)
+
+
+def _launches(
+    variant: Variant, inputs: list[Tensor], tile: Tile | None
+) -> Callable[[], tuple[Tensor, ...]]:
+    parameters = Parameters.of(given(variant.normalizer, inputs[0].shape[1], sloped=variant.sloped))
+    asked = _settings(variant, inputs[0])
+    return lambda: launch.forward(*inputs, None, None, parameters, asked, tile)
+
+
+def _gradients(
+    variant: Variant, inputs: list[Tensor], gradient: Tensor
+) -> Callable[[], tuple[Any, ...]]:
+    parameters = Parameters.of(given(variant.normalizer, inputs[0].shape[1], sloped=variant.sloped))
+    asked = _settings(variant, inputs[0])
+    output, lse, imprecise = launch.forward(*inputs, None, None, parameters, asked)
+    return lambda: launch.backward(
+        gradient, *inputs, output, lse, imprecise, None, None, parameters, asked
+    )
+
+
+def _passed(error: str) -> bool:
+    return error[0].isdigit() and float(error) <= LIMIT
+
+
+def _forward(checks: dict[tuple[Variant, int, Tile | None], str]) -> Iterator[dict[str, Any]]:
+    batch, length, heads = FORWARD
+    plain: dict[int, float] = {}
+    for width in sorted({width for _, width, _ in checks}):
+        inputs = [random_tensor(batch, length, heads, width) for _ in range(3)]
+        work = 4 * batch * heads * length * length * width / 2
+        for variant in VARIANTS:
+            rows = []
+            for (other, at, tile), error in checks.items():
+                if other != variant or at != width:
+                    continue
+                rate = None
+                if _passed(error):
+                    with variant.chosen():
+                        ms = milliseconds(_launches(variant, inputs, tile), REPEAT_MS)
+                    rate = work / ms / 1e9
+                rows.append({"width": width, "kernel": str(variant), "tile": _named(tile),
+                             "rate": rate, "error": error})  # fmt: skip
+                if tile is None and variant.normalizer == "softmax" and str(variant) == "softmax":
+                    plain[width] = rate or float("nan")
+            for row in sorted(rows, key=lambda row: -(row["rate"] or 0)):
+                yield {**row, "beside": row["rate"] and row["rate"] / plain[width]}
+
+
+def _backward(
+    checks: dict[tuple[Variant, int, Tile | None], str], widths: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
+    for batch, length, heads in BACKWARD:
+        for width in widths:
+            inputs = [random_tensor(batch, length, heads, width) for _ in range(3)]
+            gradient = torch.randn_like(inputs[0])
+            work = 2.5 * 4 * batch * heads * length * length * width / 2
+            plain = None
+            for variant in VARIANTS:
+                error = checks[variant, width, None]
+                row = {"shape": (batch, length, heads, width), "kernel": str(variant),
+                       "error": error, "Gluon": None, "Triton": None, "beside": None}  # fmt: skip
+                for by, enough in KINDS.items():
+                    if _passed(error):
+                        make = partial(_gradients, variant, inputs, gradient)
+                        with variant.chosen(), _from(enough):
+                            row[by] = work / milliseconds(captured(make), REPEAT_MS) / 1e9
+                plain = plain or row["Gluon"]
+                yield {**row, "beside": plain and row["Gluon"] and row["Gluon"] / plain}
+
+
+@contextmanager
+def _from(enough: int) -> Iterator[None]:
+    kept = gluon_backward.ENOUGH
+    gluon_backward.ENOUGH = enough
+    try:
+        yield
+    finally:
+        gluon_backward.ENOUGH = kept
