@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qbench.attention.kernels import launch, tiles
+from qbench.attention.kernels import launch, layouts, tiles
 from qbench.attention.kernels.settings import NONE, Settings
 from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
 from qbench.errors import DataError
@@ -30,7 +30,7 @@ def measure_skipping(repeat_ms: int, checkpoint: str | None, text: Path | None) 
     for name, query, key, value in _inputs(checkpoint, text):
         last = query[:, :, -1:].contiguous()
         row: dict[str, Any] = {"scores": name, "shape": tuple(key.shape)}
-        width = launch.block(key.shape[3])
+        width = layouts.block(key.shape[3])
         for step, queries, tile in (
             ("prefill", query, tiles.forward_tile(width, key.dtype, "softpick")),
             ("decode", last, tiles.decode_tile(width, key.dtype)),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qbench.attention import reference
-from qbench.attention.kernels import families, gluon_backward, launch, modes, settings
+from qbench.attention.kernels import families, gluon_backward, launch, modes, recall, settings
 from qbench.attention.kernels.settings import Parameters, Settings
 from qbench.attention.kernels.tiles import Tile
 from qbench.bench.attention_timing import captured, given, milliseconds, random_tensor
@@ -72,11 +72,13 @@ class Variant:
             families.FAMILIES["sigmoid"] = replace(family, modes=bits)
         if self.tangents is not None:
             settings.NEAR = TANGENTS[self.tangents]
+        recall.forget()
         try:
             yield
         finally:
             families.FAMILIES.update(kept)
             settings.NEAR = near
+            recall.forget()
 
 
 VARIANTS = (

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qbench.attention.kernels import families, tiles
 from qbench.attention.kernels.backward_keys import key_kernel
 from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
 from qbench.attention.kernels.forward import forward_kernel
-from qbench.attention.kernels.relaunch import described, launch
+from qbench.attention.kernels.layouts import (
+    INTERPRETED,
+    block,
+    dense_rows,
+    descriptor,
+    fused,
+    mask_strides,
+    strides_of,
+    tma_layout,
+    visible_counts,
+)
+from qbench.attention.kernels.recall import Call, again, layout, recalled, remember
+from qbench.attention.kernels.relaunch import described, launch, noted
 from qbench.attention.kernels.settings import Parameters, Settings, factors, kernel_modes
 from qbench.attention.kernels.tiles import Tile
-from qbench.attention.normalizers import NORMALIZERS, Kernels
+from qbench.attention.normalizers import NORMALIZERS
 
 try:  # Gluon is Triton's, but still experimental
     from qbench.attention.kernels import gluon_backward
@@ -26,15 +35,6 @@ except ImportError:
 
 DECODE_ROWS = 64  # at most so many heads × queries that share keys are decoded together
 DECODE_PROGRAMS = 132 * 8  # keys are split until an H200 has this many programs
-
-
-# Read when kernels are decorated; asking again takes longer than it looks.
-INTERPRETED = triton.knobs.runtime.interpret
-
-
-@cache
-def block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 def _blocks(length: int, size: int) -> int:
@@ -61,6 +61,27 @@ def forward(
     parameters: Parameters, settings: Settings, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, lse, and a flag [1] that is 1 where rows of tiny scores were met."""
+    if INTERPRETED or mask is not None or spans is not None or tile is not None:
+        return _forward(query, key, value, mask, spans, parameters, settings, tile)
+    kernels = NORMALIZERS.get(settings.normalizer).kernels
+    given = (query, key, value, *parameters)
+    about = ("forward", kernels, settings, *[t if t is None else layout(t) for t in given])
+    call = recalled(about)
+    if call is not None:
+        return tuple(call(given))
+    with noted() as launches:
+        output, lse, imprecise = _forward(query, key, value, None, None, parameters, settings)
+    if launches and all(tensor.stride(3) == 1 for tensor in (query, key, value)):
+        zeros = families.FAMILIES[kernels.family].near_zero
+        made = [(output, again(output)), (lse, again(lse)), (imprecise, again(imprecise, zeros))]
+        remember(about, Call(launches, given, made))
+    return output, lse, imprecise
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
+    parameters: Parameters, settings: Settings, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
     sinks, bias, slopes, s = parameters
     kernels = families.require(normalizer)
@@ -75,7 +96,7 @@ def forward(
     imprecise = make(1, dtype=torch.int32, device=query.device)
     if output.numel() == 0:
         return output, lse, imprecise
-    query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
+    query, key, value = (dense_rows(tensor) for tensor in (query, key, value))
     sequences = batch if spans is None else spans.shape[0]
     device = query.device.index
     modes = kernel_modes(kernels, parameters, softcap)
@@ -86,7 +107,7 @@ def forward(
         "HEAD_DIM": width, "BLOCK_D": block(width),
         "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
     }  # fmt: skip
-    strides = _strides(query, key, value, output)
+    strides = strides_of(query, key, value, output)
     if kernels.decode and group * max_seqlen_q <= DECODE_ROWS:
         tile = tile or tiles.decode_tile(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
@@ -101,8 +122,8 @@ def forward(
             decode_kernel, (splits, pairs), device,
             [query, key, value, output, lse, partial, mask, spans, sinks, bias, slopes, s, counts],
             ((kv_heads, group), queries, keys, window, gain, inner, splits, strides,
-             *_mask_strides(mask)),
-            {"SKIP": tile.skip and skippable, "FUSED": _fused(query), "BLOCK_R": rows,
+             *mask_strides(mask)),
+            {"SKIP": tile.skip and skippable, "FUSED": fused(query), "BLOCK_R": rows,
              **tile.launch, **common},
         )  # fmt: skip
         if splits > 1:
@@ -115,16 +136,16 @@ def forward(
         return output, lse, imprecise
     tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family)
     sources = (key, value)
-    tma = tile.tma and all(map(_tma_layout, sources))
+    tma = tile.tma and all(map(tma_layout, sources))
     if tma:
-        sources = [described(_descriptor, source, tile.block_k) for source in sources]
+        sources = [described(descriptor, source, tile.block_k) for source in sources]
     launch(
         forward_kernel, (_blocks(max_seqlen_q, tile.block_q), heads * sequences), device,
         [query, *sources, output, lse, imprecise, mask, spans, sinks, bias, slopes, s, counts],
-        ((heads, group), queries, keys, window, gain, inner, strides, *_mask_strides(mask)),
+        ((heads, group), queries, keys, window, gain, inner, strides, *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32, "NEAR_ZERO": family.near_zero,
          "FREE": tile.free and kernels.family != "sigmoid", "TMA": tma,
-         "FUSED": _fused(query), "SKIP": tile.skip and skippable,
+         "FUSED": fused(query), "SKIP": tile.skip and skippable,
          "OVERLAP": tile.overlap and tile.free and not tile.skip,
          "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
@@ -140,6 +161,34 @@ def backward(
     """Gradients of query, key and value, laid out as the output is; where ``learning``, that of
     bias, sinks or s [heads], whichever the normalizer learns; and where ``sloping`` that of the
     slopes [heads]."""
+    more = (mask, spans, key_tile, query_tile)
+    if INTERPRETED or learning or sloping or any(each is not None for each in more):
+        return _backward(
+            gradient, query, key, value, output, lse, imprecise, mask, spans, parameters,
+            settings, learning, sloping, key_tile, query_tile,
+        )  # fmt: skip
+    kernels = NORMALIZERS.get(settings.normalizer).kernels
+    given = (gradient, query, key, value, output, lse, imprecise, *parameters)
+    enough = None if gluon_backward is None else gluon_backward.ENOUGH
+    about = (enough, kernels, settings, *[t if t is None else layout(t) for t in given])
+    call = recalled(about)
+    if call is not None:
+        return (*call(given), None, None)
+    with noted() as launches:
+        results = _backward(
+            gradient, query, key, value, output, lse, imprecise, None, None, parameters, settings
+        )
+    if launches and all(tensor.stride(3) == 1 for tensor in given[:4]):
+        remember(about, Call(launches, given, [(made, again(made)) for made in results[:3]]))
+    return results
+
+
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
+    imprecise: Tensor, mask: Tensor | None, spans: Tensor | None,
+    parameters: Parameters, settings: Settings, learning: bool = False,
+    sloping: bool = False, key_tile: Tile | None = None, query_tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
     sinks, _, slopes, s = parameters
     kernels = families.require(normalizer, gradients=True)
@@ -156,7 +205,7 @@ def backward(
     if query.numel() == 0 or key.numel() == 0:
         none = (lse.new_zeros(heads) if asked else None for asked in (learning, sloping))
         return dq.zero_(), dk.zero_(), dv.zero_(), *none
-    query, key, value, gradient = (_dense_rows(t) for t in (query, key, value, gradient))
+    query, key, value, gradient = (dense_rows(t) for t in (query, key, value, gradient))
     modes = kernel_modes(kernels, parameters, softcap, learning, sloping)
     gain, inner = factors(scale, softcap)
     # Rows outside the sequences give nothing to the gradients of parameters.
@@ -171,7 +220,7 @@ def backward(
         and key_tile is None
         and query_tile is None
         and gluon_backward.fits(query, key, value, causal, window, modes)
-        and all(map(_tma_layout, (query, key, value, gradient)))
+        and all(map(tma_layout, (query, key, value, gradient)))
     ):
         gluon_backward.backward(
             gradient, query, key, value, output, lse, imprecise, dq, dk, dv, rows, tilts,
@@ -183,35 +232,35 @@ def backward(
     device = query.device.index
     counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
     common = {
-        "FAMILY": kernels.family, "MODES": modes, "FUSED": _fused(query), "CAUSAL": causal,
+        "FAMILY": kernels.family, "MODES": modes, "FUSED": fused(query), "CAUSAL": causal,
         "WINDOW": window > 0, "HEAD_DIM": width, "BLOCK_D": block(width), "V_HEAD_DIM": v_width,
         "BLOCK_DV": block(v_width),
     }  # fmt: skip
     tile = query_tile or tiles.query_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
-    tma = tile.tma and _tma_layout(key) and _tma_layout(value)
+    tma = tile.tma and tma_layout(key) and tma_layout(value)
     if tma:
-        sources[1:3] = (described(_descriptor, source, tile.block_k) for source in (key, value))
+        sources[1:3] = (described(descriptor, source, tile.block_k) for source in (key, value))
     launch(
         query_kernel, (_blocks(max_seqlen_q, tile.block_q), heads * sequences), device,
         [*sources, output, lse, deltas, dq, rows, tilts, mask, spans, sinks, slopes, s, counts],
         ((heads, group), queries, keys, window, scale, gain, inner,
-         _strides(query, key, value, gradient, output, dq), *_mask_strides(mask)),
+         strides_of(query, key, value, gradient, output, dq), *mask_strides(mask)),
         {"NEAR_ZERO": family.near_zero, "TMA": tma, "BLOCK_Q": tile.block_q, **tile.launch,
          **common},
     )  # fmt: skip
     tile = key_tile or tiles.key_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
-    tma = tile.tma and _tma_layout(query) and _tma_layout(gradient)
+    tma = tile.tma and tma_layout(query) and tma_layout(gradient)
     if tma:
         sources[0], sources[3] = (
-            described(_descriptor, source, tile.block_q) for source in (query, gradient)
+            described(descriptor, source, tile.block_q) for source in (query, gradient)
         )
     launch(
         key_kernel, (_blocks(max_seqlen_k, tile.block_k), kv_heads * sequences), device,
         [*sources, lse, deltas, imprecise, dk, dv, mask, spans, slopes, s, counts],
         ((kv_heads, group), queries, keys, window, scale, gain, inner,
-         _strides(query, key, value, gradient, dk, dv), *_mask_strides(mask)),
+         strides_of(query, key, value, gradient, dk, dv), *mask_strides(mask)),
         {"NEAR_ZERO": family.near_zero, "PRECISE": query.dtype == torch.float32, "TMA": tma,
          "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
@@ -221,59 +270,3 @@ def backward(
 def _by_head(rows: Tensor | None) -> Tensor | None:
     """What rows [B, H, T] give, summed [H], where that was asked for."""
     return None if rows is None else rows.sum((0, 2))
-
-
-def visible_counts(
-    mask: Tensor | None, query: Tensor, key: Tensor, kernels: Kernels, parameters: Parameters,
-    causal: bool, window: int,
-) -> Tensor | None:  # fmt: skip
-    """How many keys each row may see [B, H, Tq] in float32, where a mask says so and the normalizer
-    goes by it; elsewhere the kernels know."""
-    wanted = kernels.scaled or (kernels.family == "sigmoid" and parameters.bias is None)
-    if mask is None or not wanted:
-        return None
-    queries, keys = query.shape[2], key.shape[2]
-    if causal or window:
-        own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
-        other = torch.arange(keys, device=mask.device)
-        if causal:
-            mask = mask & (other <= own)
-        if window:
-            mask = mask & (other > own - window)
-    counts = mask.sum(-1, dtype=torch.float32)
-    return counts.expand(query.shape[0], query.shape[1], queries).contiguous()
-
-
-def _fused(query: Tensor) -> bool:
-    """Inline assembly is for the compiler; the interpreter does without."""
-    return query.dtype == torch.bfloat16 and not INTERPRETED
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    """Any strides but that of a row's elements, which must lie side by side."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Of batch row, head and row; those of a row's elements are 1."""
-    return tuple(tensor.stride()[:3] for tensor in tensors)
-
-
-def _mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:
-    """An axis of size one serves every batch row, or every head."""
-    if mask is None:
-        return 0, 0, 0, 0
-    batch, head, row, column = mask.stride()
-    return (batch if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0, row, column)
-
-
-def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Of tiles of ``rows`` rows of one head."""
-    return TensorDescriptor.from_tensor(tensor, [1, 1, rows, block(tensor.shape[3])])
-
-
-def _tma_layout(tensor: Tensor) -> bool:
-    """The accelerator wants 16-byte aligned starts and strides."""
-    size = tensor.element_size()
-    strides = [stride * size for stride in tensor.stride()[:3]]
-    return tensor.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)

@@ -127,8 +127,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, value, mask, spans, *parameters = inputs[:9]
-        settings = Settings(*inputs[9:])
+        query, key, value, mask, spans, *parameters, settings = inputs
         output, lse, imprecise = launch.forward(
             query, key, value, mask, spans, Parameters(*parameters), settings
         )
@@ -144,7 +143,7 @@ class _Eager(torch.autograd.Function):
             gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, *_learned(ctx)
         )
         parameters = _of_parameters(ctx, of_parameter, of_slopes)
-        return *gradients, None, None, *parameters, *[None] * len(ctx.settings)
+        return *gradients, None, None, *parameters, None
 
 
 def apply(
@@ -155,5 +154,5 @@ def apply(
     dispatch or a tensor of another class; directly elsewhere."""
     plain = not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
     if plain and type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN:
-        return _Eager.apply(query, key, value, mask, spans, *parameters, *settings)
+        return _Eager.apply(query, key, value, mask, spans, *parameters, settings)
     return attention(query, key, value, mask, spans, *parameters, *settings)[0]

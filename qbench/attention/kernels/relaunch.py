@@ -6,7 +6,9 @@ sequences take the GPU 100 µs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import triton
@@ -16,6 +18,15 @@ MOST = 4096  # launches that are kept
 INTERPRETED = triton.knobs.runtime.interpret
 
 _descriptions: dict[tuple[Any, ...], tuple[type, dict[str, Any]]] = {}
+# How a compiled kernel is launched, its pointers, and its other arguments.
+Launch = tuple[Callable[..., None], list[Any], list[Any]]
+
+
+class _Notes(threading.local):
+    launches: list[Launch] | None = None
+
+
+_notes = _Notes()
 _known: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
 
 
@@ -36,6 +47,7 @@ def launch(
     known = _known.get(key)
     if known is not None:
         run, rest = known
+        _note((run, pointers, rest))
         run(*pointers, *rest)
         return
     compiled = kernel[grid](*pointers, *numbers, **constants)
@@ -44,7 +56,24 @@ def launch(
     if len(_known) >= MOST:
         _known.clear()
     names = kernel.arg_names[len(pointers) + len(numbers) :]
-    _known[key] = (compiled[(*grid, 1)], [*numbers, *(constants[name] for name in names)])
+    run, rest = compiled[(*grid, 1)], [*numbers, *(constants[name] for name in names)]
+    _known[key] = (run, rest)
+    _note((run, pointers, rest))
+
+
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """The launches that this thread makes meanwhile; none that a hook of Triton's took."""
+    kept, _notes.launches = _notes.launches, []
+    try:
+        yield _notes.launches
+    finally:
+        _notes.launches = kept
+
+
+def _note(made: Launch) -> None:
+    if _notes.launches is not None:
+        _notes.launches.append(made)
 
 
 def _kind(pointer: Any) -> Any:

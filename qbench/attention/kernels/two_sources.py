@@ -26,7 +26,8 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
-from qbench.attention.kernels.launch import block, empty_output, visible_counts
+from qbench.attention.kernels.launch import empty_output
+from qbench.attention.kernels.layouts import block, visible_counts
 from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
 from qbench.attention.kernels.scores import (
     head_factor,

@@ -1,0 +1,84 @@
+"""Steps captured as CUDA graphs give the bits of steps that are launched one by one, and calls
+that are repeated from memory those of first calls."""
+
+import pytest
+import torch
+
+from qbench.attention import kernels
+from qbench.attention.kernels import recall
+from qbench.attention.kernels.families import computed
+from qbench.bench.attention_timing import captured, given
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPE = (2, 256, 4, 64)  # batch, length, heads, width
+
+
+def draw(seed):
+    """[B, H, T, D] in the memory of [B, T, H, D], as models have it."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    tensor = torch.randn(SHAPE, device="cuda", generator=generator).to(torch.bfloat16)
+    return tensor.transpose(1, 2)
+
+
+def made_step(normalizer, inputs):
+    """A forward and a backward pass; what it returns is what they give."""
+    parameters = given(normalizer, SHAPE[2])
+    gradient = draw(9)
+
+    def step():
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        output = kernels.attention(
+            *leaves, normalizer=normalizer, parameters=parameters, causal=True
+        )
+        return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
+
+    return step
+
+
+def same(got, expected):
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("normalizer", computed())
+def test_a_captured_step_gives_the_bits_of_a_launched_one(normalizer):
+    inputs = [draw(seed) for seed in range(3)]
+    kept = []
+
+    def make():
+        step = made_step(normalizer, inputs)
+
+        def run():
+            kept[:] = step()
+
+        return run
+
+    replay = captured(make)
+    for seed in (10, 20):  # other numbers in the same tensors
+        for i, tensor in enumerate(inputs):
+            tensor.copy_(draw(seed + i))
+        replay()
+        torch.cuda.synchronize()
+        assert same(kept, made_step(normalizer, inputs)())
+
+
+@pytest.mark.parametrize("normalizer", computed())
+def test_a_repeated_call_gives_the_bits_of_a_first_one(normalizer):
+    for inputs in ([draw(seed) for seed in range(3)], [draw(seed) for seed in range(3, 6)]):
+        recall.forget()
+        first = made_step(normalizer, inputs)()
+        second = made_step(normalizer, inputs)()
+        assert len(recall._calls) == 2, "forward and backward were to be kept"
+        assert same(second, first)
+
+
+def test_a_call_of_another_layout_is_another_call():
+    recall.forget()
+    made_step("softpick", [draw(seed) for seed in range(3)])()
+    inputs = [draw(seed).contiguous() for seed in range(3)]
+    first = made_step("softpick", inputs)()
+    assert len(recall._calls) == 4
+    recall.forget()
+    assert same(first, made_step("softpick", inputs)())
