@@ -58,7 +58,7 @@ def backward(
     # What is not asked for is not read: any tensor stands for it.
     asked_for = (*parameters, rows, tilts)
     sinks, _, slopes, s, rows, tilts = (lse if one is None else one for one in asked_for)
-    sources = [described(_descriptor, tensor, 64) for tensor in (query, key, value, gradient)]
+    sources = [described(of_rows, tensor, 64) for tensor in (query, key, value, gradient)]
     device = query.device.index
     launch(
         query_kernel, (length // 128, batch * heads), device,
@@ -67,8 +67,8 @@ def backward(
         {"STAGES": query_tile[0], "HELD": query_tile[1], **fixed},
     )  # fmt: skip
     if block_q != 64:
-        sources[0] = described(_descriptor, query, block_q)
-        sources[3] = described(_descriptor, gradient, block_q)
+        sources[0] = described(of_rows, query, block_q)
+        sources[3] = described(of_rows, gradient, block_q)
     sources.append(described(_stats_descriptor, stats, 4 * block_q))
     for precise in (False, True) if near_zero else (False,):
         launch(
@@ -98,7 +98,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, a
     )
 
 
-def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+def of_rows(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Of tiles of ``rows`` rows of one head."""
     shape = [1, 1, rows, tensor.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
