@@ -23,16 +23,15 @@ from qbench.attention import reference
 from qbench.attention.kernels import families, gluon_backward, launch, modes, recall, settings
 from qbench.attention.kernels.settings import Parameters, Settings
 from qbench.attention.kernels.tiles import Tile
+from qbench.bench.attention_prefill import steps
+from qbench.bench.attention_tiles_table import CURRENT, FORWARD
 from qbench.bench.attention_timing import captured, given, milliseconds, random_tensor
-from qbench.text import markdown
 
 LIMIT = 1e-2  # ‖error‖ / ‖truth‖ in bf16
 SMALL = (1, 512, 16)  # batch, length, heads of the check
-FORWARD = (4, 4096, 16)
 BACKWARD = ((4, 4096, 16), (8, 1024, 16))
 REPEAT_MS = 25
 CAP = 50.0
-CURRENT = "as it is"
 
 RECIPROCALS = {
     "a reciprocal each": 0,
@@ -113,54 +112,41 @@ TILES = {  # by head dimension
 }  # fmt: skip
 
 
+GLUON = {  # of sigmoid
+    64: (_tile(64, 128, 4, 3, gluon=True), _tile(64, 64, 4, 4, gluon=True)),
+    128: (_tile(64, 64, 4, 3, gluon=True),),
+}
+PATIENCE_S = 90
+
+
 def bench_tiles(widths: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
-    """Forward tiles and backward kernels by head dimension, in TFLOP/s, the fastest first."""
+    """Forward tiles, the fastest first, and backward kernels by head dimension, in TFLOP/s; and
+    short steps as they are."""
     jobs = [
         (variant, width, tile)
+        for variant in VARIANTS[::-1]  # those that take longest to compile first
         for width in widths
-        for variant in VARIANTS
-        for tile in (*TILES[width], None)
+        for tile in (None, *TILES[width])
     ]
     workers = max(1, min(15, (os.cpu_count() or 2) - 1))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        # The slowest to compile, the backward kernels, first.
-        checks = dict(zip(jobs[::-1], pool.map(_error, jobs[::-1]), strict=True))
-    return {"forward": list(_forward(checks)), "backward": list(_backward(checks, widths))}
-
-
-def tiles_table(results: dict[str, Any], best: int = 4) -> str:
-    """In Markdown: the ``best`` tiles of each kernel and the one that it has, beside softmax as it
-    is; all that did not compile or is wrong; and both kinds of backward kernels."""
-    head = ("D", "kernel", "tile", "TFLOP/s", "× softmax", "error")
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for row in results["forward"]:
-        found.setdefault((row["width"], row["kernel"]), []).append(row)
-    cells = [
-        [row["width"], row["kernel"], row["tile"], _number(row["rate"], 0),
-         _number(row["beside"], 2), row["error"]]
-        for rows in found.values()
-        for place, row in enumerate(rows)
-        if place < best or row["tile"] == CURRENT or row["rate"] is None
-    ]  # fmt: skip
-    lines = ["# Tiles of the attention kernels", ""]
-    lines += [f"Forward, {_shape(FORWARD)}, bf16, causal.", ""]
-    lines += [markdown.table(head, cells, align="rllrrr"), ""]
-    head = ("B, T, H, D", "kernel", "Gluon TFLOP/s", "× softmax", "Triton TFLOP/s", "error")
-    cells = [
-        [_shape(row["shape"]), row["kernel"], _number(row["Gluon"], 0), _number(row["beside"], 2),
-         _number(row["Triton"], 0), row["error"]]
-        for row in results["backward"]
-    ]  # fmt: skip
-    lines += ["Backward, replayed as a CUDA graph.", ""]
-    return "\n".join([*lines, markdown.table(head, cells, align="llrrrr")]) + "\n"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return ", ".join(map(str, shape))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+        found = pool.map(_error, jobs)
+        others = [
+            (variant, width, tile)
+            for width in widths
+            for variant in VARIANTS
+            for tile in GLUON[width]
+            if variant.normalizer == "sigmoid"
+        ]
+        if not all(_ends((VARIANTS[3], width, GLUON[width][0])) for width in widths):
+            others = []
+        more = pool.map(_error, others)
+        checks = dict(zip([*jobs, *others], [*found, *more], strict=True))
+    return {
+        "forward": list(_forward(checks)),
+        "backward": list(_backward(checks, widths)),
+        "steps": list(steps(REPEAT_MS, ("softmax", "softpick", "sigmoid"))),
+    }
 
 
 def _named(tile: Tile | None) -> str:
@@ -168,7 +154,20 @@ def _named(tile: Tile | None) -> str:
         return CURRENT
     words = f"{tile.block_q}×{tile.block_k}, {tile.warps} warps, {tile.stages} stages"
     words += f", {tile.registers} registers" if tile.registers else ""
+    words += ", Gluon" if tile.gluon else ""
     return words + (", overlapped" if tile.overlap else "")
+
+
+def _ends(job: tuple[Variant, int, Tile | None]) -> bool:
+    """Whether this candidate comes to an end: one that waits for a barrier for ever would hold all
+    others up."""
+    process = get_context("spawn").Process(target=_error, args=(job,))
+    process.start()
+    process.join(PATIENCE_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode == 0
 
 
 def _error(job: tuple[Variant, int, Tile | None]) -> str:

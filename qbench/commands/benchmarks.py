@@ -67,7 +67,8 @@ def attention(
 def _tiles(out: Path | None, quick: bool, more: bool) -> None:
     """``--quick``: heads of 64 alone."""
     from qbench.bench.attention import require_gpu
-    from qbench.bench.attention_tiles import bench_tiles, tiles_table
+    from qbench.bench.attention_tiles import bench_tiles
+    from qbench.bench.attention_tiles_table import tiles_table
 
     if more:
         raise RecipeError("bench attention --tiles: it takes --quick and --out alone")

@@ -33,18 +33,16 @@ from qbench.attention.kernels.gluon_family import (
 from qbench.attention.kernels.relaunch import described, launch
 from qbench.attention.kernels.scores import LOG2_E, slope_of
 from qbench.attention.kernels.settings import Parameters, factors
-
-# By head dimension: keys a tile, slots of each pipeline, and whether queries stay in registers.
-TILES = {64: (128, 3, 1), 128: (64, 3, 1)}
+from qbench.attention.kernels.tiles import Tile
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    parameters: Parameters, family: str, asked: int, scale: float, softcap: float,
+    parameters: Parameters, family: str, asked: int, scale: float, softcap: float, tile: Tile,
 ) -> None:  # fmt: skip
-    """Fills output and lse."""
+    """Fills output and lse; for what :func:`fits` says."""
     batch, heads, length, width = query.shape
-    keys, stages, held = TILES[width]
+    keys = tile.block_k
     _, bias, slopes, _ = parameters
     sources = [described(of_rows, query, 64)]
     sources += [described(of_rows, tensor, keys) for tensor in (key, value)]
@@ -53,7 +51,7 @@ def forward(
         [*sources, output, lse, lse if bias is None else bias, lse if slopes is None else slopes],
         ((heads, heads // key.shape[1], length), factors(scale, softcap), output.stride()[:3]),
         {"FAMILY": family, "MODES": asked, "OF_LENGTH": bias is None, "HEAD_DIM": width,
-         "BLOCK_K": keys, "STAGES": stages, "HELD": held, "num_warps": 4},
+         "BLOCK_K": keys, "STAGES": tile.stages, "num_warps": 4},
     )  # fmt: skip
 
 
@@ -66,7 +64,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, a
         and asked & modes.SCALED.value == 0
         and window == 0
         and query.dtype == torch.bfloat16
-        and width in TILES
+        and width in (64, 128)
         and width == value.shape[3]
         and length == key.shape[2]
         and length % 128 == 0
@@ -154,9 +152,9 @@ def forward_step(
 @gluon.jit
 def forward_rows(
     own, rings, here, output, lse_out, bias, of_head, index, sizes, scales, strides,
-    FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr, HELD: gl.constexpr,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr,
 ):  # fmt: skip
-    k_tiles, k_ready, k_free, v_tiles, v_ready, v_free = rings
+    k_tiles, k_ready, k_free, v_tiles, v_ready, unused = rings  # noqa: RUF059
     heads, _, length = sizes
     scale, inner = scales
     shaping = (scale, inner, of_head)
@@ -179,9 +177,7 @@ def forward_rows(
         level = level - gl.load(bias + head) * LOG2_E
     gl.store(lse_out + pair.to(gl.int64) * length + first + rows, level)
     mbarrier.wait(here, 0)
-    q = flat(own, index)
-    if HELD > 0:
-        q = q.load(gl.DotOperandLayout(0, layout, 2))
+    q = flat(own, index).load(gl.DotOperandLayout(0, layout, 2))
     zero = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)
     out = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     mbarrier.wait(k_ready.index(0), 0)
@@ -213,7 +209,7 @@ def forward_rows(
 def forward_kernel(
     q_source, k_source, v_source, output, lse_out, bias, slopes, sizes, scales, strides,
     FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``sizes``: query heads, how many share a key head, length; ``scales``: in log2 units of the
     scores, and before a soft cap's tanh; ``strides``: of output. OF_LENGTH: the bias is minus the
@@ -242,9 +238,9 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (forward_rows, (own, rings, here, output, lse_out, bias, of_head, 0, sizes, scales,
-             strides, FAMILY, MODES, OF_LENGTH, HELD)),
+             strides, FAMILY, MODES, OF_LENGTH)),
             (forward_rows, (own, rings, here, output, lse_out, bias, of_head, 1, sizes, scales,
-             strides, FAMILY, MODES, OF_LENGTH, HELD)),
+             strides, FAMILY, MODES, OF_LENGTH)),
             (forward_loader, (sources, own, rings, here, sizes, BLOCK_K)),
         ],
         [4, 1],

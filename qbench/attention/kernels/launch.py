@@ -29,7 +29,7 @@ from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS
 
 try:  # Gluon is Triton's, but still experimental
-    from qbench.attention.kernels import gluon_backward
+    from qbench.attention.kernels import gluon_backward, gluon_forward
 except ImportError:
     gluon_backward = None
 
@@ -135,6 +135,20 @@ def _forward(
             )  # fmt: skip
         return output, lse, imprecise
     tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family)
+    if (
+        tile.gluon
+        and gluon_backward is not None
+        and not INTERPRETED
+        and mask is None
+        and spans is None
+        and gluon_forward.fits(query, key, value, causal, window, modes)
+        and all(map(tma_layout, (query, key, value)))
+    ):
+        gluon_forward.forward(
+            query, key, value, output, lse, parameters, kernels.family, modes, scale, softcap,
+            tile,
+        )  # fmt: skip
+        return output, lse, imprecise
     sources = (key, value)
     tma = tile.tma and all(map(tma_layout, sources))
     if tma:
