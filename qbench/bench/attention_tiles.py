@@ -161,13 +161,19 @@ def _named(tile: Tile | None) -> str:
 def _ends(job: tuple[Variant, int, Tile | None]) -> bool:
     """Whether this candidate comes to an end: one that waits for a barrier for ever would hold all
     others up."""
-    process = get_context("spawn").Process(target=_error, args=(job,))
+    process = get_context("spawn").Process(target=_pass, args=(job,))
     process.start()
     process.join(PATIENCE_S)
     if process.exitcode is None:
         process.kill()
         process.join()
     return process.exitcode == 0
+
+
+def _pass(job: tuple[Variant, int, Tile | None]) -> None:
+    error = _error(job)
+    if not _passed(error):
+        raise SystemExit(f"{job[0]}, {_named(job[2])}: {error}")
 
 
 def _error(job: tuple[Variant, int, Tile | None]) -> str:
@@ -184,7 +190,7 @@ def _error(job: tuple[Variant, int, Tile | None]) -> str:
         parameters={name: tensor.double() for name, tensor in parameters.items()},
     )  # fmt: skip
     gradient = torch.randn_like(inputs[0])
-    truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
+    truths = (truth.detach(), *torch.autograd.grad(truth, wide, gradient.double()))
     worst = 0.0
     try:
         with torch.no_grad(), variant.chosen():
