@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
 from qbench.errors import UnavailableError
 
-SIGMOID = 8 | 16 | 2048  # BIASED, SUMLESS and PAIRED of modes.py, which imports Triton
+SIGMOID = 8 | 16  # BIASED and SUMLESS of modes.py, which imports Triton
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """σ(x) = 1 / (1 + 2^−z) of scores in units of log2, for the compiler and for the interpreter.
 
 Exponentials and reciprocals are what a multiprocessor does slowest: an eighth as many a clock as
-additions and products. Two scores therefore share one reciprocal, 1/a = b · 1/(ab).
+additions and products. With PAIRED two scores share one reciprocal, 1/a = b · 1/(ab); with NEWTON
+additions and products take its place.
 """
 
 from __future__ import annotations
