@@ -10,6 +10,7 @@ import torch
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model
+from qbench.checkpoints.convert import convert
 from qbench.errors import RecipeError
 from qbench.training import output
 from qbench.training.recipe import Shape, TrainingRecipe
@@ -49,8 +50,11 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     read = load_model(checkpoint, dtype=torch.float32, device="cpu")
     trained = kept[-1].to(torch.bfloat16).float().eval()
     ids = torch.arange(12)[None] % 16
+    convert(checkpoint, "llama", tmp_path / "llama")
+    stock = load_model(find(str(tmp_path / "llama")), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, trained(ids).logits)
+        assert torch.equal(stock(ids).logits, read(ids).logits)
     (attribute,) = own
     chosen = {one.attribute: one for one in NORMALIZERS.get(normalizer).parameters}[attribute]
     start = torch.tensor(chosen.start(2))
