@@ -39,6 +39,14 @@ class CheckpointError(QbenchError):
     """A checkpoint cannot be read as what it claims to be."""
 
 
+class CheckpointProblems(CheckpointError):
+    """All checkpoints that cannot be read: one line each."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
 class DataError(QbenchError):
     """Task or calibration data is missing or malformed."""
 

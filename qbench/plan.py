@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qbench import __version__
@@ -19,7 +20,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.shapes import Shapes, linear_shapes
 from qbench.code import code_digest
-from qbench.errors import RecipeError
+from qbench.errors import CheckpointError, CheckpointProblems, RecipeError
 from qbench.evaluation.planned import PlannedTask
 from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.machine.environment import hardware, versions
@@ -135,15 +136,7 @@ def plan(
     this host's; ``only`` a glob over the names of cells that are to run. Raises a QbenchError for
     what cannot work; for those of the cells that can never run, too, unless it is to ``show`` them.
     """
-    checkpoints = {
-        name: find(
-            source.path,
-            revision=source.revision,
-            normalizer=source.normalizer,
-            base=recipe.folder,
-        )
-        for name, source in recipe.checkpoints.items()
-    }
+    checkpoints = _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe, checkpoints.values())
     calibration = find_calibration(recipe)
     shared = {
@@ -177,6 +170,29 @@ def plan(
     )
     if not show:
         require_runnable(found.select(only))
+    return found
+
+
+def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
+    """Raises CheckpointProblems with all that cannot be read, not the first of them alone."""
+    found: dict[str, Checkpoint] = {}
+    problems: list[CheckpointError] = []
+    for name, source in recipe.checkpoints.items():
+        try:
+            found[name] = find(
+                source.path,
+                revision=source.revision,
+                normalizer=source.normalizer,
+                base=recipe.folder,
+            )
+        except CheckpointError as error:
+            problems.append(error)
+            if not (recipe.folder / Path(source.path).expanduser()).is_dir():
+                break  # the hub: what ails one ails the next, after minutes
+    if len(problems) > 1:
+        raise CheckpointProblems(list(dict.fromkeys(map(str, problems))))
+    for problem in problems:
+        raise problem
     return found
 
 

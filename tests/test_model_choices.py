@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,22 @@ def test_a_reason_that_several_cells_share_is_said_once(tmp_path, models):
     assert len(lines) == 3
     assert lines[0].startswith("a/rtn-3bit, b/rtn-3bit: rtn-3bit: ")
     assert lines[-1] == "these cells can never run; --only PATTERN runs others"
+
+
+def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):
+    from qbench.errors import CheckpointProblems
+
+    configs = {
+        "t5": {"model_type": "t5", "is_encoder_decoder": True},
+        "bert": {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2},
+    }
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    path = small_recipe(tmp_path, checkpoints={**{n: str(tmp_path / n) for n in configs},
+                                               "softmax": str(DEMO / "softmax")})  # fmt: skip
+    with pytest.raises(CheckpointProblems) as error:
+        plan(Recipe.load(path), device="cpu")
+    second, first = sorted(error.value.lines)
+    assert "is an encoder-decoder model" in first
+    assert "attends to both sides of a token" in second

@@ -10,7 +10,13 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from qbench.errors import DataProblems, QbenchError, RecipeProblems, shown
+from qbench.errors import (
+    CheckpointProblems,
+    DataProblems,
+    QbenchError,
+    RecipeProblems,
+    shown,
+)
 
 UNMAPPED = "failed to map segment"  # the loader's word for a library without room
 
@@ -36,9 +42,8 @@ def refuse(error: Exception) -> NoReturn:
     if isinstance(error, ImportError) and UNMAPPED not in str(error):
         raise error
     with suppress(OSError):  # standard error may be on the full disk, too
-        for line in (
-            error.lines if isinstance(error, RecipeProblems | DataProblems) else [_said(error)]
-        ):
+        several = isinstance(error, RecipeProblems | CheckpointProblems | DataProblems)
+        for line in error.lines if several else [_said(error)]:
             complain(line)
     sys.exit(2)
 

@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from qbench.running.estimate import Estimate, in_words
+from qbench.text.reasons import reason_alone
 
 
 class Left(ProgressColumn):
@@ -78,7 +79,7 @@ class Display:
         """A line that stays. A reason for which several cells fail is said once."""
         cell, failed, reason = line.partition(FAILED)
         if failed:
-            first = self._reasons.setdefault(reason, cell)
+            first = self._reasons.setdefault(reason_alone(reason), cell)
             line = line if first == cell else f"{cell}: FAILED, as {first}"
         self.console.print(line, style=style, markup=False)
 

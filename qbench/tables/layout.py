@@ -16,7 +16,7 @@ from qbench.tables.by_part import PART_HEADS, parts_alone
 from qbench.tables.cache import cache_notes
 from qbench.tables.chance import chance_notes
 from qbench.tables.judged import judged_notes
-from qbench.tables.table import Table, pair_of
+from qbench.tables.table import Table, pairs
 from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
 
 BELOW_NOISE = "≈"
@@ -64,8 +64,8 @@ def layouts(comparison: Comparison, table: Table, *, published: str | None = Non
     """
     several = len(table.checkpoints) > 2 and not comparison.grid.replicates
     if several:  # a table for each pair stays readable
-        pairs = [pair_of(table, other) for other in table.checkpoints[1:]]
-        return [one for pair in pairs for one in layouts(comparison, pair, published=published)]
+        found = pairs(table)
+        return [one for pair in found for one in layouts(comparison, pair, published=published)]
     one = len(comparison.checkpoints) == 1 and not published
     if one and any(row.line.damages for row in table.rows):
         return [_alone(comparison, table)]

@@ -73,21 +73,24 @@ def _table(comparison: Comparison, method: str, problems: list[str]) -> Table:
     )
 
 
-def pair_of(table: Table, other: str) -> Table:
-    """The part of a table that is about the baseline and one other checkpoint."""
+def pairs(table: Table) -> list[Table]:
+    """A table for the baseline and each other checkpoint; its notes stand below the first."""
+    found = [_pair_of(table, other) for other in table.checkpoints[1:]]
+    return [found[0], *(replace(one, notes=()) for one in found[1:])]
+
+
+def _pair_of(table: Table, other: str) -> Table:
     base = table.checkpoints[0]
     pair = (base, other)
     rows = tuple(
         replace(row, line=replace(row.line, entries=tuple(map(row.line.entry, pair))))
         for row in table.rows
     )
-    left_out = tuple(f"{name}/" for name in table.checkpoints if name not in pair)
     return replace(
         table,
         title=f"{table.name}: Δ = {other} {MINUS} {base}",
         checkpoints=pair,
         rows=rows,
-        notes=tuple(note for note in table.notes if not note.startswith(left_out)),
     )
 
 

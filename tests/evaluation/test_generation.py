@@ -58,3 +58,16 @@ def test_a_step_after_the_first_is_looked_at_too():
     with pytest.raises(EvaluationError, match="logits of generated tokens"):
         lm.generate_until([generation("the cat sat on", most=5)], disable_tqdm=True)
     assert len(steps) >= 3
+
+
+def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
+    """On a GPU an index out of range would end the process, and all cells after it."""
+    model = llama()
+    model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data[:40].clone()
+    lm = scorer(model, "exact")
+    request = Instance(request_type="loglikelihood", doc={}, arguments=(text(0, 5), text(1, 3)),
+                       idx=0, metadata=("t", 0, 1))  # fmt: skip
+    with pytest.raises(EvaluationError, match=r"gives token \d+, and the model embeds 40"):
+        lm.loglikelihood([request], disable_tqdm=True)
+    with pytest.raises(EvaluationError, match="embeds 40"):
+        lm.greedy([[1, 2, 41]], 1)

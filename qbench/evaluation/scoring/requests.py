@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -94,6 +94,17 @@ class Batching(Protocol):
 def shuffled(things: list[T], seed: int | None) -> list[T]:
     """In another order, or as they are where ``seed`` is None."""
     return things if seed is None else random.Random(seed).sample(things, len(things))
+
+
+def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
+    """Raises EvaluationError for a token that has no row among the ``rows`` of the model's
+    embedding: on a GPU that would end the process."""
+    most = max((max(tokens, default=0) for tokens in prompts), default=0)
+    if most >= rows:
+        raise EvaluationError(
+            f"its tokenizer gives token {most}, and the model embeds {rows}: the tokenizer is that "
+            "of another model"
+        )
 
 
 def check_lengths(requests: Sequence[Request], max_length: int) -> None:

@@ -34,7 +34,13 @@ from qbench.evaluation.scoring.memory import (
     peak_memory_gib,
     reset_peak_memory,
 )
-from qbench.evaluation.scoring.requests import Batch, Planned, Request, check_lengths
+from qbench.evaluation.scoring.requests import (
+    Batch,
+    Planned,
+    Request,
+    check_lengths,
+    check_tokens,
+)
 from qbench.evaluation.scoring.rows import (
     Observer,
     RowScores,
@@ -90,6 +96,7 @@ class Scorer(LM):
         self._progress, self._observer = progress, observer
         decoder, self.head = decoder_and_head(model)
         shape = model.config.get_text_config()
+        self._embedded = len(model.get_input_embeddings().weight)
         self._rows_at_once = rows_at_once(shape.vocab_size)
         self._product = try_out(self.head, shape.hidden_size, model.dtype, self._device)
         self._logits_bytes = shape.vocab_size * model.dtype.itemsize
@@ -154,12 +161,14 @@ class Scorer(LM):
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
         """See :func:`qbench.evaluation.scoring.greedy.greedy`."""
+        check_tokens(prompts, self._embedded)
         return greedy(self.hflm.model, prompts, tokens, progress=self._progress)
 
     def _observed(
         self, instances: Sequence[Any], requests: Sequence[Request], *, windows: bool
     ) -> list[Answer]:
         check_lengths(requests, self.settings.max_length)
+        check_tokens((request.tokens for request in requests), self._embedded)
         self._counts.requests += len(requests)
         self._counts.truncated += sum(
             len(r.tokens) > self.settings.max_length + 1 for r in requests
