@@ -74,9 +74,20 @@ def _table(comparison: Comparison, method: str, problems: list[str]) -> Table:
 
 
 def pairs(table: Table) -> list[Table]:
-    """A table for the baseline and each other checkpoint; its notes stand below the first."""
-    found = [_pair_of(table, other) for other in table.checkpoints[1:]]
-    return [found[0], *(replace(one, notes=()) for one in found[1:])]
+    """A table for the baseline and each other checkpoint. A note stands below the first of them
+    that shows what it is about."""
+    made, notes = [], list(table.notes)
+    for other in table.checkpoints[1:]:
+        own = [note for note in notes if _is_about(note, table.checkpoints, other)]
+        made.append(replace(_pair_of(table, other), notes=tuple(own)))
+        notes = [note for note in notes if note not in own]
+    return made
+
+
+def _is_about(note: str, checkpoints: tuple[str, ...], other: str) -> bool:
+    """Whether a note is about ``other``, the first checkpoint, or none of them."""
+    named = [name for name in checkpoints if note.startswith(f"{name}/")]
+    return not named or named[0] in (checkpoints[0], other)
 
 
 def _pair_of(table: Table, other: str) -> Table:
