@@ -25,7 +25,7 @@ from qbench.training.processes import Processes
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.shape import flops_per_token
 from qbench.training.speed import duration, share_of_peak
-from qbench.training.state import LAST, Progress, load_state, save_state
+from qbench.training.state import LAST, Progress, load_state, read_progress, save_state
 from qbench.training.step import Step
 from qbench.training.watch import Watched
 
@@ -197,7 +197,10 @@ class _Window:
 
     def _judge(self, mean: float, norm: float, step: int) -> None:
         lowest, limit = self.progress.lowest_loss, self.run.recipe.watch.diverged
-        kept = f"the state of an earlier step is kept in {self.run.folder}"
+        path = self.run.folder / LAST
+        kept = "there is no earlier state yet"
+        if path.exists():
+            kept = f"the state of step {read_progress(path).step} is kept in {self.run.folder}"
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise TrainingError(
                 f"step {step}: the loss is {mean}, the gradient's norm {norm}: training broke; "

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qbench.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.ticker import Formatter
 
 PANELS = (
     ("step", "loss", "training loss (nats a token)", False),
@@ -21,18 +24,18 @@ PANELS = (
 
 def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Write the curves of runs by (normalizer, seed) to ``path`` (.svg, .png or .pdf): one colour
-    a normalizer, a line a seed."""
+    and stroke a normalizer, a line a seed. Their numbers stand in the runs' logs."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     normalizers = list(dict.fromkeys(normalizer for normalizer, _ in logs))
-    colours = dict(zip(normalizers, _colours(len(normalizers)), strict=True))
+    looks = {name: _look(index) for index, name in enumerate(normalizers)}
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
         for axis, (kind, value, title, logarithmic) in zip(axes.flat, PANELS, strict=True):
-            for (normalizer, seed), lines in logs.items():
+            for (normalizer, _), lines in logs.items():
                 points = [
                     (line["step"], line[value])
                     for line in lines
@@ -41,19 +44,26 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
                 if points:
                     axis.plot(
                         *zip(*points, strict=True),
-                        color=colours[normalizer],
-                        linewidth=0.9,
+                        **looks[normalizer],
+                        linewidth=1.0,
                         alpha=0.9,
-                        label=f"{normalizer}, seed {seed}",
+                        label=_label(normalizer, logs),
                     )
             axis.set_title(title)
             axis.set_xlabel("step")
             if logarithmic and axis.lines:
                 axis.set_yscale("log")
+                axis.yaxis.set_major_formatter(_plain_numbers())
+                axis.yaxis.set_minor_formatter(_plain_numbers())
+            if value == "sink_rate":
+                axis.set_ylim(bottom=0, top=max(0.05, axis.get_ylim()[1]))
             axis.grid(alpha=0.25)
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+        once = dict(zip(labels, handles, strict=True))
+        if once:
+            figure.legend(
+                once.values(), once.keys(), loc="outside lower center", ncols=min(6, len(once))
+            )
         drawn = io.BytesIO()
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(drawn, format=path.suffix.removeprefix("."), metadata=metadata, dpi=120)
@@ -61,6 +71,24 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
     write_atomically(path, drawn.getvalue())
 
 
-def _colours(count: int) -> list[str]:
+def _plain_numbers() -> Formatter:
+    """Of a logarithmic axis: ``0.6``, where matplotlib writes 6 × 10⁻¹."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    return Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5))
+
+
+def _label(normalizer: str, logs: Mapping[tuple[str, int], object]) -> str:
+    seeds = [str(seed) for name, seed in logs if name == normalizer]
+    return f"{normalizer}, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}"
+
+
+def _look(index: int) -> dict[str, str]:
+    """Okabe and Ito's palette, told apart with any colour vision; strokes tell as well."""
     safe = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-    return [safe[index % len(safe)] for index in range(count)]
+    strokes = ["-", "--", "-.", ":"]
+    return {"color": safe[index % len(safe)], "linestyle": strokes[index % len(strokes)]}

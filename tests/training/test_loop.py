@@ -17,6 +17,7 @@ from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.record import Training
 from qbench.training.log import read_log, require_trackers
+from qbench.training.plot import plot
 from qbench.training.runs import draw
 
 ROOT = Path(__file__).parents[2]
@@ -154,10 +155,29 @@ def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
     with pytest.raises(TrainingError, match=r"step 25: the loss is nan.*kept in") as error:
         train(tmp_path, normalizers=["softmax"])
     assert "\n" not in str(error.value)
+    assert "the state of step 20 is kept in" in str(error.value)
     monkeypatch.undo()
     [record] = train(tmp_path, normalizers=["softmax"])
     assert record.sessions[1].first_step == 20
     assert record.final_loss < 3.5
+
+
+def test_where_nothing_was_kept_yet_that_is_said(tmp_path, train, monkeypatch):
+    from qbench.training import step
+
+    monkeypatch.setattr(step, "learning_rate", lambda number, steps, schedule: float("nan"))
+    with pytest.raises(TrainingError, match=r"step 5: the loss is nan.*there is no earlier state"):
+        train(tmp_path, normalizers=["softmax"])
+
+
+def test_curves_name_each_normalizer_once_with_its_seeds(tmp_path):
+    line = {"kind": "step", "step": 5, "loss": 2.0, "grad_norm": 0.6}
+    again = line | {"step": 10, "grad_norm": 0.9}
+    plot({(n, s): [line, again] for s in (0, 1) for n in ("softmax", "softpick")},
+         tmp_path / "curves.svg")  # fmt: skip
+    text = (tmp_path / "curves.svg").read_text()
+    assert text.count("<!-- softmax, seeds 0, 1 -->") == 1
+    assert "<!-- 0.6 -->" in text
 
 
 def test_a_loss_far_above_the_lowest_ends_it(tmp_path, train):
