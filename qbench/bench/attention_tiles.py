@@ -113,8 +113,12 @@ TILES = {  # by head dimension
 
 
 GLUON = {  # of sigmoid
-    64: (_tile(64, 128, 4, 3, gluon=True), _tile(64, 64, 4, 4, gluon=True)),
-    128: (_tile(64, 64, 4, 3, gluon=True),),
+    64: (
+        _tile(64, 128, 4, 3, gluon=True),
+        _tile(64, 64, 4, 4, gluon=True),
+        _tile(64, 64, 4, 4, gluon=True, overlap=True),
+    ),
+    128: (_tile(64, 64, 4, 3, gluon=True), _tile(64, 64, 4, 3, gluon=True, overlap=True)),
 }
 PATIENCE_S = 90
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -51,7 +52,7 @@ def forward(
         [*sources, output, lse, lse if bias is None else bias, lse if slopes is None else slopes],
         ((heads, heads // key.shape[1], length), factors(scale, softcap), output.stride()[:3]),
         {"FAMILY": family, "MODES": asked, "OF_LENGTH": bias is None, "HEAD_DIM": width,
-         "BLOCK_K": keys, "STAGES": tile.stages, "num_warps": 4},
+         "BLOCK_K": keys, "STAGES": tile.stages, "AHEAD": tile.overlap, "num_warps": 4},
     )  # fmt: skip
 
 
@@ -150,9 +151,38 @@ def forward_step(
 
 
 @gluon.jit
+def ahead_step(
+    out, s, q, tile, count, behind, level, rings, shaping,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Adds this tile, whose scores are ``s``, to out, and gives the next one's scores. Nothing
+    waits for a product that has just been asked for. After the last tile it is asked for again."""
+    k_tiles, k_ready, k_free, v_tiles, v_ready, v_free = rings
+    stages: gl.constexpr = k_tiles.shape[0]
+    BLOCK_K: gl.constexpr = k_tiles.shape[3]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[4], 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)
+    later = gl.minimum(tile + 1, count - 1)
+    slot = later % stages
+    zero = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)
+    mbarrier.wait(k_ready.index(slot), later // stages & 1)
+    more = warpgroup_mma(q, turned(k_tiles, slot), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(2, [s])  # waits for nothing; it ends what the assembler takes as one
+    weights = tile_weights(s, behind, level, shaping, left, FAMILY, MODES, MASKED)
+    mbarrier.wait(v_ready.index(tile % stages), tile // stages & 1)
+    out = warpgroup_mma(weights, flat(v_tiles, tile % stages), out, is_async=True)
+    more = warpgroup_mma_wait(1, [more])
+    mbarrier.arrive(k_free.index(slot), count=1)
+    before = gl.maximum(tile - 1, 0) % stages
+    mbarrier.arrive(v_free.index(before), count=1, pred=tile > 0)
+    return out, more
+
+
+@gluon.jit
 def forward_rows(
     own, rings, here, output, lse_out, bias, of_head, index, sizes, scales, strides,
-    FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     k_tiles, k_ready, k_free, v_tiles, v_ready, unused = rings  # noqa: RUF059
     heads, _, length = sizes
@@ -185,23 +215,40 @@ def forward_rows(
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_free.index(0), count=1)
     behind = first - (count - 1) * BLOCK_K
-    weights = tile_weights(s, behind, level, shaping, left, FAMILY, MODES, True)
-    weights = warpgroup_mma_wait(0, [weights])
-    cut: gl.constexpr = BLOCK // BLOCK_K  # tiles that the diagonal cuts for one group or the other
-    for tile in gl.static_range(1, cut):
-        out, weights = forward_step(
-            out, weights, q, tile, behind + tile * BLOCK_K, level, rings, shaping,
-            FAMILY, MODES, True,
-        )  # fmt: skip
-    for tile in range(cut, count):
-        out, weights = forward_step(
-            out, weights, q, tile, behind + tile * BLOCK_K, level, rings, shaping,
-            FAMILY, MODES, False,
-        )  # fmt: skip
-    last = count - 1
-    mbarrier.wait(v_ready.index(last % stages), last // stages & 1)
-    out = warpgroup_mma(weights, flat(v_tiles, last % stages), out, is_async=True)
-    out = warpgroup_mma_wait(0, [out])
+    if AHEAD:
+        sums = warpgroup_mma_init(out)
+        for early in gl.static_range(2):
+            sums, s = ahead_step(
+                sums, s, q, early, count, behind + early * BLOCK_K, level, rings, shaping,
+                FAMILY, MODES, True,
+            )  # fmt: skip
+        for two in range(2, count, 2):
+            for i in gl.static_range(2):
+                sums, s = ahead_step(
+                    sums, s, q, two + i, count, behind + (two + i) * BLOCK_K, level, rings,
+                    shaping, FAMILY, MODES, False,
+                )  # fmt: skip
+        out = warpgroup_mma_wait(0, [sums])
+    else:
+        weights = tile_weights(s, behind, level, shaping, left, FAMILY, MODES, True)
+        weights = warpgroup_mma_wait(0, [weights])
+        cut: gl.constexpr = (
+            BLOCK // BLOCK_K
+        )  # tiles that the diagonal cuts for one group or the other
+        for tile in gl.static_range(1, cut):
+            out, weights = forward_step(
+                out, weights, q, tile, behind + tile * BLOCK_K, level, rings, shaping,
+                FAMILY, MODES, True,
+            )  # fmt: skip
+        for tile in range(cut, count):
+            out, weights = forward_step(
+                out, weights, q, tile, behind + tile * BLOCK_K, level, rings, shaping,
+                FAMILY, MODES, False,
+            )  # fmt: skip
+        last = count - 1
+        mbarrier.wait(v_ready.index(last % stages), last // stages & 1)
+        out = warpgroup_mma(weights, flat(v_tiles, last % stages), out, is_async=True)
+        out = warpgroup_mma_wait(0, [out])
     store_rows(output, out, first, batch, head, strides)
 
 
@@ -209,7 +256,7 @@ def forward_rows(
 def forward_kernel(
     q_source, k_source, v_source, output, lse_out, bias, slopes, sizes, scales, strides,
     FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """``sizes``: query heads, how many share a key head, length; ``scales``: in log2 units of the
     scores, and before a soft cap's tanh; ``strides``: of output. OF_LENGTH: the bias is minus the
@@ -238,9 +285,9 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (forward_rows, (own, rings, here, output, lse_out, bias, of_head, 0, sizes, scales,
-             strides, FAMILY, MODES, OF_LENGTH)),
+             strides, FAMILY, MODES, OF_LENGTH, AHEAD)),
             (forward_rows, (own, rings, here, output, lse_out, bias, of_head, 1, sizes, scales,
-             strides, FAMILY, MODES, OF_LENGTH)),
+             strides, FAMILY, MODES, OF_LENGTH, AHEAD)),
             (forward_loader, (sources, own, rings, here, sizes, BLOCK_K)),
         ],
         [4, 1],
