@@ -56,9 +56,7 @@ def bench_attention(
     without a CUDA device, EvaluationError where a check is red: then
     nothing is timed.
     """
-    if torch.device(device).type != "cuda":
-        raise UnavailableError("bench attention: the kernels run on a CUDA GPU")
-    require_gpu()
+    require_gpu(device)
     for name in only:
         require(name)
     checks = check_kernels(quick, only)
@@ -87,9 +85,9 @@ def bench_attention(
     return results
 
 
-def require_gpu() -> None:
+def require_gpu(device: str = "cuda") -> None:
     """Raises UnavailableError without a CUDA device."""
-    if not torch.cuda.is_available():
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
 
 

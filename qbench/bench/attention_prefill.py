@@ -148,7 +148,7 @@ def step_table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         line = [", ".join(map(str, row["shape"])), row["kernel"]]
         for way in ("ms", "captured_ms"):
-            ms, other = row[way], best.get(tuple(row["shape"]), {}).get(way)
+            ms, other = row.get(way), best.get(tuple(row["shape"]), {}).get(way)
             line.append("–" if ms is None else f"{ms:.3f}")
             line.append("–" if ms is None or other is None else f"{other / ms:.2f}")
         cells.append(line)

@@ -21,8 +21,9 @@ RESULTS = {
         {"shape": SHAPE, "kernel": "plain PyTorch softpick", "forward": 4.0, "backward": None},
     ],
     "steps": [
-        {"shape": STEP, "kernel": "qbench softpick", "ms": 0.5},
-        {"shape": STEP, "kernel": "cuDNN softmax", "ms": 0.4},
+        {"shape": STEP, "kernel": "qbench softpick", "ms": 0.5, "captured_ms": 0.32},
+        {"shape": STEP, "kernel": "qbench sigmoid", "ms": 0.8},
+        {"shape": STEP, "kernel": "cuDNN softmax", "ms": 0.4, "captured_ms": 0.24},
     ],
     "decode": [
         {"shape": SHAPE, "kernel": "qbench softpick", "ms": 0.25, "tb_per_s": 4.0,
@@ -47,7 +48,8 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
         "| 4, 4096, 16, 64 | qbench scalable-softpick | 380 | 0.93 | 0.95 | 285 | 0.76 | 0.95 |",
         "| 4, 4096, 16, 64 | plain PyTorch softpick | 4 | 0.01 | – | – | – | – |",
         "| 4, 4096, 16, 64 | 1.17 |",
-        "| 8, 1024, 16, 64 | qbench softpick | 0.500 | 0.80 |",
+        "| 8, 1024, 16, 64 | qbench softpick | 0.500 | 0.80 | 0.320 | 0.75 |",
+        "| 8, 1024, 16, 64 | qbench sigmoid | 0.800 | 0.50 | – | – |",
         "| 4, 4096, 16, 64 | qbench softpick | 0.250 | 4.00 | 93% |",
         "| 64 | 9000 | qbench softpick | 1.500 |",
     ],

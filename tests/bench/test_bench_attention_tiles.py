@@ -1,0 +1,44 @@
+import re
+
+from qbench.attention.kernels import families, settings
+from qbench.bench.attention_tiles import VARIANTS
+from qbench.bench.attention_tiles_table import CURRENT, tiles_table
+
+FORWARD = [
+    {"width": 64, "kernel": "sigmoid", "tile": tile, "rate": rate, "error": error,
+     "beside": rate and rate / 440}
+    for tile, rate, error in [
+        ("a", 484.0, "2e-03"), ("b", 462.0, "2e-03"), ("c", 440.0, "2e-03"),
+        (CURRENT, 396.0, "2e-03"), ("d", None, "0.5"),
+    ]
+]  # fmt: skip
+RESULTS = {
+    "forward": FORWARD,
+    "backward": [
+        {"shape": (8, 1024, 16, 64), "kernel": "sigmoid", "error": "3e-03", "Gluon": 200.0,
+         "Triton": 180.0, "beside": 0.98},
+    ],
+    "steps": [{"shape": (8, 1024, 16, 64), "kernel": "cuDNN softmax", "ms": 0.4}],
+}  # fmt: skip
+
+
+def test_the_best_tiles_the_one_in_use_and_what_went_wrong_are_shown():
+    lines = [re.sub(" +", " ", line) for line in tiles_table(RESULTS, best=2).splitlines()]
+    assert [line for line in lines if line.startswith("| 64 |")] == [
+        "| 64 | sigmoid | a | 484 | 1.10 | 2e-03 |",
+        "| 64 | sigmoid | b | 462 | 1.05 | 2e-03 |",
+        "| 64 | sigmoid | as it is | 396 | 0.90 | 2e-03 |",
+        "| 64 | sigmoid | d | – | – | 0.5 |",
+    ]
+    assert "| 8, 1024, 16, 64 | sigmoid | 200 | 0.98 | 180 | 3e-03 |" in lines
+    assert "| 8, 1024, 16, 64 | cuDNN softmax | 0.400 | 1.00 | – | – |" in lines
+
+
+def test_a_variant_changes_the_arithmetic_only_while_it_is_tried():
+    before = dict(families.FAMILIES), settings.NEAR
+    seen = set()
+    for variant in VARIANTS:
+        with variant.chosen():
+            seen.add((families.FAMILIES["sigmoid"].modes, settings.NEAR))
+        assert (dict(families.FAMILIES), settings.NEAR) == before
+    assert len(seen) >= 4
