@@ -107,6 +107,10 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         if dropout:
             raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if isinstance(attention_mask, Mask) and attention_mask.written is not None:
+            key, value = (each[:, :, : attention_mask.written] for each in (key, value))
+        elif isinstance(attention_mask, Tensor) and torch.compiler.is_compiling():
+            _require_aligned(chosen, parameters, query, key)
         query, key = rotated(module, query, key, options)
         cached = None if READ in options else getattr(module, KV_CACHE, None)
         two_sources: dict[str, Any] = {}
@@ -155,6 +159,19 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward
+
+
+def _require_aligned(
+    chosen: Normalizer, parameters: dict[str, Tensor], query: Tensor, key: Tensor
+) -> None:
+    """Raises UnavailableError where distances are measured from the last key, and it cannot be told
+    whether that is the last query's: a static cache has room behind it."""
+    measured = chosen.uses_distances or SLOPES.name in parameters
+    if measured and query.shape[2] != key.shape[2]:
+        raise UnavailableError(
+            f"{chosen.name} attention with ALiBi's slopes cannot be compiled with a static "
+            "cache, or with padding and a cache; generate without torch.compile"
+        )
 
 
 def _of_kept_heads(module: torch.nn.Module, output: Tensor) -> Tensor:

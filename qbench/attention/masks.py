@@ -25,7 +25,8 @@ class Mask:
     the sequences inside the padding (see :mod:`qbench.attention.kernels.spans`), or ``window``,
     how many keys up to its own a query sees. Where ``banded``, these two say all there is to say
     beside causality. ``padding`` [B, T]: the model's ``attention_mask``, of which the keys are the
-    part from ``kv_offset`` on: a cache of a sliding window has dropped those before."""
+    part from ``kv_offset`` on: a cache of a sliding window has dropped those before. ``written``:
+    how many keys a static cache holds; what comes after is room for later ones."""
 
     make: Callable[[], Tensor]
     made: list[Tensor]
@@ -34,6 +35,7 @@ class Mask:
     window: int | None = None
     padding: Tensor | None = None
     kv_offset: int = 0
+    written: int | None = None
 
     def dense(self) -> Tensor:
         if not self.made:
@@ -88,11 +90,15 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         options |= {"use_vmap": use_vmap, "config": config}
         if mask_function is not None:
             options["mask_function"] = mask_function
+        compiling, written = torch.compiler.is_compiling(), None
+        if not compiling:
+            q_offset = int(q_offset)  # a static cache's moves on before a layer asks for its mask
+            if (held := q_offset + q_length - int(kv_offset)) < kv_length:
+                kv_length = written = held
         make = _dense_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size,
             options,
         )  # fmt: skip
-        compiling = torch.compiler.is_compiling()
         if compiling:  # values of a padding mask are not known yet
             plain = attention_mask is None
             if plain and not use_vmap and _is_packed(mask_function):
@@ -102,13 +108,13 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         fixed = isinstance(q_offset, int)
         aligned = fixed and q_offset + q_length == kv_offset + kv_length
         wide = local_size is None or kv_length < local_size
-        if allow_is_causal_skip and wide and plain and aligned:
+        if allow_is_causal_skip and wide and plain and aligned and written is None:
             return None
         window = None if wide else _window(local_size, config)
         banded = (
             allow_is_causal_skip and (wide or window is not None) and implementation == "triton"
         )
-        rows = {"padding": attention_mask, "kv_offset": kv_offset}
+        rows = {"padding": attention_mask, "kv_offset": kv_offset, "written": written}
         if banded and plain and aligned:
             return Mask(make, [], banded=True, window=window, **rows)
         if compiling:

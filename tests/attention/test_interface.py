@@ -1,7 +1,7 @@
 import pytest
 import torch
 from normalizer_parameters import attach
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from qbench.attention import reference
 from qbench.attention.interface import attend, attention_name
@@ -109,6 +109,37 @@ def test_decoding_with_a_cache_equals_one_full_pass(model, ids, normalizer, padd
             )
             cache, done = out.past_key_values, stop
             pieces.append(out.logits)
+    kept = padding.bool()
+    torch.testing.assert_close(torch.cat(pieces, 1)[kept], full[kept], **TOLERANCE)
+
+
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_decoding_with_a_static_cache_equals_one_full_pass(ids, normalizer, padded):
+    """Whose offset moves on while layers are at work, and which has room behind the last key; with
+    slopes, which go by distance."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, vocab_size=97, initializer_range=0.3,
+    )  # fmt: skip
+    model = attach(LlamaForCausalLM(config).eval(), normalizer, slopes=True)
+    attend(model, normalizer=normalizer)
+    padding = torch.ones(3, 17, dtype=torch.long)
+    if padded:
+        padding[0, :4] = 0
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    full = logits(model, ids, attention_mask=padding, position_ids=positions)
+    cache, pieces, done = StaticCache(config=config, max_cache_len=32), [], 0
+    for piece in ids.split([8, 7, 1, 1], 1):
+        stop = done + piece.shape[1]
+        out = model(
+            piece, past_key_values=cache, position_ids=positions[:, done:stop],
+            attention_mask=padding[:, :stop] if padded else None,
+        )  # fmt: skip
+        done = stop
+        pieces.append(out.logits)
     kept = padding.bool()
     torch.testing.assert_close(torch.cat(pieces, 1)[kept], full[kept], **TOLERANCE)
 
