@@ -21,6 +21,12 @@ from qbench.store import KEY_DIGITS
 
 MANIFEST = "manifest.json"
 GIB = 2**30
+MIB = 2**20
+
+
+def in_words(bytes: int) -> str:
+    """A size: 0.5 MiB, 12.3 GiB."""
+    return f"{bytes / GIB:,.1f} GiB" if bytes >= GIB else f"{bytes / MIB:,.1f} MiB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +95,12 @@ def _weights(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
     for manifest in folder.glob(f"*/*/{MANIFEST}"):
         path = manifest.parent
         quantizer = path.name.rpartition("-")[0]
+        settings = None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # damaged: nobody uses it
+            settings = json.loads(manifest.read_bytes())["parts"]["quantizer"]
         yield _entry(
             "weights", path, (path,), f"{quantizer} of {path.parent.name}",
-            cells.get(f"{path.parent.name}/{quantizer}", ()),
+            cells.get(_use(path.parent.name, settings), ()),
         )  # fmt: skip
 
 
@@ -119,18 +128,24 @@ def _entry(
 
 
 def _cells(results: Sequence[Path]) -> dict[str, list[str]]:
-    """Cells by what they use: the key of the unquantized cell, and weights and quantizer."""
+    """Cells by what they use: the key of the unquantized cell, and weights with the settings of
+    a quantizer, or of a part of one."""
     found: dict[str, list[str]] = {}
     for folder in results:
         for path in sorted(Path(folder).rglob("records/*/*/*.json")):
             try:
                 record = json.loads(path.read_bytes())
                 parts, name = record["key_parts"], f"{record['checkpoint']}/{record['quantizer']}"
-                weights, quantizer = str(parts["weights"]), parts["quantizer"]["name"]
-            except (OSError, ValueError, KeyError, TypeError):
+                weights, quantizer = str(parts["weights"])[:KEY_DIGITS], parts["quantizer"]
+                settings = [quantizer, *(v for v in quantizer.values() if isinstance(v, dict))]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue  # damaged, or no record of ours: it uses nothing
-            keys = [f"{weights[:KEY_DIGITS]}/{quantizer}", str(record.get("key"))[:KEY_DIGITS]]
+            keys = [*(_use(weights, one) for one in settings), str(record.get("key"))[:KEY_DIGITS]]
             keys.append(str(parts.get("damage against"))[:KEY_DIGITS])
             for key in keys:
                 found.setdefault(key, []).append(f"{path.parents[3].name}: {name}")
     return found
+
+
+def _use(weights: str, settings: object) -> str:
+    return f"{weights}/{json.dumps(settings, sort_keys=True)}"

@@ -185,3 +185,48 @@ def test_ctrl_c_while_a_run_starts_is_one_line_and_leaves_no_process(tmp_path):
         while alive(process.pid) and time.monotonic() < end:
             time.sleep(0.1)
         assert alive(process.pid) == []
+
+
+HOLDING = """
+import ctypes, os, signal, sys
+from qbench.machine.interrupt import settle_interrupts
+settle_interrupts()
+signal.siginterrupt(signal.SIGINT, False)  # the call below goes on after the signal
+print("ready", flush=True)
+ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+"""
+
+
+def test_ctrl_c_ends_what_lets_no_thread_run(tmp_path):
+    """As a large library that is mapped: a call that holds Python's lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDING], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    try:
+        said = process.communicate(timeout=10)[1]
+    finally:
+        process.kill()
+    assert time.monotonic() - begun < 2.5
+    assert said == "stopped; finished cells are kept, run the same command to go on\n"
+
+
+def test_a_command_that_ends_leaves_nobody_behind(tmp_path):
+    """Who stands by for Ctrl-C holds no output open, and ends with the command."""
+    command = [sys.executable, "-m", "qbench", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    process = subprocess.Popen([sys.executable, "-c", HOLDING], cwd=ROOT, stdout=subprocess.PIPE,
+                               text=True)  # fmt: skip
+    process.stdout.readline()
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.communicate()
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{child} is still there")

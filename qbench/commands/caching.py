@@ -24,20 +24,19 @@ def list_entries(
     """What is kept, with sizes, ages and who uses it, the least recently used first."""
     from tabulate import tabulate
 
-    from qbench.cache import GIB, entries
+    from qbench.cache import entries, in_words
     from qbench.run import cache_folder
 
     cache = cache_folder()
     found = entries(cache, results)
     rows = [
-        (one.kind, one.about, f"{one.bytes / 2**20:,.1f} MiB", one.age(), _users(one.used_by))
-        for one in found
+        (one.kind, one.about, in_words(one.bytes), one.age(), _users(one.used_by)) for one in found
     ]
-    total = sum(one.bytes for one in found) / GIB
+    total = in_words(sum(one.bytes for one in found))
     if rows:
         head = ("kind", "what", "size", "unused for", "used by")
         typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
-    typer.echo(f"{cache}: {len(found)} entries, {total:.2f} GiB")
+    typer.echo(f"{cache}: {len(found)} entries, {total}")
 
 
 @app.command()
@@ -51,17 +50,17 @@ def prune(
 
     What a run is at work on stays. What is gone is made again by the run that needs it.
     """
-    from qbench.cache import GIB, prune
+    from qbench.cache import GIB, in_words, prune
     from qbench.run import cache_folder
 
     removed, leftovers = prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
     word = "would remove" if dry_run else "removed"
     for one in removed:
-        typer.echo(f"{word} {one.kind}: {one.about}, {one.bytes / 2**20:,.1f} MiB")
+        typer.echo(f"{word} {one.kind}: {one.about}, {in_words(one.bytes)}")
     for path in leftovers:
         typer.echo(f"{word} what a process that died had left: {path}")
-    freed = sum(one.bytes for one in removed) / GIB
-    typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed:.2f} GiB")
+    freed = in_words(sum(one.bytes for one in removed))
+    typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed}")
 
 
 def _users(names: tuple[str, ...]) -> str:
