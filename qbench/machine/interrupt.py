@@ -20,7 +20,7 @@ import time
 
 STOPPED = "stopped; finished cells are kept, run the same command to go on"
 CODE = 130  # as of a process that SIGINT ended
-SECONDS = 1.5  # to end in good order
+SECONDS = 1.0  # to end in good order
 LATEST = 1.7  # for the thread to end it
 
 
