@@ -49,7 +49,8 @@ def plan_sensitivities(
     plan: Plan, label: str, settings: AnalysisSettings
 ) -> tuple[AnalysisCell, ...]:
     """Of all checkpoints under the recipe's quantizer ``label``. Raises RecipeError where it has
-    none of that name, or where that quantizes no weights or activations of linear layers."""
+    none of that name, or where that quantizes no weights or activations of linear layers, or treats
+    outliers of the whole model."""
     cells = tuple(cell for cell in plan.cells if cell.label == label)
     if not cells:
         labels = ", ".join(dict.fromkeys(cell.label for cell in plan.cells))
@@ -61,6 +62,11 @@ def plan_sensitivities(
         raise RecipeError(
             f"--sensitivity {label}: quantizes neither weights nor activations of linear layers; "
             "name another quantizer of the recipe"
+        )
+    if cells[0].quantizer.treats:
+        raise RecipeError(
+            f"--sensitivity {label}: treats outliers of the whole model at once, so that no layer "
+            "can be quantized alone; name a quantizer without"
         )
     unit = "block" if settings.blocks else "linear"
     stated = {"kind": "sensitivity", "unit": unit, "analysis": settings.key_parts()}

@@ -19,7 +19,6 @@ from qbench.record.analysis import UnitSensitivity
 from qbench.record.damage import Ratio
 
 ROWS = 2048  # of logits at once
-TOGETHER = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,7 @@ from filelock import FileLock
 
 from qbench.analyses import Analyses
 from qbench.analysis.plan import AnalysisCell
-from qbench.analysis.sensitivity import TOGETHER, Baseline, Unit, units
-from qbench.errors import NewerSchemaError, ResultsError, UnavailableError
+from qbench.errors import NewerSchemaError, ResultsError
 from qbench.machine.environment import environment, measured
 from qbench.machine.quiet import redirected
 from qbench.outcome import Outcome
@@ -24,6 +23,7 @@ from qbench.run import cache_folder, free, load, one_line, quantized
 from qbench.sink import Sink
 
 SAVE_EVERY = 20.0  # seconds
+TOGETHER = "all"
 Status = Literal["ok", "unfinished", "failed"]
 
 
@@ -82,15 +82,12 @@ def _make(
 def _measure(
     cell: AnalysisCell, plan: Plan, out: Analyses[Sensitivity], sink: Sink, state: Progress
 ) -> None:
+    # What they import says much, which belongs into the log.
+    from qbench.analysis.sensitivity import Baseline, Unit, units
     from qbench.analysis.tokens import read_tokens
     from qbench.quantizers.linears import linearize, linears_of
 
     of, stages = cell.cell, state.gathered.stages
-    if getattr(of.quantizer, "outliers", None) is not None:
-        raise UnavailableError(
-            f"{of.label}: treats outliers of the whole model at once, so that no layer can be "
-            "quantized alone; name a quantizer without"
-        )
     sink.step(cell.name, "load")
     with measured("load", plan.device, stages):
         model, tokenizer = load(of, plan)
