@@ -109,13 +109,13 @@ def placed(
         with contextlib.nullcontext(first) if first else _processes(slots, job.device) as executor:
             yield Place(job=job, executor=executor, at_once=max(1, len(slots)))
         return
-    from qbench.cluster.connect import connected, local_workers, require_dask
+    from qbench.cluster.connect import connected, require_dask
 
     require_dask()
     wanted, slots = None if device == "auto" else str(device), []
     if cluster.partition(":")[0] == "local":
-        wanted, count = choose_device(device), local_workers(cluster)
-        slots = gpu_slots(gpus, workers or count, wanted, CELLS_A_GPU)[: count or cells]
+        wanted = choose_device(device)
+        slots = local_slots(cluster, gpus, workers, wanted, cells)
     elif gpus is not None or workers is not None:
         raise RecipeError(
             f"--cluster {cluster}: its workers are as they were started; leave --gpus and "
@@ -127,6 +127,21 @@ def placed(
             job=there, executor=found.executor, description=found.description,
             at_once=len(found.workers),
         )  # fmt: skip
+
+
+def local_slots(
+    cluster: str, gpus: str | None, workers: int | None, device: str, cells: int
+) -> list[int]:
+    """The GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host unless
+    ``gpus`` says how many; on the CPU as many numbers as workers, none for the usual one."""
+    from qbench.cluster.connect import local_workers
+    from qbench.machine.devices import gpu_slots
+
+    count = local_workers(cluster)
+    if count is not None and workers is not None:
+        raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
+    over = "all" if device == "cuda" and gpus is None else gpus
+    return gpu_slots(over, workers or count, device, CELLS_A_GPU)[: count or cells]
 
 
 @contextlib.contextmanager
