@@ -10,48 +10,38 @@ from __future__ import annotations
 import pickle
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import ThreadPoolExecutor as Threads
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from qbench.cluster.events import EventRelay, Topic
+from qbench.cluster.kept import Alone, Kept, stages_of
 from qbench.cluster.located import Wanted
-from qbench.cluster.remote import (
-    Base,
-    Missing,
-    Refused,
-    Returned,
-    artifact_here,
-    forget,
-    log_here,
-    rows_here,
-    run_remote,
-)
+from qbench.cluster.remote import BaseThere, Call, Missing, Refused, Returned, forget, log_here
 from qbench.cluster.transfer import Transfers
 from qbench.cluster.workers import Workers
 from qbench.files import digest
-from qbench.plan import Cell, content_key
-from qbench.record import Record
-from qbench.run import failed as failed_record
+from qbench.plan import Cell
 from qbench.run import one_line
-from qbench.running.work import Work, complete
+from qbench.running.units import Unit
 from qbench.sink import Sink
-from qbench.store import Store
 
 if TYPE_CHECKING:
     from distributed import Client
 
 MOST_DEATHS = 3  # of workers, until the cell is the cause
 MOST_CELLS = 512  # with the cluster at once
-SECONDS_BETWEEN_LOOKS = 2.0
+SECONDS_BETWEEN_LOOKS = 5.0
+MOST_KEPT = 16  # records that a worker keeps after they have come here
 
 
 class ClusterExecutor(Executor):
-    """Runs ``Work`` on the workers of ``client``. The caller closes the client."""
+    """Runs the cells of a ``Unit`` on the workers of ``client``. The caller closes the client."""
 
     def __init__(self, client: Client, workers: Workers) -> None:
         self._client, self._workers = client, workers
@@ -59,8 +49,12 @@ class ClusterExecutor(Executor):
         self._relay: EventRelay | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._running: dict[str, threading.Event] = {}  # key of a cell → it is done
+        self._running: dict[str, threading.Event] = {}  # cell → it is done
         self._plans: dict[int, Any] = {}
+        self._bases: dict[str, BaseThere] = {}
+        self._done: dict[str, list[str]] = {}  # worker → what it still keeps of cells
+        self._kept = Kept(workers.ask_all, workers.there)
+        self._alone = Alone(client, self._stop_if_ended)
         self._transfers = Transfers(workers.ask, self._say)
 
     def relay(self, sink: Sink) -> AbstractContextManager[EventRelay]:
@@ -69,72 +63,94 @@ class ClusterExecutor(Executor):
         return self._relay
 
     def rows_problem(self, key: str) -> str | None:
-        return None if self._rows(key) else "no worker has its rows"
+        return None if self._kept.rows(key) else "no worker has its rows"
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """``fn`` is a Work, ``args`` the name of one of its cells."""
-        if not isinstance(fn, Work):
+        """``fn`` is a Unit, ``args`` the name of one of its cells."""
+        if not isinstance(fn, Unit):
             raise TypeError(f"a cluster runs cells of a plan, not {fn!r}")
-        key = fn.plan.cell(args[0]).key
         with self._lock:
-            self._running[key] = threading.Event()
+            self._running[args[0]] = threading.Event()
         return self._threads.submit(self._cell, fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         if cancel_futures:
             self._ended.set()
+            self._workers.end()
         self._threads.shutdown(wait=wait and not cancel_futures, cancel_futures=cancel_futures)
+        with self._lock:
+            done, self._done = self._done, {}
+        left = [(worker, forget, (kept,)) for worker, kept in done.items()]
+        self._workers.post(left, seconds=SECONDS_BETWEEN_LOOKS)
 
-    def _cell(self, work: Work, name: str, *, force: bool, wait: bool) -> Record | None:
-        cell, store = work.plan.cell(name), Store(work.out)
+    def _cell(self, unit: Unit, name: str, *, force: bool = False, wait: bool = True) -> Any:
         try:
-            self._wait_for_base(cell)
-            with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
-                known = store.whole(cell.grid_cell, self._say)
-                if not force and complete(known, cell, store, self.rows_problem):
+            self._wait_for(unit.awaits(name))
+            with FileLock(unit.lock_file(name), timeout=-1 if wait else 0):
+                known = None
+                if not force:
+                    known = unit.known(name, say=self._say, problem=self.rows_problem)
+                if known is not None:
                     self._say(f"{name}: already there")
                     return known
-                return self._until_done(work, cell, store, force)
+                return self._until_done(unit, unit.plan.cell(name), force)
         except Timeout:
             self._say(f"{name}: another run is at work on it; later")
             return None
         finally:
-            self._running[cell.key].set()
+            self._running[name].set()
 
-    def _wait_for_base(self, cell: Cell) -> None:
+    def _wait_for(self, name: str | None) -> None:
         """What a cell is measured against comes first, where it is of this run."""
-        base = self._running.get(cell.base.key) if cell.base else None
-        while base is not None and not base.wait(SECONDS_BETWEEN_LOOKS):
+        awaited = self._running.get(name) if name else None
+        while awaited is not None and not awaited.wait(SECONDS_BETWEEN_LOOKS):
             self._stop_if_ended()
 
-    def _until_done(self, work: Work, cell: Cell, store: Store, force: bool) -> Record:
-        with self._workers.slot(self._ended), self._quantized_once(cell):
-            deaths, avoided = 0, set()
+    def _until_done(self, unit: Unit, cell: Cell, force: bool) -> Any:
+        stages = stages_of(cell, unit.plan)
+        with (
+            self._alone.here(stages),
+            self._workers.slot(),
+            self._alone.everywhere(stages) as waited,
+        ):
+            artifacts = self._kept.artifacts(cell, stages, anew=waited)
+            deaths, avoided, nowhere = 0, set(), set()
             while True:
                 try:
-                    found = self._try(work, cell, store, force, avoided)
+                    found = self._try(unit, cell, force, avoided, set(artifacts) - nowhere)
+                    if isinstance(found, Missing):
+                        nowhere |= self._send(found)
+                        continue
                 except BrokenExecutor:
                     raise
-                except Exception as problem:  # on the worker, before the cell began
-                    error = one_line(problem, store.log(cell.grid_cell))
-                    return store.put(failed_record(cell, work.plan, error), None, None)
+                except Exception as problem:  # before the cell began
+                    return unit.failed(cell.name, one_line(problem, unit.log_file(cell.name)))
                 if isinstance(found, Returned):
-                    record = store.adopt(found.record, found.tables, found.log)
-                    self._forget(found.worker, cell)
-                    return record
-                if isinstance(found, Missing):
-                    self._send(found)
-                    continue
+                    return self._take(unit, cell, found)
                 deaths += found.deaths
                 if deaths >= MOST_DEATHS:
-                    self._take_log(cell, store)
+                    self._take_log(unit, cell.name)
                     raise BrokenExecutor(found.reason)
                 self._say(f"{cell.name}: {found.reason}; once more elsewhere", "bold red")
                 if found.full:
                     avoided.add(found.worker)
 
+    def _take(self, unit: Unit, cell: Cell, found: Returned) -> Any:
+        record = unit.adopt(cell.name, found.made)
+        self._kept.learn(found.artifacts)
+        kept = [unit.kept(cell.name)]
+        if cell.quantizer.precision.quantized:
+            with self._lock:
+                self._done.setdefault(found.worker, []).extend(kept)
+                if len(self._done[found.worker]) < MOST_KEPT:
+                    return record
+                kept = self._done.pop(found.worker)
+        # of an unquantized cell at once: others put its record there again, to be measured against
+        self._workers.post([(found.worker, forget, (kept,))])
+        return record
+
     def _try(
-        self, work: Work, cell: Cell, store: Store, force: bool, avoided: set[str]
+        self, unit: Unit, cell: Cell, force: bool, avoided: Set[str], artifacts: Set[str]
     ) -> Returned | Missing | Refused:
         from distributed import KilledWorker
 
@@ -142,9 +158,12 @@ class ClusterExecutor(Executor):
         attempt = secrets.token_hex(4)
         topic = Topic(run=self._relay.run, cell=cell.name, attempt=attempt, most_deaths=MOST_DEATHS)
         self._relay.expect(attempt)
+        call = Call(
+            cell=cell.name, remote=unit.remote, kept=unit.kept(cell.name), topic=topic,
+            force=force, base=self._base(unit, cell), artifacts=tuple(sorted(artifacts)),
+        )  # fmt: skip
         future = self._client.submit(
-            run_remote, self._plan(work), cell.name, topic=topic, force=force,
-            base=self._base(cell, store), artifact=self._artifact_elsewhere(cell),
+            _by_value(), self._plan(unit), pickle.dumps(call),
             key=f"{cell.name}-{attempt}", pure=False,
             workers=self._workers.allowed(avoided), resources=self._workers.resources(cell),
         )  # fmt: skip
@@ -164,7 +183,7 @@ class ClusterExecutor(Executor):
             future.release()
             self._relay.settle(attempt, wait=returned)
 
-    def _result(self, future: Any, avoided: set[str]) -> Returned | Missing | Refused:
+    def _result(self, future: Any, avoided: Set[str]) -> Returned | Missing | Refused:
         from distributed import TimeoutError as Later
 
         while True:
@@ -178,85 +197,56 @@ class ClusterExecutor(Executor):
                     future.cancel()
                     raise BrokenExecutor("no worker is left that could run it") from None
 
-    def _take_log(self, cell: Cell, store: Store) -> None:
+    def _take_log(self, unit: Unit, name: str) -> None:
         """What the cell had printed when its worker died, where a cache still has it."""
-        for text in self._workers.ask_all(log_here, cell.grid_cell).values():
+        for text in self._workers.ask_all(log_here, unit.kept(name)).values():
             if text:
-                store.log(cell.grid_cell).write_text(text)
+                unit.log_file(name).write_text(text)
 
-    def _forget(self, worker: str, cell: Cell) -> None:
-        with suppress(OSError):  # what stays there is found again, and is the same
-            self._workers.ask(worker, forget, cell.grid_cell)
-
-    def _plan(self, work: Work) -> Any:
+    def _plan(self, unit: Unit) -> Any:
         """The plan as a result of the cluster's: kept where it is used, made anew where lost."""
         with self._lock:
-            if id(work) not in self._plans:
-                pickled = pickle.dumps((work.plan.plugins, pickle.dumps(work.plan)))
-                self._plans[id(work)] = self._client.submit(
+            if id(unit.plan) not in self._plans:
+                pickled = pickle.dumps((unit.plan.plugins, pickle.dumps(unit.plan)))
+                self._plans[id(unit.plan)] = self._client.submit(
                     bytes, pickled, key=f"plan-{digest(pickled)[:16]}"
                 )
-            return self._plans[id(work)]
+            return self._plans[id(unit.plan)]
 
-    def _base(self, cell: Cell, store: Store) -> Base | None:
-        record = store.whole(cell.base) if cell.base else None
-        if cell.base is None or record is None or record.status != "ok":
+    def _base(self, unit: Unit, cell: Cell) -> BaseThere | None:
+        if cell.base is None:
             return None
-        files = store.files_of(record)
-        name = digest("".join(f.sha256 for f in record.files.values()).encode())[:16]
-        wanted = Wanted(f"files/record-{name}", tuple((path.name, str(path)) for path in files))
-        found = self._rows(cell.base.key)
-        return Base(cell=cell.base, record=wanted, rows=found[1] if found else None)
+        if cell.base.key not in self._bases:
+            found = unit.base(cell.name)
+            if found is None:
+                return None
+            name = digest("".join(path.name for path in found.files).encode())[:16]
+            record = Wanted(
+                f"files/record-{name}", tuple((path.name, str(path)) for path in found.files)
+            )
+            self._bases[cell.base.key] = BaseThere(cell=cell.base, record=record, rows=None)
+        rows = self._kept.rows(cell.base.key)
+        return replace(self._bases[cell.base.key], rows=rows[1] if rows else None)
 
-    def _rows(self, key: str) -> tuple[str, str] | None:
-        """A worker that has the rows, and the folder of its cache that they are in."""
-        for worker, target in self._workers.ask_all(rows_here, key).items():
-            if target is not None:
-                return worker, target
-        return None
-
-    def _artifact_elsewhere(self, cell: Cell) -> str | None:
-        """Where some worker's cache has the quantized weights of the cell already."""
-        if not cell.quantizer.precision.quantized:
-            return None
-        settings = cell.quantizer.settings
-        found = self._workers.ask_all(artifact_here, cell.checkpoint.digest, settings)
-        return next((folder for folder in found.values() if folder is not None), None)
-
-    def _send(self, missing: Missing) -> None:
-        host = self._workers.host(missing.worker)
+    def _send(self, missing: Missing) -> set[str]:
+        """What is passed on and nobody has any more."""
+        nowhere = set()
         try:
+            host = self._workers.host(missing.worker)
             for wanted in missing.wanted:
                 self._transfers.send(wanted, missing.worker, host.cache, host.name)
             for target in missing.passed:
                 origin = self._workers.with_folder(target)
-                if origin is not None:
+                if origin is None:
+                    self._kept.lost(target)
+                    nowhere.add(target)
+                else:
                     self._transfers.pass_on(target, origin, missing.worker, host.cache, host.name)
         except OSError as error:
             if not self._workers.reachable:
                 raise BrokenExecutor("the cluster was lost") from error
             # the worker is gone, or has no room: whoever is next says what it lacks
-
-    @contextmanager
-    def _quantized_once(self, cell: Cell) -> Any:
-        """Cells of any run that quantize the same do so one after the other."""
-        if not cell.quantizer.precision.quantized:
-            yield
-            return
-        from distributed import Lock
-
-        lock = Lock(
-            f"qbench-{_artifact(cell)}",
-            scheduler_rpc=self._client.scheduler,
-            loop=self._client.loop,
-        )
-        while not lock.acquire(timeout=SECONDS_BETWEEN_LOOKS):
-            self._stop_if_ended()
-        try:
-            yield
-        finally:
-            with suppress(OSError, RuntimeError):
-                lock.release()
+        return nowhere
 
     def _stop_if_ended(self) -> None:
         if self._ended.is_set():
@@ -269,9 +259,13 @@ class ClusterExecutor(Executor):
             self._relay.say(line, style)
 
 
-def _artifact(cell: Cell) -> str:
-    parts = {name: cell.key_parts.get(name) for name in (
-        "weights", "normalizer", "quantizer", "calibration", "attention", "device", "gpu",
-        "versions", "code",
-    )}  # fmt: skip
-    return content_key(parts)[:16]
+def _by_value() -> Callable[[bytes, bytes], Any]:
+    """A function that is pickled whole, not by its name: the scheduler, which unpickles it, then
+    loads nothing of qbench's, and need not have it."""
+
+    def run(plan: bytes, call: bytes) -> Any:
+        from qbench.cluster.remote import run_remote
+
+        return run_remote(plan, call)
+
+    return run

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,22 +40,34 @@ class Wanted:
         return Path(self.sources[0][1]).parent.name or self.target
 
 
-def located(plan: Plan, name: str, cache: Path) -> tuple[Plan, list[Wanted]]:
-    """``plan`` with the files of the cell ``name`` as they lie here, and what is missing."""
+def located(
+    plan: Plan,
+    name: str,
+    cache: Path,
+    *,
+    tasks: Collection[str] | None = None,
+    texts: Sequence[tuple[Path, str]] = (),
+) -> tuple[Plan, dict[str, Path], list[Wanted]]:
+    """``plan`` with the files of the cell ``name`` as they lie here, with ``texts`` by their
+    SHA-256, and what is missing. ``tasks``: names of those whose data are read; None: all."""
     cell, missing = plan.cell(name), []
     checkpoint = _checkpoint(cell.checkpoint, cache, missing)
-    tasks = tuple(_task(task, plan, cache, missing) for task in plan.tasks)
+    found_tasks = tuple(
+        _task(task, plan, cache, missing) if tasks is None or task.name in tasks else task
+        for task in plan.tasks
+    )
     text = plan.calibration
     if text is not None and cell.quantizer.needs_calibration:
         text = _text(text, cache, missing)
+    here = {digest: _file(path, digest, cache, missing) for path, digest in texts}
     cells = tuple(
         dataclasses.replace(one, checkpoint=checkpoint)
         if one.checkpoint_name == cell.checkpoint_name
         else one
         for one in plan.cells
     )
-    found = dataclasses.replace(plan, cells=cells, tasks=tasks, calibration=text)
-    return found, list(dict.fromkeys(missing))
+    found = dataclasses.replace(plan, cells=cells, tasks=found_tasks, calibration=text)
+    return found, here, list(dict.fromkeys(missing))
 
 
 def _checkpoint(planned: Checkpoint, cache: Path, missing: list[Wanted]) -> Checkpoint:

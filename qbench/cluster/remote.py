@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import pickle
 import shutil
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qbench.cluster.events import Topic
+from qbench.cluster.kept import artifacts_here, rows_here, usable
 from qbench.cluster.located import WHOLE, Wanted, cache_identity, located
 from qbench.code import code_digest
-from qbench.evaluation.base_file import base_rows_file, base_rows_usable, checksum_file
+from qbench.evaluation.base_file import base_rows_file
 from qbench.machine.environment import hardware, versions
 from qbench.plan import Plan
 from qbench.plugins import load, load_packages
-from qbench.record import GridCell, Record
+from qbench.record import GridCell
 from qbench.run import cache_folder, distributions_folder
-from qbench.running.work import run_cell
+from qbench.running.units import Made, Remote
 from qbench.store import Store
 
 if TYPE_CHECKING:
@@ -50,13 +49,26 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
+class BaseThere:
     """What damage of a cell is taken against: the unquantized cell, its record's files (in the
     cache, under ``record``), and its rows (under ``rows``; None where nobody has them)."""
 
     cell: GridCell
     record: Wanted
     rows: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One try at one cell: what is done, and what it needs of other caches."""
+
+    cell: str
+    remote: Remote
+    kept: str  # what names of the cell's files begin with
+    topic: Topic
+    force: bool
+    base: BaseThere | None
+    artifacts: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +82,13 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Returned:
-    """A cell's record with its tables as they were written, its log, and where it ran."""
+    """What came of a cell, where it ran, and what that cache has for others now: folders of
+    quantized weights by the stage that made them, and the folder of its rows."""
 
     worker: str
-    record: Record
-    tables: dict[str, bytes]
-    log: str
+    made: Made
+    artifacts: dict[str, list[str]]
+    rows: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,30 +138,25 @@ def _plan(pickled: bytes) -> Plan:
     return pickle.loads(plan)
 
 
-def run_remote(
-    pickled: bytes,
-    name: str,
-    *,
-    topic: Topic,
-    force: bool,
-    base: Base | None,
-    artifact: str | None,
-) -> Returned | Missing | Refused:
-    """The cell ``name`` of a plan, run on the worker that calls this."""
+def run_remote(pickled: bytes, call: bytes) -> Returned | Missing | Refused:
+    """One cell of the plan ``pickled``, run on the worker that calls this, as ``call`` says, which
+    is a pickled Call."""
     from distributed import get_worker
 
-    worker, cache = get_worker(), cache_folder()
+    worker, cache, whole = get_worker(), cache_folder(), _plan(pickled)
+    asked: Call = pickle.loads(call)
+    topic = asked.topic
     if (deaths := topic.deaths(worker)) >= topic.most_deaths:
         return Refused(worker=worker.address, reason="it killed its workers", deaths=deaths)
-    plan, wanted = located(_plan(pickled), name, cache)
-    passed = _take_base(base, cache, wanted)
-    if artifact is not None and not (cache / artifact).is_dir():
-        passed.append(artifact)
+    tasks, texts = asked.remote.tasks(whole), asked.remote.texts()
+    plan, here, wanted = located(whole, asked.cell, cache, tasks=tasks, texts=texts)
+    passed = _take_base(asked.base, cache, wanted)
+    passed += [folder for folder in asked.artifacts if not (cache / folder).is_dir()]
     if wanted or passed:
         return Missing(worker=worker.address, wanted=tuple(wanted), passed=tuple(passed))
     topic.mark(worker)
     try:
-        return _run(plan, name, cache, topic, force, worker.address)
+        return _run(plan, here, asked, cache, worker.address)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -157,37 +165,40 @@ def run_remote(
 
 
 def _run(
-    plan: Plan, name: str, cache: Path, topic: Topic, force: bool, worker: str
+    plan: Plan, texts: dict[str, Path], asked: Call, cache: Path, worker: str
 ) -> Returned | Refused:
-    folder = cache / CELLS
-    record = run_cell(plan, name, out=folder, sink=topic, cache=cache, force=force, wait=False)
-    if record is None:  # a process that does not answer any more may hold the cell
-        folder = cache / f"{CELLS}-{topic.attempt}"
-        _copy_base(plan, name, cache / CELLS, folder)
-        record = run_cell(plan, name, out=folder, sink=topic, cache=cache, force=force)
-    assert record is not None, "who waits gets a record"
-    if record.status == "failed" and any(text in (record.error or "") for text in FULL):
-        reason = f"{record.error} (on {socket.gethostname()})"
-        return Refused(worker=worker, reason=reason, full=True)
-    store, cell = Store(folder), plan.cell(name).grid_cell
-    tables = {table: store.payload(record, table) for table in record.files}
-    log = store.log(cell)
-    text = log.read_text(errors="replace") if log.is_file() else ""
-    if folder.name != CELLS:
+    run = functools.partial(
+        asked.remote.run, plan, asked.cell, texts=texts, cache=cache, sink=asked.topic,
+        force=asked.force,
+    )  # fmt: skip
+    made = run(out=cache / CELLS)
+    if made is None:  # a process that does not answer any more may hold the cell
+        folder = cache / f"{CELLS}-{asked.topic.attempt}"
+        _copy_base(asked.base, cache / CELLS, folder)
+        made = run(out=folder)
         shutil.rmtree(folder, ignore_errors=True)
-    return Returned(worker=worker, record=record, tables=tables, log=text)
+    assert made is not None, "nobody else knows of this folder"
+    if made.error and any(text in made.error for text in FULL):
+        reason = f"{made.error} (on {socket.gethostname()})"
+        return Refused(worker=worker, reason=reason, full=True)
+    cell = plan.cell(asked.cell)
+    return Returned(
+        worker=worker,
+        made=made,
+        artifacts=artifacts_here(cell.checkpoint.digest),
+        rows=None if cell.quantizer.precision.quantized else rows_here(cell.key),
+    )
 
 
-def _copy_base(plan: Plan, name: str, origin: Path, folder: Path) -> None:
-    base = plan.cell(name).base
+def _copy_base(base: BaseThere | None, origin: Path, folder: Path) -> None:
     if base is not None:
         shutil.copytree(
-            origin / "records" / base.cell, folder / "records" / base.cell,
+            origin / "records" / base.cell.cell, folder / "records" / base.cell.cell,
             ignore=shutil.ignore_patterns("*.lock"), dirs_exist_ok=True,
         )  # fmt: skip
 
 
-def _take_base(base: Base | None, cache: Path, wanted: list[Wanted]) -> list[str]:
+def _take_base(base: BaseThere | None, cache: Path, wanted: list[Wanted]) -> list[str]:
     """Put the record and rows that damage is taken against where the cell looks for them."""
     if base is None:
         return []
@@ -198,7 +209,7 @@ def _take_base(base: Base | None, cache: Path, wanted: list[Wanted]) -> list[str
         else:
             _link(cache / base.record.target, store.lock_file(base.cell).parent)
     rows = base_rows_file(distributions_folder(cache), base.cell.key)
-    if base.rows is None or base_rows_usable(rows, base.cell.key):
+    if base.rows is None or usable(rows, base.cell.key):
         return []
     if not (cache / base.rows / WHOLE).is_file():
         return [base.rows]
@@ -219,46 +230,22 @@ def _link(origin: Path, folder: Path) -> None:
             shutil.copy2(path, target)
 
 
-def forget(cell: GridCell) -> None:
-    """Remove what this worker keeps of a cell whose record has arrived."""
-    store = Store(cache_folder() / CELLS)
-    record = store.whole(cell)
-    for path in (*(store.files_of(record) if record else ()), store.log(cell)):
-        path.unlink(missing_ok=True)
+def forget(kept: list[str]) -> None:
+    """Remove what this worker has of cells whose records have arrived: files whose names begin
+    with ``kept``."""
+    for prefix in kept:
+        for path in _files(prefix):
+            path.unlink(missing_ok=True)
 
 
-def log_here(cell: GridCell) -> str | None:
-    """What this worker's libraries printed while ``cell`` was at work."""
-    log = Store(cache_folder() / CELLS).log(cell)
+def log_here(kept: str) -> str | None:
+    """What this worker's libraries printed while a cell was at work."""
+    log = cache_folder() / CELLS / f"{kept}.log"
     return log.read_text(errors="replace") if log.is_file() else None
 
 
-def artifact_here(digest: str, settings: dict[str, Any]) -> str | None:
-    """The folder of this worker's cache with the quantized weights of the checkpoint ``digest``
-    under the quantizer ``settings``; None where they are not here."""
-    root = cache_folder() / "artifacts" / digest[:16]
-    for manifest in sorted(root.glob("*/manifest.json")):
-        with suppress(OSError, ValueError, KeyError):
-            parts = json.loads(manifest.read_bytes())["parts"]
-            if parts["quantizer"] == settings and parts["code"] == code_digest():
-                return manifest.parent.relative_to(cache_folder()).as_posix()
-    return None
-
-
-def rows_here(key: str) -> str | None:
-    """The folder of this worker's cache from which the rows of the unquantized cell ``key`` can be
-    read by others; None where they are not here."""
-    cache = cache_folder()
-    path = base_rows_file(distributions_folder(cache), key)
-    if not base_rows_usable(path, key):
-        return None
-    sidecar = checksum_file(path)
-    target = f"files/rows-{key[:16]}-{sidecar.read_text()[:16]}"
-    folder = cache / target
-    if not (folder / WHOLE).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        for source in (path, sidecar):
-            with suppress(FileExistsError):
-                os.link(source, folder / source.name)
-        (folder / WHOLE).touch()
-    return target
+def _files(prefix: str) -> list[Path]:
+    begin = cache_folder() / CELLS / f"{prefix}."
+    folder = begin.parent
+    names = list(folder.iterdir()) if folder.is_dir() else []
+    return [p for p in names if p.name.startswith(begin.name) and p.suffix != ".lock"]

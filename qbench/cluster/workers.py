@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
-from concurrent.futures import BrokenExecutor, CancelledError
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import BrokenExecutor, CancelledError, wait
 from concurrent.futures import ThreadPoolExecutor as Threads
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from qbench.cluster.line import Line
 from qbench.cluster.remote import Host, describe, here
 from qbench.errors import UnavailableError
 from qbench.plan import Cell
@@ -37,7 +38,8 @@ class Workers:
         self._hosts: dict[str, Host] = {}  # those that fit
         self._unfit: dict[str, str] = {}  # the others, and why
         self._resources: dict[str, dict[str, float]] = {}
-        self._taken = 0
+        self._ended = threading.Event()
+        self._line = Line(lambda: len(self._hosts), self._require)
         self._seen = time.monotonic()
         self._say: Callable[..., None] | None = None
         self._device = device
@@ -140,24 +142,41 @@ class Workers:
         return needed or None
 
     @contextmanager
-    def slot(self, ended: threading.Event) -> Iterator[None]:
+    def slot(self) -> Iterator[None]:
         """A worker's worth of work. Raises BrokenExecutor where the cluster is lost."""
-        with self._changed:
-            while self._taken >= len(self._hosts):
-                gone = not self._hosts and time.monotonic() - self._seen > self._patience
-                if ended.is_set() or gone or not self.reachable:
-                    why = (
-                        "no worker has been there for too long" if gone else "the cluster was lost"
-                    )
-                    raise BrokenExecutor(why)
-                self._changed.wait(SECONDS_BETWEEN_LOOKS)
-            self._taken += 1
-        try:
+        with self._line.turn():
             yield
-        finally:
-            with self._changed:
-                self._taken -= 1
-                self._changed.notify_all()
+
+    def end(self) -> None:
+        """The run is over: nobody waits for a worker any more."""
+        self._ended.set()
+        self._line.wake()
+
+    def _require(self) -> None:
+        if not self._hosts and time.monotonic() - self._seen > self._patience:
+            raise BrokenExecutor("no worker has been there for too long")
+        if self._ended.is_set() or not self.reachable:
+            raise BrokenExecutor("the cluster was lost")
+
+    def there(self, worker: str) -> bool:
+        return worker in self._hosts
+
+    def post(
+        self, messages: Sequence[tuple[str, Callable, tuple]], *, seconds: float = 0.0
+    ) -> None:
+        """Have functions called on workers; what they return, and whether they are, is let be.
+        Waits at most ``seconds`` for them."""
+        asked = []
+        for worker, function, arguments in messages if self.reachable else ():
+            if worker in self._hosts:
+                with suppress(RuntimeError):  # the run is over
+                    asked.append(
+                        self._asking.submit(
+                            self._client.run, function, *arguments, workers=[worker]
+                        )
+                    )
+        if seconds:
+            wait(asked, seconds)
 
     def ask(self, worker: str, function: Callable, *arguments: Any) -> Any:
         """What ``function`` returns on ``worker``. Raises OSError where it is gone or silent."""
@@ -211,6 +230,7 @@ class Workers:
             if self._hosts:
                 self._seen = time.monotonic()
             self._changed.notify_all()
+        self._line.serve()
 
     def _take(self, address: str, host: Host) -> None:
         gpus = {known.gpu for known in self._hosts.values() if known.gpu}

@@ -29,9 +29,15 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 def _version(name: str) -> str:
     try:
-        return version(name)
+        return _installed(name)
     except PackageNotFoundError:
         return "absent"
+
+
+@functools.cache
+def _installed(name: str) -> str:
+    """Raises PackageNotFoundError, which is not remembered."""
+    return version(name)
 
 
 def environment(device: str, names: tuple[str, ...]) -> Environment:

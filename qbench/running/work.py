@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder, failed, run
+from qbench.running.units import Base, Made
 from qbench.sink import Elsewhere, Sink
 from qbench.store import Store
 
@@ -29,7 +30,8 @@ from qbench.store import Store
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What the cells of one run have in common. It can be pickled, and called with a cell's name:
-    the unit of work that executors are given."""
+    the unit of work that executors of this host are given. Those over other hosts ask it for the
+    rest, as a ``running.units.Unit``."""
 
     plan: Plan
     out: Path
@@ -45,6 +47,80 @@ class Work:
     def __call__(self, name: str, *, force: bool = False, wait: bool = True) -> Record | None:
         return run_cell(
             self.plan, name, out=self.out, sink=self.sink, cache=self.cache, force=force, wait=wait
+        )
+
+    @property
+    def remote(self) -> RemoteCells:
+        return RemoteCells()
+
+    def lock_file(self, name: str) -> Path:
+        return self._store.lock_file(self.plan.cell(name).grid_cell)
+
+    def kept(self, name: str) -> str:
+        return self.log_file(name).with_suffix("").relative_to(self.out).as_posix()
+
+    def log_file(self, name: str) -> Path:
+        return self._store.log(self.plan.cell(name).grid_cell)
+
+    def awaits(self, name: str) -> str | None:
+        base = self.plan.cell(name).base
+        return base.cell if base is not None else None
+
+    def base(self, name: str) -> Base | None:
+        base = self.plan.cell(name).base
+        record = self._store.whole(base) if base is not None else None
+        if base is None or record is None or record.status != "ok":
+            return None
+        return Base(cell=base, files=tuple(self._store.files_of(record)))
+
+    def known(
+        self, name: str, *, say: Callable[..., None], problem: Callable[[str], str | None]
+    ) -> Record | None:
+        cell = self.plan.cell(name)
+        known = self._store.whole(cell.grid_cell, say)
+        return known if complete(known, cell, self._store, problem) else None
+
+    def adopt(self, name: str, made: Made) -> Record:
+        return self._store.adopt(made.record, dict(made.tables), made.log)
+
+    def failed(self, name: str, error: str) -> Record:
+        return self._store.put(failed(self.plan.cell(name), self.plan, error), None, None)
+
+    @property
+    def _store(self) -> Store:
+        return Store(self.out)
+
+
+@dataclass(frozen=True)
+class RemoteCells:
+    """Cells run on another host, into a results folder there."""
+
+    def tasks(self, plan: Plan) -> Sequence[str]:
+        return [task.name for task in plan.tasks]
+
+    def texts(self) -> Sequence[tuple[Path, str]]:
+        return ()
+
+    def run(
+        self,
+        plan: Plan,
+        name: str,
+        *,
+        texts: Mapping[str, Path],
+        out: Path,
+        cache: Path,
+        sink: Sink | Elsewhere,
+        force: bool,
+    ) -> Made | None:
+        record = run_cell(plan, name, out=out, sink=sink, cache=cache, force=force, wait=False)
+        if record is None:
+            return None
+        store = Store(out)
+        log = store.log(plan.cell(name).grid_cell)
+        return Made(
+            record=record,
+            tables={table: store.payload(record, table) for table in record.files},
+            log=log.read_text(errors="replace") if log.is_file() else "",
         )
 
 

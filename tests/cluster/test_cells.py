@@ -58,8 +58,8 @@ def test_hosts_without_a_shared_file_system_give_the_records_of_one_host(tmp_pat
 
 def test_what_a_host_has_is_not_asked_for(tmp_path):
     whole = planned(tmp_path)
-    found, missing = located(whole, "softmax/fp32", tmp_path)
-    assert (found, missing) == (whole, [])
+    found, texts, missing = located(whole, "softmax/fp32", tmp_path)
+    assert (found, texts, missing) == (whole, {}, [])
 
 
 def test_a_changed_checkpoint_on_another_host_is_asked_for(tmp_path):
@@ -67,7 +67,7 @@ def test_a_changed_checkpoint_on_another_host_is_asked_for(tmp_path):
     whole = planned(tmp_path, checkpoints={"softmax": str(copy)})
     with (copy / "config.json").open("a") as file:
         file.write("\n")
-    _, missing = located(whole, "softmax/fp32", tmp_path / "cache")
+    _, _, missing = located(whole, "softmax/fp32", tmp_path / "cache")
     assert [one.target for one in missing] == [f"files/{whole.cells[0].checkpoint.digest}"]
 
 
