@@ -10,7 +10,7 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,10 @@ class Plan:
     cells: tuple[Cell, ...]
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
     plugins: tuple[Plugin, ...] = ()  # files that whoever unpickles the plan must load first
+    _named: dict[str, Cell] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_named", {cell.name: cell for cell in self.cells})
 
     @property
     def grid(self) -> Grid:
@@ -100,7 +104,7 @@ class Plan:
 
     def cell(self, name: str) -> Cell:
         """The cell ``<checkpoint>/<quantizer label>``; KeyError where there is none."""
-        return {cell.name: cell for cell in self.cells}[name]
+        return self._named[name]
 
     def select(self, pattern: str | None) -> tuple[Cell, ...]:
         """Cells whose name matches the glob ``pattern``; RecipeError where none does."""

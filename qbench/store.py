@@ -187,8 +187,8 @@ class Store:
                 write_atomically(_table_path(path, record, name), payload)
             write(path, record)
             kept = {_table_path(path, record, name) for name in files}
-            for old in path.parent.glob(f"{path.stem}.{'?' * KEY_DIGITS}.*.parquet"):
-                if old not in kept:
+            for old in path.parent.iterdir():
+                if old not in kept and _is_table(path, old.name):
                     old.unlink()
         return record
 
@@ -283,6 +283,17 @@ def _table_path(path: Path, record: Record, name: str) -> Path:
     """Of the table ``name`` of the record at ``path``: its checksum is part of the name, so that
     a table never replaces one that an older record still states."""
     return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
+
+
+def _is_table(path: Path, name: str) -> bool:
+    """Whether a file is called as a table of the record at ``path``."""
+    parts = name.removeprefix(f"{path.stem}.").split(".")
+    return (
+        name.startswith(f"{path.stem}.")
+        and len(parts) == 3
+        and len(parts[0]) == KEY_DIGITS
+        and parts[2] == "parquet"
+    )
 
 
 def _set_aside(path: Path) -> None:

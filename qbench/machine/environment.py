@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from qbench import __version__
@@ -19,6 +20,7 @@ from qbench.plugins import stated
 from qbench.record import Environment, Stage
 
 GIB = 2**30
+version = functools.cache(metadata.version)  # of who is missing, nothing is remembered
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 
 
@@ -29,15 +31,9 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 def _version(name: str) -> str:
     try:
-        return _installed(name)
+        return version(name)
     except PackageNotFoundError:
         return "absent"
-
-
-@functools.cache
-def _installed(name: str) -> str:
-    """Raises PackageNotFoundError, which is not remembered."""
-    return version(name)
 
 
 def environment(device: str, names: tuple[str, ...]) -> Environment:

@@ -107,13 +107,15 @@ class _Grid:
     ) -> list[Cell]:
         """The cells that are left to run. Nobody starts a process to find a record."""
         missing: list[Cell] = []
+        keys: set[str] = set()
         for cell in cells:  # unquantized ones first: what is measured against them comes after
             forced = self.force or cell.name in self.again
             known = None if forced else self.store.whole(cell.grid_cell)
-            awaited = cell.base is not None and cell.base.key in {one.key for one in missing}
+            awaited = cell.base is not None and cell.base.key in keys
             whole = complete(known, cell, self.store, problem)
             if not (settled(known, cell) if awaited else whole):
                 missing.append(cell)
+                keys.add(cell.key)
                 continue
             assert known is not None
             self.sink.begin(cell.name)
