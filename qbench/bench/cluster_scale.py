@@ -9,10 +9,9 @@ from pathlib import Path
 
 from qbench.bench import cluster_stub as stub
 from qbench.bench.cluster import bed, judged, run_on, stub_plan
-from qbench.comparison.compare import compare
 from qbench.machine.environment import peak_memory_gib
 from qbench.store import Store
-from qbench.tables.write import render
+from qbench.tables import write_tables
 from qbench.text import markdown
 
 TASKS = 5
@@ -54,11 +53,10 @@ def bench_scale(cells: int, workers: int) -> Scale:
             grown = _mib(made.scheduler.pid) - before
         states = judged(planned, out)
         start = time.monotonic()
-        for kind in ("md", "csv"):
-            render(compare(Store(out)), format=kind, published=None)
+        write_tables(Store(out), folder)
         tables = time.monotonic() - start
         start = time.monotonic()
-        write_report(Store(out), folder / "report")
+        write_report(Store(out), folder / "report", figures=("svg",))
         report = time.monotonic() - start
     return Scale(
         cells=len(planned.cells), workers=workers, good=sum(s == "ok" for s in states.values()),
@@ -74,8 +72,8 @@ def table(found: Scale) -> str:
         [f"run on {found.workers} workers", f"{found.run:.0f} s", ""],
         ["client, processor time a cell", f"{1e3 * found.client:.1f} ms", "20 ms"],
         ["scheduler's memory grew by", f"{found.scheduler:.0f} MiB", "100 MB"],
-        [f"tables of {TASKS} tasks (Markdown and CSV)", f"{found.tables:.1f} s", "60 s, with"],
-        ["report", f"{found.report:.1f} s", "the report"],
+        [f"tables of {TASKS} tasks (`qbench tables`)", f"{found.tables:.1f} s", "60 s, with"],
+        ["report (`qbench report`)", f"{found.report:.1f} s", "the report"],
         ["peak memory of this process", f"{found.report_gib:.2f} GiB", ""],
     ]
     return markdown.table(("", "measured", "floor"), rows, align="lrr")

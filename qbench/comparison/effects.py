@@ -68,14 +68,16 @@ def read_columns(comparison: Comparison, store: Store) -> dict[str, dict[Name, C
     columns: dict[str, dict[Name, Column]] = defaultdict(dict)
     shown = {(entry.cell, line.task, line.metric)
              for line in comparison.lines for entry in line.entries if entry.status == "ok"}  # fmt: skip  # noqa: E501
+    cells = {cell for cell, _, _ in shown}
     for cell, record in comparison.records.items():
-        if not any(name == cell for name, _, _ in shown):
+        if cell not in cells:
             continue
-        for (task, metric), rows in store.outcomes(record).groupby(["task", "metric"], sort=False):
+        rows = store.outcomes(record)
+        found = rows.groupby(["task", "metric"], sort=False).indices
+        parts = [rows[name].to_numpy() for name in ("document", "value", "weight")]
+        for (task, metric), index in sorted(found.items(), key=lambda one: one[1][0]):
             if (cell, task, metric) in shown:
-                columns[task][cell, metric] = Column.of(
-                    rows["document"].to_numpy(), rows["value"].to_numpy(), rows["weight"].to_numpy()
-                )
+                columns[task][cell, metric] = Column.of(*(part[index] for part in parts))
     return columns
 
 

@@ -110,6 +110,12 @@ class Comparison:
     floors: Floors = field(default_factory=Floors)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[SeedLine, ...] = ()  # over several trainings, where the grid has replicates
+    # The quantizer that damage is taken against: the grid's first that quantizes nothing.
+    unquantized: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        none = (cell.quantizer for cell in self.grid.cells if not cell.quantized)
+        object.__setattr__(self, "unquantized", next(none, None))
 
     @property
     def name(self) -> str:
@@ -135,12 +141,6 @@ class Comparison:
 
     def group(self, checkpoint: str) -> str:
         return next(name for name, members in self.groups.items() if checkpoint in members)
-
-    @property
-    def unquantized(self) -> str | None:
-        """The quantizer that damage is taken against: the grid's first that quantizes nothing."""
-        none = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
-        return none[0] if none else None
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from qbench.report.style import (
 from qbench.text.numbers import metric_title
 
 LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmic
+MOST_NAMES = 120  # below an axis; of more every second is left out, or every third, ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,8 +165,9 @@ def _name_bits(axes: Axes, lines: Sequence[Line], where: dict[str, float]) -> No
     """Bits below each point, and the method below its bits."""
     short = [line.quantizer.removeprefix(f"{line.method}-").replace("bit", "") for line in lines]
     ticks = [where[line.quantizer] for line in lines]
+    step = -(-len(lines) // MOST_NAMES)
     turned = {"rotation": 25, "ha": "right"} if max(map(len, short)) > 4 else {}
-    axes.set_xticks(ticks, short, **turned)
+    axes.set_xticks(ticks[::step], short[::step], **turned)
     axes.set_xlim(-0.6, max(ticks) + 0.6)
     axes.grid(visible=False, axis="x")
     for method in dict.fromkeys(line.method for line in lines):

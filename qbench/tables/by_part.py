@@ -12,10 +12,17 @@ PART_HEADS = {"weights": "weights", "activations": "activations", "kv": "KV cach
 TREATMENT = "outliers"
 
 
-def parts_alone(comparison: Comparison, line: Line) -> dict[str, Line]:
+Labels = Mapping[str, Mapping[str, Any]]
+
+
+def labelled_parts(comparison: Comparison) -> Labels:
+    """By quantizer: the settings of each part."""
+    return {record.quantizer: _parts(record) for record in comparison.records.values()}
+
+
+def parts_alone(comparison: Comparison, labels: Labels, line: Line) -> dict[str, Line]:
     """By part: the line of the same metric whose quantizer is that part of ``line``'s and nothing
     else, with equal settings. Empty where ``line`` has one part, or the grid has fewer than two."""
-    labels = {record.quantizer: _parts(record) for record in comparison.records.values()}
     own = labels.get(line.quantizer, {})
     kinds = [kind for kind in PART_HEADS if kind in own]
     if len(kinds) < 2:

@@ -12,7 +12,7 @@ from qbench.published import printed
 from qbench.store import KEY_DIGITS
 from qbench.tables import one_checkpoint
 from qbench.tables.beside import models, printed_cells, printed_notes
-from qbench.tables.by_part import PART_HEADS, parts_alone
+from qbench.tables.by_part import PART_HEADS, labelled_parts, parts_alone
 from qbench.tables.cache import cache_notes
 from qbench.tables.chance import chance_notes
 from qbench.tables.judged import judged_notes
@@ -197,7 +197,8 @@ def _damage(comparison: Comparison, table: Table) -> Layout:
 def _by_part(comparison: Comparison, table: Table) -> Layout | None:
     """The damage of each part alone beside that of all together; None where no cell has several
     parts whose own cells the grid has too."""
-    found = [(row.line, parts_alone(comparison, row.line)) for row in table.rows]
+    labels = labelled_parts(comparison)
+    found = [(row.line, parts_alone(comparison, labels, row.line)) for row in table.rows]
     rows, begins, last = [], [], None
     kinds = [kind for kind in PART_HEADS if any(kind in alone for _, alone in found)]
     for line, alone in found:

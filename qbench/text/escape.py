@@ -43,6 +43,8 @@ LATEX = {
 
 def one_line(text: str) -> str:
     """Without line breaks, control characters and marks that turn the direction of writing."""
+    if text.isprintable():  # none of them, and a table has a hundred thousand texts
+        return text
     kept = (" " if _breaks(character) else character for character in text)
     return "".join(kept)
 

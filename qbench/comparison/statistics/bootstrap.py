@@ -38,7 +38,8 @@ def resample(panel: Panel, *, rounds: int = ROUNDS, seed: int = 0) -> Resampled:
     rows = np.hstack([panel.values, weights])
     with np.errstate(invalid="ignore"):  # a column that is not finite: ``effect`` refuses it
         sums = _sums(rows, rounds, np.random.default_rng(seed))
-        return Resampled(ratios=sums[:, :columns] / sums[:, columns:][:, kind.ravel()])
+        ratios = sums[:, :columns] / sums[:, columns:][:, kind.ravel()]
+        return Resampled(ratios=np.asfortranarray(ratios))  # read by columns, a few of hundreds
 
 
 def _sums(rows: Floats, rounds: int, rng: np.random.Generator) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -33,6 +34,7 @@ def detectable_in_steps(square: float, documents: int) -> float:
     return reach * math.sqrt(square / (documents - 1 + reach**2))
 
 
+@functools.cache
 def detectable_by_mcnemar(changed: int, documents: int) -> float:
     """For McNemar's exact test, as a share of the documents.
 
