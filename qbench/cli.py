@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from qbench import __version__
-from qbench.commands import analysis, benchmarks, caching, gate, models, results, running, training
+from qbench.commands import (
+    analysis,
+    benchmarks,
+    caching,
+    gate,
+    models,
+    noise,
+    results,
+    running,
+    training,
+)
 from qbench.commands.options import PluginOption
 from qbench.commands.screen import complain, refuse
 from qbench.commands.worded import WordedGroup
@@ -73,7 +83,7 @@ app = typer.Typer(
     help="How much does a quantizer hurt a softpick model, how much a softmax model, and is the "
     "difference real?\n\nStart with `qbench run recipes/demo.yaml`.",
 )
-for _command in (running.run, running.plan, running.noise, analysis.analyze):
+for _command in (running.run, running.plan, noise.noise, analysis.analyze):
     app.command(rich_help_panel="Run recipes")(_command)
 for _command in (
     results.tables,

@@ -48,7 +48,7 @@ class Outcome:
             scoring=self.scoring,
             damage=self.damage,
             stages=tuple(self.stages),
-            environment=environment(plan.device, settings.requirements()),
+            environment=environment(plan.device, settings.requirements(), plan.hardware),
             started=self.started,
             finished=datetime.now(UTC),
         )

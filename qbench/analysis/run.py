@@ -52,8 +52,26 @@ def analyze(cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink) -> A
             error = one_line(problem, log)
         finally:
             free(plan.device)
+    record = _record(cell, plan, gathered, error, text, found)
+    analyses.put(record)
+    return record
+
+
+def failed(cell: AnalysisCell, plan: Plan, error: str) -> Analysis:
+    """The record of a cell that left none itself."""
+    return _record(cell, plan, Outcome(started=datetime.now(UTC)), error, None, None)
+
+
+def _record(
+    cell: AnalysisCell,
+    plan: Plan,
+    gathered: Outcome,
+    error: str | None,
+    text: AnalyzedText | None,
+    found: Measured | None,
+) -> Analysis:
     of = cell.cell
-    record = Analysis(
+    return Analysis(
         key=cell.key,
         key_parts=cell.key_parts,
         checkpoint=of.checkpoint_name,
@@ -68,12 +86,10 @@ def analyze(cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink) -> A
         text=text,
         measured=found,
         stages=tuple(gathered.stages),
-        environment=environment(plan.device, of.quantizer.requirements()),
+        environment=environment(plan.device, of.quantizer.requirements(), plan.hardware),
         started=gathered.started,
         finished=datetime.now(UTC),
     )
-    analyses.put(record)
-    return record
 
 
 def _analyze(

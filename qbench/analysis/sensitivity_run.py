@@ -134,10 +134,16 @@ def _record(
         together=state.known.get(TOGETHER),
         units=tuple(one for name, one in state.known.items() if name != TOGETHER),
         stages=tuple(state.gathered.stages),
-        environment=environment(plan.device, of.quantizer.requirements()),
+        environment=environment(plan.device, of.quantizer.requirements(), plan.hardware),
         started=state.gathered.started,
         finished=datetime.now(UTC),
     )
+
+
+def failed(cell: AnalysisCell, plan: Plan, error: str) -> Sensitivity:
+    """The record of a cell that left none itself."""
+    state = Progress(gathered=Outcome(started=datetime.now(UTC)), known={})
+    return _record(cell, plan, state, "failed", error)
 
 
 def _said(found: Sensitivity) -> str:

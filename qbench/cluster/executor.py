@@ -159,7 +159,7 @@ class ClusterExecutor(Executor):
         topic = Topic(run=self._relay.run, cell=cell.name, attempt=attempt, most_deaths=MOST_DEATHS)
         self._relay.expect(attempt)
         call = Call(
-            cell=cell.name, remote=unit.remote, kept=unit.kept(cell.name), topic=topic,
+            cell=cell.name, remote=unit.remote(cell.name), kept=unit.kept(cell.name), topic=topic,
             force=force, base=self._base(unit, cell), artifacts=tuple(sorted(artifacts)),
         )  # fmt: skip
         future = self._client.submit(

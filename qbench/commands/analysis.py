@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qbench.analyses import LONG_CONTEXT
-from qbench.commands.job import make_job, named
+from qbench.commands.job import Place, make_job, named, on_cluster
 from qbench.commands.options import (
     Calibration,
     CheckpointsOfRecipe,
+    ClusterOption,
     Data,
     Device,
     DeviceOption,
@@ -30,11 +33,10 @@ from qbench.overrides import Overrides
 from qbench.text.reasons import together
 
 if TYPE_CHECKING:
-    from qbench.analysis.plan import AnalysisCell
     from qbench.analysis.settings import AnalysisSettings
+    from qbench.analysis.units import AnalysisUnit
     from qbench.plan import Plan
     from qbench.record.analysis import Analysis, Sensitivity
-    from qbench.sink import Sink
 
 
 def analyze(
@@ -107,6 +109,7 @@ def analyze(
     force: Annotated[
         bool, typer.Option("--force", help="Analyze cells again that have a good record.")
     ] = False,
+    cluster: ClusterOption = None,
 ) -> None:
     """Measure attention sinks, outliers, sparsity and inputs of linear layers on a text.
 
@@ -114,9 +117,7 @@ def analyze(
     results folder; where `qbench run` wrote records there, tables show the damage beside. Finished
     cells are reused. Exit code 1 where a cell failed, 2 for input that cannot work.
     """
-    from qbench.analysis.plan import chosen
-    from qbench.analysis.settings import parse_heads
-    from qbench.preflight import require_runnable
+    from qbench.plan import cell_names
     from qbench.report.why import write_analyses
     from qbench.store import Store
 
@@ -129,23 +130,17 @@ def analyze(
     overrides = Overrides(
         checkpoints=named(checkpoint), data=data, calibration=calibration, dtype=dtype
     )
-    job = make_job(recipe, overrides, out=out, device=device)
+    job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
     require_folder(job.out, "--out")
-    planned = job.plan(show=True)
-    cells = chosen(planned, only)
-    require_runnable(cells)
-    wanted = {cell.name for cell in cells}
-    settings = _settings(planned, text, field, samples, length, bos)
-    if heads is not None:
-        settings = replace(settings, heads=parse_heads(heads))
-    work = [_analyses(planned, settings, job.out, wanted, force)]
-    if long_context is not None:
-        longer = replace(settings, length=long_context)
-        work.append(_analyses(planned, longer, job.out, wanted, force, LONG_CONTEXT))
-    if sensitivity is not None:
-        own = replace(settings, blocks=blocks)
-        work.append(_sensitivities(planned, sensitivity, own, job.out, wanted, force))
-    broken = [one for part in work for one in _done(part, settings)]
+    with contextlib.ExitStack() as stack:
+        place = Place(job=job, executor=None)
+        if cluster is not None:
+            most = len(cell_names(job.recipe))
+            place = stack.enter_context(on_cluster(job, device, cluster, cells=most))
+        planned = place.job.plan(show=True)
+        settings = _settings(planned, text, field, samples, length, bos, heads)
+        work = _parts(planned, settings, job.out, only, long_context, sensitivity, blocks=blocks)
+        broken = [one for part in work for one in _done(part, settings, place, force=force)]
     paths = write_analyses(Store(job.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
@@ -157,83 +152,119 @@ def analyze(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Cells of one kind that are to be analyzed: their names, ``what`` is said of it, how many
-    analyses of other texts or settings were ``replaced``, and what makes one of them."""
+    """Cells of one kind that are to be analyzed: what is said of it, where analyses of other texts
+    or settings were replaced, the cells, and what makes one of them here."""
 
     what: str
     replaced: str | None
-    cells: list[AnalysisCell]
-    make: Callable[[AnalysisCell, Sink], Analysis | Sensitivity]
+    unit: AnalysisUnit
+    make: Callable[..., Analysis | Sensitivity]
+
+    @property
+    def names(self) -> list[str]:
+        return [cell.name for cell in self.unit.cells]
 
 
-def _analyses(
+def _parts(
     plan: Plan,
     settings: AnalysisSettings,
     out: Path,
-    wanted: set[str],
-    force: bool,
-    part: str = "",
+    only: str | None,
+    long_context: int | None,
+    sensitivity: str | None,
+    *,
+    blocks: bool,
+) -> list[Part]:
+    from qbench.analysis.plan import chosen
+    from qbench.preflight import require_runnable
+
+    cells = chosen(plan, only)
+    require_runnable(cells)
+    wanted = {cell.name for cell in cells}
+    parts = [_analyses(plan, settings, out, wanted)]
+    if long_context is not None:
+        parts.append(
+            _analyses(plan, replace(settings, length=long_context), out, wanted, LONG_CONTEXT)
+        )
+    if sensitivity is not None:
+        own = replace(settings, blocks=blocks)
+        parts.append(_sensitivities(plan, sensitivity, own, out, wanted))
+    return parts
+
+
+def _analyses(
+    plan: Plan, settings: AnalysisSettings, out: Path, wanted: set[str], part: str = ""
 ) -> Part:
     from qbench.analyses import Analyses
     from qbench.analysis.plan import analysis_grid, plan_analyses
     from qbench.analysis.run import analyze_if_needed
+    from qbench.analysis.units import AnalysisUnit
 
     cells = plan_analyses(plan, settings)
     analyses: Analyses[Analysis] = Analyses(out, part=part)
     others = analyses.put_grid(analysis_grid(plan, cells))
+    chosen = tuple(cell for cell in cells if cell.name in wanted)
     return Part(
         what=f"{settings.length} tokens",
         replaced=str(analyses.folder) if others else None,
-        cells=[cell for cell in cells if cell.name in wanted],
-        make=lambda cell, sink: analyze_if_needed(cell, plan, analyses, sink, force=force),
+        unit=AnalysisUnit(plan=plan, out=out, part=part, settings=settings, cells=chosen),
+        make=partial(analyze_if_needed, plan=plan, analyses=analyses),
     )
 
 
 def _sensitivities(
-    plan: Plan,
-    label: str,
-    settings: AnalysisSettings,
-    out: Path,
-    wanted: set[str],
-    force: bool,
+    plan: Plan, label: str, settings: AnalysisSettings, out: Path, wanted: set[str]
 ) -> Part:
     """Of the checkpoints of the ``wanted`` cells."""
-    from qbench.analyses import sensitivities
+    from qbench.analyses import SENSITIVITY, sensitivities
     from qbench.analysis.plan import plan_sensitivities
     from qbench.analysis.sensitivity_run import measure_if_needed, put_grid
+    from qbench.analysis.units import AnalysisUnit
 
     checkpoints = {cell.checkpoint_name for cell in plan.cells if cell.name in wanted}
-    cells = [
+    cells = tuple(
         cell
         for cell in plan_sensitivities(plan, label, settings)
         if cell.cell.checkpoint_name in checkpoints
-    ]
+    )
     analyses = sensitivities(out)
     put_grid(analyses, cells, plan.recipe.name)
     unit = "decoder layer" if settings.blocks else "linear layer"
     return Part(
         what=f"{settings.length} tokens, one {unit} at a time",
         replaced=None,
-        cells=cells,
-        make=lambda cell, sink: measure_if_needed(cell, plan, analyses, sink, force=force),
+        unit=AnalysisUnit(
+            plan=plan, out=out, part=SENSITIVITY, settings=settings, cells=cells, label=label
+        ),
+        make=partial(measure_if_needed, plan=plan, out=analyses),
     )
 
 
-def _done(part: Part, settings: AnalysisSettings) -> list[Analysis | Sensitivity]:
+def _done(
+    part: Part, settings: AnalysisSettings, place: Place, *, force: bool
+) -> list[Analysis | Sensitivity]:
     """Those that failed."""
     from qbench.running.progress import Display
+    from qbench.running.units import run_units
 
-    with terminal() as screen, Display(screen, len(part.cells)) as display:
+    with terminal() as screen, Display(screen, len(part.names)) as display:
         display.say(
-            f"{len(part.cells)} cells on {settings.device}: at most {settings.samples} texts of "
+            f"{len(part.names)} cells on {settings.device}: at most {settings.samples} texts of "
             f"{part.what} of {settings.source.name}"
         )
+        if place.description:
+            display.say(place.description)
         if part.replaced:
             display.say(
                 f"{part.replaced} held analyses of other texts, settings or versions; their "
                 "records stay, its tables now show this one's (say --out to keep both)"
             )
-        found = [part.make(cell, display) for cell in part.cells]
+        if place.executor is None:
+            found = [part.make(cell, sink=display, force=force) for cell in part.unit.cells]
+        else:
+            found = run_units(
+                part.unit, part.names, executor=place.executor, sink=display, force=force
+            )
     return [one for one in found if one.status != "ok"]
 
 
@@ -244,10 +275,12 @@ def _settings(
     samples: int,
     length: int | None,
     bos: bool,
+    heads: str | None,
 ) -> AnalysisSettings:
     from qbench.analysis.settings import (
         FIELD,
         AnalysisSettings,
+        parse_heads,
         settle_length,
         task_text,
         text_file,
@@ -260,4 +293,5 @@ def _settings(
         length=settle_length(length, contexts),
         bos=bos,
         device=planned.device,
+        heads=None if heads is None else parse_heads(heads),
     )

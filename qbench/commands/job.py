@@ -92,7 +92,7 @@ def placed(
     """Where the cells of ``job`` run: here, in processes of this host (``first`` has started the
     first of them), on an executor of a plug-in (``own``), or on a cluster, whose workers say what
     device it is. Raises QbenchError for what is not there, or for several of them."""
-    from qbench.machine.devices import choose_device, gpu_slots
+    from qbench.machine.devices import gpu_slots
     from qbench.running.executors import EXECUTORS
 
     if own is not None:
@@ -109,7 +109,23 @@ def placed(
         with contextlib.nullcontext(first) if first else _processes(slots, job.device) as executor:
             yield Place(job=job, executor=executor, at_once=max(1, len(slots)))
         return
+    with on_cluster(job, device, cluster, gpus=gpus, workers=workers, cells=cells) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def on_cluster(
+    job: Job,
+    device: str,
+    cluster: str,
+    *,
+    gpus: str | None = None,
+    workers: int | None = None,
+    cells: int,
+) -> Iterator[Place]:
+    """The workers of ``--cluster``. Raises QbenchError where there are none."""
     from qbench.cluster.connect import connected, require_dask
+    from qbench.machine.devices import choose_device
 
     require_dask()
     wanted, slots = None if device == "auto" else str(device), []

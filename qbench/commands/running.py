@@ -1,4 +1,4 @@
-"""``qbench run``, ``plan``, ``noise``: what computes on checkpoints."""
+"""``qbench run`` and ``plan``: cells, and what they would be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from qbench.commands.job import Place, first_process, listed, make_job, named, p
 from qbench.commands.options import (
     Calibration,
     Checkpoints,
-    CheckpointsOfRecipe,
     ClusterOption,
     Data,
     Definitions,
@@ -31,15 +30,13 @@ from qbench.commands.options import (
     OutToRead,
     PluginOption,
     Quantizers,
-    RecipeFile,
     RecipeOrOptions,
     ScoringOption,
     SkipMissing,
     Tasks,
     to_file,
 )
-from qbench.commands.screen import complain, show_written
-from qbench.errors import RecipeError
+from qbench.commands.screen import complain
 from qbench.files import require_folder
 from qbench.machine.clock import mark
 from qbench.machine.quiet import terminal
@@ -217,56 +214,6 @@ def plan(
     for line in plan_lines(planned, Store(job.out), only):
         typer.echo(line)
     require_runnable(planned.select(only))
-
-
-def noise(
-    recipe: RecipeFile,
-    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006
-    data: Data = None,
-    limit: Limit = None,
-    dtype: DtypeOption = None,
-    scoring: ScoringOption = None,
-    out: Out = None,
-    device: DeviceOption = Device.auto,
-    plugin: PluginOption = [],  # noqa: B006
-) -> None:
-    """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.
-
-    A difference below it says nothing, and the tables of the same results folder mark it so.
-    Written there as noise.json.
-    """
-    from qbench.comparison.floors import FILE, to_bytes
-    from qbench.evaluation.noise import measure_noise, scorer_of, table
-    from qbench.evaluation.tasks import load_task
-    from qbench.machine.quiet import redirected
-    from qbench.run import load
-    from qbench.store import write_atomically
-
-    overrides = Overrides(
-        checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype, scoring=scoring
-    )
-    job = make_job(recipe, overrides, out=out, device=device)
-    require_folder(job.out)
-    planned = job.plan(show=True)  # of which only unquantized cells are scored
-    found = {}
-    for cell in planned.cells:
-        if cell.quantizer.precision.quantized:
-            continue
-        with terminal() as screen, redirected(job.out / "noise.log"):
-            model, tokenizer = load(cell, planned)
-            found[cell.name] = measure_noise(
-                scorer_of(model, tokenizer, cell.scoring),
-                [load_task(task) for task in planned.tasks],
-                say=lambda line, to=screen, name=cell.name: print(f"{name}: {line}", file=to),
-            )
-        typer.echo(f"### {cell.name}\n\n{table(found[cell.name])}\n")
-    if not found:
-        raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
-    path = job.out / FILE
-    keys = {cell.name: cell.key for cell in planned.cells}
-    cells = {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}
-    write_atomically(path, to_bytes(cells))
-    show_written([path])
 
 
 def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:

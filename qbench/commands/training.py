@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.options import Device, DeviceOption, to_folder
+from qbench.commands.options import ClusterOption, Device, DeviceOption, to_folder
 from qbench.commands.screen import show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine.quiet import redirected, terminal
+from qbench.overrides import Overrides
+
+if TYPE_CHECKING:
+    from qbench.training.recipe import TrainingRecipe
 
 LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
 MIB = 2**20
@@ -142,6 +146,18 @@ def train(
         int | None,
         typer.Option(min=1, metavar="MIB", help="Cut weights into files of at most so much."),
     ] = None,
+    evaluate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="When all is trained, run this recipe on the trained checkpoints, which take the "
+            "places of its own; results go to OUT/evaluation.",
+        ),
+    ] = None,
+    evaluate_data: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="With --evaluate: data of its tasks.")
+    ] = None,
+    cluster: ClusterOption = None,
 ) -> None:
     """Train the models of a recipe: every seed with every normalizer, alike in all else.
 
@@ -170,6 +186,7 @@ def train(
     require_folder(folder, "--out")
     where = choose_device(device)
     files = read_token_files(loaded.token_folder)
+    evaluation = _evaluation(evaluate, evaluate_data, cluster, loaded, weights=weights)
     settle_workspace()
     from qbench.training.processes import joined
     from qbench.training.runs import Options, draw, train_recipe
@@ -205,6 +222,50 @@ def train(
         typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command goes on")
     curves = draw(loaded, folder)
     show_written([folder, *([curves] if curves else [])])
+    if evaluation is not None and len(found) == len(runs):
+        evaluation(folder, device)
+
+
+def _evaluation(
+    recipe: Path | None,
+    data: Path | None,
+    cluster: str | None,
+    loaded: TrainingRecipe,
+    *,
+    weights: bool,
+) -> Callable[[Path, Device], None] | None:
+    """What runs the recipe of ``--evaluate`` on the checkpoints in a folder; None without one.
+    Raises RecipeError, before anything is trained, where it could not."""
+    from qbench.commands.running import run
+    from qbench.recipe import Recipe
+
+    if recipe is None:
+        for option, value in (("--evaluate-data", data), ("--cluster", cluster)):
+            if value is not None:
+                raise RecipeError(f"{option} {value}: is of --evaluate RECIPE, which is not given")
+        return None
+    if not weights:
+        raise RecipeError("--evaluate: needs the checkpoints that --no-weights leaves out")
+    trained = dict.fromkeys(normalizer for normalizer, _ in loaded.runs())
+    places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
+    asked = Recipe.load(recipe, Overrides(checkpoints=places, data=data)).checkpoints
+    if others := [name for name in asked if name not in trained]:
+        raise RecipeError(
+            f"--evaluate {recipe}: checkpoints.{others[0]}: is none of what is trained here "
+            f"({', '.join(trained)}); leave it out of the recipe"
+        )
+
+    def evaluate(folder: Path, device: Device) -> None:
+        checkpoints = []
+        for name in trained:
+            seeds = sorted(folder.glob(f"{name}-seed*"))
+            checkpoints.append(
+                f"{name}={folder}/{name}-seed*" if len(seeds) > 1 else f"{name}={seeds[0]}"
+            )
+        out = folder / "evaluation"
+        run(recipe, checkpoints, data=data, out=out, device=device, cluster=cluster)
+
+    return evaluate
 
 
 def _silent(run: str, step: int, line: str) -> None:

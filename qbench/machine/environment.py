@@ -36,12 +36,13 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def environment(device: str, names: tuple[str, ...]) -> Environment:
+def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> Environment:
+    """``gpu``: the one that was planned for, which need not be of this host."""
     return Environment(
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         device=device,
-        hardware=hardware(device),
+        hardware=gpu or hardware(device),
         versions=versions((*names, "triton")),
         git_revision=git_revision(),
         qbench=__version__,

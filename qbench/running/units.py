@@ -69,8 +69,7 @@ class Unit(Protocol):
 
     plan: Plan
 
-    @property
-    def remote(self) -> Remote: ...
+    def remote(self, name: str) -> Remote: ...
 
     def lock_file(self, name: str) -> Path:
         """Held while a run is at work on the cell."""

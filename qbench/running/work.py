@@ -49,8 +49,7 @@ class Work:
             self.plan, name, out=self.out, sink=self.sink, cache=self.cache, force=force, wait=wait
         )
 
-    @property
-    def remote(self) -> RemoteCells:
+    def remote(self, name: str) -> RemoteCells:
         return RemoteCells()
 
     def lock_file(self, name: str) -> Path:
@@ -153,7 +152,7 @@ def run_cell(
     None where another run is at work on the cell and ``wait`` is false.
     """
     cell, store, kept = plan.cell(name), Store(out), cache or cache_folder()
-    with _opened(sink) as told:
+    with opened(sink) as told:
         try:
             with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
                 known = store.whole(cell.grid_cell, told.say)
@@ -257,7 +256,7 @@ def _measured(record: Record) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _opened(sink: Sink | Elsewhere) -> Iterator[Sink]:
+def opened(sink: Sink | Elsewhere) -> Iterator[Sink]:
     """A connection is the cell's own and ends with it: all that it said has been read by then."""
     if not isinstance(sink, Elsewhere):
         yield sink

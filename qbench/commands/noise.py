@@ -1,0 +1,109 @@
+"""``qbench noise``: how far scores move when batches alone change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from qbench.commands.job import Place, make_job, named, on_cluster
+from qbench.commands.options import (
+    CheckpointsOfRecipe,
+    ClusterOption,
+    Data,
+    Device,
+    DeviceOption,
+    DtypeOption,
+    Limit,
+    Out,
+    PluginOption,
+    RecipeFile,
+    ScoringOption,
+)
+from qbench.commands.screen import show_written
+from qbench.errors import EvaluationError, RecipeError
+from qbench.files import require_folder
+from qbench.machine.quiet import terminal
+from qbench.overrides import Overrides
+
+if TYPE_CHECKING:
+    from qbench.evaluation.noise import Noise
+    from qbench.plan import Cell, Plan
+
+
+def noise(
+    recipe: RecipeFile,
+    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006
+    data: Data = None,
+    limit: Limit = None,
+    dtype: DtypeOption = None,
+    scoring: ScoringOption = None,
+    out: Out = None,
+    device: DeviceOption = Device.auto,
+    plugin: PluginOption = [],  # noqa: B006
+    cluster: ClusterOption = None,
+) -> None:
+    """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.
+
+    A difference below it says nothing, and the tables of the same results folder mark it so.
+    Written there as noise.json.
+    """
+    from qbench.comparison.floors import FILE, to_bytes
+    from qbench.evaluation.noise import table
+    from qbench.plan import cell_names
+    from qbench.store import write_atomically
+
+    overrides = Overrides(
+        checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype, scoring=scoring
+    )
+    job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
+    require_folder(job.out)
+    with contextlib.ExitStack() as stack:
+        place = Place(job=job, executor=None)
+        if cluster is not None:
+            most = len(cell_names(job.recipe))
+            place = stack.enter_context(on_cluster(job, device, cluster, cells=most))
+        planned = place.job.plan(show=True)  # of which only unquantized cells are scored
+        chosen = [cell for cell in planned.cells if not cell.quantizer.precision.quantized]
+        if not chosen:
+            raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
+        found = {}
+        for name, one in _noises(planned, chosen, place):
+            found[name] = one
+            typer.echo(f"### {name}\n\n{table(one)}\n")
+    keys = {cell.name: cell.key for cell in planned.cells}
+    cells = {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}
+    path = job.out / FILE
+    write_atomically(path, to_bytes(cells))
+    show_written([path])
+
+
+def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[str, Noise]]:
+    """By cell, here or on the cluster. Raises EvaluationError for one that failed there."""
+    from qbench.machine.quiet import redirected
+    from qbench.running.noise import LOG, Failed, NoiseUnit, noise_of
+    from qbench.running.progress import Display
+    from qbench.running.units import run_units
+
+    out = place.job.out
+    if place.executor is None:
+        for cell in cells:
+            with terminal() as screen, redirected(out / LOG):
+                name = cell.name
+                noise = noise_of(
+                    cell, plan, lambda line, name=name: print(f"{name}: {line}", file=screen)
+                )
+            yield cell.name, noise
+        return
+    names = [cell.name for cell in cells]
+    with terminal() as screen, Display(screen, len(names)) as display:
+        display.say(place.description)
+        made = run_units(
+            NoiseUnit(plan=plan, out=out), names, executor=place.executor, sink=display
+        )  # fmt: skip
+    for name, one in zip(names, made, strict=True):
+        if isinstance(one, Failed):
+            raise EvaluationError(f"{name}: {one.error}")
+        yield name, one

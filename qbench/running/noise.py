@@ -1,0 +1,125 @@
+"""The noise floor of unquantized cells, here or as work that other hosts can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qbench.machine.quiet import redirected
+from qbench.plan import Cell, Plan
+from qbench.running.units import Base, Made
+from qbench.running.work import opened
+from qbench.sink import Elsewhere, Sink
+from qbench.store import Store
+
+if TYPE_CHECKING:
+    from qbench.evaluation.noise import Noise
+
+LOG = "noise.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A cell whose floor could not be measured, and why."""
+
+    cell: str
+    error: str
+
+
+def noise_of(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
+    """Score the cell's checkpoint under every variation of batches. Raises what scoring raises."""
+    from qbench.evaluation.noise import measure_noise, scorer_of
+    from qbench.evaluation.tasks import load_task
+    from qbench.run import free, load
+
+    model, tokenizer = load(cell, plan)
+    try:
+        return measure_noise(
+            scorer_of(model, tokenizer, cell.scoring),
+            [load_task(task) for task in plan.tasks],
+            say=say,
+        )
+    finally:
+        del model
+        free(plan.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseUnit:
+    """Noise is kept by the caller, in one file for all cells; logs go to ``out``."""
+
+    plan: Plan
+    out: Path
+
+    def remote(self, name: str) -> RemoteNoise:
+        return RemoteNoise()
+
+    def lock_file(self, name: str) -> Path:
+        path = Store(self.out).lock_file(self.plan.cell(name).grid_cell)
+        return path.with_suffix(".noise.lock")
+
+    def kept(self, name: str) -> str:
+        return _kept(self.plan.cell(name))
+
+    def log_file(self, name: str) -> Path:
+        return self.out / LOG
+
+    def awaits(self, name: str) -> None:
+        return None
+
+    def base(self, name: str) -> Base | None:
+        return None
+
+    def known(
+        self, name: str, *, say: Callable[..., None], problem: Callable[[str], str | None]
+    ) -> None:
+        return None
+
+    def adopt(self, name: str, made: Made) -> Noise:
+        with self.log_file(name).open("a") as log:
+            log.write(made.log)
+        return made.record
+
+    def failed(self, name: str, error: str) -> Failed:
+        return Failed(cell=name, error=error)
+
+
+@dataclass(frozen=True)
+class RemoteNoise:
+    """Noise measured on another host."""
+
+    def tasks(self, plan: Plan) -> Sequence[str]:
+        return [task.name for task in plan.tasks]
+
+    def texts(self) -> Sequence[tuple[Path, str]]:
+        return ()
+
+    def run(
+        self,
+        plan: Plan,
+        name: str,
+        *,
+        texts: Mapping[str, Path],
+        out: Path,
+        cache: Path,
+        sink: Sink | Elsewhere,
+        force: bool,
+    ) -> Made:
+        cell = plan.cell(name)
+        log = out / f"{_kept(cell)}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with opened(sink) as told:
+            told.begin(name)
+            try:
+                with redirected(log):
+                    noise = noise_of(cell, plan, lambda line: told.step(name, line))
+                told.say(f"{name}: measured")
+            finally:
+                told.end(name)
+        return Made(record=noise, tables={}, log=log.read_text(errors="replace"))
+
+
+def _kept(cell: Cell) -> str:
+    return f"noise/{cell.name}/{cell.key[:16]}"

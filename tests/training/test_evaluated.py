@@ -1,0 +1,74 @@
+"""`qbench train --evaluate`: what was trained is run through a recipe, here or on a cluster."""
+
+from __future__ import annotations
+
+import pytest
+from small_recipe import qbench, small_recipe
+
+from qbench.errors import RecipeError
+from qbench.store import Store
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+SHAPE = {"hidden": 32, "layers": 1, "context": 64}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Its checkpoints are never looked for: the trained ones take their places."""
+
+    def write(names=("softmax", "softpick")):
+        return small_recipe(
+            tmp_path,
+            checkpoints={name: f"nowhere/{name}" for name in names},
+            quantizers=["fp32", {"name": "rtn-4bit", "group_size": 32}],
+            tasks=["demo_lastword"],
+            evaluation={"limit": 4, "damage": False},
+        )
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("normalizers", "seeds", "more", "cells"),
+    [
+        (("softmax", "softpick"), [1, 2], (), 4 * 2),
+        (("softmax",), [1], ("--cluster", "local:1"), 1 * 2),
+    ],
+)
+def test_all_that_was_trained_is_evaluated(
+    tmp_path, recipe_file, recipe, normalizers, seeds, more, cells
+):
+    if more:
+        pytest.importorskip("distributed")
+    training = recipe_file(normalizers=list(normalizers), seeds=seeds, model=SHAPE, tokens=256,
+                           batch={"tokens": 128, "sequences": 2})  # fmt: skip
+    out = tmp_path / "trained"
+    evaluate = ("--evaluate", recipe(normalizers), *more)
+    assert qbench("train", training, "--out", out, "--device", "cpu", *evaluate) == 0
+    records = Store(out / "evaluation").records()
+    assert {record.status for record in records} == {"ok"}
+    assert len(records) == cells
+    assert {(record.training.normalizer, record.training.seed) for record in records} == {
+        (normalizer, seed) for normalizer in normalizers for seed in seeds
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--normalizer", "softmax", "--evaluate", "RECIPE"),
+            "softpick: is none of what is trained",
+        ),
+        (("--no-weights", "--evaluate", "RECIPE"), "needs the checkpoints"),
+        (("--cluster", "local:1"), "is of --evaluate RECIPE"),
+    ],
+)
+def test_what_could_not_be_evaluated_is_refused_before_training(
+    tmp_path, recipe_file, recipe, options, said
+):
+    out = tmp_path / "trained"
+    options = [recipe() if one == "RECIPE" else one for one in options]
+    with pytest.raises(RecipeError, match=said):
+        qbench("train", recipe_file(), "--out", out, "--device", "cpu", *options)
+    assert not out.exists()
