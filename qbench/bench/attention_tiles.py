@@ -8,10 +8,10 @@ and then timed by itself, what the host takes to launch left out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qbench.attention import reference
-from qbench.attention.kernels import families, gluon_backward, launch, modes, recall, settings
+from qbench.attention.kernels import gluon_backward, launch, modes, recall, tiles
 from qbench.attention.kernels.settings import Parameters, Settings
 from qbench.attention.kernels.tiles import Tile
 from qbench.bench.attention_prefill import steps
@@ -37,9 +37,10 @@ RECIPROCALS = {
     "a reciprocal each": 0,
     "one for two": modes.PAIRED.value,
     "none": modes.NEWTON.value,
+    "where needed": modes.RARE.value,
 }
 KINDS = {"Gluon": 0, "Triton": 1 << 60}  # values of gluon_backward.ENOUGH that ask for each
-TANGENTS = {"tanh by instruction": (1e9, 1e9), "by polynomial": (15.0, 1e4)}
+TANGENTS = {"tanh by instruction": False, "by polynomial": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,31 +64,32 @@ class Variant:
     @contextmanager
     def chosen(self) -> Iterator[None]:
         """While kernels are launched with this arithmetic."""
-        kept, near = dict(families.FAMILIES), settings.NEAR
+        kept, polynomials = dict(tiles.RECIPROCALS), set(tiles.POLYNOMIALS)
         if self.reciprocals is not None:
-            family = families.FAMILIES["sigmoid"]
-            bits = family.modes & ~(modes.PAIRED.value | modes.NEWTON.value)
-            bits |= RECIPROCALS[self.reciprocals]
-            families.FAMILIES["sigmoid"] = replace(family, modes=bits)
+            bits = RECIPROCALS[self.reciprocals]
+            tiles.RECIPROCALS.update(dict.fromkeys(kept, bits))
         if self.tangents is not None:
-            settings.NEAR = TANGENTS[self.tangents]
+            tiles.POLYNOMIALS.clear()
+            tiles.POLYNOMIALS.update(kept if TANGENTS[self.tangents] else ())
         recall.forget()
         try:
             yield
         finally:
-            families.FAMILIES.update(kept)
-            settings.NEAR = near
+            tiles.RECIPROCALS.update(kept)
+            tiles.POLYNOMIALS.clear()
+            tiles.POLYNOMIALS.update(polynomials)
             recall.forget()
 
 
 VARIANTS = (
     Variant(normalizer="softmax"),
     Variant(normalizer="softpick"),
+    Variant(normalizer="sigmoid"),
     *(Variant(normalizer="sigmoid", reciprocals=each) for each in RECIPROCALS),
     Variant(normalizer="softmax", sloped=True),
-    Variant(normalizer="sigmoid", sloped=True, reciprocals="one for two"),
+    Variant(normalizer="sigmoid", sloped=True),
     *(Variant(normalizer="softmax", softcap=CAP, tangents=each) for each in TANGENTS),
-    Variant(normalizer="sigmoid", softcap=CAP, reciprocals="one for two", tangents="by polynomial"),
+    Variant(normalizer="sigmoid", softcap=CAP, tangents="by polynomial"),
 )
 
 
@@ -98,20 +100,9 @@ def _tile(block_q: int, block_k: int, warps: int, stages: int, **rest: Any) -> T
 
 
 TILES = {  # by head dimension
-    64: (
-        _tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(64, 128, 4, 2), _tile(128, 64, 4, 3),
-        _tile(128, 64, 4, 2), _tile(128, 128, 8, 2), _tile(64, 128, 4, 2, registers=168),
-        _tile(64, 64, 4, 2, overlap=True), _tile(64, 128, 4, 2, overlap=True),
-        _tile(128, 64, 4, 2, overlap=True), _tile(128, 128, 8, 2, overlap=True),
-    ),
-    128: (
-        _tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(64, 128, 4, 2), _tile(128, 64, 8, 3),
-        _tile(128, 128, 8, 2), _tile(64, 64, 4, 2, overlap=True),
-        _tile(128, 128, 8, 2, overlap=True),
-    ),
-}  # fmt: skip
-
-
+    64: (_tile(64, 64, 4, 3), _tile(128, 64, 4, 3), _tile(64, 128, 4, 2, registers=168)),
+    128: (_tile(64, 64, 4, 3), _tile(64, 64, 4, 2, overlap=True)),
+}
 GLUON = {  # of sigmoid
     64: (
         _tile(64, 128, 4, 3, gluon=True),
@@ -123,12 +114,13 @@ GLUON = {  # of sigmoid
 PATIENCE_S = 90
 
 
-def bench_tiles(widths: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
+def bench_tiles(widths: tuple[int, ...] = (64, 128), only: Collection[str] = ()) -> dict[str, Any]:
     """Forward tiles, the fastest first, and backward kernels by head dimension, in TFLOP/s; and
-    short steps as they are."""
+    short steps as they are. ``only``: of these normalizers, beside softmax."""
+    variants = [v for v in VARIANTS if not only or v.normalizer in only or v == VARIANTS[0]]
     jobs = [
         (variant, width, tile)
-        for variant in VARIANTS[::-1]  # those that take longest to compile first
+        for variant in variants[::-1]  # those that take longest to compile first
         for width in widths
         for tile in (None, *TILES[width])
     ]
@@ -138,11 +130,11 @@ def bench_tiles(widths: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
         others = [
             (variant, width, tile)
             for width in widths
-            for variant in VARIANTS
+            for variant in variants
             for tile in GLUON[width]
             if variant.normalizer == "sigmoid"
         ]
-        if not all(_ends((VARIANTS[3], width, GLUON[width][0])) for width in widths):
+        if not all(_ends((VARIANTS[2], width, GLUON[width][0])) for width in widths):
             others = []
         more = pool.map(_error, others)
         checks = dict(zip([*jobs, *others], [*found, *more], strict=True))
@@ -242,13 +234,18 @@ def _passed(error: str) -> bool:
     return error[0].isdigit() and float(error) <= LIMIT
 
 
+def _variants(checks: dict[tuple[Variant, int, Tile | None], str]) -> list[Variant]:
+    tried = {variant for variant, _, _ in checks}
+    return [variant for variant in VARIANTS if variant in tried]
+
+
 def _forward(checks: dict[tuple[Variant, int, Tile | None], str]) -> Iterator[dict[str, Any]]:
     batch, length, heads = FORWARD
     plain: dict[int, float] = {}
     for width in sorted({width for _, width, _ in checks}):
         inputs = [random_tensor(batch, length, heads, width) for _ in range(3)]
         work = 4 * batch * heads * length * length * width / 2
-        for variant in VARIANTS:
+        for variant in _variants(checks):
             rows = []
             for (other, at, tile), error in checks.items():
                 if other != variant or at != width:
@@ -275,7 +272,7 @@ def _backward(
             gradient = torch.randn_like(inputs[0])
             work = 2.5 * 4 * batch * heads * length * length * width / 2
             plain = None
-            for variant in VARIANTS:
+            for variant in _variants(checks):
                 error = checks[variant, width, None]
                 row = {"shape": (batch, length, heads, width), "kernel": str(variant),
                        "error": error, "Gluon": None, "Triton": None, "beside": None}  # fmt: skip

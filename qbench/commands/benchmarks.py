@@ -55,7 +55,9 @@ def attention(
     from qbench.bench.attention import bench_attention, table
 
     if tiles:
-        _tiles(out, quick, bool(checkpoint or text or only))
+        if checkpoint or text:
+            raise RecipeError("bench attention --tiles: it takes --quick, --only and --out alone")
+        _tiles(out, quick, only)
         return
     if (checkpoint is None) != (text is None):
         raise RecipeError("bench attention: --checkpoint and --text go together")
@@ -64,16 +66,14 @@ def attention(
     typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text, only)))
 
 
-def _tiles(out: Path | None, quick: bool, more: bool) -> None:
+def _tiles(out: Path | None, quick: bool, only: list[str]) -> None:
     """``--quick``: heads of 64 alone."""
     from qbench.bench.attention import require_gpu
     from qbench.bench.attention_tiles import bench_tiles
     from qbench.bench.attention_tiles_table import tiles_table
 
-    if more:
-        raise RecipeError("bench attention --tiles: it takes --quick and --out alone")
     require_gpu()
-    results = bench_tiles((64,) if quick else (64, 128))
+    results = bench_tiles((64,) if quick else (64, 128), only)
     if out is not None:
         write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
         if out.suffix:

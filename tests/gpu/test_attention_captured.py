@@ -1,12 +1,15 @@
 """Steps captured as CUDA graphs give the bits of steps that are launched one by one, and calls
 that are repeated from memory those of first calls."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from qbench.attention import kernels
-from qbench.attention.kernels import recall
+from qbench.attention.kernels import launch, recall
 from qbench.attention.kernels.families import computed
+from qbench.attention.kernels.settings import NONE, Settings
 from qbench.bench.attention_timing import captured, given
 
 pytestmark = [
@@ -72,6 +75,21 @@ def test_a_repeated_call_gives_the_bits_of_a_first_one(normalizer):
         second = made_step(normalizer, inputs)()
         assert len(recall._calls) == 2, "forward and backward were to be kept"
         assert same(second, first)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "sigmoid"])
+def test_kernels_that_one_thread_loaded_run_in_another(normalizer):
+    """Autograd's threads have no CUDA context of their own."""
+    query, key, value, gradient = (draw(seed) for seed in range(4))
+    settings = Settings(normalizer, 0.125, 0.0, True, 0, SHAPE[1], SHAPE[1])
+    kept = launch.forward(query, key, value, None, None, NONE, settings)
+
+    def backward():
+        return launch.backward(gradient, query, key, value, *kept, None, None, NONE, settings)[:3]
+
+    expected = backward()
+    with ThreadPoolExecutor(1) as threads:
+        assert same(threads.submit(backward).result(), expected)
 
 
 def test_a_call_of_another_layout_is_another_call():

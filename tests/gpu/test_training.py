@@ -86,6 +86,8 @@ def test_the_same_steps_give_the_same_bits(normalizer):
         assert torch.equal(tensor, weights[1][name]), name
 
 
+# torch captures an empty graph to keep its memory, and warns of it itself
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_steps_captured_as_graphs_train_to_the_same_bits(normalizer):
     """``compile: reduce-overhead`` replays CUDA graphs, here over two passes a step."""

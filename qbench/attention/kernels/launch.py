@@ -23,7 +23,7 @@ from qbench.attention.kernels.layouts import (
     visible_counts,
 )
 from qbench.attention.kernels.recall import Call, again, layout, recalled, remember
-from qbench.attention.kernels.relaunch import described, launch, noted
+from qbench.attention.kernels.relaunch import described, launch, noted, prepare_thread
 from qbench.attention.kernels.settings import Parameters, Settings, factors, kernel_modes
 from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS
@@ -100,6 +100,7 @@ def _forward(
     sequences = batch if spans is None else spans.shape[0]
     device = query.device.index
     modes = kernel_modes(kernels, parameters, softcap)
+    modes |= tiles.arithmetic(width, kernels.family, softcap, backward=False)
     gain, inner = factors(scale, softcap)
     counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
     common = {
@@ -134,7 +135,7 @@ def _forward(
                  "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width)},
             )  # fmt: skip
         return output, lse, imprecise
-    tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family)
+    tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family, modes)
     if (
         tile.gluon
         and gluon_backward is not None
@@ -175,6 +176,7 @@ def backward(
     """Gradients of query, key and value, laid out as the output is; where ``learning``, that of
     bias, sinks or s [heads], whichever the normalizer learns; and where ``sloping`` that of the
     slopes [heads]."""
+    prepare_thread(query.device)
     more = (mask, spans, key_tile, query_tile)
     if INTERPRETED or learning or sloping or any(each is not None for each in more):
         return _backward(
@@ -221,6 +223,7 @@ def _backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), *none
     query, key, value, gradient = (dense_rows(t) for t in (query, key, value, gradient))
     modes = kernel_modes(kernels, parameters, softcap, learning, sloping)
+    modes |= tiles.arithmetic(width, kernels.family, softcap, backward=True)
     gain, inner = factors(scale, softcap)
     # Rows outside the sequences give nothing to the gradients of parameters.
     make = torch.empty_like if spans is None else torch.zeros_like

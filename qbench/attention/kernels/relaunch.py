@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -25,9 +26,21 @@ Launch = tuple[Callable[..., None], list[Any], list[Any]]
 class _Notes(threading.local):
     launches: list[Launch] | None = None
 
+    def __init__(self) -> None:
+        self.devices: set[int] = set()  # that this thread has used
+
 
 _notes = _Notes()
 _known: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
+
+
+def prepare_thread(device: torch.device) -> None:
+    """Makes this thread able to launch. Gradients are computed in threads of autograd's own, which
+    have no CUDA context before their first use of the runtime; Triton sets one only where it loads
+    a kernel, and a kernel that another thread has loaded would fail."""
+    if device.type == "cuda" and device.index not in _notes.devices:
+        torch.zeros(1, device=device)
+        _notes.devices.add(device.index)
 
 
 def launch(

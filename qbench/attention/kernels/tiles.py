@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qbench.attention.kernels import modes
 from qbench.attention.kernels.families import FAMILIES
 
 
@@ -47,15 +48,45 @@ class Tile:
         }
 
 
-def forward_tile(width: int, dtype: torch.dtype, family: str) -> Tile:
-    """``width``: head dimension rounded up to a power of two."""
+# Modes that take so many registers or instructions that smaller tiles, of which more programs share
+# a multiprocessor, are faster.
+COSTLY = modes.CAPPED.value | modes.SLOPED.value | modes.BIASED.value
+
+
+def forward_tile(width: int, dtype: torch.dtype, family: str, asked: int = 0) -> Tile:
+    """``width``: head dimension rounded up to a power of two; ``asked``: bits of modes.py."""
     if dtype == torch.float32:
         return _exact(width)
     free = dtype == torch.bfloat16
     if width <= 128:
-        rows = 128 if FAMILIES[family].few_registers and width <= 64 else 64
-        return Tile(block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free)
+        plain = FAMILIES[family].few_registers and asked & COSTLY == 0
+        rows = 128 if plain and width <= 64 else 64
+        gluon = width == 128 and asked & modes.RESHAPED.value == 0
+        return Tile(block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free, gluon=gluon)
     return Tile(block_q=128, block_k=64, warps=8, stages=2, tma=True, free=free)
+
+
+# By whether heads are at most 64 wide, and whether the pass is the backward one: how sigmoid's
+# reciprocals are saved, see sigmoid.py, and whether tanh of soft caps is a polynomial, softcap.py.
+RECIPROCALS = {
+    (True, False): modes.PAIRED.value,
+    (True, True): modes.RARE.value,
+    (False, False): modes.PAIRED.value,
+    (False, True): 0,
+}
+POLYNOMIALS = {(True, False)}
+# Soft caps that suit it: from the first on nearly all scores of standard deviation 1 to 3 are
+# within 0.7 of them; beyond the second the coefficients' powers would leave float32.
+WIDE_CAPS = (15.0, 1e4)
+
+
+def arithmetic(width: int, family: str, softcap: float, *, backward: bool) -> int:
+    """Bits of modes.py that change how numbers are computed, not which; ``softcap``: 0 for none."""
+    place = (width <= 64, backward)
+    bits = RECIPROCALS[place] if FAMILIES[family].modes & modes.SUMLESS.value else 0
+    if place in POLYNOMIALS and WIDE_CAPS[0] <= softcap <= WIDE_CAPS[1]:
+        bits |= modes.NEAR.value
+    return bits
 
 
 def key_tile(width: int, dtype: torch.dtype) -> Tile:
