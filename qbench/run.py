@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import traceback
@@ -148,8 +149,10 @@ def quantized(
     cache: Path,
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
+    # Where nothing is to change, a copy of now will do; else memory is needed for quantizing.
+    original = None if cell.quantizer.precision.quantized else copy.deepcopy(model)
     model = _quantize(cell, plan, model, tokenizer, gathered, sink, cache)
-    _audit(cell, plan, model, gathered, sink)
+    _audit(cell, plan, model, original, gathered, sink)
     return model
 
 
@@ -192,13 +195,20 @@ def _quantize(
     return quantized.model
 
 
-def _audit(cell: Cell, plan: Plan, model: PreTrainedModel, gathered: Outcome, sink: Sink) -> None:
+def _audit(
+    cell: Cell,
+    plan: Plan,
+    model: PreTrainedModel,
+    original: PreTrainedModel | None,
+    gathered: Outcome,
+    sink: Sink,
+) -> None:
     from qbench.attention.row_by_row import row_by_row
     from qbench.quantizers.audit import audit
 
     _step(sink, cell.name, "audit")
     with measured("audit", plan.device, gathered.stages):
-        original = _original(cell, plan)
+        original = original or _original(cell, plan)
         probe = _probe(original.config.vocab_size).to(plan.device)
         gathered.audit = audit(original, model, cell.quantizer, probe, row_by_row)
         del original

@@ -164,17 +164,20 @@ def local_slots(
 def first_process(
     device: str, cluster: str | None, *, gpus: str | None, workers: int | None, own: str | None
 ) -> Iterator[Processes | None]:
-    """An executor with one process on a GPU of this host, which imports what it needs from now on,
-    while the recipe is read; None where cells run on the CPU or elsewhere. Raises QbenchError for
-    a device that is not there."""
-    from qbench.machine.devices import choose_device, gpu_slots
+    """An executor with one process on this host's GPU, which imports what it needs from now on,
+    while the recipe is read; None where cells run on the CPU, on GPUs by number, or elsewhere.
+    Raises QbenchError for a device that is not there."""
+    from qbench.machine.devices import choose_device, cuda_is_likely
 
     require_memory()
-    slots: Sequence[int] = []
-    if cluster is None and own is None and choose_device(device) == "cuda":
-        slots = gpu_slots(gpus, workers, "cuda", CELLS_A_GPU)
-    with _processes(slots[:1], "cuda", at_most=len(slots)) as executor:
-        yield executor
+    here = cluster is None and own is None and gpus is None
+    # The driver takes half a second to start, which the process need not wait for.
+    slots = [0] if here and device != "cpu" and cuda_is_likely() else []
+    with _processes(slots, "cuda", at_most=workers or CELLS_A_GPU) as executor:
+        if executor is None or choose_device(device) == "cuda":
+            yield executor
+            return
+    yield None
 
 
 @contextlib.contextmanager

@@ -26,9 +26,11 @@ LATER = (
     "qbench.evaluation.scoring", "qbench.evaluation.evaluate",
 )  # fmt: skip
 # transformers imports these where they are installed: hqq for a quantized cache, torchao for its
-# own quantizer, scipy for losses of object detection. hqq and torchao bring torch's code generator.
-# A cell that needs one of them imports it by itself.
-LEFT_ASIDE = ("is_hqq_available", "is_torchao_available", "is_scipy_available")
+# own quantizer, scipy and torchvision for losses of object detection. hqq and torchao bring torch's
+# code generator. A cell that needs one of them imports it by itself.
+LEFT_ASIDE = (
+    "is_hqq_available", "is_torchao_available", "is_scipy_available", "is_torchvision_available",
+)  # fmt: skip
 IMPORTERS = (
     "transformers.cache_utils", "transformers.loss.loss_utils", "transformers.quantizers.auto",
 )  # fmt: skip

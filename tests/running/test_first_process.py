@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
 from qbench.commands.job import Job, first_process, placed
-from qbench.errors import RecipeError
+from qbench.errors import UnavailableError
 from qbench.machine import devices
 from qbench.running.executors import Processes
 
@@ -20,6 +21,7 @@ def gpu(monkeypatch):
     """A machine with a GPU, as far as the parent of processes asks."""
     monkeypatch.setattr(devices, "choose_device", lambda wanted: "cuda")
     monkeypatch.setattr(devices, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "cuda_is_likely", lambda: True)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -40,7 +42,8 @@ def test_as_many_processes_as_cells_and_the_first_of_them_at_once(cells, process
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("cluster", "where"), [("local:2", HERE), (None, {**HERE, "own": "someone's"})]
+    ("cluster", "where"),
+    [("local:2", HERE), (None, {**HERE, "own": "someone's"}), (None, {**HERE, "gpus": "2"})],
 )
 def test_none_starts_here_where_cells_run_elsewhere(cluster, where):
     with first_process("auto", cluster, **where) as first:
@@ -52,13 +55,15 @@ def test_none_starts_on_a_cpu():
         assert first is None
 
 
-@pytest.mark.usefixtures("gpu")
-def test_what_is_not_there_is_refused_before_anything_starts():
-    with (
-        pytest.raises(RecipeError, match="--gpus 2"),
-        first_process("auto", None, **{**HERE, "gpus": "2"}),
-    ):
+def test_a_driver_without_a_gpu_leaves_no_process(monkeypatch):
+    monkeypatch.setattr(devices, "cuda_is_likely", lambda: True)
+    monkeypatch.setattr(devices, "cuda_problem", lambda: "no GPU is visible here")
+    with first_process("auto", None, **HERE) as first:
+        assert first is None
+        assert not multiprocessing.active_children()
+    with pytest.raises(UnavailableError, match="no GPU"), first_process("cuda", None, **HERE):
         pass
+    assert not multiprocessing.active_children()
 
 
 def test_processes_that_come_later_share_the_cores():

@@ -4,8 +4,7 @@ head's input of every scored token, and the head.
 A row takes hidden size × bytes of the dtype (768 bytes at the bundled 27M pair's 384 in bfloat16,
 2 kB at 340M parameters), where its log-probabilities would take 64 kB and more. Rows are gathered
 in host memory and written as one safetensors file, which is read memory-mapped. Beside it lies its
-SHA-256, as ``sha256sum -c`` reads it; making it and checking it read the file once, at about
-0.5 to 2 GB/s.
+SHA-256, as ``sha256sum -c`` reads it; checking it reads the file once, at about 0.5 to 2 GB/s.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor
 
 from qbench.errors import EvaluationError, ResultsError
-from qbench.evaluation.base_file import ABOUT, locked, sha256, verified, write_checksum
+from qbench.evaluation.base_file import ABOUT, locked, verified, write_checksum
+from qbench.evaluation.scoring.digested import save_digested
 from qbench.evaluation.scoring.head import Projection
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import clean_temporaries, temporary
@@ -57,9 +57,6 @@ class BaseRows:
 
     def save(self, path: Path) -> None:
         """Appears whole or not at all. Raises ResultsError where it cannot be written."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         tensors = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
         for number, task in enumerate(self.tasks.values()):
             tensors |= {f"{number}.{name}": getattr(task, name) for name in ARRAYS}
@@ -68,12 +65,11 @@ class BaseRows:
             path.parent.mkdir(parents=True, exist_ok=True)
             clean_temporaries(path.parent)
             about = {"key": self.key, "tasks": [*self.tasks]}
-            save_file(tensors, making, {ABOUT: json.dumps(about)})
-            digest = sha256(making)
+            digest = save_digested(tensors, making, {ABOUT: json.dumps(about)})
             with locked(path):
                 making.replace(path)
                 write_checksum(path, digest)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise ResultsError(
                 f"{path}: cannot be written: {error}; make room there, or leave damage out with "
                 "evaluation.damage: false"
