@@ -13,7 +13,6 @@ from qbench.evaluation.data import read_rows
 from qbench.evaluation.planned import PlannedTask
 
 LENGTH = 512  # tokens of a text, unless a checkpoint has a shorter context
-SAMPLES = 16
 FIELD = "text"
 BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}  # read at once; a longer text is read by itself
 ROLLING = "loglikelihood_rolling"

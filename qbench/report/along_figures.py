@@ -19,9 +19,10 @@ from qbench.report.style import DASHES, MARKERS, SERIES, cut, legend, panels
 from qbench.report.why_figures import BARS, LEFT, heat
 from qbench.report.why_series import Replicates, Series, names, series
 from qbench.store import Store
-from qbench.tables.along import Pruned, correlation, pairs, pruned_alone
+from qbench.tables.along import correlation, pairs
 from qbench.tables.analyses import Why
 from qbench.tables.chance import at_chance
+from qbench.tables.pruned import Pruned, pruned_alone
 
 DEPTHS = 10  # rows of the passkey figure
 LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale
@@ -164,7 +165,7 @@ def pruning(found: Sequence[Pruned]) -> Iterator[Found]:
         "pruning",
         "Heads cut out, those first that give least on the calibration text (the softpick paper's "
         "section 7.4): KL divergence from the whole model over all scored tokens. A cell whose "
-        "logits do not change stands at the bottom. Numbers: the table of heads cut out.",
+        "logits do not change stands at the bottom. Numbers: pruned.csv.",
         figure,
     )
 

@@ -15,6 +15,7 @@ from qbench.store import Store, write_atomically
 from qbench.tables import along
 from qbench.tables.analyses import Section, Why, gather
 from qbench.tables.analyses_csv import CSV_FILES, as_csv, comma_separated, sensitivity_rows
+from qbench.tables.pruned import pruned_rows
 from qbench.tables.why import all_sections, markdown
 
 SECTION = "why"
@@ -31,7 +32,7 @@ def write_analyses(store: Store) -> list[Path]:
     if why.long:
         contents["stretches.csv"] = comma_separated("stretches.csv", why.long)
     contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(why.sensitivities)))
-    contents["passkey.csv"] = as_csv(keys)
+    contents |= _of_records(why, keys)
     paths = []
     for name, text in contents.items():
         if text:
@@ -41,6 +42,21 @@ def write_analyses(store: Store) -> list[Path]:
             (folder / name).unlink(missing_ok=True)
     pictures = plates(drawings(why, keys), folder / "figures", ("svg",))
     return [*paths, *(path for one in pictures for path in one.paths)]
+
+
+def write_numbers(store: Store, why: Why, folder: Path) -> list[Path]:
+    """The numbers behind figures that need no analysis, as CSV, where there are any."""
+    found = _of_records(why, along_figures.passkey_rows(store, why.records))
+    paths = []
+    for name, text in found.items():
+        if text:
+            paths.append(folder / name)
+            write_atomically(paths[-1], text.encode())
+    return paths
+
+
+def _of_records(why: Why, keys: Sequence[along_figures.Row]) -> dict[str, str]:
+    return {"passkey.csv": as_csv(keys), "pruned.csv": as_csv(pruned_rows(why.records))}
 
 
 def why_tables(why: Why) -> list[DataTable]:

@@ -46,7 +46,8 @@ def write(
     published: str | None = None,
     comparison: Comparison | None = None,
 ) -> list[Path]:
-    """Write ``report.html`` and ``figures/*`` into ``out`` (default: the results folder).
+    """Write ``report.html``, ``figures/*`` and the numbers behind them that no other file has into
+    ``out`` (default: the results folder).
 
     ``figures`` names the formats of the figure files; the page needs none of them. Raises
     RecipeError for an unknown format or published set, ResultsError for unreadable results.
@@ -59,14 +60,16 @@ def write(
     tables = data_tables(comparison, published=published)
     drawn = plates(groups(comparison), out / "figures", figures)
     found, broken = why.read(store)
+    numbers: list[Path] = []
     if found is not None:
         tables += why.why_tables(found)
         drawn += why.why_plates(store, found, out / "figures", figures)
+        numbers = why.write_numbers(store, found, out)
     page = out / "report.html"
     name = store.directory.resolve().name + (f", run {store.run}" if store.run else "")
     text = render(comparison, tables, drawn, name=name, told={why.SECTION: broken})
     write_atomically(page, text.encode())
-    return [page, *(path for one in drawn for path in one.paths)]
+    return [page, *numbers, *(path for one in drawn for path in one.paths)]
 
 
 def render(

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from qbench.record import Damage, Record, Score
+from qbench.record import Record, Score
 from qbench.record.analysis import Analysis, Sensitivity
 from qbench.record.passkey import task_length
 from qbench.tables.analyses import Section, Why
-from qbench.tables.beside_damage import kl
 from qbench.tables.chance import AT_CHANCE, at_chance
-from qbench.text.numbers import NO_VALUE, number
+from qbench.tables.pruned import pruned
+from qbench.tables.written import per_cent_text, value_text
+from qbench.text.numbers import NO_VALUE
 
 LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
 NORMAL = 1.96  # standard errors either side: 95 %
@@ -27,64 +28,6 @@ def sections(why: Why) -> list[Section]:
         *correlations(why),
         *of_records(why.records),
     ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pruned:
-    """A cell of which nothing but heads was cut out: how large a share of them, and its KL
-    divergence from the whole model, nats a token, mean over all scored tokens of all tasks."""
-
-    record: Record
-    share: float
-    kl: float
-
-
-def pruned_alone(records: Sequence[Record]) -> list[Pruned]:
-    """By checkpoint in the order of ``records``, then by share."""
-    found = []
-    for record in records:
-        only = (record.precision.weights, record.precision.activations, record.precision.kv_cache)
-        heads = record.audit.heads if record.audit else None
-        if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
-            continue
-        divergence = kl(record)
-        if divergence is not None:
-            found.append(Pruned(record=record, share=heads.share, kl=divergence))
-    names = list(dict.fromkeys(one.record.checkpoint for one in found))
-    return sorted(found, key=lambda one: (names.index(one.record.checkpoint), one.share))
-
-
-def pruned(records: Sequence[Record]) -> Iterator[Section]:
-    """Section 7.4 of the softpick paper: how much of a model can go."""
-    rows = tuple(
-        (
-            one.record.cell,
-            str(len(one.record.audit.heads.pruned)),
-            number(one.share, percent=True),
-            _value(one.kl, "{:.4g}"),
-            *(_per_cent(change) for change in [_perplexity_change(one.record)]),
-        )
-        for one in pruned_alone(records)
-        if one.record.audit is not None and one.record.audit.heads is not None
-    )
-    if rows:
-        yield Section(
-            name="pruned",
-            title="Heads cut out",
-            note="Heads whose output is set to zero, chosen by what they give on the calibration "
-            "text, and what that does: KL divergence from the whole model, nats a token, and the "
-            "change of the first perplexity that the tasks have.",
-            head=("Cell", "Heads", "% of all", "KL", "Perplexity"),
-            rows=rows,
-        )
-
-
-def _perplexity_change(record: Record) -> float | None:
-    assert isinstance(record.damage, Damage)
-    for task in record.damage.tasks.values():
-        for ratio in task.ln_perplexity_ratio.values():
-            return ratio.value
-    return None
 
 
 def of_records(records: Sequence[Record]) -> list[Section]:
@@ -103,11 +46,11 @@ def stretches(why: Why) -> Iterator[Section]:
                 (
                     one.cell,
                     f"{part.first}–{part.last}",
-                    _value(part.loss, "{:.3f}"),
-                    _value(part.loss_stderr, "{:.3f}"),
-                    _value(part.mass, "{:.3f}"),
-                    _value(part.largest, "{:.3f}"),
-                    _value(part.entropy, "{:.2f}"),
+                    value_text(part.loss, "{:.3f}"),
+                    value_text(part.loss_stderr, "{:.3f}"),
+                    value_text(part.mass, "{:.3f}"),
+                    value_text(part.largest, "{:.3f}"),
+                    value_text(part.entropy, "{:.2f}"),
                 )
             )
     if rows:
@@ -135,9 +78,9 @@ def sensitivity(why: Why) -> Iterator[Section]:
             (
                 one.cell,
                 "all at once" if unit is one.together else unit.name,
-                _value(unit.kl.value, "{:.4g}"),
-                _value(unit.kl.stderr, "{:.2g}"),
-                _per_cent(unit.ln_perplexity_ratio.value),
+                value_text(unit.kl.value, "{:.4g}"),
+                value_text(unit.kl.stderr, "{:.2g}"),
+                per_cent_text(unit.ln_perplexity_ratio.value),
             )
             for unit in shown
         ]
@@ -223,8 +166,8 @@ def correlations(why: Why) -> Iterator[Section]:
             rows.append(
                 (
                     one.cell,
-                    _value(found.value, "{:+.2f}"),
-                    f"{_value(found.low, '{:+.2f}')} to {_value(found.high, '{:+.2f}')}",
+                    value_text(found.value, "{:+.2f}"),
+                    f"{value_text(found.low, '{:+.2f}')} to {value_text(found.high, '{:+.2f}')}",
                     str(found.pairs),
                 )
             )
@@ -278,16 +221,3 @@ def passkey_text(score: Score | None) -> str:
         return NO_VALUE
     chance = at_chance(score.metric, score.value, score.documents)
     return f"{score.value * 100:.1f}{' (chance)' if chance else ''}"
-
-
-def _value(value: float | None, form: str) -> str:
-    return NO_VALUE if value is None else form.format(value).replace("-", "−")
-
-
-def _per_cent(logarithm: float | None) -> str:
-    """A ratio's logarithm as a change in per cent."""
-    if logarithm is None:
-        return NO_VALUE
-    if logarithm > 20:
-        return "∞"
-    return f"{number(math.expm1(logarithm), percent=True, signed=True)} %"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from matplotlib import rc_context
 
 from qbench.report.style import RC, SERIES
-from qbench.report.why import drawings
+from qbench.report.why import drawings, write_numbers
 from qbench.store import Store
 from qbench.tables.analyses import gather
 from qbench.tables.beside_damage import over_seeds
@@ -110,3 +111,16 @@ def test_table_4_and_the_damage_are_told_over_seeds(seeds):
 
 def test_without_replicates_there_is_no_such_table(why):
     assert over_seeds(why) == []
+
+
+def test_the_curve_of_heads_cut_out_has_its_numbers_in_a_csv(tmp_path):
+    store = Store(PAIR.with_name("pair-27m-heads"))
+    why = gather(store)
+    (path,) = write_numbers(store, why, tmp_path)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert path.name == "pruned.csv"
+    curve = next(one for one in drawn(why) if one.name == "pruning")
+    assert "Numbers: pruned.csv" in curve.caption
+    for line in curve.figure.axes[0].get_lines():
+        own = [row for row in rows if row["checkpoint"] == line.get_label()]
+        assert [100 * float(row["share"]) for row in own] == list(line.get_xdata())
