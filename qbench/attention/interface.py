@@ -109,7 +109,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if isinstance(attention_mask, Mask) and attention_mask.written is not None:
             key, value = (each[:, :, : attention_mask.written] for each in (key, value))
-        elif isinstance(attention_mask, Tensor) and torch.compiler.is_compiling():
+        elif isinstance(attention_mask, Tensor):  # a user's, or one made under torch.compile
             _require_aligned(chosen, parameters, query, key)
         query, key = rotated(module, query, key, options)
         cached = None if READ in options else getattr(module, KV_CACHE, None)
@@ -169,8 +169,9 @@ def _require_aligned(
     measured = chosen.uses_distances or SLOPES.name in parameters
     if measured and query.shape[2] != key.shape[2]:
         raise UnavailableError(
-            f"{chosen.name} attention with ALiBi's slopes cannot be compiled with a static "
-            "cache, or with padding and a cache; generate without torch.compile"
+            f"{chosen.name} attention with ALiBi's slopes takes no 4-D mask of fewer queries than "
+            "keys, and cannot be compiled with a static cache, or with padding and a cache; pass "
+            "attention_mask [B, T], and generate without torch.compile"
         )
 
 

@@ -98,7 +98,8 @@ def _attention(
         query, key, chosen, given, scale, softcap, mask, causal, window
     ):
         settings = {"allowed": allowed, "parameters": given, "distances": distances}
-        inference = not (scores.requires_grad or learning)
+        # A faster way may look at what it computes, which a compiler cannot follow.
+        inference = not (scores.requires_grad or learning or torch.compiler.is_compiling())
         fraction = chosen.fraction(scores, **settings) if inference else None
         if fraction is not None:
             above, below = fraction

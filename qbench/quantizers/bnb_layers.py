@@ -40,10 +40,11 @@ class Linear4(bitsandbytes.nn.Linear4bit):
     routed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        broken = x.device.type == "cpu" and self.in_features % BLOCK != 0
-        if not (broken or self.routed):
+        uneven = self.in_features % BLOCK != 0  # a GPU's does as below, and warns that it is slower
+        if not (uneven or self.routed):
             return super().forward(x)
         data, state = self.weight.data, self.weight.quant_state
+        broken = uneven and x.device.type == "cpu"
         weight = decode(self) if broken else functional.dequantize_4bit(data, state)
         weight = weight.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)

@@ -3,13 +3,20 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from normalizer_parameters import parameters
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from normalizer_parameters import attach, parameters
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 
 from qbench.attention import interface
 from qbench.attention.interface import attend
 from qbench.attention.kernels.families import computed
 from qbench.attention.masks import mask_function
+from qbench.errors import UnavailableError
 
 NONE = torch.fx.Graph()
 
@@ -81,15 +88,39 @@ def test_what_is_plain_causality_runs_as_such_in_a_compiled_model(
     assert seen == [expected] * 4  # two layers, two passes
 
 
+@pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("positions", [None, torch.arange(9)[None], PACKED])
 @pytest.mark.parametrize("make", [llama, mistral])
-def test_a_compiled_model_gives_what_the_model_gives(make, positions):
+def test_a_compiled_model_gives_what_the_model_gives(make, positions, train):
     model = make()
     attend(model, normalizer="softpick")
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     inputs = {"use_cache": False, "position_ids": positions}
-    got = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs).logits
-    torch.testing.assert_close(got, model(ids, **inputs).logits)
+    with torch.set_grad_enabled(train):
+        got = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs).logits
+        torch.testing.assert_close(got, model(ids, **inputs).logits)
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("normalizer", ["softpick", "sigmoid"])
+def test_a_static_cache_in_a_compiled_model_is_right_or_refused(normalizer, slopes):
+    """Whether the last key is the last query's cannot be told there, which slopes go by."""
+    model = attach(llama(), normalizer, slopes=slopes)
+    attend(model, normalizer=normalizer)
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, backend="eager")
+    cache, pieces = StaticCache(config=model.config, max_cache_len=16), []
+    with torch.no_grad():
+        if slopes:
+            with pytest.raises(
+                UnavailableError, match=r"slopes .*cannot be compiled with a static cache"
+            ):
+                compiled(ids, past_key_values=cache)
+            return
+        for piece in ids.split([5, 3, 1], 1):
+            pieces.append(compiled(piece, past_key_values=cache).logits)
+        expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(pieces, 1), expected)
 
 
 def test_a_model_that_was_not_told_to_watch_its_positions_gets_a_mask(monkeypatch):
