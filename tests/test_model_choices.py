@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,7 @@ def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, mon
     shown = capfd.readouterr().out
     assert "a: attention native/eager: its class computes attention itself" in shown
     assert "b: attention native/eager: it has no attention" in shown
+    assert re.search(r"^on \w+, attention eager, scoring exact$", shown, re.MULTILINE)
     assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 0
     assert "b: attention native/eager: it has no attention" in capfd.readouterr().err
     for record in Store(tmp_path / "out").records():

@@ -30,6 +30,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         text = planned.calibration
         yield f"calibration  {text.samples} × {text.length} tokens of {text.path}"
     cells = planned.select(only)
+    yield f"on {how(planned, cells)}"
     yield from _sizes(cells)
     records = earlier(store.directory)
     todo, known, seconds = 0, 0, 0.0
@@ -55,6 +56,13 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         )
     yield from notes(cells)
     yield f"results go to {store.directory}"
+
+
+def how(planned: Plan, cells: Sequence[Cell]) -> str:
+    """The device, and which attention and scoring were chosen; ``notes`` say for which models."""
+    attention = dict.fromkeys(cell.attention for cell in cells)
+    scoring = dict.fromkeys(cell.scoring.mode for cell in cells)
+    return f"{planned.device}, attention {' and '.join(attention)}, scoring {' and '.join(scoring)}"
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:

@@ -220,12 +220,9 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     """What this run computes on and reads: nothing is chosen in silence."""
     total = len(planned.cells)
     count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
-    first = cells[0]
-    display.say(
-        f"{count} on {planned.device}, attention {first.attention}, scoring {first.scoring.mode}"
-    )
-    from qbench.commands.planning import notes
+    from qbench.commands.planning import how, notes
 
+    display.say(f"{count} on {how(planned, cells)}")
     for line in notes(cells):
         display.say(line)
     if planned.calibration is not None:
