@@ -13,7 +13,7 @@ from qbench.tables.analyses import Section, Why, texts
 from qbench.tables.beside_damage import beside, over_seeds
 from qbench.text.escape import for_markdown
 from qbench.text.markdown import table
-from qbench.text.numbers import NO_VALUE
+from qbench.text.numbers import MINUS, NO_VALUE
 
 MEASURES = {
     "sink_rate_0.2": "Sink rate %, ε 0.2",
@@ -58,7 +58,7 @@ def beside_paper(why: Why, name: str) -> list[Section]:
     scale = papers.scale(name)
     four = papers.table("softpick-table-04")
     rows = [
-        (f"{scale} {row['model']} (paper)", *(row[column] for column in MEASURES))
+        (f"{scale} {row['model']} (paper)", *(_printed(row[column]) for column in MEASURES))
         for row in four.rows
         if row["size"] == scale
     ]
@@ -67,7 +67,7 @@ def beside_paper(why: Why, name: str) -> list[Section]:
         places = [ours.head.index(title) for title in MEASURES.values()]
         rows += [(row[0], *(row[place] for place in places)) for row in ours.rows]
     told = f"{four.paper}, {four.source}: on 1,000 samples of SlimPajama; sparsity and hidden "
-    told += "states on 10 texts. Ours: "
+    told += "states on 10 texts (*: zeros of softmax by underflow, as the paper notes). Ours: "
     told += "; ".join(texts(why.cells)) if ours else "none; run `qbench analyze`"
     found = [
         Section(
@@ -80,6 +80,10 @@ def beside_paper(why: Why, name: str) -> list[Section]:
     ]
     five = _passkey(why.records, scale)
     return [*found, five] if five is not None else found
+
+
+def _printed(text: str) -> str:
+    return text.replace("-", MINUS)
 
 
 def _passkey(records: Sequence[Record], scale: str) -> Section | None:
