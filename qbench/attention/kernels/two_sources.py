@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.attention.kernels import families
+from qbench.attention.kernels import families, layouts
 from qbench.attention.kernels.family import (
     finish,
     finite_shift,
@@ -27,7 +27,7 @@ from qbench.attention.kernels.family import (
     wide,
 )
 from qbench.attention.kernels.launch import empty_output
-from qbench.attention.kernels.layouts import block, visible_counts
+from qbench.attention.kernels.layouts import block, dense_rows, visible_counts
 from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
 from qbench.attention.kernels.scores import (
     head_factor,
@@ -219,8 +219,8 @@ def attention(
     """As ``qbench.attention.kv_cache.attention``; ``spans`` and ``max_seqlen_q`` as
     ``kernels.attention``. For inference only."""
     kernels = families.require(normalizer)
-    key, value, coded_key, coded_value = map(_dense_rows, sources)
-    query = _dense_rows(query)
+    key, value, coded_key, coded_value = map(dense_rows, sources)
+    query = dense_rows(query)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
@@ -239,23 +239,12 @@ def attention(
     two_source_kernel[(triton.cdiv(longest, block_q), heads * sequences)](
         *tensors, positions, mask, spans, *parameters, counts, (heads, heads // kv_heads), queries,
         keys, window or 0, keep_first, keep_recent, key_group, gain, inner,
-        tuple(tensor.stride()[:3] for tensor in tensors),
-        positions.stride(0) if positions.shape[0] > 1 else 0, *_mask_strides(mask),
+        layouts.strides_of(*tensors),
+        positions.stride(0) if positions.shape[0] > 1 else 0, *layouts.mask_strides(mask),
         FAMILY=kernels.family, MODES=kernel_modes(kernels, parameters, softcap), CAUSAL=causal,
         WINDOW=bool(window), SKIP=NORMALIZERS.get(normalizer).sparse,
-        FUSED=query.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
+        FUSED=layouts.fused(query),
         BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width, BLOCK_D=block(width),
         V_HEAD_DIM=v_width, BLOCK_DV=block(v_width), num_warps=4,
     )  # fmt: skip
     return output
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:
-    if mask is None:
-        return 0, 0, 0, 0
-    batch, head, row, column = mask.stride()
-    return (batch if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0, row, column)
