@@ -101,7 +101,7 @@ def _tile(block_q: int, block_k: int, warps: int, stages: int, **rest: Any) -> T
 
 TILES = {  # by head dimension
     64: (_tile(64, 64, 4, 3), _tile(128, 64, 4, 3), _tile(64, 128, 4, 2, registers=168)),
-    128: (_tile(64, 64, 4, 3), _tile(64, 64, 4, 2, overlap=True)),
+    128: (_tile(64, 64, 4, 3),),
 }
 GLUON = {  # of sigmoid
     64: (

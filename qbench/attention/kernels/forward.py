@@ -30,7 +30,6 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
-from qbench.attention.kernels.forward_overlapped import overlapped_sweep
 from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
 from qbench.attention.kernels.scores import (
     head_factor,
@@ -122,9 +121,9 @@ def forward_kernel(
     head_counts, queries, keys, window, scale, inner, strides, mask_b, mask_h, mask_t, mask_k,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr,
-    TMA: tl.constexpr, FUSED: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
@@ -197,19 +196,12 @@ def forward_kernel(
             BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     if mask is None:
-        if OVERLAP:
-            acc, total, maximum = overlapped_sweep(
-                acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, unit,
-                shaping, k_strides, v_strides, index, limits, FAMILY, MODES, NEAR_ZERO, TMA, FUSED,
-                BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
-            )  # fmt: skip
-        else:
-            acc, total, maximum = sweep(
-                acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask,
-                unit, shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES,
-                CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K,
-                HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
-            )  # fmt: skip
+        acc, total, maximum = sweep(
+            acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask, unit,
+            shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
+            WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM,
+            BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+        )  # fmt: skip
     acc, total, maximum = sweep(
         acc, total, maximum, q, rows, whole_end, end, k_source, v_source, mask, unit, shaping,
         k_strides, v_strides, mask_strides, index, limits,

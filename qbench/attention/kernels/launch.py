@@ -161,7 +161,6 @@ def _forward(
         {"PRECISE": query.dtype == torch.float32, "NEAR_ZERO": family.near_zero,
          "FREE": tile.free and kernels.family != "sigmoid", "TMA": tma,
          "FUSED": fused(query), "SKIP": tile.skip and skippable,
-         "OVERLAP": tile.overlap and tile.free and not tile.skip,
          "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
     return output, lse, imprecise

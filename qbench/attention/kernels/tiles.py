@@ -23,8 +23,8 @@ class Tile:
     fewer than it would take, the assembler waits for each matrix product before the next: sigmoid's
     forward pass with 168 was slower than softmax's, although it does less.
     ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only.
-    ``overlap``: with ``free``, see :mod:`qbench.attention.kernels.forward_overlapped`.
-    ``gluon``: by :mod:`qbench.attention.kernels.gluon_forward`, for the cases that it fits."""
+    ``gluon``: by :mod:`qbench.attention.kernels.gluon_forward`, for the cases that it fits; there
+    with ``overlap`` scores are asked for a tile ahead."""
 
     block_q: int
     block_k: int
