@@ -61,7 +61,9 @@ def forward(
     parameters: Parameters, settings: Settings, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, lse, and a flag [1] that is 1 where rows of tiny scores were met."""
-    if INTERPRETED or mask is not None or spans is not None or tile is not None:
+    # Keys grow with every token that is decoded: no such call is like another.
+    few = settings.max_seqlen_q * (query.shape[1] // key.shape[1]) <= DECODE_ROWS
+    if INTERPRETED or few or mask is not None or spans is not None or tile is not None:
         return _forward(query, key, value, mask, spans, parameters, settings, tile)
     kernels = NORMALIZERS.get(settings.normalizer).kernels
     given = (query, key, value, *parameters)
