@@ -20,8 +20,7 @@ class Tile:
     where 99 % of the scores are negative). In prefill the branch breaks the pipeline and cost 20 %
     on random scores, more than the 2 to 4 % of empty tiles could give back: off by default.
     ``registers``: at most so many a thread, so that more programs share a multiprocessor. With
-    fewer than it would take, the assembler waits for each matrix product before the next: sigmoid's
-    forward pass with 168 was slower than softmax's, although it does less.
+    fewer than it would take, the assembler waits for each matrix product before the next.
     ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only.
     ``gluon``: by :mod:`qbench.attention.kernels.gluon_forward`, for the cases that it fits; there
     with ``overlap`` scores are asked for a tile ahead."""
