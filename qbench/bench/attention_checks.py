@@ -88,6 +88,7 @@ CASES = (
     # What published models combine.
     Case(shape=(1, 16, 16, 3200, 3200, 64), sloped=True),
     Case(shape=(1, 16, 16, 3200, 3200, 64), softcap=20.0),
+    Case(shape=(1, 2, 2, 333, 333, 64), softcap=20.0, scores=10.0),  # many near the cap
     Case(shape=(2, 4, 2, 333, 333, 128), sloped=True, softcap=5.0),
     Case(shape=(2, 4, 2, 333, 333, 64), sloped=True, softcap=5.0, window=50, every=True),
     Case(shape=(2, 4, 2, 3, 999, 64), sloped=True, softcap=5.0, window=500, every=True),
