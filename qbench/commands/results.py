@@ -14,6 +14,7 @@ import typer
 from qbench.commands.opened import opened
 from qbench.commands.options import Folder, Published, Run, to_folder
 from qbench.commands.screen import show_written
+from qbench.errors import ResultsError
 from qbench.files import require_folder
 from qbench.machine.memory import require_memory
 
@@ -123,6 +124,11 @@ def show(
     if (Path(what) / "grid.json").is_file():
         typer.echo(folder_text(Store(Path(what), run=run)))
         return
+    if len(Path(what).parts) < 3 and not Path(what).is_file():
+        raise ResultsError(
+            f"{what}: no grid.json here; name a folder that `qbench run` wrote, "
+            "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
+        )
     store, record = find_cell(what, run)
     if document is not None:
         typer.echo(document_text(store, record, document, task))
