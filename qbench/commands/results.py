@@ -124,7 +124,7 @@ def show(
     if (Path(what) / "grid.json").is_file():
         typer.echo(folder_text(Store(Path(what), run=run)))
         return
-    if len(Path(what).parts) < 3 and not Path(what).is_file():
+    if not Path(what).is_file() and not (Path(what).parent.parent / "grid.json").is_file():
         raise ResultsError(
             f"{what}: no grid.json here; name a folder that `qbench run` wrote, "
             "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
