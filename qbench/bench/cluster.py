@@ -29,6 +29,7 @@ from qbench.sink import Silent
 from qbench.store import Store
 
 TTL = "4s"  # without a sign of life, until a worker is given up
+LOOKS_AT_LOCKS = "2s"  # between two, whether who held them is there
 SECONDS_TO_START = 60.0
 PACKAGE = Path(__file__).parents[2]
 
@@ -151,6 +152,7 @@ class Bed:
             stub.BEGUN: str(self.begun),
             "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": str(self.allowed_failures),
             "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": TTL,
+            "DASK_DISTRIBUTED__SCHEDULER__LOCKS__LEASE_VALIDATION_INTERVAL": LOOKS_AT_LOCKS,
             "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "12s",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(paths),

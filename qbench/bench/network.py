@@ -11,10 +11,11 @@ from typing import ClassVar
 class Network:
     """A network namespace with one cable to this host; use it as a context manager."""
 
-    HOST: ClassVar[str] = "10.213.77.1"  # this host's end, of a private range
-    INSIDE: ClassVar[str] = "10.213.77.2"
-    NAME: ClassVar[str] = "qbench"
-    CABLE: ClassVar[tuple[str, str]] = ("qbench0", "qbench1")
+    # of this process alone: others may do the same beside it
+    HOST: ClassVar[str] = f"10.213.{os.getpid() % 254}.1"  # this host's end, of a private range
+    INSIDE: ClassVar[str] = f"10.213.{os.getpid() % 254}.2"
+    NAME: ClassVar[str] = f"qbench-{os.getpid()}"
+    CABLE: ClassVar[tuple[str, str]] = (f"qb{os.getpid()}a", f"qb{os.getpid()}b")
 
     @property
     def inside(self) -> list[str]:
@@ -23,11 +24,25 @@ class Network:
 
     @classmethod
     def possible(cls) -> bool:
-        return os.geteuid() == 0 and shutil.which("ip") is not None
+        if os.geteuid() != 0 or shutil.which("ip") is None:
+            return False
+        try:  # root of a container need not be allowed to
+            with cls():
+                return True
+        except subprocess.CalledProcessError:
+            return False
 
     def __enter__(self) -> Network:
-        here, there = self.CABLE
         _ip("netns", "add", self.NAME)
+        try:
+            self._connect()
+        except subprocess.CalledProcessError:
+            _ip("netns", "del", self.NAME)
+            raise
+        return self
+
+    def _connect(self) -> None:
+        here, there = self.CABLE
         _ip("link", "add", here, "type", "veth", "peer", "name", there)
         _ip("link", "set", there, "netns", self.NAME)
         _ip("addr", "add", f"{self.HOST}/24", "dev", here)
@@ -35,7 +50,6 @@ class Network:
         _ip("-n", self.NAME, "addr", "add", f"{self.INSIDE}/24", "dev", there)
         _ip("-n", self.NAME, "link", "set", there, "up")
         _ip("-n", self.NAME, "link", "set", "lo", "up")
-        return self
 
     def __exit__(self, *_: object) -> None:
         _ip("link", "del", self.CABLE[0])

@@ -23,6 +23,7 @@ SECONDS_TO_CONNECT = 20.0
 SECONDS_FOR_A_WORKER = 120.0
 PATIENCE = 600.0  # seconds without a single worker
 FROZEN = "60s"  # without a sign of life, a worker of this host is given up
+LOCKED = "12s"  # after a run was killed, what it was quantizing; else renewed every few seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,9 @@ def connected(
     """
     _quieten()
     with ExitStack() as stack:
+        import dask
+
+        stack.enter_context(dask.config.set({"distributed.scheduler.locks.lease-timeout": LOCKED}))
         if address.partition(":")[0] == LOCAL:
             client = _local(address, slots or [], device, stack)
         else:

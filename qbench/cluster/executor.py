@@ -54,7 +54,7 @@ class ClusterExecutor(Executor):
         self._bases: dict[str, BaseThere] = {}
         self._done: dict[str, list[str]] = {}  # worker → what it still keeps of cells
         self._kept = Kept(workers.ask_all, workers.there)
-        self._alone = Alone(client, self._stop_if_ended)
+        self._alone = Alone(client, self._stop_if_ended, self._say)
         self._transfers = Transfers(workers.ask, self._say)
 
     def relay(self, sink: Sink) -> AbstractContextManager[EventRelay]:
@@ -111,7 +111,7 @@ class ClusterExecutor(Executor):
         with (
             self._alone.here(stages),
             self._workers.slot(),
-            self._alone.everywhere(stages) as waited,
+            self._alone.everywhere(cell.name, stages) as waited,
         ):
             artifacts = self._kept.artifacts(cell, stages, anew=waited)
             deaths, avoided, nowhere = 0, set(), set()
@@ -164,7 +164,7 @@ class ClusterExecutor(Executor):
         )  # fmt: skip
         future = self._client.submit(
             _by_value(), self._plan(unit), pickle.dumps(call),
-            key=f"{cell.name}-{attempt}", pure=False,
+            key=("cell", cell.name, attempt), pure=False,  # one name for Dask to keep a record of
             workers=self._workers.allowed(avoided), resources=self._workers.resources(cell),
         )  # fmt: skip
         returned = False

@@ -77,10 +77,12 @@ class Kept:
 class Alone:
     """Cells that quantize the same do so one after the other: those of this run wait here, before
     they take a worker, and those of other runs on the cluster by its locks. ``check`` raises where
-    the run has ended."""
+    the run has ended, ``say`` is told of others."""
 
-    def __init__(self, client: Client, check: Callable[[], None]) -> None:
-        self._client, self._check = client, check
+    def __init__(
+        self, client: Client, check: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        self._client, self._check, self._say = client, check, say
         self._lock = threading.Lock()
         self._here: dict[str, threading.Lock] = {}
 
@@ -96,8 +98,8 @@ class Alone:
             yield
 
     @contextmanager
-    def everywhere(self, stages: Iterable[str]) -> Iterator[bool]:
-        """Whether another run held one of them."""
+    def everywhere(self, cell: str, stages: Iterable[str]) -> Iterator[bool]:
+        """Whether another run held one of them, or was killed while it did."""
         from distributed import Lock
 
         with ExitStack() as stack:
@@ -107,6 +109,8 @@ class Alone:
                     f"qbench-{stage}", scheduler_rpc=self._client.scheduler, loop=self._client.loop
                 )
                 while not lock.acquire(timeout=SECONDS_BETWEEN_LOOKS):
+                    if not waited:
+                        self._say(f"{cell}: waiting for another run at the same weights")
                     waited = True
                     self._check()
                 stack.callback(_release, lock)
