@@ -23,6 +23,7 @@ from qbench.tables.along import correlation, pairs
 from qbench.tables.analyses import Why
 from qbench.tables.chance import at_chance
 from qbench.tables.pruned import Pruned, pruned_alone
+from qbench.text.numbers import MINUS
 
 DEPTHS = 10  # rows of the passkey figure
 LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale
@@ -124,7 +125,8 @@ def scatter(found: Sequence[Sensitivity], label: str, why: Why) -> Iterator[Foun
             label=look.label,
         )  # fmt: skip
         if (rho := correlation(own)) is not None:
-            told.append(f"{one.cell}: ρ = {rho.value:+.2f} ({rho.low:+.2f} to {rho.high:+.2f})")
+            told.append(f"{one.cell}: ρ = {_signed(rho.value)} ({_signed(rho.low)} to "
+                        f"{_signed(rho.high)})")  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
     _few_powers(axes.xaxis)
@@ -136,7 +138,7 @@ def scatter(found: Sequence[Sensitivity], label: str, why: Why) -> Iterator[Foun
         f"outliers-{_plain(label)}",
         f"{label}: outliers in the inputs of each part of the model against the KL divergence when "
         f"that part is quantized alone. Spearman's rank correlation, 95 % interval: "
-        f"{'; '.join(told).replace('-', '−') or 'too few parts'}. Numbers: inputs.csv and "
+        f"{'; '.join(told) or 'too few parts'}. Numbers: inputs.csv and "
         "sensitivity.csv.",
         figure,
     )
@@ -273,6 +275,10 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float] | np.ndarray, look:
         x, y, color=look.colour, linestyle=look.dash, label=look.label, markersize=3.5,
         marker=look.marker if len(x) <= 16 else None, linewidth=1.3,
     )  # fmt: skip
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", MINUS)
 
 
 def _few_powers(axis: Axis) -> None:

@@ -13,7 +13,7 @@ from qbench.report.figures import Drawn, drawn
 from qbench.report.table import Cell, DataTable, build
 from qbench.store import Store, write_atomically
 from qbench.tables import along
-from qbench.tables.analyses import Section, Why, gather
+from qbench.tables.analyses import Section, Why, gather, texts
 from qbench.tables.analyses_csv import CSV_FILES, as_csv, comma_separated, sensitivity_rows
 from qbench.tables.pruned import pruned_rows
 from qbench.tables.why import all_sections, markdown
@@ -71,12 +71,14 @@ def why_plates(store: Store, why: Why, folder: Path, formats: Sequence[str]) -> 
 
 
 def read(store: Store) -> tuple[Why | None, list[str]]:
-    """All that there is, or why a part cannot be read."""
+    """All that there is, and what was read and what is missing; or why a part cannot be read."""
     try:
         why = gather(store)
     except ResultsError as error:
         return None, [str(error)]
-    return why, list(why.problems) if why.there else []
+    if not why.there:
+        return why, []
+    return why, [*dict.fromkeys([*texts(why.cells), *texts(why.long)]), *why.problems]
 
 
 def drawings(why: Why, keys: Sequence[along_figures.Row] = ()) -> list[Callable[[], list[Drawn]]]:

@@ -11,7 +11,7 @@ import pytest
 from matplotlib import rc_context
 
 from qbench.report.style import RC, SERIES
-from qbench.report.why import drawings, write_numbers
+from qbench.report.why import drawings, read, write_numbers
 from qbench.store import Store
 from qbench.tables.analyses import gather
 from qbench.tables.beside_damage import over_seeds
@@ -91,6 +91,11 @@ def _within(axis, text):
     return low <= place <= high
 
 
+def test_captions_leave_names_as_they_are(why):
+    caption = next(one.caption for one in drawn(why) if one.name == "outliers-hqq-3bit")
+    assert "softmax/hqq-3bit: ρ = −0.10 (−0.31 to +0.12)" in caption
+
+
 def test_trainings_of_one_kind_look_alike_and_stand_once_in_the_legend(seeds):
     for one in drawn(seeds):
         if one.name in ("largest", "sparsity", "along-the-text"):
@@ -107,6 +112,13 @@ def test_table_4_and_the_damage_are_told_over_seeds(seeds):
     told = dict(zip(table.head, table.rows[0], strict=True))
     assert told["Kurtosis"] == f"{1.5 * kurtosis:.2f} ({kurtosis:.2f} to {2 * kurtosis:.2f})"
     assert told["KL gptq-3bit"].count("0.1") == 3
+
+
+def test_the_page_says_what_was_read():
+    """Sink rates mean nothing without their text and its length."""
+    _, told = read(Store(PAIR))
+    assert told[0].startswith("softmax/bf16: 60 texts of 512 tokens (BOS counted) of task wikitext")
+    assert any("texts of 4096 tokens" in line for line in told)
 
 
 def test_without_replicates_there_is_no_such_table(why):
