@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib.util
+import importlib
 import os
 import sys
 import threading
@@ -15,8 +15,6 @@ from pathlib import Path
 from qbench.machine.clock import mark
 from qbench.machine.quiet import redirected
 
-# What does without torch: imported while the system's loader is at work on torch's libraries.
-FIRST = ("datasets", "huggingface_hub", "tokenizers", "requests", "qbench.running.work")
 MODULES = (
     "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
     "qbench.checkpoints.load", "qbench.attention.interface", "qbench.quantizers.quantization",
@@ -24,15 +22,13 @@ MODULES = (
 )  # fmt: skip
 # Not asked for while a model is loaded and audited: imported beside that.
 LATER = (
-    "lm_eval.evaluator", "lm_eval.models.huggingface", "qbench.evaluation.tasks",
+    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets", "qbench.evaluation.tasks",
     "qbench.evaluation.scoring", "qbench.evaluation.evaluate",
 )  # fmt: skip
 # transformers imports these where they are installed: hqq for a quantized cache, torchao for its
-# own quantizer, scipy and torchvision for losses of object detection. hqq and torchao bring torch's
-# code generator. A cell that needs one of them imports it by itself.
-LEFT_ASIDE = (
-    "is_hqq_available", "is_torchao_available", "is_scipy_available", "is_torchvision_available",
-)  # fmt: skip
+# own quantizer, scipy for losses of object detection. hqq and torchao bring torch's code generator.
+# A cell that needs one of them imports it by itself.
+LEFT_ASIDE = ("is_hqq_available", "is_torchao_available", "is_scipy_available")
 IMPORTERS = (
     "transformers.cache_utils", "transformers.loss.loss_utils", "transformers.quantizers.auto",
 )  # fmt: skip
@@ -43,9 +39,7 @@ def warm_up(device: str) -> int:
     mark("worker process imports")
     if device == "cuda":
         threading.Thread(target=make_context, daemon=True).start()
-        threading.Thread(target=load_libraries, daemon=True).start()
     with redirected(Path(os.devnull)), for_good():
-        _import(FIRST)
         with _left_aside():
             _import(IMPORTERS)
         _import(MODULES)
@@ -80,15 +74,6 @@ def for_good() -> Iterator[None]:
         gc.freeze()
         if collects:
             gc.enable()
-
-
-def load_libraries(name: str = "libtorch_cuda.so") -> None:
-    """Have the system load torch's libraries, which ``import torch`` takes up later: gigabytes that
-    are mapped and linked. ctypes lets other threads go on meanwhile; ``import`` would not."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        folder = Path(importlib.util.find_spec("torch").origin).parent / "lib"
-        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)  # as torch
-        ctypes.CDLL(str(folder / name))
 
 
 def make_context() -> None:
