@@ -88,7 +88,7 @@ def _audit(audit: Audit | None) -> str:
     if audit is None:
         return ""
     said = audit.model_dump(exclude_none=True, mode="json", exclude={"modules"})
-    text = [pairs(flat({name: value for name, value in said.items() if value not in ([], "")}))]
+    text = [pairs(flat({name: value for name, value in said.items() if value not in ([], {}, "")}))]
     rows = [
         (
             m.name,
@@ -106,7 +106,8 @@ def _audit(audit: Audit | None) -> str:
 
 def _part(part: Written | None) -> str:
     """All that a part of a record says; nothing where there is none."""
-    said = part.model_dump(exclude_none=True, mode="json") if part is not None else {}
+    values = part.model_dump(exclude_none=True, mode="json") if part is not None else {}
+    said = {name: value for name, value in values.items() if value not in ([], {}, "")}
     return pairs(flat(said)) if said else ""
 
 
