@@ -1,15 +1,21 @@
 # make demo: install into .venv and run the bundled demo.  make test: install and test.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST = $(if $(PROCESSOR),tests/processors/as $(PROCESSOR)) $(BIN)/python -m pytest -n 2 \
+  --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 
-.PHONY: demo test gate baseline test-gpu lint format install clean
+.PHONY: demo test test-all gate baseline test-gpu lint format install clean
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 
 # PROCESSOR=avx512 or PROCESSOR=avx2: as a processor without AVX512-BF16 and AMX, or without AVX-512
 test: install
-	$(if $(PROCESSOR),tests/processors/as $(PROCESSOR)) $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -m "not gpu and not slow"
+
+# with the tests that take a minute, as CI does
+test-all: install
+	$(PYTEST)
 
 # the gate that README describes, on the bundled pair
 gate: install

@@ -24,6 +24,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# What takes longest begins first, so that no process is left alone with it at the end.
+LONGEST = (
+    "test_own_plugins.py", "test_commands.py", "test_run.py", "test_grid.py", "test_breakages.py",
+    "test_watch.py", "test_ci.py", "test_cells.py", "test_analyze.py", "test_cluster_faults.py",
+    "test_startup.py", "test_one_off.py", "test_interrupted.py", "test_loop.py", "test_resume.py",
+    "test_faults.py", "test_repair.py", "test_compiled.py", "test_memory.py", "test_replay.py",
+    "test_processors.py", "test_killed.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     gc.collect()

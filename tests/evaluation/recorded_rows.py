@@ -1,0 +1,22 @@
+"""A tiny model's rows, recorded as an unquantized cell's are."""
+
+from __future__ import annotations
+
+from scoring_models import scorer
+
+from qbench.evaluation.scoring.base_rows import BaseRows, Recorder
+
+KEY = "0123456789abcdef" * 4
+
+
+def watch(model, observer, requests, mode="exact", **changes):
+    lm = scorer(model, mode, max_length=96, observer=observer, sample=2, **changes)
+    if requests[0].request_type == "loglikelihood":
+        return lm.loglikelihood(requests, disable_tqdm=True)
+    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
+
+
+def recorded(model, requests, mode="exact") -> BaseRows:
+    recorder = Recorder()
+    watch(model, recorder, requests, mode)
+    return recorder.base(KEY)
