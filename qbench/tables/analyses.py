@@ -15,6 +15,7 @@ from qbench.record import Record
 from qbench.record.analysis import Analysis, LinearInput, Measured, Sensitivity
 from qbench.store import Store
 from qbench.text.numbers import NO_VALUE, number
+from qbench.text.reasons import together
 
 MASSIVE_SHOWN = 5  # of each cell; all that are kept are in massive.csv
 Cells = Sequence[Analysis]
@@ -66,7 +67,7 @@ def gather(store: Store) -> Why:
     parts = [Analyses(store.directory).all(), long_contexts(store.directory).all()]
     units = sensitivities(store.directory).all()
     failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
-    problems = [f"{one.cell}: failed: {one.error}" for one in failed]
+    problems = together(f"{one.cell}: failed: {one.error}" for one in failed)
     records: list[Record] = []
     if store.has_grid():
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib import rc_context
 
+from qbench.analyses import Analyses
 from qbench.report.style import RC, SERIES
 from qbench.report.why import drawings, read, write_numbers
 from qbench.store import Store
@@ -136,3 +138,11 @@ def test_the_curve_of_heads_cut_out_has_its_numbers_in_a_csv(tmp_path):
     for line in curve.figure.axes[0].get_lines():
         own = [row for row in rows if row["checkpoint"] == line.get_label()]
         assert [100 * float(row["share"]) for row in own] == list(line.get_xdata())
+
+
+def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
+    shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
+    analyses = Analyses(tmp_path)
+    for one in analyses.all():
+        analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
+    assert gather(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
