@@ -37,13 +37,13 @@ from qbench.record import (
     StoredTable,
     Written,
 )
+from qbench.record.table_files import KEY_DIGITS, is_table, table_path
 from qbench.runs import GRIDS, find_run, run_id
 from qbench.sealed import AGAIN, seal, unseal
 
 if TYPE_CHECKING:
     import pandas as pd
 
-KEY_DIGITS = 16
 COLUMNS = {"outcomes": OUTCOME_COLUMNS, "responses": RESPONSE_COLUMNS}
 
 Table = Literal["outcomes", "responses"]
@@ -184,11 +184,11 @@ class Store:
         with self._lock():
             _set_aside(path)
             for name, payload in payloads.items():
-                write_atomically(_table_path(path, record, name), payload)
+                write_atomically(table_path(path, record, name), payload)
             write(path, record)
-            kept = {_table_path(path, record, name) for name in files}
+            kept = {table_path(path, record, name) for name in files}
             for old in path.parent.iterdir():
-                if old not in kept and _is_table(path, old.name):
+                if old not in kept and is_table(path, old.name):
                     old.unlink()
         return record
 
@@ -207,7 +207,7 @@ class Store:
     def files_of(self, record: Record) -> list[Path]:
         """The record's own file and those of its tables."""
         path = self.path(record.cell, record.key)
-        return [path, *(_table_path(path, record, name) for name in record.files)]
+        return [path, *(table_path(path, record, name) for name in record.files)]
 
     def log(self, cell: GridCell) -> Path:
         """Where libraries' output goes while ``cell`` is at work."""
@@ -231,7 +231,7 @@ class Store:
         record_path = self.path(record.cell, record.key)
         if name not in record.files:
             raise DamagedError(f"{record_path}: no {name} were written with this record; {AGAIN}")
-        path, stated = _table_path(record_path, record, name), record.files[name]
+        path, stated = table_path(record_path, record, name), record.files[name]
         try:
             payload = path.read_bytes()
         except FileNotFoundError:
@@ -277,23 +277,6 @@ def read(path: Path, kind: type[T]) -> T:
 def write(path: Path, thing: Written) -> None:
     """Write a record or grid with its checksum, in one step."""
     write_atomically(path, seal(json.loads(thing.model_dump_json())))
-
-
-def _table_path(path: Path, record: Record, name: str) -> Path:
-    """Of the table ``name`` of the record at ``path``: its checksum is part of the name, so that
-    a table never replaces one that an older record still states."""
-    return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
-
-
-def _is_table(path: Path, name: str) -> bool:
-    """Whether a file is called as a table of the record at ``path``."""
-    parts = name.removeprefix(f"{path.stem}.").split(".")
-    return (
-        name.startswith(f"{path.stem}.")
-        and len(parts) == 3
-        and len(parts[0]) == KEY_DIGITS
-        and parts[2] == "parquet"
-    )
 
 
 def _set_aside(path: Path) -> None:
