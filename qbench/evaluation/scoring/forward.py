@@ -58,12 +58,17 @@ class PaddedForward:
     def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
         self.stopped = threading.Event()
+        # A KV cache copies keys and values, and where they lie decides how the products of eager
+        # attention round (AVX2, odd lengths). HFLM has one; other attention rounds alike without.
+        config = getattr(decoder, "config", None)
+        self._cached = getattr(config, "_attn_implementation", None) == "eager"
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.decoder(to_device(batch.ids, self.device), use_cache=False)[0].flatten(0, 1)
+        ids = to_device(batch.ids, self.device)
+        return self.decoder(ids, use_cache=self._cached)[0].flatten(0, 1)
 
 
 class PackedForward:
