@@ -103,14 +103,7 @@ TILES = {  # by head dimension
     64: (_tile(64, 64, 4, 3), _tile(128, 64, 4, 3), _tile(64, 128, 4, 2, registers=168)),
     128: (_tile(64, 64, 4, 3),),
 }
-GLUON = {  # of sigmoid
-    64: (
-        _tile(64, 128, 4, 3, gluon=True),
-        _tile(64, 64, 4, 4, gluon=True),
-        _tile(64, 64, 4, 4, gluon=True, overlap=True),
-    ),
-    128: (_tile(64, 64, 4, 3, gluon=True), _tile(64, 64, 4, 3, gluon=True, overlap=True)),
-}
+GLUON = {64: (_tile(64, 64, 4, 4, gluon=True),), 128: (_tile(64, 64, 4, 3, gluon=True),)}
 PATIENCE_S = 90
 
 
@@ -150,8 +143,7 @@ def _named(tile: Tile | None) -> str:
         return CURRENT
     words = f"{tile.block_q}×{tile.block_k}, {tile.warps} warps, {tile.stages} stages"
     words += f", {tile.registers} registers" if tile.registers else ""
-    words += ", Gluon" if tile.gluon else ""
-    return words + (", overlapped" if tile.overlap else "")
+    return words + (", Gluon" if tile.gluon else "")
 
 
 def _ends(job: tuple[Variant, int, Tile | None]) -> bool:

@@ -115,13 +115,20 @@ class Compute(Strict):
 
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "reference", "triton"] = "auto"
-    compile: (
-        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-        | Literal[False]
-    ) = "default"
+    compile: Literal["default", "max-autotune-no-cudagraphs"] | Literal[False] = "default"
     graphs: Literal["auto", "whole", "layers"] = "auto"
     travel: Literal["float32", "bfloat16"] = "float32"
     deterministic: Flag = True
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _without_graphs_of_cuda(cls, mode: Any) -> Any:
+        if mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"{mode} replays CUDA graphs, where a step's second pass overwrites the gradients "
+                "of its first; there are default, max-autotune-no-cudagraphs and false"
+            )
+        return mode
 
     def by_layer(self, processes: int) -> bool:
         """Whether each layer is a graph of its own in a training by so many processes."""

@@ -52,7 +52,7 @@ def forward(
         [*sources, output, lse, lse if bias is None else bias, lse if slopes is None else slopes],
         ((heads, heads // key.shape[1], length), factors(scale, softcap), output.stride()[:3]),
         {"FAMILY": family, "MODES": asked, "OF_LENGTH": bias is None, "HEAD_DIM": width,
-         "BLOCK_K": keys, "STAGES": tile.stages, "AHEAD": tile.overlap, "num_warps": 4},
+         "BLOCK_K": keys, "STAGES": tile.stages, "num_warps": 4},
     )  # fmt: skip
 
 
@@ -125,33 +125,6 @@ def tile_weights(
 
 @gluon.jit
 def forward_step(
-    out, weights, q, tile, behind, level, rings, shaping,
-    FAMILY: gl.constexpr, MODES: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Adds the tile before to out [ROWS, HEAD_DIM], and computes this tile's weights."""
-    k_tiles, k_ready, k_free, v_tiles, v_ready, v_free = rings
-    stages: gl.constexpr = k_tiles.shape[0]
-    BLOCK_K: gl.constexpr = k_tiles.shape[3]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    slot = tile % stages
-    before = (tile - 1) % stages
-    zero = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)
-    mbarrier.wait(k_ready.index(slot), tile // stages & 1)
-    s = warpgroup_mma(q, turned(k_tiles, slot), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_ready.index(before), (tile - 1) // stages & 1)
-    out = warpgroup_mma(weights, flat(v_tiles, before), out, is_async=True)
-    s = warpgroup_mma_wait(1, [s])
-    mbarrier.arrive(k_free.index(slot), count=1)
-    left: gl.constexpr = weights.type.layout
-    more = tile_weights(s, behind, level, shaping, left, FAMILY, MODES, MASKED)
-    # Tied to the wait, the weights are computed before it: later would be between two products.
-    out, more = warpgroup_mma_wait(0, [out, more])
-    mbarrier.arrive(v_free.index(before), count=1)
-    return out, more
-
-
-@gluon.jit
-def ahead_step(
     out, s, q, tile, count, behind, level, rings, shaping,
     FAMILY: gl.constexpr, MODES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -182,18 +155,16 @@ def ahead_step(
 @gluon.jit
 def forward_rows(
     own, rings, here, output, lse_out, bias, of_head, index, sizes, scales, strides,
-    FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr, AHEAD: gl.constexpr,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr,
 ):  # fmt: skip
-    k_tiles, k_ready, k_free, v_tiles, v_ready, unused = rings  # noqa: RUF059
+    k_tiles, k_ready, k_free = rings[0], rings[1], rings[2]
     heads, _, length = sizes
     scale, inner = scales
     shaping = (scale, inner, of_head)
-    stages: gl.constexpr = k_tiles.shape[0]
     BLOCK_K: gl.constexpr = k_tiles.shape[3]
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     pair = gl.program_id(1)
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK + index * ROWS
@@ -215,40 +186,19 @@ def forward_rows(
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_free.index(0), count=1)
     behind = first - (count - 1) * BLOCK_K
-    if AHEAD:
-        sums = warpgroup_mma_init(out)
-        for early in gl.static_range(2):
-            sums, s = ahead_step(
-                sums, s, q, early, count, behind + early * BLOCK_K, level, rings, shaping,
-                FAMILY, MODES, True,
-            )  # fmt: skip
-        for two in range(2, count, 2):
-            for i in gl.static_range(2):
-                sums, s = ahead_step(
-                    sums, s, q, two + i, count, behind + (two + i) * BLOCK_K, level, rings,
-                    shaping, FAMILY, MODES, False,
-                )  # fmt: skip
-        out = warpgroup_mma_wait(0, [sums])
-    else:
-        weights = tile_weights(s, behind, level, shaping, left, FAMILY, MODES, True)
-        weights = warpgroup_mma_wait(0, [weights])
-        cut: gl.constexpr = (
-            BLOCK // BLOCK_K
-        )  # tiles that the diagonal cuts for one group or the other
-        for tile in gl.static_range(1, cut):
-            out, weights = forward_step(
-                out, weights, q, tile, behind + tile * BLOCK_K, level, rings, shaping,
-                FAMILY, MODES, True,
-            )  # fmt: skip
-        for tile in range(cut, count):
-            out, weights = forward_step(
-                out, weights, q, tile, behind + tile * BLOCK_K, level, rings, shaping,
+    sums = warpgroup_mma_init(out)
+    for early in gl.static_range(2):  # the tiles that the diagonal cuts, for one group or the other
+        sums, s = forward_step(
+            sums, s, q, early, count, behind + early * BLOCK_K, level, rings, shaping,
+            FAMILY, MODES, True,
+        )  # fmt: skip
+    for two in range(2, count, 2):  # by twos: what is in flight keeps its registers
+        for i in gl.static_range(2):
+            sums, s = forward_step(
+                sums, s, q, two + i, count, behind + (two + i) * BLOCK_K, level, rings, shaping,
                 FAMILY, MODES, False,
             )  # fmt: skip
-        last = count - 1
-        mbarrier.wait(v_ready.index(last % stages), last // stages & 1)
-        out = warpgroup_mma(weights, flat(v_tiles, last % stages), out, is_async=True)
-        out = warpgroup_mma_wait(0, [out])
+    out = warpgroup_mma_wait(0, [sums])
     store_rows(output, out, first, batch, head, strides)
 
 
@@ -256,7 +206,7 @@ def forward_rows(
 def forward_kernel(
     q_source, k_source, v_source, output, lse_out, bias, slopes, sizes, scales, strides,
     FAMILY: gl.constexpr, MODES: gl.constexpr, OF_LENGTH: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``sizes``: query heads, how many share a key head, length; ``scales``: in log2 units of the
     scores, and before a soft cap's tanh; ``strides``: of output. OF_LENGTH: the bias is minus the
@@ -285,9 +235,9 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (forward_rows, (own, rings, here, output, lse_out, bias, of_head, 0, sizes, scales,
-             strides, FAMILY, MODES, OF_LENGTH, AHEAD)),
+             strides, FAMILY, MODES, OF_LENGTH)),
             (forward_rows, (own, rings, here, output, lse_out, bias, of_head, 1, sizes, scales,
-             strides, FAMILY, MODES, OF_LENGTH, AHEAD)),
+             strides, FAMILY, MODES, OF_LENGTH)),
             (forward_loader, (sources, own, rings, here, sizes, BLOCK_K)),
         ],
         [4, 1],

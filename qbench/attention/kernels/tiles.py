@@ -22,8 +22,7 @@ class Tile:
     ``registers``: at most so many a thread, so that more programs share a multiprocessor. With
     fewer than it would take, the assembler waits for each matrix product before the next.
     ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only.
-    ``gluon``: by :mod:`qbench.attention.kernels.gluon_forward`, for the cases that it fits; there
-    with ``overlap`` scores are asked for a tile ahead."""
+    ``gluon``: by :mod:`qbench.attention.kernels.gluon_forward`, for the cases that it fits."""
 
     block_q: int
     block_k: int
@@ -33,7 +32,6 @@ class Tile:
     skip: bool = False
     registers: int | None = None
     free: bool = False
-    overlap: bool = False
     gluon: bool = False
 
     @property
@@ -60,7 +58,7 @@ def forward_tile(width: int, dtype: torch.dtype, family: str, asked: int = 0) ->
     if width <= 128:
         plain = FAMILIES[family].few_registers and asked & COSTLY == 0
         rows = 128 if plain and width <= 64 else 64
-        gluon = width == 128 and asked & modes.RESHAPED.value == 0
+        gluon = width == 128 and asked & modes.CAPPED.value == 0
         return Tile(block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free, gluon=gluon)
     return Tile(block_q=128, block_k=64, warps=8, stages=2, tma=True, free=free)
 
@@ -68,9 +66,9 @@ def forward_tile(width: int, dtype: torch.dtype, family: str, asked: int = 0) ->
 # By whether heads are at most 64 wide, and whether the pass is the backward one: how sigmoid's
 # reciprocals are saved, see sigmoid.py, and whether tanh of soft caps is a polynomial, softcap.py.
 RECIPROCALS = {
-    (True, False): modes.PAIRED.value,
+    (True, False): modes.RARE.value,
     (True, True): modes.RARE.value,
-    (False, False): modes.PAIRED.value,
+    (False, False): modes.RARE.value,
     (False, True): 0,
 }
 POLYNOMIALS = {(True, False)}
