@@ -199,7 +199,7 @@ def training(
     compile: Annotated[
         str,
         typer.Option(
-            metavar="MODE", help="torch.compile's: default, max-autotune-no-cudagraphs, or no"
+            metavar="MODE", help="torch.compile's mode, as in recipes; or no"
         ),
     ] = "default",
     deterministic: Annotated[bool, typer.Option(help="As `qbench train` does.")] = True,

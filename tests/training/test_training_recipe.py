@@ -33,7 +33,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"compute": {"compile": True}}, "compute.compile"),
         (
             {"compute": {"compile": "reduce-overhead"}},
-            "reduce-overhead replays CUDA graphs, where a",
+            "reduce-overhead replays CUDA graphs",
         ),
         ({"compute": {"precision": "float16"}}, "'bfloat16' or 'float32'"),
         ({"log_every": 2.5}, "log_every"),
