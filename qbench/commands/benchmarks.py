@@ -198,9 +198,7 @@ def training(
     precision: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     compile: Annotated[
         str,
-        typer.Option(
-            metavar="MODE", help="torch.compile's mode, as in recipes; or no"
-        ),
+        typer.Option(metavar="MODE", help="torch.compile's mode, as in recipes; or no"),
     ] = "default",
     deterministic: Annotated[bool, typer.Option(help="As `qbench train` does.")] = True,
     profile: Annotated[
