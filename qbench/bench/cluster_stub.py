@@ -25,6 +25,7 @@ MIB = 2**20
 def _step(cell: Any, plan: Any, store: Any, gathered: Any, sink: Any, cache: Path) -> None:
     begun = Path(os.environ[BEGUN])
     (begun / f"{cell.name.replace('/', '_')}.{os.getpid()}.{time.time_ns()}").touch()
+    print(f"{cell.name} begins", flush=True)  # into its log
     sink.step(cell.name, "stub", total=STEPS)
     for step in range(STEPS):
         time.sleep(float(os.environ.get(SECONDS, "0.5")) / STEPS)

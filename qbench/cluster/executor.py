@@ -10,10 +10,10 @@ from __future__ import annotations
 import pickle
 import secrets
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import ThreadPoolExecutor as Threads
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MOST_DEATHS = 3  # of workers, until the cell is the cause
 MOST_CELLS = 512  # with the cluster at once
 SECONDS_BETWEEN_LOOKS = 5.0
+LOOKS_FOR_A_LOG = 10  # one a second
 MOST_KEPT = 16  # records that a worker keeps after they have come here
 
 
@@ -84,16 +85,24 @@ class ClusterExecutor(Executor):
         self._workers.post(left, seconds=SECONDS_BETWEEN_LOOKS)
 
     def _cell(self, unit: Unit, name: str, *, force: bool = False, wait: bool = True) -> Any:
+        cell, lock = unit.plan.cell(name), FileLock(unit.lock_file(name), timeout=-1 if wait else 0)
         try:
             self._wait_for(unit.awaits(name))
-            with FileLock(unit.lock_file(name), timeout=-1 if wait else 0):
+            with ExitStack() as stack:
+                if wait:  # for another run, without a worker
+                    stack.enter_context(lock)
+                stages = stages_of(cell, unit.plan)
+                stack.enter_context(self._alone.here(stages))
+                stack.enter_context(self._workers.slot())
+                if not wait:  # not before: what only waits in line is free for other runs
+                    stack.enter_context(lock)
                 known = None
                 if not force:
                     known = unit.known(name, say=self._say, problem=self.rows_problem)
                 if known is not None:
                     self._say(f"{name}: already there")
                     return known
-                return self._until_done(unit, unit.plan.cell(name), force)
+                return self._until_done(unit, cell, stages, force)
         except Timeout:
             self._say(f"{name}: another run is at work on it; later")
             return None
@@ -106,13 +115,8 @@ class ClusterExecutor(Executor):
         while awaited is not None and not awaited.wait(SECONDS_BETWEEN_LOOKS):
             self._stop_if_ended()
 
-    def _until_done(self, unit: Unit, cell: Cell, force: bool) -> Any:
-        stages = stages_of(cell, unit.plan)
-        with (
-            self._alone.here(stages),
-            self._workers.slot(),
-            self._alone.everywhere(cell.name, stages) as waited,
-        ):
+    def _until_done(self, unit: Unit, cell: Cell, stages: Sequence[str], force: bool) -> Any:
+        with self._alone.everywhere(cell.name, stages) as waited:
             artifacts = self._kept.artifacts(cell, stages, anew=waited)
             deaths, avoided, nowhere = 0, set(), set()
             while True:
@@ -198,10 +202,14 @@ class ClusterExecutor(Executor):
                     raise BrokenExecutor("no worker is left that could run it") from None
 
     def _take_log(self, unit: Unit, name: str) -> None:
-        """What the cell had printed when its worker died, where a cache still has it."""
-        for text in self._workers.ask_all(log_here, unit.kept(name)).values():
-            if text:
-                unit.log_file(name).write_text(text)
+        """What the cell had printed when its worker died, where a cache still has it: workers that
+        died are back after a moment."""
+        for _ in range(LOOKS_FOR_A_LOG):
+            texts = [t for t in self._workers.ask_all(log_here, unit.kept(name)).values() if t]
+            if texts or self._ended.wait(1.0):
+                break
+        for text in texts:
+            unit.log_file(name).write_text(text)
 
     def _plan(self, unit: Unit) -> Any:
         """The plan as a result of the cluster's: kept where it is used, made anew where lost."""

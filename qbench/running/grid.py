@@ -139,7 +139,7 @@ class _Grid:
             for one in again:
                 begun = relay is None or one.name in relay.begun
                 self._give_up(one, DIED if begun else BROKEN)
-        if died or more:
+        if busy or died or more:
             submit(self._unmeasured(cells), forced=set(), wait=True)
 
     def _unmeasured(self, cells: Sequence[Cell]) -> list[Cell]:

@@ -36,6 +36,9 @@ def test_no_finished_cell_is_lost_and_only_cells_at_fault_fail(tmp_path, monkeyp
     result = inject(name, tmp_path / "bed", 0)
     assert result.right, result
     assert name in table([result])
+    for cell in result.expected_to_fail:  # what it printed came back from a worker that died
+        (log,) = (tmp_path / "bed" / "out" / "records" / cell).glob("*.log")
+        assert f"{cell} begins" in log.read_text()
 
 
 def test_what_is_wrong_is_called_so(tmp_path):

@@ -13,14 +13,19 @@ from small_recipe import DEMO, small_recipe
 
 pytest.importorskip("distributed")
 
-from qbench.bench.cluster import bed, run_on
+from qbench.bench import cluster_stub as stub
+from qbench.bench.cluster import bed, run_on, stub_plan
 from qbench.cluster.kept import Kept, artifacts_here, stages_of
 from qbench.cluster.line import Line
+from qbench.cluster.located import Wanted, _from_hub, located
+from qbench.cluster.transfer import Transfers
+from qbench.errors import UnavailableError
 from qbench.machine import environment
 from qbench.plan import plan
 from qbench.quantizers.quantization import quantize
 from qbench.recipe import Recipe
 from qbench.run import failed, load
+from qbench.running.grid import run_cells
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WEIGHTS = {"name": "rtn-4bit", "group_size": 64}
@@ -68,6 +73,60 @@ def test_two_hosts_never_quantize_the_same_weights(planned, tmp_path):
                if stage.name == "quantize" and record.quantized]  # fmt: skip
     made = Counter("reused" if "artifact reused" in one else "made" for one in details)
     assert made == {"made": 1, "reused": 2}, details
+
+
+def test_a_plain_run_and_one_on_a_cluster_share_a_results_folder(tmp_path, monkeypatch):
+    """Every cell is made once, by one of them, and both have all records."""
+    cells, begun = stub_plan(tmp_path, 8), tmp_path / "begun"
+    monkeypatch.setenv(stub.BEGUN, str(begun))
+    monkeypatch.setattr("qbench.run._run", stub._step)
+    found = {}
+    with bed(tmp_path, [{}]) as cluster:
+        cluster.wait_for_workers(1)
+        there = threading.Thread(
+            target=lambda: found.update(there=run_on(cluster, cells, tmp_path / "out"))
+        )
+        there.start()
+        cluster.wait_until_begun(1)
+        found["here"] = run_cells(cells, out=tmp_path / "out")
+        there.join()
+    assert found["here"] == found["there"]
+    assert {record.status for record in found["here"]} == {"ok"}
+    marks = [path.name.split(".") for path in begun.iterdir()]
+    assert Counter(mark[0] for mark in marks) == {c.name.replace("/", "_"): 1 for c in cells.cells}
+    assert len({mark[1] for mark in marks}) == 2, "one of the two did nothing"
+
+
+def test_what_is_too_much_to_send_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr("qbench.cluster.transfer.MOST", 2**10)
+    source = tmp_path / "model.safetensors"
+    source.write_bytes(bytes(2**11))
+    transfers = Transfers(lambda *_: False, lambda _: None)
+    wanted = Wanted("files/one", (("model.safetensors", str(source)),))
+    with pytest.raises(UnavailableError, match="too much to send to host; put it on a file system"):
+        transfers.send(wanted, "tcp://worker", "cache", "host")
+
+
+def test_a_checkpoint_of_the_hub_comes_from_the_hub(planned, tmp_path, monkeypatch):
+    """What no path and no cache has, at the commit that was planned; else it is asked for."""
+    here = planned.cells[0].checkpoint
+    snapshot = tmp_path / "nowhere" / "snapshots" / "abc"
+    away = dataclasses.replace(here, folder=snapshot, source="owner/name")
+    cells = tuple(dataclasses.replace(cell, checkpoint=away) for cell in planned.cells)
+    asked = []
+
+    def find(source, *, revision, normalizer):
+        asked.append((source, revision, normalizer))
+        return dataclasses.replace(here, digest=here.digest if len(asked) == 1 else "other")
+
+    monkeypatch.setattr("qbench.cluster.located.find", find)
+    away_plan = dataclasses.replace(planned, cells=cells)
+    for missing in ([], [f"files/{here.digest}"]):
+        _from_hub.cache_clear()
+        found, _, wanted = located(away_plan, "softmax/fp32", tmp_path / "cache")
+        assert [one.target for one in wanted] == missing
+        assert found.cells[0].checkpoint.folder == (snapshot if missing else here.folder)
+    assert asked == [("owner/name", "abc", here.normalizer)] * 2
 
 
 def test_a_worker_is_asked_for_what_another_learned_only_when_that_is_gone(planned):
