@@ -72,8 +72,8 @@ def table(found: Scale) -> str:
         [f"run on {found.workers} workers", f"{found.run:.0f} s", ""],
         ["client, processor time a cell", f"{1e3 * found.client:.1f} ms", "20 ms"],
         ["scheduler's memory grew by", f"{found.scheduler:.0f} MiB", "100 MB"],
-        [f"tables of {TASKS} tasks (`qbench tables`)", f"{found.tables:.1f} s", "60 s, with"],
-        ["report (`qbench report`)", f"{found.report:.1f} s", "the report"],
+        [f"tables of {TASKS} tasks (qbench tables)", f"{found.tables:.1f} s", "60 s, with"],
+        ["report (qbench report)", f"{found.report:.1f} s", "the report"],
         ["peak memory of this process", f"{found.report_gib:.2f} GiB", ""],
     ]
     return markdown.table(("", "measured", "floor"), rows, align="lrr")
