@@ -144,6 +144,7 @@ def _forward(
         and not INTERPRETED
         and mask is None
         and spans is None
+        and bias is None  # not tried on a GPU
         and gluon_forward.fits(query, key, value, causal, window, modes)
         and all(map(tma_layout, (query, key, value)))
     ):
