@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_recipe import DEMO, qbench, small_recipe
 
+from qbench.errors import DataError, ResultsError
 from qbench.evaluation.passkey import key, scores
 from qbench.evaluation.responses import responses_of
 from qbench.record import ANSWER_CHARACTERS, RESPONSE_DEFAULTS
@@ -149,3 +150,27 @@ def test_responses_of_an_earlier_version_can_be_read():
     assert len(table) > 1000
     assert table["answer"].isna().all()
     assert (table["cut"] == RESPONSE_DEFAULTS["cut"]).all()
+
+
+def test_show_makes_the_text_that_was_asked_from_the_recipe(ran, capsys):
+    recipe = ran.parent / "small.yaml"
+    cell = f"{ran}/softpick/rtn-4bit"
+    assert qbench("show", cell, "--document", 1, "--recipe", recipe) == 0
+    shown = capsys.readouterr().out
+    assert f"sums, document 1\n\nrequest 0\n  | {QUESTIONS[1].splitlines()[0]}" in shown
+    row = json.loads((DEMO / "data/demo_lastword/test.jsonl").read_text().splitlines()[1])
+    context, _, last = row["text"].rpartition(" ")
+    assert "\n  | ".join([f"request 0\n  | {context}", f" {last}"]) in shown
+
+
+def test_a_recipe_that_asks_something_else_is_refused(ran, tmp_path):
+    other = tmp_path / "data" / "demo_lastword"
+    other.mkdir(parents=True)
+    lines = (DEMO / "data/demo_lastword/test.jsonl").read_text().splitlines()
+    (other / "test.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+    options = ["--recipe", ran.parent / "small.yaml", "--task", "demo_lastword"]
+    command = ["show", f"{ran}/softpick/rtn-4bit", "--document", 1, *options]
+    with pytest.raises(DataError, match="ask something else than softpick/rtn-4bit was asked"):
+        qbench(*command, "--data", tmp_path / "data")
+    with pytest.raises(ResultsError, match="--data goes with --recipe"):
+        qbench("show", f"{ran}/softpick/rtn-4bit", "--data", tmp_path)

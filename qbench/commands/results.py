@@ -5,6 +5,7 @@ None of them imports torch, so they start at once and run on any CI machine.
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ from qbench.files import require_folder
 from qbench.machine.memory import require_memory
 
 if TYPE_CHECKING:
+    from qbench.record import Record
     from qbench.store import Store
 
 
@@ -114,6 +116,13 @@ def show(
         typer.Option(min=0, help="What was asked of this document, by its number, and answered."),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Of this task only, with --document.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="With --document: also the text that was asked, made from this recipe."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The recipe's --data, where the run had one.")
+    ] = None,
     run: Run = None,
 ) -> None:
     """Everything about one cell, or which runs and cells a results folder holds."""
@@ -130,10 +139,32 @@ def show(
             "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
         )
     store, record = find_cell(what, run)
+    if recipe is None and data is not None:
+        raise ResultsError("--data goes with --recipe, which says what was asked of it")
+    if recipe is not None and document is None:
+        raise ResultsError("--recipe goes with --document, whose text it gives")
     if document is not None:
-        typer.echo(document_text(store, record, document, task))
+        texts = None if recipe is None else _asked(record, recipe, data, document, task)
+        typer.echo(document_text(store, record, document, task, texts))
         return
     typer.echo(cell_text(record))
+
+
+def _asked(
+    record: Record, recipe: Path, data: Path | None, document: int, task: str | None
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    from qbench.machine.quiet import redirected, settle
+    from qbench.overrides import Overrides
+    from qbench.recipe import Recipe
+    from qbench.recipe_inputs import find_tasks
+
+    wanted = Recipe.load(recipe, Overrides(data=data, tasks=None if task is None else (task,)))
+    planned, _ = find_tasks(wanted, ())
+    settle()
+    with redirected(Path(os.devnull)):  # what lm-eval says while it makes requests
+        from qbench.evaluation.asked import asked
+
+        return asked(record, planned, document, task)
 
 
 def export(

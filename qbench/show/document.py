@@ -3,6 +3,7 @@ unquantized model did."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import pandas as pd
@@ -14,9 +15,16 @@ from qbench.store import Store
 from qbench.text.numbers import NO_VALUE, metric_title
 
 
-def document_text(store: Store, record: Record, document: int, task: str | None = None) -> str:
+def document_text(
+    store: Store,
+    record: Record,
+    document: int,
+    task: str | None = None,
+    asked: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> str:
     """Of one document, by its number: metrics, and the log-likelihood of every scored
-    continuation, or what the model wrote; each beside the unquantized cell's.
+    continuation, or what the model wrote; each beside the unquantized cell's. ``asked``: by task,
+    the texts of each request, which records do not keep.
 
     Raises ResultsError where no task, or not the one that is named, has such a document.
     """
@@ -30,16 +38,17 @@ def document_text(store: Store, record: Record, document: int, task: str | None 
     parts = []
     for name in known if task is None else [task]:
         tables = [(outcomes, responses), *([before] if before else [])]
-        scored, asked = zip(
+        scored, answered = zip(
             *((_of(o, name, document), _of(r, name, document)) for o, r in tables), strict=True
         )
-        if scored[0].empty and asked[0].empty:
+        if scored[0].empty and answered[0].empty:
             continue
         parts.append(f"{name}, document {document}")
+        parts += _asked((asked or {}).get(name, ()))
         if not scored[0].empty:
             parts.append(_metrics(names, scored))
-        texts = [one[one["answer"].notna()] for one in asked]
-        likelihoods = [one[one["answer"].isna()] for one in asked]
+        texts = [one[one["answer"].notna()] for one in answered]
+        likelihoods = [one[one["answer"].isna()] for one in answered]
         if not likelihoods[0].empty:
             parts.append(_requests(names, likelihoods))
         parts += [_written(cell, of) for cell, of in zip(names, texts, strict=True) if len(of)]
@@ -49,6 +58,18 @@ def document_text(store: Store, record: Record, document: int, task: str | None 
         last = int(outcomes["document"].max()) if len(outcomes) else -1
         raise ResultsError(f"{record.cell}: no document {document}; the last one is {last}")
     return "\n\n".join(parts)
+
+
+def _asked(requests: Sequence[Sequence[str]]) -> list[str]:
+    """Each request's texts; a context that all of them share stands once."""
+    shared = {texts[0] for texts in requests} if len(requests) > 1 else set()
+    parts = [f"asked\n{_indented(*shared)}"] if len(shared) == 1 else []
+    for number, texts in enumerate(requests):
+        own = texts[1:] if parts and len(shared) == 1 else texts
+        if own:
+            lines = "\n".join(_indented(text) for text in own)
+            parts.append(f"request {number}\n{lines}")
+    return parts
 
 
 def unquantized(store: Store, record: Record) -> Record | None:
