@@ -42,6 +42,16 @@ class Ahead:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[Ahead]:
+        # transformers puts other modules in place of its packages while they are imported, so that
+        # of two threads one may be left with half of it: all imports happen here.
+        import lm_eval.models.huggingface  # noqa: F401
+
+        import qbench.evaluation.evaluate
+        import qbench.evaluation.scoring
+        import qbench.evaluation.tasks  # noqa: F401
+        from qbench.checkpoints import load_tokenizer
+
+        self._tokenizer = load_tokenizer(self._checkpoint)
         usual = sys.getswitchinterval()
         sys.setswitchinterval(SECONDS_A_TURN)
         self._thread.start()
@@ -81,13 +91,12 @@ class Ahead:
                 load_task(task)
 
     def _build(self) -> None:
-        from qbench.checkpoints import load_tokenizer
         from qbench.evaluation.evaluate import evaluate
         from qbench.evaluation.scoring.asked import Asked, Ids, Known
         from qbench.evaluation.tasks import load_task
 
         self._ids = Ids()
-        model = Asked(load_tokenizer(self._checkpoint), self._settings.add_bos, self._ids)
+        model = Asked(self._tokenizer, self._settings.add_bos, self._ids)
         for task in self._tasks:
             if self._stopped.is_set():
                 return

@@ -17,13 +17,10 @@ from qbench.machine.quiet import redirected
 
 MODULES = (
     "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
+    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
     "qbench.checkpoints.load", "qbench.attention.interface", "qbench.quantizers.quantization",
-    "qbench.quantizers.audit",
-)  # fmt: skip
-# Not asked for while a model is loaded and audited: imported beside that.
-LATER = (
-    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets", "qbench.evaluation.tasks",
-    "qbench.evaluation.scoring", "qbench.evaluation.evaluate",
+    "qbench.quantizers.audit", "qbench.evaluation.tasks", "qbench.evaluation.scoring",
+    "qbench.evaluation.evaluate",
 )  # fmt: skip
 # transformers imports these where they are installed: hqq for a quantized cache, torchao for its
 # own quantizer, scipy for losses of object detection. hqq and torchao bring torch's code generator.
@@ -48,7 +45,6 @@ def warm_up(device: str) -> int:
                 import torch
 
                 torch.zeros(1, device=device)
-    threading.Thread(target=_import, args=(LATER,), name="imports", daemon=True).start()
     mark("worker process ready")
     return os.getpid()
 
