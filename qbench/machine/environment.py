@@ -29,7 +29,6 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
     return {name: _version(name) for name in sorted({*ALWAYS, *names})}
 
 
-@functools.cache  # each is searched on the disk
 def _version(name: str) -> str:
     try:
         return version(name)
