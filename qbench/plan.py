@@ -9,9 +9,9 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from qbench import __version__
@@ -191,7 +191,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
             )
         except CheckpointError as error:
             problems.append(error)
-            if not (recipe.folder / Path(source.path).expanduser()).is_dir():
+            if not (recipe.folder / os.path.expanduser(source.path)).is_dir():
                 break  # the hub: what ails one ails the next, after minutes
     if len(problems) > 1:
         raise CheckpointProblems(list(dict.fromkeys(map(str, problems))))
