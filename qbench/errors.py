@@ -106,11 +106,11 @@ class TrainingError(QbenchError):
 SHOWN = 80  # characters of a value in a message
 
 
-def shown(value: object) -> str:
-    """``value`` for a message: its ``repr`` in one line, cut short."""
+def shown(value: object, *, most: int = SHOWN) -> str:
+    """``value`` for a message: its ``repr`` in one line, cut to ``most`` characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of more digits than Python writes
         text = f"{type(value).__name__}: too large to show"
     text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    return text if len(text) <= most else text[: most - 1] + "…"

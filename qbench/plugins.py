@@ -24,6 +24,7 @@ from qbench.files import digest
 
 GROUPS = ("qbench.quantizers", "qbench.normalizers", "qbench.executors")
 PREFIX = "qbench_plugin_"  # of the modules that files become
+PATH = 500  # characters of a path in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,9 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
         source = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise RecipeError(f"{location} {shown(str(path))}: cannot be read ({why})") from None
+        raise RecipeError(
+            f"{location} {shown(str(path), most=PATH)}: cannot be read ({why})"
+        ) from None
     plugin = Plugin(name=Path(path).name, source=source, path=os.path.realpath(path))
     load([plugin], location=location)
     return plugin

@@ -27,13 +27,14 @@ from qbench.errors import RecipeError
 from qbench.files import write_atomically
 from qbench.machine.environment import environment
 from qbench.text import markdown
+from qbench.training.compute import Compute
 from qbench.training.determinism import deterministic
 from qbench.training.feed import batches
 from qbench.training.kernels import attention_kernels
 from qbench.training.model import initial_model
 from qbench.training.order import Sequences
 from qbench.training.processes import Processes
-from qbench.training.recipe import Compute, TrainingRecipe
+from qbench.training.recipe import TrainingRecipe
 from qbench.training.shape import flops_per_token
 from qbench.training.speed import peak_tflops
 from qbench.training.step import Step

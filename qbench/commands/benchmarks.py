@@ -229,8 +229,8 @@ def training(
     from pydantic import ValidationError
 
     from qbench.machine.devices import choose_device
+    from qbench.training.compute import Compute
     from qbench.training.determinism import settle_workspace
-    from qbench.training.recipe import Compute
 
     try:
         compute = Compute(

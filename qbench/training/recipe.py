@@ -14,6 +14,7 @@ from qbench.errors import RecipeError, RecipeProblems, shown
 from qbench.recipe_fields import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole, problem_lines
 from qbench.recipe_source import Source, read
 from qbench.record import Name
+from qbench.training.compute import Compute
 
 T = TypeVar("T")
 MOST_STEPS = 10**8
@@ -104,35 +105,6 @@ class Schedule(Strict):
     warmup_steps: Annotated[Whole, Field(ge=0, le=MOST_STEPS)]
     decay: Literal["cosine", "none"] = "cosine"
     floor: Share = 0.1
-
-
-class Compute(Strict):
-    """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
-    bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
-    rests on. ``compile``: torch.compile's mode, or false. ``graphs``: the model compiled whole, or
-    layer by layer, so that gradients are averaged over the GPUs while earlier layers' are still
-    computed; ``auto``: layers on several GPUs. ``travel``: what gradients are averaged in."""
-
-    precision: Literal["bfloat16", "float32"] = "bfloat16"
-    attention: Literal["auto", "reference", "triton"] = "auto"
-    compile: Literal["default", "max-autotune-no-cudagraphs"] | Literal[False] = "default"
-    graphs: Literal["auto", "whole", "layers"] = "auto"
-    travel: Literal["float32", "bfloat16"] = "float32"
-    deterministic: Flag = True
-
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _without_graphs_of_cuda(cls, mode: Any) -> Any:
-        if mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"{mode} replays CUDA graphs, where a step's second pass overwrites the gradients "
-                "of its first; there are default, max-autotune-no-cudagraphs and false"
-            )
-        return mode
-
-    def by_layer(self, processes: int) -> bool:
-        """Whether each layer is a graph of its own in a training by so many processes."""
-        return self.graphs == "layers" or (self.graphs == "auto" and processes > 1)
 
 
 class Watch(Strict):

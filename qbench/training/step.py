@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM
 
+from qbench.training.compute import Compute
 from qbench.training.feed import Share
 from qbench.training.model import Loss
 from qbench.training.optimizer import learning_rate, optimizers, set_learning_rate
 from qbench.training.processes import Processes
-from qbench.training.recipe import Compute, TrainingRecipe
+from qbench.training.recipe import TrainingRecipe
 
 
 class Step:

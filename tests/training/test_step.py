@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from qbench.training.compute import Compute
 from qbench.training.feed import batches
 from qbench.training.model import Loss, initial_model
 from qbench.training.order import Sequences
 from qbench.training.processes import Processes
-from qbench.training.recipe import Compute, Shape, TrainingRecipe
+from qbench.training.recipe import Shape, TrainingRecipe
 from qbench.training.step import Step
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
