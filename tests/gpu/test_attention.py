@@ -1,38 +1,21 @@
-"""The kernels on a GPU: accuracy in full, what makes them fail elsewhere, and real models."""
-
-import json
-import math
-from pathlib import Path
+"""The kernels on a GPU: accuracy in full, and what makes them fail elsewhere."""
 
 import pytest
 import torch
-import torch.utils.checkpoint
-from normalizer_parameters import attach
+from gpu_tensors import draw
 
 from qbench.attention import kernels, reference
-from qbench.attention.interface import attend, attention_name
 from qbench.attention.kernels.families import computed
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_checks import CASES, LIMITS, errors, limit, relative_error
 from qbench.bench.attention_timing import given
-from qbench.errors import EvaluationError
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared"
 NAMES = computed()
 IN_GLUON = NAMES
-
-
-def draw(*shape, dtype=torch.bfloat16, seed=0):
-    """[B, H, T, D] in the memory of [B, T, H, D], as models have it."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    batch, heads, length, width = shape
-    tensor = torch.randn(batch, length, heads, width, device="cuda", generator=generator)
-    return tensor.to(dtype).transpose(1, 2)
 
 
 def attention(query, key, value, normalizer):
@@ -232,191 +215,3 @@ def test_packed_sequences_equal_each_alone(normalizer, width):
     truths = torch.autograd.grad(truth, wide, gradient.double())
     pairs = zip((got, *gradients), (truth, *truths), strict=True)
     assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
-
-
-def small_model(dtype=torch.float32):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=128, vocab_size=101, initializer_range=0.15,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().to("cuda", dtype)
-
-
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, side):
-    model = attach(small_model(), normalizer)
-    ids = torch.randint(0, 101, (3, 150), device="cuda")
-    padding = torch.ones_like(ids)
-    for row, count in enumerate((0, 31, 140)):
-        padding[row, slice(0, count) if side == "left" else slice(150 - count, 150)] = 0
-    positions = (padding.cumsum(-1) - 1).clamp(min=0)
-    logits = {}
-    for implementation in ("reference", "triton"):
-        ran = attend(model, normalizer=normalizer, implementation=implementation)
-        assert ran == f"{normalizer}/{implementation}"
-        with torch.no_grad():
-            out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
-            step = model(
-                ids[:, :1], past_key_values=out.past_key_values,
-                attention_mask=torch.cat([padding, padding.new_ones(3, 1)], 1),
-                position_ids=positions[:, -1:] + 1,
-            )  # fmt: skip
-        logits[implementation] = torch.cat([out.logits[padding.bool()], step.logits[:, 0]])
-    assert relative_error(logits["triton"], logits["reference"]) <= 1e-4
-
-
-def test_a_red_check_stops_the_bench(monkeypatch, tmp_path):
-    from qbench.bench import attention as bench
-    from qbench.bench import attention_checks
-
-    limits = dict.fromkeys(attention_checks.LIMITS, 1e-12)  # nothing is as exact as that
-    monkeypatch.setattr(attention_checks, "LIMITS", limits)
-    with pytest.raises(EvaluationError, match="wrong results, nothing timed"):
-        bench.bench_attention(tmp_path / "a.json", "cuda", True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_auto_is_triton_on_cuda():
-    assert attention_name("softpick", "auto", "cuda") == "qbench-softpick-triton"
-    assert attend(small_model(), normalizer="softpick") == "softpick/triton"
-
-
-@pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("train", [False, True])
-def test_a_compiled_model_has_no_graph_break(train):
-    model = small_model(torch.bfloat16)
-    attend(model, normalizer="softpick", implementation="triton")
-    ids = torch.randint(0, 101, (2, 200), device="cuda")
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.set_grad_enabled(train):
-        got, expected = compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
-    assert relative_error(got, expected) <= 4e-2  # both are bf16, rounded at other places
-    if train:
-        got.float().square().mean().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, monkeypatch):
-    """float32 queries and keys after RoPE, bf16 values; which kernels ran, and without a mask. All
-    parameters that the normalizer has are trained, slopes too."""
-    from qbench.attention.kernels import launch
-
-    model = attach(small_model(), normalizer, slopes=True)
-    attend(model, normalizer=normalizer, implementation="triton")
-    asked = []
-    for name in ("forward", "backward"):
-        real = getattr(launch, name)
-
-        def spy(*inputs, real=real, name=name, **settings):
-            mask = inputs[3 if name == "forward" else 7]
-            dtypes = {tensor.dtype for tensor in inputs[:3]}
-            asked.append((name, mask is None, dtypes == {torch.bfloat16}))
-            return real(*inputs, **settings)
-
-        monkeypatch.setattr(launch, name, spy)
-    run = torch.compile(model, fullgraph=True) if compiled else model
-    ids = torch.randint(0, 101, (2, 200), device="cuda")
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    profiled = torch.profiler.profile(activities=activities, acc_events=True)
-    with profiled as profile:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = run(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.cuda.synchronize()
-    assert asked == [("forward", True, True)] * 2 + [("backward", True, True)] * 2
-    ran = {event.name for event in profile.events()}
-    assert {"forward_kernel", "query_kernel", "key_kernel"} <= ran
-    assert not any("fmha" in name or "flash" in name for name in ran)
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-TRAINED = [
-    ("sigmoid", "bias"), ("softmax-sink", "sinks"), ("scalable-softmax", "s"),
-    ("scalable-softpick-next", "s"), *((name, "slopes") for name in ("softpick", "sigmoid")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("normalizer", "name"), TRAINED)
-def test_parameters_are_trained_in_a_graph_and_with_checkpointing(normalizer, name):
-    """The same gradients eagerly, under activation checkpointing, and replayed as a CUDA graph."""
-    inputs = [draw(2, 4, 256, 64, seed=s).requires_grad_() for s in range(3)]
-    parameter = torch.linspace(-2, 1, 4, device="cuda").requires_grad_()
-    sources = [*inputs, parameter]
-
-    def run(query, key, value, parameter):
-        return kernels.attention(
-            query, key, value, normalizer=normalizer, parameters={name: parameter}, causal=True
-        )
-
-    gradient = draw(2, 4, 256, 64, seed=3)
-    expected = torch.autograd.grad(run(*sources), sources, gradient)
-    output = torch.utils.checkpoint.checkpoint(run, *sources, use_reentrant=False)
-    got = torch.autograd.grad(output, sources, gradient)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    # A leaf's node of the graph of gradients keeps the stream it was made on as long as any output
-    # lives, here that of the checkpoint: captured are leaves that no other stream has seen.
-    sources = [source.detach().requires_grad_() for source in sources]
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.autograd.grad(run(*sources), sources, gradient)
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        replayed = torch.autograd.grad(run(*sources), sources, gradient)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
-
-
-def test_lengths_and_batch_sizes_do_not_compile_again():
-    from qbench.attention.kernels.forward import forward_kernel
-
-    def run(batch, length):
-        inputs = (draw(batch, 4, length, 64, seed=s) for s in range(3))
-        kernels.attention(*inputs, normalizer="softpick", causal=True)
-
-    run(1, 128)
-    device = torch.cuda.current_device()
-    before = len(forward_kernel.device_caches[device][0])
-    for batch, length in ((2, 128), (3, 129), (5, 1000), (1, 2048)):
-        run(batch, length)
-    assert len(forward_kernel.device_caches[device][0]) == before
-
-
-@pytest.mark.skipif(
-    not (SHARED / "checkpoints/softpick-27M").is_dir(), reason="the trained pair is not here"
-)
-def test_the_trained_pair_has_the_references_perplexity():
-    from tokenizers import Tokenizer
-
-    from qbench.checkpoints import find, load_model
-
-    folder = SHARED / "checkpoints/softpick-27M"
-    checkpoint = find(str(folder))
-    rows = SHARED / "data/eval/wikitext/test_document_level.jsonl"
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pages = [json.loads(line)["page"] for line in rows.read_text().splitlines()]
-    perplexity = {}
-    for implementation in ("reference", "triton"):
-        model = load_model(
-            checkpoint, dtype=torch.bfloat16, device="cuda", attention=implementation
-        )
-        loss, tokens = 0.0, 0
-        for page in pages:
-            ids = [1, *tokenizer.encode(page, add_special_tokens=False).ids[:2047]]
-            ids = torch.tensor([ids], device="cuda")
-            with torch.no_grad():
-                log_p = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            loss -= log_p.gather(1, ids[0, 1:, None]).double().sum().item()
-            tokens += ids.shape[1] - 1
-        perplexity[implementation] = math.exp(loss / tokens)
-    print("perplexity", perplexity)
-    assert perplexity["triton"] == pytest.approx(perplexity["reference"], rel=1e-3)
