@@ -124,7 +124,8 @@ def test_decoding_with_a_static_cache_equals_one_full_pass(ids, normalizer, padd
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=48, vocab_size=97, initializer_range=0.3,
     )  # fmt: skip
-    model = attach(LlamaForCausalLM(config).eval(), normalizer, slopes=True)
+    # In float64: scalable softpick's rows near zero make much of float32's rounding.
+    model = attach(LlamaForCausalLM(config).eval(), normalizer, slopes=True).double()
     attend(model, normalizer=normalizer)
     padding = torch.ones(3, 17, dtype=torch.long)
     if padded:
