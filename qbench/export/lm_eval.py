@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -14,6 +14,19 @@ from qbench.record import Record, Score
 from qbench.store import Store
 
 NO_STDERR = "N/A"  # lm-eval's word for it
+VALUE = ("metric", "value", "weight")
+
+
+class Answer(NamedTuple):
+    """A row of the responses."""
+
+    document: int
+    request: int
+    log_likelihood: float
+    greedy: Any
+    answer: Any
+    filter: Any
+    cut: int
 
 
 def write(store: Store, folder: Path) -> list[Path]:
@@ -87,41 +100,46 @@ def results(record: Record) -> dict[str, Any]:
 def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """One task's documents as lm-eval logs them: responses, and metrics by name; a line for each
     document and filter."""
-    chosen = outcomes["metric"].map(_filter)
-    given = dict(iter(responses.groupby("document", sort=True)))
-    for (filter_, document), of in outcomes.groupby([chosen, "document"], sort=False):
-        found = {
-            name.partition(" [")[0]: (value if weight == 1 else [value, weight])
-            for name, value, weight in zip(of["metric"], of["value"], of["weight"], strict=True)
-        }
-        answers = given.get(document, responses[:0])
+    given: dict[int, list[Answer]] = {}
+    for answer in _rows(responses, list(Answer._fields)):
+        given.setdefault(answer[0], []).append(Answer._make(answer))
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for document, metric, value, weight in _rows(outcomes, ("document", *VALUE)):
+        of = found.setdefault((_filter(metric), document), {})
+        of[metric.partition(" [")[0]] = value if weight == 1 else [value, weight]
+    for (filter_, document), metrics in found.items():
+        answers = sorted(given.get(document, []), key=lambda one: one.request)
+        generated = any(isinstance(one.answer, str) for one in answers)
         yield {
-            "doc_id": int(document),
+            "doc_id": document,
             "doc": {},
             "target": "",
             "arguments": {},
-            **(_texts(answers, filter_) if answers["answer"].notna().any() else _scored(answers)),
+            **(_texts(answers, filter_) if generated else _scored(answers)),
             "filter": filter_,
-            "metrics": list(found),
-            **found,
+            "metrics": list(metrics),
+            **metrics,
         }
 
 
-def _scored(answers: pd.DataFrame) -> dict[str, Any]:
-    pairs = zip(answers["log_likelihood"], answers["greedy"], strict=True)
-    given = [[str(value), str(bool(greedy))] for value, greedy in pairs]
+def _rows(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(frame[name].tolist() for name in columns), strict=True)
+
+
+def _scored(answers: list[Answer]) -> dict[str, Any]:
+    given = [[str(one.log_likelihood), str(bool(one.greedy))] for one in answers]
     return {"resps": [[one] for one in given], "filtered_resps": given}
 
 
-def _texts(answers: pd.DataFrame, filter_: str) -> dict[str, Any]:
+def _texts(answers: list[Answer], filter_: str) -> dict[str, Any]:
     """Texts are kept up to a length: ``qbench_cut`` counts what was left out of them."""
-    written = answers[answers["filter"].isna()]
-    taken = answers[answers["filter"] == filter_]
+    written = [one for one in answers if not isinstance(one.filter, str)]
+    taken = [one for one in answers if one.filter == filter_] or written[:1]
     found: dict[str, Any] = {
-        "resps": [written["answer"].tolist()],
-        "filtered_resps": (taken if len(taken) else written[:1])["answer"].tolist(),
+        "resps": [[one.answer for one in written]],
+        "filtered_resps": [one.answer for one in taken],
     }
-    cut = int(written["cut"].sum())
+    cut = int(sum(one.cut for one in written))
     return found | ({"qbench_cut": cut} if cut else {})
 
 
