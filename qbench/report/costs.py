@@ -18,6 +18,14 @@ Found = tuple[str, str, Figure]
 STAGES = ("load", "quantize", "audit", "evaluate")
 DTYPE_BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
 NORMAL = 1.96  # standard errors either side: 95 %
+KL = (
+    "Kullback–Leibler divergence of the quantized from the unquantized model's next-token "
+    "distribution over the whole vocabulary, mean over scored tokens"
+)
+FLIPS = (
+    "answers that quantization turned from right to wrong or from wrong to right, in per cent of "
+    "the documents: equal accuracy can hide many"
+)
 ZERO = 1e-6  # nats: where a divergence of 0 stands on a logarithmic axis
 
 
@@ -68,13 +76,8 @@ def distribution_figures(comparison: Comparison) -> Iterator[Found]:
             _measured(axes, comparison, values, labels, log=log)
             axes.set_title(title)
         legend(figure, *grid[:, 0])
-        caption = (
-            f"{task}: Kullback–Leibler divergence of the quantized from the unquantized model's "
-            "next-token distribution over the whole vocabulary, mean over scored tokens; and "
-            "answers that quantization turned from right to wrong or from wrong to right, in "
-            "per cent of the documents. Equal accuracy can hide many."
-        )
-        yield f"distributions-{task}", caption, figure
+        told = [words for values, words in ((divergence, KL), (flips, FLIPS)) if values]
+        yield f"distributions-{task}", f"{task}: {'; and '.join(told)}.", figure
 
 
 def _measured(
@@ -98,7 +101,7 @@ def _measured(
     if log:
         rows.show_powers(axes)
     else:
-        axes.set_xlim(left=0)
+        axes.set_xlim(left=-0.03 * axes.get_xlim()[1])  # room for the half of a marker at 0
 
 
 def _draw(

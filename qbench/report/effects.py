@@ -152,8 +152,8 @@ def _told(asked: list[Effect], unit: str) -> str:
     """Units, marks, and the tests and intervals that these rows rest on."""
     if not asked:
         return ""
-    tests = ", ".join(dict.fromkeys(effect.test for effect in asked))
-    methods = ", ".join(dict.fromkeys(effect.method for effect in asked))
+    tests = "; ".join(dict.fromkeys(effect.test for effect in asked))
+    methods = "; ".join(dict.fromkeys(effect.method for effect in asked))
     return f"{unit} {MARKS} Tests: {tests}. Intervals: {methods}."
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from textwrap import fill
+from textwrap import wrap
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -33,6 +33,8 @@ from qbench.report.style import (
 from qbench.text.numbers import metric_title
 
 LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmic
+SMALL = 7.5  # points: a method's name below an axis
+LETTER = 0.058  # inches of such a letter
 MOST_NAMES = 120  # below an axis; of more every second is left out, or every third, ...
 
 
@@ -170,13 +172,29 @@ def _name_bits(axes: Axes, lines: Sequence[Line], where: dict[str, float]) -> No
     axes.set_xticks(ticks[::step], short[::step], **turned)
     axes.set_xlim(-0.6, max(ticks) + 0.6)
     axes.grid(visible=False, axis="x")
+    _name_methods(axes, lines, where, below=-0.3 if turned else -0.15)
+
+
+def _name_methods(
+    axes: Axes, lines: Sequence[Line], where: dict[str, float], *, below: float
+) -> None:
+    """In the middle of a method's points; a line lower where the one before reaches so far."""
+    low, high = axes.get_xlim()
+    letter = LETTER * (high - low) / axes.get_window_extent().width * axes.figure.dpi
+    reached, lowest = low, 0
     for method in dict.fromkeys(line.method for line in lines):
         own = [where[line.quantizer] for line in lines if line.method == method]
         title = next(line.title for line in lines if line.method == method)
-        axes.text(
-            (own[0] + own[-1]) / 2, -0.3 if turned else -0.15, fill(title, max(8, 4 * len(own))),
-            ha="center", va="top", transform=axes.get_xaxis_transform(), fontsize=7.5,
+        words = wrap(title, max(8, 4 * len(own)), break_long_words=False)
+        half = letter * max(map(len, words)) / 2
+        middle = (own[0] + own[-1]) / 2
+        lower = lowest if middle - half < reached else 0
+        axes.annotate(
+            "\n".join(words), (middle, below), xycoords=axes.get_xaxis_transform(),
+            xytext=(0, -1.2 * SMALL * lower), textcoords="offset points",
+            ha="center", va="top", fontsize=SMALL,
         )  # fmt: skip
+        reached, lowest = middle + half, len(words) if not lower else 0
 
 
 def _damages(comparison: Comparison, lines: Sequence[Line]) -> Iterator[Found]:

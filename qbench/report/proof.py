@@ -131,7 +131,7 @@ def audit(comparison: Comparison) -> Iterator[DataTable]:
                 Cell(text=f"{worst.weight_error:.4f}", sort=worst.weight_error, title=worst.name)
                 if worst
                 else Cell(text=NO_VALUE),
-                plain(found and found.levels, "{:d}"),
+                plain((found and found.levels) or None, "{:d}"),
                 plain(found and found.logits_moved, "{:.3g}"),
                 Cell(text=_left_out(found) if found else ""),
                 Cell(text=reason),

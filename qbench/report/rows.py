@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -14,10 +15,12 @@ from qbench.report.style import MARKERS, SERIES, cut
 from qbench.text.numbers import metric_title
 
 ROW = 0.25  # inches
-# What an axis of logarithms may have ticks at: these times powers of ten, and close to 1.
-FAR = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-NEAR = (0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998,
-        1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.3)  # fmt: skip
+# What an axis of logarithms may have ticks at: multiples of these; or these times powers of ten.
+STEPS = tuple(base * 10.0**-power for power in range(1, 8) for base in (5, 2, 1))
+LADDERS = ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0))
+POWERS = (1, 2, 3, 5, 10)  # every power of ten, every second, ...
+FAR = 10.0  # ratios beyond have no even steps
+MANY = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,32 +87,39 @@ def finish(axes: Axes, labels: Sequence[str], *, ticks: int = 5) -> None:
 def show_powers(axes: Axes, *, most: int = 6) -> None:
     """Ticks of an axis of logarithms at round numbers, of which they are the logarithms."""
     low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(FixedLocator([math.log(one) for one in _round(low, high, most)]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{math.exp(value):.4g}"))
+    ticks = [math.log(one) for one in _round(low, high, most)]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _written(math.exp(value))))
     axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _round(low: float, high: float, most: int) -> list[float]:
-    """Round numbers whose logarithms lie from ``low`` to ``high``, at most ``most`` and 1."""
+    """Round numbers whose logarithms lie from ``low`` to ``high``: of the sets that belong
+    together, each with 1 in it, the one with the most that stand apart, at most ``most``."""
+    apart = (high - low) / (most + 1)
+    best: list[float] = []
+    for ticks in _sets(low, high):
+        found = [one for one in ticks if low <= math.log(one) <= high]
+        gaps = (math.log(b / a) for a, b in pairwise(found))
+        if len(best) < len(found) <= most and min(gaps, default=apart) >= apart:
+            best = found
+    return best or [1.0]
+
+
+def _sets(low: float, high: float) -> Iterator[list[float]]:
+    """Those of the most even steps first."""
+    first, last = math.exp(low), math.exp(min(high, math.log(FAR)))
+    for step in STEPS if high < math.log(FAR) else ():
+        if (last - first) / step < MANY:
+            several = range(max(1, math.ceil(first / step)), int(last / step) + 1)
+            yield [round(many * step, 12) for many in several]
     powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
-    ladders = (
-        [*NEAR, *(f * 10.0**p for p in powers for f in FAR)],
-        [f * 10.0**p for p in powers for f in (1.0, 2.0, 5.0)],
-        [10.0**p for p in powers],
-        [10.0**p for p in powers if p % 3 == 0],
-    )
-    apart = (high - low) / most
-    for ladder in ladders:
-        kept = [1.0]  # of ratios: no effect
-        for one in sorted({*ladder} - {1.0}, key=_digits):
-            inside = low <= math.log(one) <= high
-            if inside and all(abs(math.log(one / other)) >= apart for other in kept):
-                kept.append(one)
-        if len(kept) > 2 or ladder is ladders[-1]:
-            break
-    return sorted(kept)
+    for ladder in LADDERS:
+        yield [factor * 10.0**power for power in powers for factor in ladder]
+    for every in POWERS:
+        yield [10.0**power for power in powers if power % every == 0]
 
 
-def _digits(number: float) -> int:
-    """How many digits it takes to write."""
-    return len(f"{number:.4g}".replace(".", "").strip("0"))
+def _written(number: float) -> str:
+    """Plainly, from 0.0001 to 1,000,000."""
+    return f"{number:.6g}".replace("e-0", "e−").replace("e-", "e−").replace("e+0", "e+")

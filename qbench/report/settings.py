@@ -12,6 +12,7 @@ from qbench.text.numbers import NO_VALUE
 
 # Parts of a key that have a table of their own, or follow from the others.
 APART = ("quantizer", "calibration", "damage against")
+PLAIN = {"None": "none", "True": "yes", "False": "no"}  # of a key's parts, which are Python's
 SAID = ("name", "method", "bits", "title")  # of a quantizer's settings, in columns of their own
 
 
@@ -76,7 +77,7 @@ def settings(comparison: Comparison) -> Iterator[DataTable]:
     rows = [
         [
             Cell(text=part),
-            Cell(text=short(value), title=value if value != short(value) else ""),
+            Cell(text=PLAIN.get(value, short(value)), title=value if value != short(value) else ""),
             Cell(text=_which(cells, comparison, whole)),
         ]
         for part, values in found.items()

@@ -122,7 +122,7 @@ def _compared(comparison: Comparison) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """Long names may break after an underscore or a slash."""
+    """Long names and paths may break after an underscore or a slash."""
     found = escape(text)
     for sign in "_/":
         found = found.replace(sign, Markup(f"{sign}<wbr>"))

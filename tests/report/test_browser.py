@@ -55,6 +55,17 @@ const interval = [...first.querySelectorAll("thead th")].find((head) =>
 interval.querySelector("button").click();
 told.intervals = [...first.querySelectorAll("tbody tr")].map((row) =>
   Number(row.cells[interval.cellIndex].dataset.sort));
+told.broken = [];
+const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+for (let text = walker.nextNode(); text; text = walker.nextNode()) {
+  if (!text.parentElement.closest("td")) continue;
+  for (const word of text.data.matchAll(/[\\w.]{2,16}(?![\\w.])/g)) {
+    const range = document.createRange();
+    range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);
+    const tops = new Set([...range.getClientRects()].map((box) => box.top));
+    if (tops.size > 1) told.broken.push(word[0]);
+  }
+}
 const note = document.createElement("pre"); note.id = "told";
 note.textContent = JSON.stringify(told); window.parent.document.body.append(note);
 </script>
@@ -117,6 +128,10 @@ def test_light_and_dark_are_one_button_apart(browsed):
 def test_the_page_itself_never_scrolls_sideways(browsed):
     content, window = browsed[0]["page"]
     assert content <= window
+
+
+def test_no_word_of_a_table_is_broken_over_two_lines(browsed):
+    assert browsed[0]["broken"] == []
 
 
 def test_no_figure_is_cut(browsed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from synthetic import MOMENT, key, make_store
@@ -102,6 +103,20 @@ def test_captions_name_the_tests_and_the_intervals(tables):
         assert "Intervals: " in named(tables, name).caption
     assert "paired t on log-likelihoods" in named(tables, "damages-ratios").caption
     assert "McNemar, exact" in named(tables, "damages-points").caption
+    assert re.search(
+        r"Tests: .*(, exact; |; .*, exact\.)", named(tables, "differences-points").caption
+    )
+
+
+def test_a_cell_whose_weights_have_no_groups_has_no_levels(store):
+    comparison = compare(store)
+    record = comparison.records["softmax/bf16"]
+    whole = record.model_copy(update={"audit": record.audit.model_copy(update={"levels": 0})})
+    records = {**comparison.records, "softmax/bf16": whole}
+    found = named(list(data_tables(dataclasses.replace(comparison, records=records))), "audit")
+    levels = {row[0].text: row[found.head.index("Levels")].text for row in found.rows}
+    assert levels["softmax/bf16"] == "—"
+    assert int(levels["softmax/gptq-2bit"]) > 0
 
 
 def test_settings_of_quantizers_and_their_calibration_are_named(tables):
@@ -116,6 +131,7 @@ def test_every_other_part_of_the_keys_is_named_with_where_it_holds(tables):
     rows = [tuple(cell.text for cell in row) for row in named(tables, "settings").rows]
     assert ("scoring.mode", "exact", "all cells") in rows
     assert ("versions.torch", "2.11.0", "all cells") in rows
+    assert not {"None", "True", "False"} & {value for _, value, _ in rows}
     assert {where for part, _, where in rows if part == "weights.digest"} == {
         "softmax/*",
         "softpick/*",

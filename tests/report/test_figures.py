@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from measured_damage import DAMAGE
 from synthetic import make_store
 
 from qbench import report
 from qbench.comparison.compare import compare
+from qbench.record import Damage, Flips
 from qbench.report import rows
 from qbench.report.drawing import plates
-from qbench.report.figures import groups
-from qbench.report.style import RC, WIDTH
+from qbench.report.figures import _name_bits, groups
+from qbench.report.style import RC, WIDTH, panels
 
 SIZES = {"arc_easy": 120, "piqa": 80, "wikitext": 12}
 QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit", "rtn-8bit")
@@ -100,6 +103,73 @@ def test_ticks_of_an_axis_of_ratios_are_round_and_apart(low, high):
     assert min(b - a for a, b in itertools.pairwise(ticks)) >= (high - low) / 7
     assert all(len(f"{math.exp(tick):.4g}".strip("0.")) <= 5 for tick in ticks)
     assert 0.0 in ticks
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [
+        (0.18, 1.35, "0.2 0.3 0.5 0.7 1"),
+        (0.52, 1.07, "0.6 0.7 0.8 0.9 1"),
+        (0.94, 2.1, "1 1.5 2"),
+        (0.9, 14, "1 2 5 10"),
+        (0.85, 230, "1 3 10 30 100"),
+        (7e-6, 2.8, "1e−5 0.0001 0.001 0.01 0.1 1"),
+        (0.99998, 1.00003, "0.99998 0.99999 1 1.00001 1.00002"),
+    ],
+)
+def test_ticks_of_an_axis_of_ratios_go_in_steps_that_a_reader_expects(low, high, wanted):
+    axes = Figure().subplots()
+    axes.set_xlim(math.log(low), math.log(high))
+    rows.show_powers(axes)
+    form = axes.xaxis.get_major_formatter()
+    assert " ".join(form(tick) for tick in axes.get_xticks()) == wanted
+
+
+def test_names_of_methods_below_an_axis_are_whole_and_apart(comparison):
+    """Methods of one quantizer each stand close: Activations beside KV cache."""
+    names = ["BNB", "GPTQ", "HQQ", "Activations", "KV cache", "Round to nearest", "Rotation"]
+    lines = [
+        dataclasses.replace(line, method=f"m{index}", quantizer=f"m{index}-4bit", title=name)
+        for index, (line, name) in enumerate(zip(comparison.lines, names, strict=False))
+    ]
+    with rc_context(RC):
+        figure, grid = panels([1.7], left=0.62, named=("softmax",))
+        axes = grid[0][0]
+        _name_bits(axes, lines, {line.quantizer: 1.6 * i for i, line in enumerate(lines)})
+        figure.draw_without_rendering()
+    assert [text.get_text().split() for text in axes.texts] == [name.split() for name in names]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(one.overlaps(two) for one, two in itertools.combinations(boxes, 2))
+
+
+def test_the_caption_tells_what_is_drawn(tmp_path):
+    """Of WikiText no answer changes: the caption says nothing of answers."""
+    told = DAMAGE.tasks["arc_easy"].model_copy(update={"flips": {}})
+    damage = Damage(tasks={"wikitext": told})
+    store = make_store(tmp_path, sizes={"wikitext": 12}, quantizers=QUANTIZERS)
+    for cell in store.grid().cells:
+        if cell.bits:
+            record = store.get(cell)
+            store.put(record.model_copy(update={"damage": damage}), store.outcomes(record), None)
+    found = {one.name: one for draw in groups(compare(store)) for one in draw()}
+    (panel,) = found["distributions-wikitext"].figure.axes
+    assert panel.get_title() == "Mean KL divergence (nats a token)"
+    assert "answers" not in found["distributions-wikitext"].caption
+
+
+def test_a_marker_at_0_is_drawn_whole(tmp_path):
+    none = DAMAGE.tasks["arc_easy"].model_copy(
+        update={"flips": {"acc": Flips(documents=120, right_to_wrong=0, wrong_to_right=0)}}
+    )
+    store = make_store(tmp_path, sizes={"arc_easy": 12}, quantizers=("bf16", "gptq-4bit"))
+    for cell in store.grid().cells:
+        if cell.bits:
+            record = store.get(cell).model_copy(update={"damage": Damage(tasks={"arc_easy": none})})
+            store.put(record, store.outcomes(record), None)
+    found = {one.name: one for draw in groups(compare(store)) for one in draw()}
+    changed = found["distributions-arc_easy"].figure.axes[1]
+    assert changed.get_title() == "Answers changed (%)"
+    assert changed.get_xlim()[0] < 0
 
 
 def test_the_same_figures_are_drawn_again(tmp_path):
