@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qbench.evaluation.settings import ScoringSettings
-from qbench.text import markdown
 
 if TYPE_CHECKING:
     from qbench.evaluation.evaluate import TaskResult
@@ -131,28 +130,6 @@ def scorer_of(model: Any, tokenizer: Any, settings: ScoringSettings) -> Callable
         )
 
     return make
-
-
-def table(noise: Noise) -> str:
-    """Markdown: one line a metric and variation."""
-    head = ("task", "metric", "batches", "score", "moved by", "changed documents",
-            "largest log-likelihood change", "mean")  # fmt: skip
-    rows = []
-    for entry in noise.moved:
-        changed = entry.changed_documents
-        rows.append(
-            [
-                entry.task,
-                entry.metric,
-                entry.variation,
-                f"{entry.score:.6g}",
-                f"{entry.score - entry.base_score:+.2g}",
-                "—" if changed is None else f"{changed} of {entry.documents}",
-                f"{entry.largest_log_likelihood:.2g}",
-                f"{entry.mean_log_likelihood:.2g}",
-            ]
-        )
-    return markdown.table(head, rows, align="lllrrrrr")
 
 
 def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[Moved]:

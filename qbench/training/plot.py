@@ -20,6 +20,7 @@ PANELS = (
     ("watch", "kurtosis", "kurtosis of hidden states", True),
     ("watch", "largest", "largest |hidden state|", True),
 )
+FEW = 10  # points of a run
 
 
 def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
@@ -46,6 +47,8 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
                         *zip(*points, strict=True),
                         **looks[normalizer],
                         linewidth=1.0,
+                        marker="o" if len(points) < FEW else None,  # one point makes no line
+                        markersize=3.0,
                         alpha=0.9,
                         label=_label(normalizer, logs),
                     )
@@ -56,7 +59,8 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
                 axis.yaxis.set_major_formatter(_plain_numbers())
                 axis.yaxis.set_minor_formatter(_plain_numbers())
             if value == "sink_rate":
-                axis.set_ylim(bottom=0, top=max(0.05, axis.get_ylim()[1]))
+                top = max(0.05, axis.get_ylim()[1])
+                axis.set_ylim(bottom=-0.02 * top, top=top)  # a rate of 0 lies beside the frame
             axis.grid(alpha=0.25)
         handles, labels = axes.flat[0].get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,20 @@ def test_curves_name_each_normalizer_once_with_its_seeds(tmp_path):
     text = (tmp_path / "curves.svg").read_text()
     assert text.count("<!-- softmax, seeds 0, 1 -->") == 1
     assert "<!-- 0.6 -->" in text
+
+
+def test_a_curve_of_one_point_is_seen(tmp_path):
+    """A short training looks at held-out text once after its first step."""
+    watch = {"kind": "watch", "loss": 2.5, "sink_rate": 0.0, "kurtosis": 4.0, "largest": 1.0}
+    step = {"kind": "step", "step": 10, "loss": 3.0, "grad_norm": 1.0}
+    plot({("softmax", 0): [step, {**watch, "step": 50}]}, tmp_path / "curves.svg")
+    panels = re.findall(
+        r'<g id="axes_\d">.*?(?=<g id="axes_|<g id="legend_|$)',
+        (tmp_path / "curves.svg").read_text(), re.DOTALL,
+    )  # fmt: skip
+    assert len(panels) == 6
+    for panel in panels:
+        assert re.search(r'<use [^>]*style="[^"]*#0072b2', panel), panel[:80]
 
 
 def test_a_loss_far_above_the_lowest_ends_it(tmp_path, train):

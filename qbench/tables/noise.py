@@ -1,0 +1,53 @@
+"""How far batches alone moved scores, as ``qbench noise`` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from qbench.comparison.metrics import is_percentage
+from qbench.text import markdown
+from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
+
+HEAD = ("Task", "Metric", "Batches", "Score", "Moved by", "Changed documents",
+        "Largest change of a log-likelihood, nats", "Mean")  # fmt: skip
+
+
+class Moved(Protocol):
+    """One metric of one task under one variation, as :mod:`qbench.evaluation.noise` has it."""
+
+    task: str
+    metric: str
+    variation: str
+    base_score: float
+    score: float
+    documents: int
+    changed_documents: int | None
+    largest_log_likelihood: float
+    mean_log_likelihood: float
+
+
+def table(moved: Iterable[Moved]) -> str:
+    """Markdown: one line a metric and variation; accuracies in per cent and points."""
+    rows = []
+    for entry in moved:
+        percent = is_percentage(entry.metric)
+        changed = entry.changed_documents
+        rows.append(
+            [
+                entry.task,
+                metric_title(entry.metric),
+                entry.variation,
+                number(entry.score, percent=percent),
+                _signed((entry.score - entry.base_score) * (100 if percent else 1)),
+                NO_VALUE if changed is None else f"{changed} of {entry.documents}",
+                f"{entry.largest_log_likelihood:.2g}".replace("-", MINUS),
+                f"{entry.mean_log_likelihood:.2g}".replace("-", MINUS),
+            ]
+        )
+    return markdown.table(HEAD, rows, align="lllrrrrr")
+
+
+def _signed(value: float) -> str:
+    """Two significant digits: a floor of 3e−8 is not 0."""
+    return "0" if value == 0 else f"{value:+.2g}".replace("-", MINUS)
