@@ -38,9 +38,20 @@ RECIPROCALS = {
     "one for two": modes.PAIRED.value,
     "none": modes.NEWTON.value,
     "where needed": modes.RARE.value,
+    "where needed, by a maximum": tiles.exponentials(0),
+    "where needed, 8 of 16 polynomials": tiles.exponentials(8),
+    "where needed, 12 of 16 polynomials": tiles.exponentials(12),
+    "where needed, polynomials": tiles.exponentials(16),
 }
+MEASURED = ("a reciprocal each", "one for two", "none")  # and slower
 KINDS = {"Gluon": 0, "Triton": 1 << 60}  # values of gluon_backward.ENOUGH that ask for each
-TANGENTS = {"tanh by instruction": False, "by polynomial": True}
+TANGENTS = {  # whether tanh is a polynomial, and how many of 16 exponentials
+    "tanh by instruction": (False, 0),
+    "tanh by instruction, 8 of 16 polynomials": (False, 8),
+    "by polynomial": (True, 0),
+    "by polynomial, 8 of 16 exponentials too": (True, 8),
+    "by polynomial, exponentials too": (True, 16),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +76,15 @@ class Variant:
     def chosen(self) -> Iterator[None]:
         """While kernels are launched with this arithmetic."""
         kept, polynomials = dict(tiles.RECIPROCALS), set(tiles.POLYNOMIALS)
+        exponentials = dict(tiles.EXPONENTIALS)
         if self.reciprocals is not None:
             bits = RECIPROCALS[self.reciprocals]
             tiles.RECIPROCALS.update(dict.fromkeys(kept, bits))
         if self.tangents is not None:
+            polynomial, powers = TANGENTS[self.tangents]
             tiles.POLYNOMIALS.clear()
-            tiles.POLYNOMIALS.update(kept if TANGENTS[self.tangents] else ())
+            tiles.POLYNOMIALS.update(kept if polynomial else ())
+            tiles.EXPONENTIALS.update(dict.fromkeys(exponentials, powers))
         recall.forget()
         try:
             yield
@@ -78,6 +92,7 @@ class Variant:
             tiles.RECIPROCALS.update(kept)
             tiles.POLYNOMIALS.clear()
             tiles.POLYNOMIALS.update(polynomials)
+            tiles.EXPONENTIALS.update(exponentials)
             recall.forget()
 
 
@@ -85,7 +100,11 @@ VARIANTS = (
     Variant(normalizer="softmax"),
     Variant(normalizer="softpick"),
     Variant(normalizer="sigmoid"),
-    *(Variant(normalizer="sigmoid", reciprocals=each) for each in RECIPROCALS),
+    *(
+        Variant(normalizer="sigmoid", reciprocals=each)
+        for each in RECIPROCALS
+        if each not in MEASURED
+    ),
     Variant(normalizer="softmax", sloped=True),
     Variant(normalizer="sigmoid", sloped=True),
     *(Variant(normalizer="softmax", softcap=CAP, tangents=each) for each in TANGENTS),

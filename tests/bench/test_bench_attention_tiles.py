@@ -35,10 +35,12 @@ def test_the_best_tiles_the_one_in_use_and_what_went_wrong_are_shown():
 
 
 def test_a_variant_changes_the_arithmetic_only_while_it_is_tried():
-    before = dict(tiles.RECIPROCALS), set(tiles.POLYNOMIALS)
-    seen = set()
+    def constants():
+        return dict(tiles.RECIPROCALS), set(tiles.POLYNOMIALS), dict(tiles.EXPONENTIALS)
+
+    before, seen = constants(), []
     for variant in VARIANTS:
         with variant.chosen():
-            seen.add((*tiles.RECIPROCALS.values(), *sorted(tiles.POLYNOMIALS)))
-        assert (dict(tiles.RECIPROCALS), set(tiles.POLYNOMIALS)) == before
-    assert len(seen) >= 4
+            seen += [now for now in [constants()] if now not in seen]
+        assert constants() == before
+    assert len(seen) >= 8

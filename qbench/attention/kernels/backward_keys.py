@@ -18,6 +18,7 @@ from qbench.attention.kernels.family import (
 )
 from qbench.attention.kernels.modes import CAPPED, RESHAPED, SCALED
 from qbench.attention.kernels.scores import (
+    cap_slope,
     head_factor,
     log2_length,
     reshaped,
@@ -87,7 +88,7 @@ def key_sweep(
         dv = tl.dot(rounded(weight, g.dtype, FAMILY, FUSED), g, dv, input_precision="ieee")
         ds = score_gradient(e, scores, dp, delta[None, :], FAMILY)  # [BLOCK_K, BLOCK_Q]
         if CAPPED & MODES:
-            ds = ds * (1 - products * products)
+            ds = ds * cap_slope(products, MODES, FUSED)
         if SCALED & MODES:
             ds = ds * (gain / scale)
         dk = tl.dot(narrowed(ds, q.dtype), q, dk, input_precision="ieee")

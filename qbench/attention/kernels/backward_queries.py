@@ -36,6 +36,7 @@ from qbench.attention.kernels.modes import (
 )
 from qbench.attention.kernels.scores import (
     LN_2,
+    cap_slope,
     head_factor,
     log2_length,
     reshaped,
@@ -150,7 +151,7 @@ def query_sweep(
             ahead = (keys[None, :] - (rows[:, None] + limits[2])).to(tl.float32)
             tilts += tl.sum(ds * ahead, 1)  # [BLOCK_Q]
         if CAPPED & MODES:
-            ds = ds * (1 - products * products)
+            ds = ds * cap_slope(products, MODES, FUSED)
         dq = tl.dot(narrowed(ds, k.dtype), k, dq, input_precision="ieee")
     return dq, sums, tilts
 

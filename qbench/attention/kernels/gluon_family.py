@@ -7,9 +7,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qbench.attention.kernels.modes import CAPPED, NEXT, RESHAPED, SCALED, SLOPED
-from qbench.attention.kernels.scores import capped
+from qbench.attention.kernels.modes import CAPPED, NEAR, NEXT, RESHAPED, SCALED, SLOPED
+from qbench.attention.kernels.scores import capped_with_slope
 from qbench.attention.kernels.sigmoid import sigmoid
+from qbench.attention.kernels.softcap import tangent_and_slope
 
 ROWS = gl.constexpr(64)  # that a group of warps holds
 BLOCK = gl.constexpr(128)  # of both groups
@@ -90,8 +91,9 @@ def log2_length(rows, MODES: gl.constexpr):
 def reshaped(products, own, keys, factor, scale, inner, slope, MODES: gl.constexpr):
     """See :func:`qbench.attention.kernels.scores.reshaped`. ``own`` and ``keys`` count from the
     block's first; ``factor``: s · log n of each row."""
+    bend = products
     if CAPPED & MODES:
-        products = capped(products, inner, 1.0, MODES, True)
+        products, bend = capped_with_slope(products, inner, MODES, True)
     if SCALED & MODES:
         y = products * (factor * scale)
         slope = factor * slope
@@ -99,33 +101,54 @@ def reshaped(products, own, keys, factor, scale, inner, slope, MODES: gl.constex
         y = products * scale
     if SLOPED & MODES:
         y = y + (keys.to(gl.float32) * slope - own.to(gl.float32) * slope)
-    return y, products
+    return y, bend
 
 
 @gluon.jit
 def below_lse(
     products, own, keys, factor, scale, inner, slope, lse,
-    FAMILY: gl.constexpr, MODES: gl.constexpr,
+    FAMILY: gl.constexpr, MODES: gl.constexpr, LEVEL: gl.constexpr = False,
 ):  # fmt: skip
     """Scores less the lse of their row, what has the scores' sign where the family asks for it,
-    and tanh of the products where they are capped; arguments as :func:`reshaped`'s."""
-    if SLOPED & MODES and SCALED & MODES == 0:
+    and what scores.cap_slope takes where they are capped; arguments as :func:`reshaped`'s. LEVEL:
+    ``lse`` has had what :func:`sloped_lse` adds."""
+    if CAPPED & MODES and NEAR & MODES:  # neither SLOPED nor SCALED
+        z, bend = tangent_and_slope(products, inner, scale, lse)
+        return z, products, bend
+    elif SLOPED & MODES and SCALED & MODES == 0:
         if FAMILY == "softmax" or FAMILY == "sigmoid":
             # What is the same in a row is added up first.
+            bend = products
             if CAPPED & MODES:
-                products = capped(products, inner, 1.0, MODES, True)
-            lse = own.to(gl.float32) * slope + lse
-            return products * scale + (keys.to(gl.float32) * slope - lse), products, products
+                products, bend = capped_with_slope(products, inner, MODES, True)
+            if not LEVEL:
+                lse = own.to(gl.float32) * slope + lse
+            return products * scale + (keys.to(gl.float32) * slope - lse), products, bend
         elif FAMILY == "softpick" or FAMILY == "rectified":
-            s, products = reshaped(products, own, keys, factor, scale, inner, slope, MODES)
-            return s - lse, s, products
+            s, bend = reshaped(products, own, keys, factor, scale, inner, slope, MODES)
+            return s - lse, s, bend
         else:
             gl.static_assert(False, NO_FORMULA)
     elif RESHAPED & MODES:
-        s, products = reshaped(products, own, keys, factor, scale, inner, slope, MODES)
-        return s - lse, s, products
+        s, bend = reshaped(products, own, keys, factor, scale, inner, slope, MODES)
+        return s - lse, s, bend
     else:
         return products * scale - lse, products, products
+
+
+@gluon.jit
+def sloped_lse(lse, own, slope, FAMILY: gl.constexpr, MODES: gl.constexpr):
+    """The lse of rows with what ALiBi takes from all scores of a row; ``own`` counts from the first
+    of a tile of queries."""
+    if SLOPED & MODES and SCALED & MODES == 0:
+        if FAMILY == "softmax" or FAMILY == "sigmoid":
+            return own.to(gl.float32) * slope + lse
+        elif FAMILY == "softpick" or FAMILY == "rectified":
+            return lse
+        else:
+            gl.static_assert(False, NO_FORMULA)
+    else:
+        return lse
 
 
 @gluon.jit

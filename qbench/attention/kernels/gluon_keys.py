@@ -25,7 +25,7 @@ from qbench.attention.kernels.gluon_family import (
     turned,
 )
 from qbench.attention.kernels.modes import CAPPED, RESHAPED, SCALED
-from qbench.attention.kernels.scores import slope_of
+from qbench.attention.kernels.scores import cap_slope, slope_of
 
 
 @gluon.jit
@@ -99,7 +99,7 @@ def key_step(
         factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
     z, s, products = below_lse(
         s, columns[None, :], (keys - behind)[:, None], factor, scale, inner, slope, lse[None, :],
-        FAMILY, MODES,
+        FAMILY, MODES, True,
     )  # fmt: skip
     e = exponential(z, s, FAMILY, MODES)
     if FAMILY == "softpick":
@@ -127,7 +127,7 @@ def key_step(
         p = p * factor
     ds = score_gradient(e, s, p, delta[None, :], FAMILY)
     if CAPPED & MODES:
-        ds = ds * (1 - products * products)
+        ds = ds * cap_slope(products, MODES, True)
     if MASKED:
         ds = gl.where(seen, ds, 0.0)
     dv, ds = warpgroup_mma_wait(0, [dv, ds])

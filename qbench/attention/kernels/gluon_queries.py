@@ -22,6 +22,7 @@ from qbench.attention.kernels.gluon_family import (
     log2_length,
     reshaped,
     score_gradient,
+    sloped_lse,
     store_rows,
     turned,
 )
@@ -33,7 +34,7 @@ from qbench.attention.kernels.modes import (
     SCALED,
     SINK_LEARNED,
 )
-from qbench.attention.kernels.scores import LN_2, head_factor, sink_of, slope_of
+from qbench.attention.kernels.scores import LN_2, cap_slope, head_factor, sink_of, slope_of
 
 
 @gluon.jit
@@ -153,7 +154,7 @@ def query_step(
         ahead = (keys - behind)[None, :] - rows[:, None]
         tilts += gl.sum(ds * ahead.to(gl.float32), 1)
     if CAPPED & MODES:
-        ds = ds * (1 - products * products)
+        ds = ds * cap_slope(products, MODES, True)
     return dq, ds, sums, tilts
 
 
@@ -207,7 +208,7 @@ def query_rows(
             exact = delta_sweep(q, g, first, skipped, ring, factor, shaping, MODES, layout)
             delta = gl.where(lse < SMALL_LSE, exact, delta)
     stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
-    gl.store(stat, lse)
+    gl.store(stat, sloped_lse(lse, rows % BLOCK_Q, slope, FAMILY, MODES))
     gl.store(stat + BLOCK_Q, exp2(-lse))
     if SCALED & MODES:
         gl.store(stat + 2 * BLOCK_Q, delta * (head_scale * length_2))

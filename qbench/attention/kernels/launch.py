@@ -102,7 +102,7 @@ def _forward(
     sequences = batch if spans is None else spans.shape[0]
     device = query.device.index
     modes = kernel_modes(kernels, parameters, softcap)
-    modes |= tiles.arithmetic(width, kernels.family, softcap, backward=False)
+    modes |= tiles.arithmetic(width, kernels.family, softcap, modes, backward=False)
     gain, inner = factors(scale, softcap)
     counts = visible_counts(mask, query, key, kernels, parameters, causal, window)
     common = {
@@ -225,7 +225,7 @@ def _backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), *none
     query, key, value, gradient = (dense_rows(t) for t in (query, key, value, gradient))
     modes = kernel_modes(kernels, parameters, softcap, learning, sloping)
-    modes |= tiles.arithmetic(width, kernels.family, softcap, backward=True)
+    modes |= tiles.arithmetic(width, kernels.family, softcap, modes, backward=True)
     gain, inner = factors(scale, softcap)
     # Rows outside the sequences give nothing to the gradients of parameters.
     make = torch.empty_like if spans is None else torch.zeros_like

@@ -19,6 +19,8 @@ NEAR = tl.constexpr(1024)  # of CAPPED: so wide a cap that nearly all scores are
 PAIRED = tl.constexpr(2048)  # of sigmoid's: two scores share a reciprocal
 NEWTON = tl.constexpr(4096)  # of sigmoid's: no reciprocals, see sigmoid.py
 RARE = tl.constexpr(8192)  # of sigmoid's: reciprocals where they are needed, see sigmoid.py
+EXPONENT = tl.constexpr(16384)  # the lowest bit of
+EXPONENTS = tl.constexpr(7 * 16384)  # how many exponentials are polynomials, see exponentials.py
 
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
 SHAPED = tl.constexpr(15)  # or BIASED

@@ -17,7 +17,7 @@ from qbench.attention.kernels.modes import (
     SINK_LEARNED,
     SLOPED,
 )
-from qbench.attention.kernels.softcap import tangent_near_zero
+from qbench.attention.kernels.softcap import tangent_and_slope, tangent_near_zero
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -128,17 +128,38 @@ def capped(products, inner, factor, MODES: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def capped_with_slope(products, inner, MODES: tl.constexpr, FAST: tl.constexpr):
+    """tanh of ``inner`` times the products, and what :func:`cap_slope` takes."""
+    if FAST and NEAR & MODES:
+        return tangent_and_slope(products, inner, 1.0, 0.0)
+    else:
+        tangents = hyperbolic_tangent(products * inner, FAST)
+        return tangents, tangents
+
+
+@triton.jit
+def cap_slope(bend, MODES: tl.constexpr, FAST: tl.constexpr):
+    """1 − tanh², what gradients of capped scores are multiplied by."""
+    if FAST and NEAR & MODES:
+        return bend
+    else:
+        return 1 - bend * bend
+
+
+@triton.jit
 def reshaped(
     products, keys, own, origin, gain, inner, slope, MODES: tl.constexpr, FAST: tl.constexpr
 ):
-    """Scores in log2 units, and tanh of the products where they are capped, for the gradient:
-    products, keys and own positions broadcast against each other. ``inner``: before the tanh."""
+    """Scores in log2 units, and for the gradient what :func:`cap_slope` takes where they are
+    capped, else the products: products, keys and own positions broadcast against each other.
+    ``inner``: before the tanh."""
+    bend = products
     if CAPPED & MODES:
-        products = capped(products, inner, 1.0, MODES, FAST)
+        products, bend = capped_with_slope(products, inner, MODES, FAST)
     y = products * gain
     if SLOPED & MODES:
         y = sloped(y, keys, own, origin, slope, 0.0)
-    return y, products
+    return y, bend
 
 
 @triton.jit

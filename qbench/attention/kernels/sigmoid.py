@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbench.attention.kernels.modes import NEWTON, PAIRED, RARE
+from qbench.attention.kernels.exponentials import small_weights
+from qbench.attention.kernels.modes import EXPONENTS, NEWTON, PAIRED, RARE
 
 LOWEST = "0fC27C0000"  # −63: below it the product of two denominators is no number any more
 ONE = "0f3F800000"
@@ -98,7 +99,9 @@ RARE_PACK = tl.constexpr(LANES)
 def sigmoid(z, FAST: tl.constexpr, MODES: tl.constexpr):
     """1 / (1 + 2^−z). FAST is for the compiler: right to float32; with NEWTON, one step of order
     three from a guess at the reciprocal, to 1.3e-4 of itself; with RARE to 1e-3."""
-    if FAST and PAIRED & MODES:
+    if FAST and EXPONENTS & MODES:
+        return small_weights(z, MODES)
+    elif FAST and PAIRED & MODES:
         return tl.inline_asm_elementwise(
             PAIRED_ASSEMBLY, "=f,=f,f,f", [z], dtype=tl.float32, is_pure=True, pack=2
         )

@@ -71,21 +71,36 @@ RECIPROCALS = {
     (False, False): modes.RARE.value,
     (False, True): 0,
 }
-# Nowhere yet: (True, False) gave 354 TFLOP/s instead of 322, but of scores beyond the polynomial's
-# reach the checks on a GPU have seen none.
+# Nowhere yet: of scores beyond the polynomial's reach the checks on a GPU have seen none.
 POLYNOMIALS: set[tuple[bool, bool]] = set()
 # Soft caps that suit it: from the first on nearly all scores of standard deviation 1 to 3 are
-# within 0.7 of them; beyond the second the coefficients' powers would leave float32.
+# within a third of them; beyond the second the coefficients' powers would leave float32.
 WIDE_CAPS = (15.0, 1e4)
+# Of LANES exponentials of capped scores, how many are polynomials, see exponentials.py; in the
+# forward pass alone, and up to a cap whose 2^±y are float32's normal numbers.
+EXPONENTIALS = {True: 0, False: 0}  # by whether heads are at most 64 wide
+BOUNDED_CAP = 80.0
 
 
-def arithmetic(width: int, family: str, softcap: float, *, backward: bool) -> int:
-    """Bits of modes.py that change how numbers are computed, not which; ``softcap``: 0 for none."""
+def arithmetic(width: int, family: str, softcap: float, asked: int, *, backward: bool) -> int:
+    """Bits of modes.py that change how numbers are computed, not which; ``softcap``: 0 for none;
+    ``asked``: the bits that say what is computed."""
     place = (width <= 64, backward)
-    bits = RECIPROCALS[place] if FAMILIES[family].modes & modes.SUMLESS.value else 0
-    if place in POLYNOMIALS and WIDE_CAPS[0] <= softcap <= WIDE_CAPS[1]:
-        bits |= modes.NEAR.value
+    sumless = FAMILIES[family].modes & modes.SUMLESS.value
+    bits = RECIPROCALS[place] if sumless else 0
+    if softcap and asked & (modes.SCALED.value | modes.SLOPED.value) == 0:
+        near_zero = backward and FAMILIES[family].near_zero  # its series wants the scores
+        if place in POLYNOMIALS and WIDE_CAPS[0] <= softcap <= WIDE_CAPS[1] and not near_zero:
+            bits |= modes.NEAR.value
+        if softcap <= BOUNDED_CAP and not backward and not sumless:
+            bits |= exponentials(EXPONENTIALS[place[0]] or None)
     return bits
+
+
+def exponentials(polynomials: int | None) -> int:
+    """The field EXPONENTS of modes.py for so many polynomials of 16: 0, 8, 12 or 16; for sigmoid
+    0 is not None, which asks for another way, see sigmoid.py."""
+    return 0 if polynomials is None else (1 + polynomials // 4) * modes.EXPONENT.value
 
 
 def key_tile(width: int, dtype: torch.dtype) -> Tile:
