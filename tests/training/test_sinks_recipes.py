@@ -1,0 +1,76 @@
+"""The recipes in search of sinks: BOS is the first token wherever a first token is looked at."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from small_recipe import qbench, small_recipe
+
+from qbench.analyses import Analyses
+from qbench.training import loop
+from qbench.training.tokenize import Tokenizing, tokenize
+from qbench.training.watch import Watched
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "train"
+BOS = 1  # of the small tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokens_without_bos(tmp_path_factory, tokenizer_folder, texts):
+    folder = tmp_path_factory.mktemp("without-bos")
+    (folder / "text.txt").write_text("\0".join(texts), encoding="utf-8")
+    tokenize(
+        [str(folder / "text.txt")], folder / "tokens", tokenizer=str(tokenizer_folder),
+        settings=Tokenizing(held_out=200, bos=False),
+    )  # fmt: skip
+    return folder / "tokens"
+
+
+def in_small(name, tokens):
+    """What the shipped recipe says, of a model that takes seconds."""
+    shipped = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    return {
+        **shipped,
+        "model": {"hidden": 32, "layers": 1, "heads": 2, "vocabulary": 64, "context": 16},
+        "normalizers": ["softmax"],
+        "data": {**shipped["data"], "tokens": str(tokens)},
+        "tokens": 128 * 2,
+        "batch": {"tokens": 128, "sequences": 4},
+        "compute": {"precision": "float32", "compile": False},
+        "watch": {"every": 1, "samples": 3, "length": 16},
+    }
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("sinks-*.yaml")))
+def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
+    tmp_path, monkeypatch, train, tokens_without_bos, own_cache, name
+):
+    trained_on, watched = [], []
+    batches, look = loop.batches, Watched.look
+
+    def fed(*arguments, **options):
+        for batch in batches(*arguments, **options):
+            trained_on.append(batch)
+            yield batch
+
+    def looked(self, model, step):
+        watched.append(self.ids)
+        return look(self, model, step)
+
+    monkeypatch.setattr(loop, "batches", fed)
+    monkeypatch.setattr(Watched, "look", looked)
+    [record] = train(tmp_path / "trained", **in_small(name, tokens_without_bos))
+    assert record.settings["optimizer"]["weight_decay"] == 0.5
+    assert len(watched) == 3
+    for rows in (*trained_on, *watched):
+        assert (rows[:, 0] == BOS).all()
+        assert (rows[:, 1:] != BOS).all()
+    assert torch.cat(trained_on).shape == (16, 17)
+    recipe = small_recipe(
+        tmp_path, checkpoints={"softmax": str(tmp_path / "trained" / "softmax-seed0")},
+        quantizers=["fp32"], tasks=["demo_pages"],
+    )  # fmt: skip
+    assert qbench("analyze", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
+    (analysis,) = Analyses(tmp_path / "out").all()
+    assert analysis.text.bos
