@@ -118,7 +118,7 @@ def list_command(
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The models as the README's table.")
+        bool, typer.Option("--markdown", help="The models as the table of docs/models.md.")
     ] = False,
 ) -> None:
     """List the quantizers with their options, the normalizers, the classes of models that were

@@ -52,7 +52,7 @@ def model_lines() -> list[str]:
 
 
 def model_table() -> str:
-    """The README's table."""
+    """The table of docs/models.md."""
     head = "| `model_type` | such as | attention | fastest scoring | quantized |\n"
     rule = "| --- | --- | --- | --- | --- |\n"
     rows = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,14 +13,27 @@ WORDS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 class WordedGroup(TyperGroup):
-    """Commands whose options name no types of Python, which newer versions of typer show."""
+    """Commands whose help names no types of Python, which newer versions of typer show."""
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        return _worded(super().get_params(ctx))
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        for param in command.params if command is not None else ():
-            if param.metavar is None and param.param_type_name == "option":
-                param.metavar = "" if getattr(param, "is_flag", False) else _word(param)
+        if command is not None:
+            _worded(command.get_params(ctx))
         return command
+
+
+def _worded(params: Iterable[Any]) -> list[Any]:
+    params = list(params)
+    for param in params:
+        if param.param_type_name == "option":
+            if param.metavar is None:
+                param.metavar = "" if getattr(param, "is_flag", False) else _word(param)
+        elif hasattr(param, "display_type_rich"):  # an argument's name says what it is
+            param.display_type_rich = lambda ctx: None
+    return params
 
 
 def _word(param: Any) -> str | None:
