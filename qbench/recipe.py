@@ -24,7 +24,7 @@ from qbench.evaluation.settings import FEWSHOT_SEED
 from qbench.evaluation.tolerance import Tolerance
 from qbench.overrides import Overrides
 from qbench.plugins import load_packages
-from qbench.quantizers import Quantizer, quantizer_of
+from qbench.quantizers import Quantizer, quantizer_of, unquantized_dtype
 from qbench.quantizers.texts import HUB_FILE
 from qbench.recipe_fields import (
     MOST_TOKENS,
@@ -118,7 +118,8 @@ class Recipe(Strict):
     replicates: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] = Field(
         default_factory=dict
     )
-    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of quantized cells
+    # of quantized cells; None: that of the unquantized quantizer, which damage is against
+    compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     quantizers: tuple[Column, ...]
     tasks: tuple[Task, ...] = Field(min_length=1)
     calibration: CalibrationSource | None = None
@@ -169,7 +170,7 @@ class Recipe(Strict):
     def _parse_quantizers(cls, value: Any, _: Any, known: ValidationInfo) -> Any:
         if not isinstance(value, list) or not value:
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
-        dtype = known.data.get("compute_dtype", "bfloat16")
+        dtype = known.data.get("compute_dtype") or unquantized_dtype(value)
         return tuple(_column(index, entry, dtype) for index, entry in enumerate(value))
 
     @field_validator("folder", "data", "definitions", mode="after")

@@ -46,6 +46,25 @@ def test_the_compute_dtype_of_the_recipe_reaches_quantized_cells_that_state_none
 
 
 @pytest.mark.parametrize(
+    ("quantizers", "wanted"),
+    [
+        (["fp32", "rtn-4bit", {"kv": "int4-token", "label": "kv4"}], ["float32"] * 3),
+        (["rtn-4bit", {"name": "fp32", "label": "whole"}], ["float32"] * 2),
+        (["fp16", "rtn-4bit"], ["float16"] * 2),
+        (["bf16", "rtn-4bit"], ["bfloat16"] * 2),
+        (["rtn-4bit"], ["bfloat16"]),
+        (["bf16", "fp32", "rtn-4bit"], ["bfloat16", "float32", "bfloat16"]),
+        (["fp32", {"name": "rtn-4bit", "compute_dtype": "bfloat16"}], ["float32", "bfloat16"]),
+    ],
+)
+def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_against(
+    tmp_path, quantizers, wanted
+):
+    recipe = Recipe.load(write(tmp_path, quantizers=quantizers))
+    assert [q.quantizer.compute_dtype for q in recipe.quantizers] == wanted
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"quantizers": ["gptq-5bit"]}, ["quantizers[0]", "gptq has no 5-bit", "2, 3, 4, 8"]),

@@ -6,7 +6,7 @@ is in ``quantization.quantize``, ``calibration.read_calibration`` and ``audit.au
 
 from qbench.quantizers import unquantized, bnb, gptq, hqq, rtn, parts  # noqa: F401, I001 (they register)
 from qbench.quantizers.names import QUANTIZERS, parse, register
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.parts import quantizer_of, unquantized_dtype
 from qbench.quantizers.quantizer import SETTINGS, Evidence, Made, Quantizer, Stored
 from qbench.quantizers.weight_quantizer import WeightQuantizer
 
@@ -21,4 +21,5 @@ __all__ = [
     "parse",
     "quantizer_of",
     "register",
+    "unquantized_dtype",
 ]

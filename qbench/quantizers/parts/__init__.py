@@ -9,7 +9,7 @@ from qbench.quantizers.activations import floats, integers  # noqa: F401  (they 
 from qbench.quantizers.kv_cache import settings as _kv_settings  # noqa: F401
 from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
 from qbench.quantizers.parts.combined import Combined
-from qbench.quantizers.parts.entry import quantizer_of
+from qbench.quantizers.parts.entry import quantizer_of, unquantized_dtype
 from qbench.quantizers.parts.registries import (
     ACTIVATIONS,
     COMBINATIONS,
@@ -39,4 +39,5 @@ __all__ = [
     "PartSettings",
     "quantizer_of",
     "register_combination",
+    "unquantized_dtype",
 ]

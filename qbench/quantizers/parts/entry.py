@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qbench.errors import RecipeError, shown
@@ -24,6 +24,14 @@ PARTS: dict[str, Presets] = {
     "outliers": OUTLIERS,
     "prune_heads": HEADS,
 }
+
+
+def unquantized_dtype(entries: Sequence[Any]) -> str:
+    """Of the one unquantized entry of a recipe's list, so that damage against it is that of
+    quantization alone; bfloat16 where there is none, or more than one."""
+    named = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
+    found = [dtype for dtype, name in UNQUANTIZED.items() if name in named]
+    return found[0] if len(found) == 1 else "bfloat16"
 
 
 def quantizer_of(entry: Mapping[str, Any], *, compute_dtype: str) -> Quantizer:
