@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from qbench.evaluation.documents import listed
 from qbench.record import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
 
     inner = task.task
     kind = inner.OUTPUT_TYPE
-    documents = list(inner.eval_docs)[:limit]
+    documents = listed(inner.eval_docs)[:limit]
     if kind == "loglikelihood":
         return dict.fromkeys(range(len(documents)), 0)
     if kind != "multiple_choice":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qbench.errors import DataError
+from qbench.evaluation.documents import listed
 
 if TYPE_CHECKING:
     from qbench.evaluation.tasks import LoadedTask
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
 ANSWERS = (*INDEXES, "answerKey", "answer")  # and of those that say it in words
+CHECKED = "_qbench_checked"  # the limits within which all documents of a task have answers
 
 
 def check_labels(task: LoadedTask, limit: int | None = None) -> None:
@@ -24,9 +26,11 @@ def check_labels(task: LoadedTask, limit: int | None = None) -> None:
     from qbench.evaluation.scoring.overhead import less_overhead
 
     inner = task.task
+    if limit in getattr(inner, CHECKED, ()):
+        return
     problems = []
     with less_overhead():
-        documents = list(inner.eval_docs)[:limit]
+        documents = listed(inner.eval_docs)[:limit]
         for number, document in enumerate(documents):
             if (problem := _problem(inner, document)) is not None:
                 problems.append((number, problem))
@@ -37,6 +41,7 @@ def check_labels(task: LoadedTask, limit: int | None = None) -> None:
             f"{task.name}: {task.location(number)}: {problem}{more if len(problems) > 1 else ''}; "
             "correct it, leave the document out, or use a split whose answers are public"
         )
+    setattr(inner, CHECKED, {*getattr(inner, CHECKED, ()), limit})
 
 
 def _problem(inner: Any, document: dict[str, Any]) -> str | None:

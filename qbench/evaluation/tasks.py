@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from qbench.errors import DataError
 from qbench.evaluation import passkey
 from qbench.evaluation.data import read_rows
 from qbench.evaluation.definitions import read_definition
+from qbench.evaluation.documents import listed
 from qbench.evaluation.modules import missing_module
 from qbench.evaluation.planned import PlannedTask, evaluation_split, fewshot_split
 from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
@@ -149,7 +151,27 @@ def _build(path: Path, overrides: dict[str, Any]) -> ConfigurableTask:
     if callable(process):
         overrides = {**overrides, "process_docs": _once(process)}
     _seed()
-    return TaskFactory().build(TaskIndex.entry_from_path(path), overrides=overrides, registry={})
+    with _examples_listed():
+        entry = TaskIndex.entry_from_path(path)
+        return TaskFactory().build(entry, overrides=overrides, registry={})
+
+
+@contextlib.contextmanager
+def _examples_listed() -> Iterator[None]:
+    """Within it a task takes what examples are drawn from out of its table at once."""
+    from lm_eval.api.task import ConfigurableTask
+
+    usual = ConfigurableTask.fewshot_docs
+
+    def fewshot_docs(task: ConfigurableTask) -> Any:
+        documents = usual(task)
+        return None if documents is None else listed(documents)
+
+    ConfigurableTask.fewshot_docs = fewshot_docs
+    try:
+        yield
+    finally:
+        ConfigurableTask.fewshot_docs = usual
 
 
 def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -211,7 +233,7 @@ def _digest(task: ConfigurableTask) -> str:
     left_out = ORIGIN_KEYS if task.config.num_fewshot else {*ORIGIN_KEYS, "fewshot_config"}
     config = {key: value for key, value in task.dump_config().items() if key not in left_out}
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=_written).encode())
-    documents = list(task.eval_docs)
+    documents = listed(task.eval_docs)
     if task.config.num_fewshot:
         documents += list(task.sampler.df)
     for document in documents:

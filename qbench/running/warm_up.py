@@ -10,9 +10,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 from qbench.machine.clock import mark
+from qbench.machine.installed import packages_distributions
 from qbench.machine.quiet import redirected
 
 MODULES = (
@@ -23,9 +26,13 @@ MODULES = (
     "qbench.evaluation.evaluate",
 )  # fmt: skip
 # transformers imports these where they are installed: hqq for a quantized cache, torchao for its
-# own quantizer, scipy for losses of object detection. hqq and torchao bring torch's code generator.
-# A cell that needs one of them imports it by itself.
-LEFT_ASIDE = ("is_hqq_available", "is_torchao_available", "is_scipy_available")
+# own quantizer, scipy for losses of object detection, scikit-learn (and through it half of scipy)
+# for one way of assisted generation, torchvision and torchaudio for processors of images and sound.
+# hqq and torchao bring torch's code generator. A cell that needs one of them imports it by itself.
+LEFT_ASIDE = (
+    "is_hqq_available", "is_torchao_available", "is_scipy_available", "is_sklearn_available",
+    "is_torchvision_available", "is_torchaudio_available",
+)  # fmt: skip
 IMPORTERS = (
     "transformers.cache_utils", "transformers.loss.loss_utils", "transformers.quantizers.auto",
 )  # fmt: skip
@@ -85,8 +92,19 @@ def make_context() -> None:
 @contextlib.contextmanager
 def _left_aside() -> Iterator[None]:
     """In the body transformers takes libraries that are left aside for missing; afterwards every
-    module that asked gets the true answer."""
-    utils = importlib.import_module("transformers.utils")
+    module that asked gets the true answer. It asks Python who holds each package, too."""
+    slow = metadata.packages_distributions
+    metadata.packages_distributions = packages_distributions
+    try:
+        utils = importlib.import_module("transformers.utils")
+        with _missing(utils):
+            yield
+    finally:
+        metadata.packages_distributions = slow
+
+
+@contextlib.contextmanager
+def _missing(utils: ModuleType) -> Iterator[None]:
     real = {name: getattr(utils, name) for name in LEFT_ASIDE if hasattr(utils, name)}
 
     def missing() -> bool:
