@@ -44,6 +44,15 @@ def test_reading_results_loads_no_torch():
     assert not set(HEAVY) & set(loaded)
 
 
+def test_what_runs_before_the_first_worker_process_starts_loads_only_the_options():
+    """The worker's imports are what a run waits for: all else is imported beside them."""
+    loaded = python(
+        "import sys, qbench.cli, qbench.running.executors, qbench.running.warm_up\n"
+        "import qbench.machine.devices; print(*sys.modules)"
+    ).split()
+    assert not {"pydantic", "numpy", "pandas", "safetensors", "yaml"} & set(loaded)
+
+
 def test_tables_with_all_statistics_and_the_gate_load_no_torch(tmp_path):
     store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
     loaded = python(
@@ -152,7 +161,10 @@ def test_a_worker_that_warms_up_leaves_torchs_compiler_and_scipys_optimizers_asi
     assert {"torch", "transformers", "lm_eval.evaluator", "transformers.loss.loss_utils"} <= set(
         loaded
     )
-    assert not {"hqq", "torchao", "torch._inductor.compile_fx", "scipy.optimize"} & set(loaded)
+    assert not {
+        "hqq", "torchao", "torch._inductor.compile_fx", "scipy.optimize", "sklearn", "torchvision",
+        "torchaudio",
+    } & set(loaded)  # fmt: skip
 
 
 def test_what_was_left_aside_is_there_when_it_is_asked_for():
@@ -166,7 +178,7 @@ def test_what_was_left_aside_is_there_when_it_is_asked_for():
         "print(len(names), len(asked), {f.__module__ for f in asked})"
     )
     names, asked, modules = told.split(maxsplit=2)
-    assert int(names) == 3
+    assert int(names) == 6
     assert int(asked) > 3
     assert modules.strip() == "{'transformers.utils.import_utils'}"
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.analyses import LONG_CONTEXT
 from qbench.commands.job import Place, make_job, named, on_cluster
 from qbench.commands.options import (
     Calibration,
@@ -175,6 +174,7 @@ def _parts(
     *,
     blocks: bool,
 ) -> list[Part]:
+    from qbench.analyses import LONG_CONTEXT
     from qbench.analysis.plan import chosen
     from qbench.preflight import require_runnable
 

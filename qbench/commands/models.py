@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.checkpoints.classes import CLASSES, ModelClass
 from qbench.commands.screen import show_written
+
+if TYPE_CHECKING:
+    from qbench.checkpoints.classes import ModelClass
 
 
 class Format(StrEnum):
@@ -43,6 +45,8 @@ def convert(
 
 def model_lines() -> list[str]:
     """Three lines a class: its name, whose attention and which scoring, what is quantized."""
+    from qbench.checkpoints.classes import CLASSES
+
     lines = []
     for row in CLASSES.values():
         lines.append(f"{row.kind:18} {row.name}: {row.models}")
@@ -53,6 +57,8 @@ def model_lines() -> list[str]:
 
 def model_table() -> str:
     """The table of docs/models.md."""
+    from qbench.checkpoints.classes import CLASSES
+
     head = "| `model_type` | such as | attention | fastest scoring | quantized |\n"
     rule = "| --- | --- | --- | --- | --- |\n"
     rows = (

@@ -91,14 +91,6 @@ def run(
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
-    from qbench.commands.results import show_tables
-    from qbench.comparison.floors import read_noise
-    from qbench.plan import cell_names, select
-    from qbench.recipe_override import save
-    from qbench.run import cache_folder
-    from qbench.running.grid import readable
-    from qbench.store import Store
-
     overrides = Overrides(
         checkpoints=named(checkpoint),
         quantizers=listed("--quantizers", quantizers),
@@ -113,6 +105,14 @@ def run(
     )
     where = {"gpus": gpus, "workers": workers, "own": executor}
     with first_process(device, cluster, **where) as first:
+        from qbench.commands.results import show_tables  # beside the process's own imports
+        from qbench.comparison.floors import read_noise
+        from qbench.plan import cell_names, select
+        from qbench.recipe_override import save
+        from qbench.run import cache_folder
+        from qbench.running.grid import readable
+        from qbench.store import Store
+
         job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
         mark("recipe read")
         if save_recipe is not None:

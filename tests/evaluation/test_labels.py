@@ -100,6 +100,14 @@ def test_no_score_comes_of_a_missing_label(tmp_path, monkeypatch):
     assert evaluation.evaluate(model, task, settings("exact")).scores[0].documents == 2
 
 
+def test_labels_that_were_found_good_are_not_looked_at_again(tmp_path, monkeypatch):
+    """They are before there is a model, and before each model of a grid is asked."""
+    task, _ = loaded(tmp_path, "quiz", "test", [QUIZ])
+    check_labels(task)
+    monkeypatch.setattr(task.task, "doc_to_target", lambda document: pytest.fail("again"))
+    check_labels(task)
+
+
 def test_documents_beyond_the_limit_are_not_asked(tmp_path):
     task, _ = loaded(tmp_path, "quiz", "test", [QUIZ, {**QUIZ, "right": -1}])
     check_labels(task, 1)

@@ -31,8 +31,8 @@ _barred = False
 @contextlib.contextmanager
 def less_overhead() -> Iterator[None]:
     """Within it, lm-eval compiles a template once, builds a task object's zero-shot requests
-    once, has its documents in a list, and leaves the environment to our record. Cyclic garbage waits until the end. Does
-    nothing within itself or :func:`usual_overhead`."""
+    once, has its documents in a list, and leaves the environment to our record. Cyclic garbage
+    waits until the end. Does nothing within itself or :func:`usual_overhead`."""
     global _inside
     if _inside or _barred:
         yield
