@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,8 @@ from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
 from qbench.machine.quiet import redirected, terminal
 from qbench.overrides import Overrides
+
+NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
 
 app = typer.Typer(
     cls=WordedGroup,
@@ -113,18 +116,15 @@ def analysis(
 
     if shape not in SHAPES:
         raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
-    found = bench_analysis(
-        shape=shape,
-        device=choose_device(device),
-        samples=samples,
-        length=length,
-        prompts=prompts,
-        prompt=prompt,
-    )
-    if out is not None:
-        write_atomically(out, (json.dumps(found, indent=1) + "\n").encode())
-        write_atomically(out.with_suffix(".md"), (table(found) + "\n").encode())
+    where = choose_device(device)
+    with redirected(NOWHERE):
+        found = bench_analysis(
+            shape=shape, device=where, samples=samples, length=length, prompts=prompts,
+            prompt=prompt,
+        )  # fmt: skip
     typer.echo(table(found))
+    if out is not None:
+        _write(out, found, table(found))
 
 
 @app.command("evaluation")
@@ -174,10 +174,17 @@ def evaluation(
         )
     typer.echo(table(found))
     if out is not None:
-        write_atomically(out, (json.dumps(found.to_json(), indent=1) + "\n").encode())
-        if out.suffix:  # /dev/stdout has nothing beside it
-            write_atomically(out.with_suffix(".md"), (table(found) + "\n").encode())
-        show_written([out, out.with_suffix(".md")])
+        _write(out, found.to_json(), table(found))
+
+
+def _write(out: Path, found: object, table: str) -> None:
+    """JSON, and the table beside it."""
+    files = {out: json.dumps(found, indent=1), out.with_suffix(".md"): table}
+    if not out.suffix:  # /dev/stdout has nothing beside it
+        del files[out.with_suffix(".md")]
+    for path, text in files.items():
+        write_atomically(path, f"{text}\n".encode())
+    show_written(list(files))
 
 
 @app.command("training")
@@ -267,9 +274,10 @@ def training(
     )
     with joined(where) as processes:
         first = processes.first
-        rows, profiles = bench_training(
-            choice, processes, say=lambda line: typer.echo(line, err=True) if first else None
-        )
+        with terminal() as screen, redirected(NOWHERE):
+            rows, profiles = bench_training(
+                choice, processes, say=lambda line: print(line, file=screen) if first else None
+            )
         if not first:
             return
         text = table(rows, processes, compute)

@@ -19,7 +19,7 @@ def tiny(monkeypatch):
             "--precision", "float32"]  # fmt: skip
 
 
-def test_every_attention_gives_a_row_beside_torchs(tiny, tmp_path, capsys):
+def test_every_attention_gives_a_row_beside_torchs(tiny, tmp_path, capfd):
     assert qbench(*tiny, "--out", tmp_path / "bench.json") == 0
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [row["attention"] for row in found["rows"]] == [
@@ -28,14 +28,14 @@ def test_every_attention_gives_a_row_beside_torchs(tiny, tmp_path, capsys):
     torchs, ours, other = (row["loss"] for row in found["rows"])
     assert torchs == pytest.approx(ours, abs=1e-4)  # the same function
     assert other == pytest.approx(4.16, abs=0.2)  # ln 64: random tokens
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     assert len(re.findall(r"\| +1\.000 +\|", text)) == 1  # torch's beside itself
     assert (tmp_path / "bench.md").read_text() == text.rstrip("\n") + "\n"
 
 
-def test_a_profile_names_what_took_the_time(tiny, capsys):
+def test_a_profile_names_what_took_the_time(tiny, capfd):
     assert qbench(*tiny, "--attention", "softpick", "--profile") == 0
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     assert "## tiny, softpick/reference:" in text
     assert "aten::mm" in text
 
