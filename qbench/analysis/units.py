@@ -16,13 +16,12 @@ from qbench.analysis.settings import AnalysisSettings, TextFile
 from qbench.files import write_atomically
 from qbench.plan import Plan
 from qbench.record.analysis import Analysis, Sensitivity
-from qbench.running.units import Base, Made
+from qbench.running.units import Made, Remote, There, Unit
 from qbench.running.work import opened
-from qbench.sink import Elsewhere, Sink
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalysisUnit:
+class AnalysisUnit(Unit):
     """The ``cells`` of one part of the analyses in ``out``: ``part`` names it, and ``label`` the
     quantizer that sensitivity is of."""
 
@@ -47,12 +46,6 @@ class AnalysisUnit:
 
     def log_file(self, name: str) -> Path:
         return self._analyses.log(self._cell(name).grid_cell)
-
-    def awaits(self, name: str) -> None:
-        return None
-
-    def base(self, name: str) -> Base | None:
-        return None
 
     def known(
         self, name: str, *, say: Callable[..., None], problem: Callable[[str], str | None]
@@ -82,7 +75,7 @@ class AnalysisUnit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteAnalyses:
+class RemoteAnalyses(Remote):
     """Analyses on another host. ``before`` is what is known of the cell: a sensitivity that was
     stopped goes on from there."""
 
@@ -99,28 +92,18 @@ class RemoteAnalyses:
         source = self.settings.source
         return ((source.path, source.digest),) if isinstance(source, TextFile) else ()
 
-    def run(
-        self,
-        plan: Plan,
-        name: str,
-        *,
-        texts: Mapping[str, Path],
-        out: Path,
-        cache: Path,
-        sink: Sink | Elsewhere,
-        force: bool,
-    ) -> Made | None:
+    def run(self, plan: Plan, name: str, there: There) -> Made | None:
         from qbench.analysis.run import analyze_if_needed
         from qbench.analysis.sensitivity_run import measure_if_needed
 
         alone = dataclasses.replace(plan, cells=(plan.cell(name),))
-        settings = self._here(plan, texts)
+        settings = self._here(plan, there.texts)
         (cell,) = (
             plan_analyses(alone, settings)
             if self.label is None
             else plan_sensitivities(alone, self.label, settings)
         )
-        analyses = _analyses(out, self.part)
+        analyses = _analyses(there.out, self.part)
         try:
             with FileLock(analyses.lock_file(cell.grid_cell), timeout=0):
                 pass
@@ -129,8 +112,8 @@ class RemoteAnalyses:
         if self.before is not None and analyses.whole(cell.grid_cell, _silent) is None:
             analyses.put(self.before)
         make: Any = analyze_if_needed if self.label is None else measure_if_needed
-        with opened(sink) as told:
-            record = make(cell, plan, analyses, told, force=force)
+        with opened(there.sink) as told:
+            record = make(cell, plan, analyses, told, force=there.force)
         log = analyses.log(cell.grid_cell)
         text = log.read_text(errors="replace") if log.is_file() else ""
         return Made(record=record, tables={}, log=text)

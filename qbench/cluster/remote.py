@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from qbench.plan import Plan
 from qbench.plugins import load, load_packages
 from qbench.record import GridCell
 from qbench.run import cache_folder, distributions_folder
-from qbench.running.units import Made, Remote
+from qbench.running.units import Made, Remote, There
 from qbench.store import Store
 
 if TYPE_CHECKING:
@@ -167,15 +167,14 @@ def run_remote(pickled: bytes, call: bytes) -> Returned | Missing | Refused:
 def _run(
     plan: Plan, texts: dict[str, Path], asked: Call, cache: Path, worker: str
 ) -> Returned | Refused:
-    run = functools.partial(
-        asked.remote.run, plan, asked.cell, texts=texts, cache=cache, sink=asked.topic,
-        force=asked.force,
+    there = There(
+        texts=texts, out=cache / CELLS, cache=cache, sink=asked.topic, force=asked.force
     )  # fmt: skip
-    made = run(out=cache / CELLS)
+    made = asked.remote.run(plan, asked.cell, there)
     if made is None:  # a process that does not answer any more may hold the cell
         folder = cache / f"{CELLS}-{asked.topic.attempt}"
         _copy_base(asked.base, cache / CELLS, folder)
-        made = run(out=folder)
+        made = asked.remote.run(plan, asked.cell, replace(there, out=folder))
         shutil.rmtree(folder, ignore_errors=True)
     assert made is not None, "nobody else knows of this folder"
     if made.error and any(text in made.error for text in FULL):

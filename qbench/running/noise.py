@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qbench.machine.quiet import redirected
 from qbench.plan import Cell, Plan
-from qbench.running.units import Base, Made
+from qbench.running.units import Made, Remote, There, Unit
 from qbench.running.work import opened
-from qbench.sink import Elsewhere, Sink
 from qbench.store import Store
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def noise_of(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseUnit:
+class NoiseUnit(Unit):
     """Noise is kept by the caller, in one file for all cells; logs go to ``out``."""
 
     plan: Plan
@@ -66,17 +65,6 @@ class NoiseUnit:
     def log_file(self, name: str) -> Path:
         return self.out / LOG
 
-    def awaits(self, name: str) -> None:
-        return None
-
-    def base(self, name: str) -> Base | None:
-        return None
-
-    def known(
-        self, name: str, *, say: Callable[..., None], problem: Callable[[str], str | None]
-    ) -> None:
-        return None
-
     def adopt(self, name: str, made: Made) -> Noise:
         with self.log_file(name).open("a") as log:
             log.write(made.log)
@@ -87,30 +75,14 @@ class NoiseUnit:
 
 
 @dataclass(frozen=True)
-class RemoteNoise:
+class RemoteNoise(Remote):
     """Noise measured on another host."""
 
-    def tasks(self, plan: Plan) -> Sequence[str]:
-        return [task.name for task in plan.tasks]
-
-    def texts(self) -> Sequence[tuple[Path, str]]:
-        return ()
-
-    def run(
-        self,
-        plan: Plan,
-        name: str,
-        *,
-        texts: Mapping[str, Path],
-        out: Path,
-        cache: Path,
-        sink: Sink | Elsewhere,
-        force: bool,
-    ) -> Made:
+    def run(self, plan: Plan, name: str, there: There) -> Made:
         cell = plan.cell(name)
-        log = out / f"{_kept(cell)}.log"
+        log = there.out / f"{_kept(cell)}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with opened(sink) as told:
+        with opened(there.sink) as told:
             told.begin(name)
             try:
                 with redirected(log):

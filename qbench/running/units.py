@@ -38,29 +38,33 @@ class Base:
     files: tuple[Path, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class There:
+    """What it finds where it is done: ``texts`` are its files by their SHA-256, ``out`` is the
+    folder that it is made in."""
+
+    texts: Mapping[str, Path]
+    out: Path
+    cache: Path
+    sink: Sink | Elsewhere
+    force: bool = False
+
+
 class Remote(Protocol):
     """What is sent to do it. It can be pickled, and comes beside the plan, whose files are found
     where it is done."""
 
     def tasks(self, plan: Plan) -> Sequence[str]:
         """Names of the tasks whose data it reads."""
+        return [task.name for task in plan.tasks]
 
     def texts(self) -> Sequence[tuple[Path, str]]:
         """Other files that it reads, with their SHA-256."""
+        return ()
 
-    def run(
-        self,
-        plan: Plan,
-        name: str,
-        *,
-        texts: Mapping[str, Path],
-        out: Path,
-        cache: Path,
-        sink: Sink | Elsewhere,
-        force: bool,
-    ) -> Made | None:
-        """The cell ``name``, made in the folder ``out`` if need be; None where another process
-        holds it there. ``texts``: where the files lie, by their SHA-256."""
+    def run(self, plan: Plan, name: str, there: There) -> Made | None:
+        """The cell ``name``, made if need be; None where another process holds it there."""
+        ...
 
 
 @runtime_checkable
@@ -81,15 +85,18 @@ class Unit(Protocol):
 
     def awaits(self, name: str) -> str | None:
         """The cell that must be done before, where it is of the same run."""
+        return None
 
     def base(self, name: str) -> Base | None:
         """What it is measured against, where that is there."""
+        return None
 
     def known(
         self, name: str, *, say: Callable[..., None], problem: Callable[[str], str | None]
     ) -> Any | None:
         """Its good record; None where it is to be made. ``problem`` says why the rows of an
         unquantized cell, by its key, cannot be used."""
+        return None
 
     def adopt(self, name: str, made: Made) -> Any:
         """Write what came of it; its record."""

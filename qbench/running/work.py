@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages
 from qbench.record import Record, Unavailable
 from qbench.run import cache_folder, distributions_folder, failed, run
-from qbench.running.units import Base, Made
+from qbench.running.units import Base, Made, Remote, There
 from qbench.sink import Elsewhere, Sink
 from qbench.store import Store
 
@@ -91,30 +91,17 @@ class Work:
 
 
 @dataclass(frozen=True)
-class RemoteCells:
+class RemoteCells(Remote):
     """Cells run on another host, into a results folder there."""
 
-    def tasks(self, plan: Plan) -> Sequence[str]:
-        return [task.name for task in plan.tasks]
-
-    def texts(self) -> Sequence[tuple[Path, str]]:
-        return ()
-
-    def run(
-        self,
-        plan: Plan,
-        name: str,
-        *,
-        texts: Mapping[str, Path],
-        out: Path,
-        cache: Path,
-        sink: Sink | Elsewhere,
-        force: bool,
-    ) -> Made | None:
-        record = run_cell(plan, name, out=out, sink=sink, cache=cache, force=force, wait=False)
+    def run(self, plan: Plan, name: str, there: There) -> Made | None:
+        record = run_cell(
+            plan, name, out=there.out, sink=there.sink, cache=there.cache, force=there.force,
+            wait=False,
+        )  # fmt: skip
         if record is None:
             return None
-        store = Store(out)
+        store = Store(there.out)
         log = store.log(plan.cell(name).grid_cell)
         return Made(
             record=record,
