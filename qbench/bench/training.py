@@ -46,7 +46,8 @@ SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
 }
 TORCHS, CUDNN = "softmax, torch", "softmax, cuDNN"
 CONTENDERS = (TORCHS, CUDNN, "softmax", "softpick")  # normalizers are those on our kernels
-WARM_UP, TIMED = 4, 12  # steps; the first ones compile
+WARM_UP = 4  # steps; the first ones compile
+RUNS, STEPS = 3, 8  # timed: runs of steps that nobody waits for one by one, as in a training
 TORCHS_NAME = "qbench-bench-torch"
 
 
@@ -69,7 +70,7 @@ class Row:
     attention: str
     deterministic: bool
     tokens_per_s: float
-    ms: float  # median of the timed steps
+    ms: float  # a step: median of the timed runs
     share: float | None  # of the GPUs' peak; None where that is not known
     memory_gib: float
     compile_s: float  # of the first step
@@ -136,10 +137,11 @@ def _measured(
         step(number)
     kernels = attention_kernels(lambda: step(WARM_UP), processes.device)
     times = []
-    for number in range(WARM_UP + 1, WARM_UP + 1 + TIMED):
+    for number in range(WARM_UP + 1, WARM_UP + 1 + RUNS * STEPS, STEPS):
         began = _now(cuda)
-        found = step(number)[0]
-        times.append(_now(cuda) - began)
+        for one in range(number, number + STEPS):
+            found = step(one)[0]
+        times.append((_now(cuda) - began) / STEPS)
     loss = float(found)
     profile = None
     if choice.profile:
@@ -176,7 +178,7 @@ def _recipe(name: str, choice: Choice, processes: Processes) -> TrainingRecipe:
         },
         normalizers=("softmax",),
         data={"tokens": "none"},
-        tokens=batch * (WARM_UP + TIMED + 2),
+        tokens=batch * (WARM_UP + RUNS * STEPS + 2),
         batch={"tokens": batch, "sequences": sequences},
         optimizer={"learning_rate": 1e-4},
         schedule={"warmup_steps": 1},
@@ -254,8 +256,9 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
                 f"weights, torch.compile: {compute.compile or 'no'}. "
                 "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
                 "matrix products and token, and 6 · layers · hidden · context for attention, of a "
-                "measured bf16 matrix product (H200: 790 TFLOP/s). Medians of whole steps: data, "
-                "forward, backward, clipping, AdamW.",
+                "measured bf16 matrix product (H200: 790 TFLOP/s). "
+                f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
+                "data, forward, backward, clipping, AdamW.",
                 "",
                 markdown.table(head, lines, align="lllrrrrrr"),
                 "",

@@ -215,7 +215,8 @@ def training(
         str,
         typer.Option(
             metavar="PARTS",
-            help="What is compiled at once: whole, layers, or auto, which is whole on one GPU.",
+            help="What is compiled at once: whole (auto), or layers, whose gradients are averaged "
+            "over the GPUs as they come.",
         ),
     ] = "auto",
     travel: Annotated[

@@ -12,9 +12,10 @@ from qbench.recipe_fields import Flag, Strict
 class Compute(Strict):
     """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
     bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
-    rests on. ``compile``: torch.compile's mode, or false. ``graphs``: the model compiled whole, or
-    layer by layer, so that gradients are averaged over the GPUs while earlier layers' are still
-    computed; ``auto``: layers on several GPUs. ``travel``: what gradients are averaged in."""
+    rests on. ``compile``: torch.compile's mode, or false. ``graphs``: the model compiled whole
+    (``auto``), or layer by layer, so that gradients are averaged over the GPUs while earlier
+    layers' are still computed: for slow links, as it keeps the host busier than the GPUs.
+    ``travel``: what gradients are averaged in."""
 
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "reference", "triton"] = "auto"
@@ -32,7 +33,3 @@ class Compute(Strict):
                 "of its first; there are default, max-autotune-no-cudagraphs and false"
             )
         return mode
-
-    def by_layer(self, processes: int) -> bool:
-        """Whether each layer is a graph of its own in a training by so many processes."""
-        return self.graphs == "layers" or (self.graphs == "auto" and processes > 1)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM
 
+from qbench.training.averages import average_gradients, averaging_as_they_come
 from qbench.training.compute import Compute
 from qbench.training.feed import Share
 from qbench.training.model import Loss
@@ -39,8 +39,10 @@ class Step:
             process=processes.index,
             processes=processes.count,
         )
-        loss = _compiled(Loss(model, recipe.compute.precision), recipe.compute, processes)
-        self.loss = _parallel(loss, processes, recipe.compute)
+        loss = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
+        self.loss: nn.Module = loss
+        if processes.count > 1 and recipe.compute.graphs == "layers":
+            self.loss = averaging_as_they_come(loss, processes, recipe.compute)
 
     def __call__(self, number: int) -> tuple[Tensor, Tensor]:
         """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
@@ -53,6 +55,8 @@ class Step:
                 loss = self.loss(next(self.feed)) / passes
                 loss.backward()
             total += loss.detach()
+        if self.processes.count > 1 and not isinstance(self.loss, DistributedDataParallel):
+            average_gradients(self.parameters.values(), self.processes, recipe.compute.travel)
         norm = clip_grad_norm_(self.parameters.values(), recipe.optimizer.clip)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -66,10 +70,11 @@ class Step:
 
     def _alone(self, *, last: bool) -> AbstractContextManager[object]:
         """Gradients are averaged over the processes after the last pass alone."""
-        return self.loss.no_sync() if self.processes.count > 1 and not last else nullcontext()
+        during = isinstance(self.loss, DistributedDataParallel)
+        return self.loss.no_sync() if during and not last else nullcontext()
 
 
-def _compiled(loss: Loss, compute: Compute, processes: Processes) -> Loss:
+def _compiled(loss: Loss, compute: Compute) -> Loss:
     loss.train()
     if not compute.compile:
         return loss
@@ -77,25 +82,9 @@ def _compiled(loss: Loss, compute: Compute, processes: Processes) -> Loss:
     # again, and give up at the eighth.
     torch._dynamo.reset()
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": compute.compile}
-    if compute.by_layer(processes.count):
+    if compute.graphs == "layers":
         for part in (*loss.rest.decoder.layers, loss.rest.head):
             part.compile(**options)
     else:
         loss.rest.compile(**options)
     return loss
-
-
-def _parallel(loss: nn.Module, processes: Processes, compute: Compute) -> nn.Module:
-    """Gradients are averaged as they come. One graph of the whole model gives them all at its end;
-    with a graph a layer they travel while those of the layers before are still computed."""
-    if processes.count == 1:
-        return loss
-    place = processes.device
-    parallel = DistributedDataParallel(
-        loss,
-        device_ids=[place.index] if place.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-    )
-    if compute.travel == "bfloat16":
-        parallel.register_comm_hook(None, bf16_compress_hook)
-    return parallel

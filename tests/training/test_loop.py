@@ -235,12 +235,24 @@ def test_a_tracker_that_is_not_installed_is_named():
         require_trackers(["mlflow"])
 
 
-def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines):
-    """Gradients of the normalizers' own parameters are averaged over processes, too."""
+@pytest.mark.parametrize(
+    ("graphs", "sequences", "normalizers"),
+    [
+        ("auto", 2, ["softpick", "sigmoid", "softmax-sink", "scalable-softmax"]),
+        ("auto", 1, ["sigmoid"]),
+        ("layers", 1, ["sigmoid"]),
+    ],
+)
+def test_two_processes_train_as_one_does(
+    tmp_path, train, recipe_file, lines, graphs, sequences, normalizers
+):
+    """Gradients of the normalizers' own parameters are averaged over processes, too; of one pass
+    and of several, after them and while they last."""
     own = {"alibi_slopes": {"trained": True}, "sigmoid_bias": {"start": -1.0}}
     settings = {
-        "normalizers": ["softpick", "sigmoid", "softmax-sink", "scalable-softmax"],
-        "tokens": 1280, "watch": {"every": 20}, "model": {"parameters": own},
+        "normalizers": normalizers, "tokens": 1280, "watch": {"every": 20},
+        "model": {"parameters": own}, "batch": {"sequences": sequences},
+        "compute": {"graphs": graphs},
     }  # fmt: skip
     path = recipe_file(**settings)
     command = [

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from qbench.training.compute import Compute
 from qbench.training.feed import batches
 from qbench.training.model import Loss, initial_model
 from qbench.training.order import Sequences
@@ -109,14 +108,6 @@ def test_layers_are_one_graph_that_is_compiled_once_and_give_the_same(dynamo, no
     compiled.backward()
     assert len(graphs) == 2  # a layer's, and that of the head and the loss
     torch.testing.assert_close(compiled, plain)
-
-
-@pytest.mark.parametrize(
-    ("graphs", "processes", "by_layer"),
-    [("auto", 1, False), ("auto", 2, True), ("whole", 2, False), ("layers", 1, True)],
-)
-def test_layers_are_compiled_alone_where_gradients_travel(graphs, processes, by_layer):
-    assert Compute(graphs=graphs).by_layer(processes) is by_layer
 
 
 def recipe(**changed):
