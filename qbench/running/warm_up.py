@@ -35,6 +35,7 @@ LEFT_ASIDE = (
 )  # fmt: skip
 IMPORTERS = (
     "transformers.cache_utils", "transformers.loss.loss_utils", "transformers.quantizers.auto",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
 
