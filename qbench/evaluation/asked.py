@@ -3,13 +3,13 @@ and its data, where those are what was scored."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 from qbench.errors import DataError
 from qbench.evaluation import passkey
 from qbench.evaluation.planned import PlannedTask
-from qbench.evaluation.settings import FEWSHOT_SEED
+from qbench.evaluation.settings import FEWSHOT_SEED, ScoringSettings
 from qbench.evaluation.tasks import LoadedTask, load_task
 from qbench.record import Record
 
@@ -42,15 +42,24 @@ def asked(
 
 
 def _requests(loaded: LoadedTask, record: Record, document: int) -> Requests:
-    task = loaded.task
-    assert not isinstance(task, passkey.Passkey)
-    seed = (record.key_parts.get("scoring") or {}).get("fewshot_seed", FEWSHOT_SEED)
-    random.seed(seed)
-    task.set_fewshot_seed(seed=seed)
-    # From the first document on: a generator that goes on draws the examples.
-    task.build_all_requests(limit=document + 1)
+    """Built by lm-eval as for a model: it draws with its own seeds, and before the task does."""
+    from qbench.evaluation.evaluate import evaluate
+    from qbench.evaluation.scoring.asked import Known, Nobody
+
+    scoring = record.key_parts.get("scoring") or {}
+    settings = ScoringSettings(
+        mode="exact",
+        max_length=1,
+        batch_size=1,
+        window_batch_size=1,
+        limit=document + 1,  # from the first on: a generator that goes on draws the examples
+        seed=scoring.get("seed", 0),
+        fewshot_seed=scoring.get("fewshot_seed", FEWSHOT_SEED),
+    )
+    with suppress(Known):
+        evaluate(Nobody(), loaded, settings)
     return tuple(
         tuple(text for text in one.args if isinstance(text, str))
-        for one in task.instances
+        for one in loaded.task.instances
         if one.doc_id == document
     )

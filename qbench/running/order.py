@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 
 from qbench.plan import Cell
 
@@ -25,15 +26,15 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
 
 def _calibrated_by_another(cells: Sequence[Cell]) -> set[str]:
     """Cells all of whose calibrated stages an earlier one of ``cells`` makes."""
-    made: list[tuple[str, Mapping[str, object]]] = []
+    made: set[tuple[str, str]] = set()
     found = set()
     for cell in cells:
         stages = [
-            (cell.checkpoint.digest, stage.settings)
+            (cell.checkpoint.digest, json.dumps(stage.settings, sort_keys=True, default=str))
             for _, stage in cell.quantizer.stages
             if stage.needs_calibration
         ]
-        if stages and all(stage in made for stage in stages):
+        if stages and made.issuperset(stages):
             found.add(cell.name)
-        made += stages
+        made.update(stages)
     return found

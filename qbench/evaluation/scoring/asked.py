@@ -18,12 +18,13 @@ class Known(Exception):
 
 @dataclass(slots=True)
 class Ids:
-    """Token ids of requests, each found by its object: of (context, continuation) pairs, and of
-    whole texts. ``prefix_id`` stands where there is no context."""
+    """Token ids of requests, each found by its object, which is kept: another could be made at
+    its place in memory. ``pairs`` are (context, continuation), ``texts`` whole texts;
+    ``prefix_id`` stands where there is no context."""
 
     prefix_id: int | None = None
-    pairs: dict[int, Encoded] = field(default_factory=dict)
-    texts: dict[int, list[int]] = field(default_factory=dict)
+    pairs: dict[int, tuple[Any, Encoded]] = field(default_factory=dict)
+    texts: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
 
     def of_pairs(self, requests: Sequence[Any], prefix_id: int) -> list[Encoded] | None:
         """None where those of one request are not known."""
@@ -35,12 +36,25 @@ class Ids:
     def _of(self, known: dict[int, Any], requests: Sequence[Any], prefix_id: int) -> Any:
         if prefix_id != self.prefix_id or not all(id(one) in known for one in requests):
             return None
-        return [known[id(one)] for one in requests]
+        return [known[id(one)][1] for one in requests]
 
 
-class Asked(LM):
-    """Stands for a language model until its first requests: they go into ``ids``, and it raises
-    ``Known``."""
+class Nobody(LM):
+    """Stands for a language model until its first requests, which raise ``Known``: the task's
+    ``instances`` are all of them."""
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+        raise Known
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+        raise Known
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+        raise Known
+
+
+class Asked(Nobody):
+    """Puts token ids of its first requests into ``ids``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, add_bos: bool, ids: Ids) -> None:
         super().__init__()
@@ -53,7 +67,7 @@ class Asked(LM):
         found = encode_pairs(
             self._tokenizer, arguments, add_bos=self._add_bos, prefix_id=self._ids.prefix_id
         )
-        self._ids.pairs.update(zip(map(id, requests), found, strict=True))
+        self._ids.pairs.update(_by_object(requests, found))
         raise Known
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
@@ -61,8 +75,9 @@ class Asked(LM):
         found = encode_texts(
             self._tokenizer, texts, add_bos=self._add_bos, prefix_id=self._ids.prefix_id
         )
-        self._ids.texts.update(zip(map(id, requests), found, strict=True))
+        self._ids.texts.update(_by_object(requests, found))
         raise Known
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
-        raise Known
+
+def _by_object(requests: Sequence[Any], found: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
+    return {id(one): (one, ids) for one, ids in zip(requests, found, strict=True)}
