@@ -19,17 +19,18 @@ pytestmark = [
 SHAPE = (2, 256, 4, 64)  # batch, length, heads, width
 
 
-def draw(seed):
+def draw(seed, length=SHAPE[1]):
     """[B, H, T, D] in the memory of [B, T, H, D], as models have it."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    tensor = torch.randn(SHAPE, device="cuda", generator=generator).to(torch.bfloat16)
+    shape = (SHAPE[0], length, *SHAPE[2:])
+    tensor = torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
     return tensor.transpose(1, 2)
 
 
 def made_step(normalizer, inputs):
     """A forward and a backward pass; what it returns is what they give."""
     parameters = given(normalizer, SHAPE[2])
-    gradient = draw(9)
+    gradient = draw(9, inputs[0].shape[2])
 
     def step():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -100,3 +101,43 @@ def test_a_call_of_another_layout_is_another_call():
     assert len(recall._calls) == 4
     recall.forget()
     assert same(first, made_step("softpick", inputs)())
+
+
+@pytest.mark.parametrize("length", [256, 1152])
+@pytest.mark.parametrize("normalizer", computed())
+def test_launches_without_triton_give_the_bits_of_tritons(normalizer, length, monkeypatch):
+    """Of other tensors than those whose launches were captured, and in another stream."""
+    monkeypatch.setattr(
+        launch.gluon_backward, "ENOUGH", 5 * 10**8
+    )  # short: Triton's, long: Gluon's
+    sets = [[draw(10 * turn + seed, length) for seed in range(3)] for turn in range(6)]
+    monkeypatch.setattr(recall, "OFTEN", None)
+    recall.forget()
+    expected = [made_step(normalizer, inputs)() for inputs in sets]
+    recall.forget()
+    monkeypatch.setattr(recall, "OFTEN", 2)
+    others = torch.cuda.Stream()
+    for turn, (inputs, results) in enumerate(zip(sets, expected, strict=True)):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(others if turn == 5 else torch.cuda.current_stream()):
+            got = made_step(normalizer, inputs)()
+        torch.cuda.synchronize()
+        assert same(got, results)
+    assert [len(call.direct) > 0 for call in recall._calls.values()] == [True, True]
+
+
+def test_a_step_without_triton_is_captured_as_any(monkeypatch):
+    inputs = [draw(seed) for seed in range(3)]
+    recall.forget()
+    monkeypatch.setattr(recall, "OFTEN", 1)
+    for _ in range(4):
+        expected = made_step("softpick", inputs)()
+    kept = []
+
+    def make():
+        step = made_step("softpick", inputs)
+        return lambda: kept.__setitem__(slice(None), step())
+
+    captured(make)()
+    torch.cuda.synchronize()
+    assert same(kept, expected)

@@ -40,7 +40,16 @@ def attention(
     """
     import torch
 
-    from qbench.attention.kernels import operator
+    from qbench.attention.kernels import operator, plans
+
+    described = None
+    if mask is None and spans is None:
+        about = (normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
+        described = plans.described(query, key, value, parameters, about)
+        plan = described and plans.known(described, normalizer)
+        if plan:
+            return operator.again(query, key, value, parameters or {}, plan)
+
     from qbench.attention.kernels.families import require
     from qbench.attention.kernels.settings import Parameters, Settings
     from qbench.attention.normalizers import NORMALIZERS
@@ -63,14 +72,13 @@ def attention(
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and number <= 0:
             raise ValueError(f"{name} must be positive; it is {number}")
-    return operator.apply(
-        query, key, value, mask, spans,
-        Parameters.of(given),
-        Settings(
-            normalizer, scale, softcap or 0.0, causal, window or 0,
-            max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
-        ),
+    settings = Settings(
+        normalizer, scale, softcap or 0.0, causal, window or 0,
+        max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
     )  # fmt: skip
+    if described:
+        plans.remember(described, normalizer, settings)
+    return operator.apply(query, key, value, mask, spans, Parameters.of(given), settings)
 
 
 def packed_attention(

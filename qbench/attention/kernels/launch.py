@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -41,6 +44,27 @@ def _blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
+def _about(which: Any, given: Sequence[Tensor | None], settings: Settings) -> Any:
+    """What a call's launches depend on."""
+    kernels = NORMALIZERS.get(settings.normalizer).kernels
+    return which, kernels, settings, *[t if t is None else layout(t) for t in given]
+
+
+def enough() -> int | None:
+    """What chooses between backward kernels beside the tensors."""
+    return None if gluon_backward is None else gluon_backward.ENOUGH
+
+
+def kept_forward(given: Sequence[Tensor | None], settings: Settings) -> Call | None:
+    """What a call of :func:`forward` with query, key, value and parameters has left for others like
+    it; of :func:`kept_backward` so."""
+    return recalled(_about("forward", given, settings))
+
+
+def kept_backward(given: Sequence[Tensor | None], settings: Settings) -> Call | None:
+    return recalled(_about(enough(), given, settings))
+
+
 def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
     """Output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and the rows' log-sum-exp in
     log2 units [B, H, Tq] in float32. Where sequences need not cover every row, rows outside them
@@ -65,15 +89,15 @@ def forward(
     few = settings.max_seqlen_q * (query.shape[1] // key.shape[1]) <= DECODE_ROWS
     if INTERPRETED or few or mask is not None or spans is not None or tile is not None:
         return _forward(query, key, value, mask, spans, parameters, settings, tile)
-    kernels = NORMALIZERS.get(settings.normalizer).kernels
     given = (query, key, value, *parameters)
-    about = ("forward", kernels, settings, *[t if t is None else layout(t) for t in given])
+    about = _about("forward", given, settings)
     call = recalled(about)
     if call is not None:
         return tuple(call(given))
     with noted() as launches:
         output, lse, imprecise = _forward(query, key, value, None, None, parameters, settings)
     if launches and all(tensor.stride(3) == 1 for tensor in (query, key, value)):
+        kernels = NORMALIZERS.get(settings.normalizer).kernels
         zeros = families.FAMILIES[kernels.family].near_zero
         made = [(output, again(output)), (lse, again(lse)), (imprecise, again(imprecise, zeros))]
         remember(about, Call(launches, given, made))
@@ -185,10 +209,8 @@ def backward(
             gradient, query, key, value, output, lse, imprecise, mask, spans, parameters,
             settings, learning, sloping, key_tile, query_tile,
         )  # fmt: skip
-    kernels = NORMALIZERS.get(settings.normalizer).kernels
     given = (gradient, query, key, value, output, lse, imprecise, *parameters)
-    enough = None if gluon_backward is None else gluon_backward.ENOUGH
-    about = (enough, kernels, settings, *[t if t is None else layout(t) for t in given])
+    about = _about(enough(), given, settings)
     call = recalled(about)
     if call is not None:
         return (*call(given), None, None)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from qbench.attention.kernels import launch
+from qbench.attention.kernels import launch, recall, relaunch
+from qbench.attention.kernels.plans import PLAIN, Plan, unseen
 from qbench.attention.kernels.settings import Parameters, Settings
 
-PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -127,23 +127,43 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, value, mask, spans, *parameters, settings = inputs
-        output, lse, imprecise = launch.forward(
-            query, key, value, mask, spans, Parameters(*parameters), settings
-        )
-        ctx.settings = settings
+        query, key, value, mask, spans, *parameters, settings, plan = inputs
+        given = (query, key, value, *parameters)
+        if plan is not None and plan.forward is not None:
+            output, lse, imprecise = plan.forward(given)
+        else:
+            parameters_given = Parameters(*parameters)
+            output, lse, imprecise = launch.forward(
+                query, key, value, mask, spans, parameters_given, settings
+            )
+            if plan is not None:
+                plan.forward = launch.kept_forward(given, settings)
+        ctx.settings, ctx.plan = settings, plan
         ctx.save_for_backward(query, key, value, output, lse, imprecise, mask, spans, *parameters)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        *tensors, sinks, bias, slopes, s = ctx.saved_tensors
+        *tensors, mask, spans, sinks, bias, slopes, s = ctx.saved_tensors
+        parameters, learned = Parameters(sinks, bias, slopes, s), _learned(ctx)
+        plan = None if any(learned) else ctx.plan
+        if plan is not None:
+            given = (gradient, *tensors, *parameters)
+            about = launch.enough(), recall.layout(gradient)
+            call = plan.backward.get(about)
+            if call is not None:
+                relaunch.prepare_thread(gradient.device)
+                return (*call(given), *[None] * 8)
         *gradients, of_parameter, of_slopes = launch.backward(
-            gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, *_learned(ctx)
+            gradient, *tensors, mask, spans, parameters, ctx.settings, *learned
         )
+        if plan is not None:
+            kept = launch.kept_backward(given, ctx.settings)
+            if kept is not None:
+                plan.backward[about] = kept
         parameters = _of_parameters(ctx, of_parameter, of_slopes)
-        return *gradients, None, None, *parameters, None
+        return *gradients, None, None, *parameters, None, None
 
 
 def apply(
@@ -152,7 +172,14 @@ def apply(
 ) -> Tensor:  # fmt: skip
     """Attention by the operator where something looks into it, such as torch.compile, a mode of
     dispatch or a tensor of another class; directly elsewhere."""
-    plain = not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
-    if plain and type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN:
-        return _Eager.apply(query, key, value, mask, spans, *parameters, settings)
+    if unseen() and type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN:
+        return _Eager.apply(query, key, value, mask, spans, *parameters, settings, None)
     return attention(query, key, value, mask, spans, *parameters, *settings)[0]
+
+
+def again(
+    query: Tensor, key: Tensor, value: Tensor, parameters: Mapping[str, Tensor], plan: Plan
+) -> Tensor:
+    """Attention as it was planned for tensors laid out like these."""
+    given = [parameters.get(name) for name in Parameters._fields]
+    return _Eager.apply(query, key, value, None, None, *given, plan.settings, plan)

@@ -5,19 +5,24 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("interpreted.py")
+FOLDER = Path(__file__).parent
 LIMIT = 1e-5  # relative, float32 against the float64 reference
 
 
 @pytest.mark.parametrize(
-    ("groups", "count"),
-    [("features", 53), ("shaped", 34), ("model operators refusals", 1 + 3 + 5)],
+    ("script", "groups", "count"),
+    [
+        ("interpreted.py", "features", 53),
+        ("interpreted.py", "shaped", 34),
+        ("interpreted.py", "model operators refusals", 1 + 3 + 5),
+        ("repeated.py", "", 7),
+    ],
 )
-def test_kernels_in_the_interpreter_equal_the_reference(groups, count):
+def test_kernels_in_the_interpreter_equal_the_reference(script, groups, count):
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(CASES), *groups.split()],
+        [sys.executable, "-W", "ignore", str(FOLDER / script), *groups.split()],
         env=environment,
         capture_output=True,
         text=True,
