@@ -26,7 +26,7 @@ from qbench.cluster.remote import BaseThere, Call, Missing, Refused, Returned, f
 from qbench.cluster.transfer import Transfers
 from qbench.cluster.workers import Workers
 from qbench.files import digest
-from qbench.plan import Cell
+from qbench.plan import Cell, Plan
 from qbench.run import one_line
 from qbench.running.units import Unit
 from qbench.sink import Sink
@@ -51,7 +51,8 @@ class ClusterExecutor(Executor):
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._running: dict[str, threading.Event] = {}  # cell → it is done
-        self._plans: dict[int, Any] = {}
+        # by their objects, which are kept: another plan could be made at its place in memory
+        self._plans: dict[int, tuple[Plan, Any]] = {}
         self._bases: dict[str, BaseThere] = {}
         self._done: dict[str, list[str]] = {}  # worker → what it still keeps of cells
         self._kept = Kept(workers.ask_all, workers.there)
@@ -214,12 +215,12 @@ class ClusterExecutor(Executor):
     def _plan(self, unit: Unit) -> Any:
         """The plan as a result of the cluster's: kept where it is used, made anew where lost."""
         with self._lock:
-            if id(unit.plan) not in self._plans:
-                pickled = pickle.dumps((unit.plan.plugins, pickle.dumps(unit.plan)))
-                self._plans[id(unit.plan)] = self._client.submit(
-                    bytes, pickled, key=f"plan-{digest(pickled)[:16]}"
-                )
-            return self._plans[id(unit.plan)]
+            plan = unit.plan
+            if id(plan) not in self._plans:
+                pickled = pickle.dumps((plan.plugins, pickle.dumps(plan)))
+                sent = self._client.submit(bytes, pickled, key=f"plan-{digest(pickled)[:16]}")
+                self._plans[id(plan)] = plan, sent
+            return self._plans[id(plan)][1]
 
     def _base(self, unit: Unit, cell: Cell) -> BaseThere | None:
         if cell.base is None:

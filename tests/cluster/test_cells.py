@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_recipe import DEMO, qbench, small_recipe
@@ -13,6 +14,7 @@ from small_recipe import DEMO, qbench, small_recipe
 pytest.importorskip("distributed")
 
 from qbench.bench.cluster import bed, run_on
+from qbench.cluster.executor import ClusterExecutor
 from qbench.cluster.located import WHOLE, located
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
@@ -119,3 +121,20 @@ def _host():
     from qbench.cluster.remote import Host
 
     return Host(name="one", cache="", threads=1, gpu=None, code="1", versions={"torch": "2.0"})
+
+
+def test_a_plan_that_is_gone_is_never_taken_for_another():
+    """One executor may have the cells of several plans, one after the other; CPython puts a new
+    object where the last one was."""
+
+    def submit(function, data, *, key):
+        return key
+
+    executor = ClusterExecutor(
+        SimpleNamespace(submit=submit), SimpleNamespace(ask=None, ask_all=None, there=None)
+    )
+    sent = {
+        executor._plan(SimpleNamespace(plan=SimpleNamespace(plugins=(), number=number)))
+        for number in range(100)
+    }
+    assert len(sent) == 100
