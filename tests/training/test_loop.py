@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.record import Training
 from qbench.training.log import read_log, require_trackers
-from qbench.training.plot import plot
 from qbench.training.runs import draw
 
 ROOT = Path(__file__).parents[2]
@@ -169,30 +167,6 @@ def test_where_nothing_was_kept_yet_that_is_said(tmp_path, train, monkeypatch):
     monkeypatch.setattr(step, "learning_rate", lambda number, steps, schedule: float("nan"))
     with pytest.raises(TrainingError, match=r"step 5: the loss is nan.*there is no earlier state"):
         train(tmp_path, normalizers=["softmax"])
-
-
-def test_curves_name_each_normalizer_once_with_its_seeds(tmp_path):
-    line = {"kind": "step", "step": 5, "loss": 2.0, "grad_norm": 0.6}
-    again = line | {"step": 10, "grad_norm": 0.9}
-    plot({(n, s): [line, again] for s in (0, 1) for n in ("softmax", "softpick")},
-         tmp_path / "curves.svg")  # fmt: skip
-    text = (tmp_path / "curves.svg").read_text()
-    assert text.count("<!-- softmax, seeds 0, 1 -->") == 1
-    assert "<!-- 0.6 -->" in text
-
-
-def test_a_curve_of_one_point_is_seen(tmp_path):
-    """A short training looks at held-out text once after its first step."""
-    watch = {"kind": "watch", "loss": 2.5, "sink_rate": 0.0, "kurtosis": 4.0, "largest": 1.0}
-    step = {"kind": "step", "step": 10, "loss": 3.0, "grad_norm": 1.0}
-    plot({("softmax", 0): [step, {**watch, "step": 50}]}, tmp_path / "curves.svg")
-    panels = re.findall(
-        r'<g id="axes_\d">.*?(?=<g id="axes_|<g id="legend_|$)',
-        (tmp_path / "curves.svg").read_text(), re.DOTALL,
-    )  # fmt: skip
-    assert len(panels) == 6
-    for panel in panels:
-        assert re.search(r'<use [^>]*style="[^"]*#0072b2', panel), panel[:80]
 
 
 def test_a_loss_far_above_the_lowest_ends_it(tmp_path, train):

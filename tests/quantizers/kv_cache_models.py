@@ -1,0 +1,60 @@
+"""Small models with a KV cache of few bits."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qbench.attention.interface import attend
+from qbench.quantizers.parts import quantizer_of
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),  # norms its keys before RoPE
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
+}
+SCHEMES = {
+    "token": {"name": "int4-token"},
+    "token, first and recent": {"name": "int3-token", "keep_first": 2, "keep_recent": 5},
+    "fp8": {"name": "fp8-token", "keep_first": 1},
+    "kivi": {"name": "int4-channel", "group_size": 4, "keep_recent": 3},
+    "kivi before RoPE": {
+        "name": "int2-channel", "group_size": 8, "before_rope": True, "keep_first": 1,
+    },
+    "token before RoPE": {"name": "int4-token", "before_rope": True, "group_size": 8},
+}  # fmt: skip
+
+
+def model_of(kind="llama", normalizer="softmax", scheme=None):
+    torch.manual_seed(0)
+    model = MODELS[kind]().eval().requires_grad_(False)
+    attend(model, normalizer=normalizer, implementation="reference")
+    if scheme is None:
+        return model
+    quantizer = quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
+    return quantizer.apply(model, {})
+
+
+def ids(*shape, seed=0):
+    return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(seed))

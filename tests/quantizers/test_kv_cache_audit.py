@@ -1,0 +1,105 @@
+"""What the audit measures of a KV cache, and the faults that it finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kv_cache_models import SCHEMES, ids, model_of
+
+from qbench.quantizers.audit import audit
+from qbench.quantizers.kv_cache import rounding
+from qbench.quantizers.kv_cache.audit import measure_kv
+from qbench.quantizers.kv_cache.cache import ATTRIBUTE
+from qbench.quantizers.parts import quantizer_of
+
+BITS = {  # of a stored value: the code, and its share of scales and lowest values in float16
+    "token": 4 + 16 / 16,
+    "kivi": 4 + 32 / 4,
+    "kivi before RoPE": 2 + 32 / 8,
+    "token before RoPE": 4 + 16 / 8,
+    "fp8": 8 + 16 / 16,
+}
+
+
+@pytest.mark.parametrize("scheme", BITS)
+def test_the_audit_counts_levels_and_bits(scheme):
+    model = model_of("llama", "softpick", scheme)
+    quantizer = quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
+    audit, problems = measure_kv(model, quantizer, ids(2, 40))
+    assert problems == []
+    assert [m.name for m in audit.modules] == [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    assert 1 < audit.levels <= 2**quantizer.precision.kv_cache.bits
+    assert audit.modules[0].bits_per_value == pytest.approx(BITS[scheme])
+    assert 0 < audit.key_error < 0.6
+    assert audit.unquantized_bytes_per_token == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads
+    part = SCHEMES[scheme]
+    spared = part.get("keep_first", 0) + part.get("keep_recent", 0)
+    group = part.get("group_size", 1) if "kivi" in scheme else 1
+    older = [(128 - spared) // group * group, 128 - spared]  # keys, values
+    stored = sum(n * BITS[scheme] + (128 - n) * 16 for n in older) / 256
+    assert audit.bits_per_value == pytest.approx(stored)
+    assert audit.bytes_per_token == pytest.approx(stored * 2 * 2 * 2 * 16 / 8)
+
+
+def broken_audit(monkeypatch, method, replacement, scheme="token"):
+    model = model_of("llama", "softmax", scheme)
+    quantizer = quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
+    monkeypatch.setattr(rounding, method, replacement)
+    return measure_kv(model, quantizer, ids(2, 40))[1]
+
+
+def test_the_audit_finds_too_many_levels(monkeypatch):
+    right = rounding.by_token
+    finer = rounding.Format(bits=4, floating=False, symmetric=True, scale_dtype=torch.float32)
+    problems = broken_audit(
+        monkeypatch, "by_token", lambda x, form, group: right(x, finer, group),
+        "token, first and recent",
+    )  # fmt: skip
+    assert "levels share a scale, 3 bits have 8" in problems[0]
+
+
+def test_the_audit_finds_a_cache_that_is_none(monkeypatch):
+    problems = broken_audit(monkeypatch, "by_token", lambda x, form, group: x)
+    assert any("nothing was quantized" in line for line in problems)
+
+
+def test_the_audit_finds_clipping(monkeypatch):
+    right = rounding.by_token
+    problems = broken_audit(
+        monkeypatch, "by_token", lambda x, form, group: right(x.clamp(-0.5, 0.5), form, group)
+    )
+    assert any("half a step" in line for line in problems)
+
+
+def test_the_audit_finds_first_tokens_that_were_quantized(monkeypatch):
+    problems = broken_audit(monkeypatch, "channel_groups", _from_zero, "kivi before RoPE")
+    assert any("keys of the first 1 tokens are changed" in line for line in problems)
+
+
+_right_groups = rounding.channel_groups
+
+
+def _from_zero(positions, first, group):
+    return _right_groups(positions, 0, group)
+
+
+def test_the_audit_finds_an_attention_without_a_cache():
+    model = model_of("llama", "softmax", "token")
+    quantizer = quantizer_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
+    delattr(model.model.layers[1].self_attn, ATTRIBUTE)
+    problems = measure_kv(model, quantizer, ids(2, 40))[1]
+    assert problems == ["model.layers.1.self_attn: its KV cache is not quantized"]
+    unquantized = quantizer_of({"name": "fp32"}, compute_dtype="float32")
+    assert measure_kv(model_of(), unquantized, ids(2, 40)) == (None, [])
+
+
+def test_a_cell_whose_cache_is_no_cache_fails(monkeypatch):
+    model = model_of("llama", "softmax", "token")
+    quantizer = quantizer_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
+    passed = audit(model_of(), model, quantizer, ids(2, 40))
+    assert passed.problems == ()
+    assert 8 < passed.kv_cache.levels <= 15
+    monkeypatch.setattr(rounding, "by_token", lambda x, form, group: x)
+    failed = audit(model_of(), model, quantizer, ids(2, 40))
+    assert not failed.passed
+    assert any("nothing was quantized" in line for line in failed.problems)

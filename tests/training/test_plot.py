@@ -1,0 +1,31 @@
+"""The curves of a recipe's trainings."""
+
+from __future__ import annotations
+
+import re
+
+from qbench.training.plot import plot
+
+
+def test_curves_name_each_normalizer_once_with_its_seeds(tmp_path):
+    line = {"kind": "step", "step": 5, "loss": 2.0, "grad_norm": 0.6}
+    again = line | {"step": 10, "grad_norm": 0.9}
+    plot({(n, s): [line, again] for s in (0, 1) for n in ("softmax", "softpick")},
+         tmp_path / "curves.svg")  # fmt: skip
+    text = (tmp_path / "curves.svg").read_text()
+    assert text.count("<!-- softmax, seeds 0, 1 -->") == 1
+    assert "<!-- 0.6 -->" in text
+
+
+def test_a_curve_of_one_point_is_seen(tmp_path):
+    """A short training looks at held-out text once after its first step."""
+    watch = {"kind": "watch", "loss": 2.5, "sink_rate": 0.0, "kurtosis": 4.0, "largest": 1.0}
+    step = {"kind": "step", "step": 10, "loss": 3.0, "grad_norm": 1.0}
+    plot({("softmax", 0): [step, {**watch, "step": 50}]}, tmp_path / "curves.svg")
+    panels = re.findall(
+        r'<g id="axes_\d">.*?(?=<g id="axes_|<g id="legend_|$)',
+        (tmp_path / "curves.svg").read_text(), re.DOTALL,
+    )  # fmt: skip
+    assert len(panels) == 6
+    for panel in panels:
+        assert re.search(r'<use [^>]*style="[^"]*#0072b2', panel), panel[:80]
