@@ -1,8 +1,8 @@
 import re
 
 from qbench.attention.kernels import tiles
-from qbench.bench.attention_tiles import VARIANTS
 from qbench.bench.attention_tiles_table import CURRENT, tiles_table
+from qbench.bench.attention_variants import VARIANTS
 
 FORWARD = [
     {"width": 64, "kernel": "sigmoid", "tile": tile, "rate": rate, "error": error,

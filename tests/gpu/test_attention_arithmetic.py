@@ -8,8 +8,9 @@ from gpu_tensors import draw
 from qbench.attention import kernels, reference
 from qbench.attention.kernels import launch
 from qbench.bench.attention_checks import relative_error
-from qbench.bench.attention_tiles import KINDS, VARIANTS
+from qbench.bench.attention_tiles import KINDS
 from qbench.bench.attention_timing import given
+from qbench.bench.attention_variants import VARIANTS
 
 pytestmark = [
     pytest.mark.gpu,

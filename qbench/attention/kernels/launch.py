@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -25,7 +22,7 @@ from qbench.attention.kernels.layouts import (
     tma_layout,
     visible_counts,
 )
-from qbench.attention.kernels.recall import Call, again, layout, recalled, remember
+from qbench.attention.kernels.recall import Call, about, again, recalled, remember
 from qbench.attention.kernels.relaunch import described, launch, noted, prepare_thread
 from qbench.attention.kernels.settings import Parameters, Settings, factors, kernel_modes
 from qbench.attention.kernels.tiles import Tile
@@ -44,25 +41,9 @@ def _blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def _about(which: Any, given: Sequence[Tensor | None], settings: Settings) -> Any:
-    """What a call's launches depend on."""
-    kernels = NORMALIZERS.get(settings.normalizer).kernels
-    return which, kernels, settings, *[t if t is None else layout(t) for t in given]
-
-
 def enough() -> int | None:
     """What chooses between backward kernels beside the tensors."""
     return None if gluon_backward is None else gluon_backward.ENOUGH
-
-
-def kept_forward(given: Sequence[Tensor | None], settings: Settings) -> Call | None:
-    """What a call of :func:`forward` with query, key, value and parameters has left for others like
-    it; of :func:`kept_backward` so."""
-    return recalled(_about("forward", given, settings))
-
-
-def kept_backward(given: Sequence[Tensor | None], settings: Settings) -> Call | None:
-    return recalled(_about(enough(), given, settings))
 
 
 def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
@@ -90,8 +71,8 @@ def forward(
     if INTERPRETED or few or mask is not None or spans is not None or tile is not None:
         return _forward(query, key, value, mask, spans, parameters, settings, tile)
     given = (query, key, value, *parameters)
-    about = _about("forward", given, settings)
-    call = recalled(about)
+    key_of_call = about("forward", given, settings)
+    call = recalled(key_of_call)
     if call is not None:
         return tuple(call(given))
     with noted() as launches:
@@ -100,7 +81,7 @@ def forward(
         kernels = NORMALIZERS.get(settings.normalizer).kernels
         zeros = families.FAMILIES[kernels.family].near_zero
         made = [(output, again(output)), (lse, again(lse)), (imprecise, again(imprecise, zeros))]
-        remember(about, Call(launches, given, made))
+        remember(key_of_call, Call(launches, given, made))
     return output, lse, imprecise
 
 
@@ -210,8 +191,8 @@ def backward(
             settings, learning, sloping, key_tile, query_tile,
         )  # fmt: skip
     given = (gradient, query, key, value, output, lse, imprecise, *parameters)
-    about = _about(enough(), given, settings)
-    call = recalled(about)
+    key_of_call = about(enough(), given, settings)
+    call = recalled(key_of_call)
     if call is not None:
         return (*call(given), None, None)
     with noted() as launches:
@@ -219,7 +200,7 @@ def backward(
             gradient, query, key, value, output, lse, imprecise, None, None, parameters, settings
         )
     if launches and all(tensor.stride(3) == 1 for tensor in given[:4]):
-        remember(about, Call(launches, given, [(made, again(made)) for made in results[:3]]))
+        remember(key_of_call, Call(launches, given, [(made, again(made)) for made in results[:3]]))
     return results
 
 

@@ -137,7 +137,7 @@ class _Eager(torch.autograd.Function):
                 query, key, value, mask, spans, parameters_given, settings
             )
             if plan is not None:
-                plan.forward = launch.kept_forward(given, settings)
+                plan.forward = recall.recalled(recall.about("forward", given, settings))
         ctx.settings, ctx.plan = settings, plan
         ctx.save_for_backward(query, key, value, output, lse, imprecise, mask, spans, *parameters)
         return output
@@ -150,8 +150,8 @@ class _Eager(torch.autograd.Function):
         plan = None if any(learned) else ctx.plan
         if plan is not None:
             given = (gradient, *tensors, *parameters)
-            about = launch.enough(), recall.layout(gradient)
-            call = plan.backward.get(about)
+            which = launch.enough()
+            call = plan.backward.get((which, recall.layout(gradient)))
             if call is not None:
                 relaunch.prepare_thread(gradient.device)
                 return (*call(given), *[None] * 8)
@@ -159,9 +159,9 @@ class _Eager(torch.autograd.Function):
             gradient, *tensors, mask, spans, parameters, ctx.settings, *learned
         )
         if plan is not None:
-            kept = launch.kept_backward(given, ctx.settings)
+            kept = recall.recalled(recall.about(which, given, ctx.settings))
             if kept is not None:
-                plan.backward[about] = kept
+                plan.backward[which, recall.layout(gradient)] = kept
         parameters = _of_parameters(ctx, of_parameter, of_slopes)
         return *gradients, None, None, *parameters, None, None
 

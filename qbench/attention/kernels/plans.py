@@ -19,6 +19,7 @@ from qbench.attention.normalizers import NORMALIZERS, Normalizer
 
 PLAIN = (Tensor, torch.nn.Parameter)
 MOST = 1024  # plans that are kept
+DECODED = 16  # at most so many queries are a step of decoding
 
 
 class Plan:
@@ -45,10 +46,11 @@ def described(
     about: tuple[Hashable, ...],
 ) -> Hashable:  # fmt: skip
     """All that a call depends on, ``about`` beside the tensors; None where each call must be looked
-    at: under autocast, off the GPU, and where something looks into it."""
+    at: under autocast, off the GPU, in decoding, and where something looks into it."""
     if not unseen() or torch.is_autocast_enabled(query.device.type):
         return None
-    if not (query.is_cuda or INTERPRETED):
+    # Keys grow with every token that is decoded: no such call is like another.
+    if query.shape[2] <= DECODED or not (query.is_cuda or INTERPRETED):
         return None
     found = [torch.is_grad_enabled(), about]
     for tensor in (query, key, value):

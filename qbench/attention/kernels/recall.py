@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 
 from qbench.attention.kernels import direct, relaunch
+from qbench.attention.kernels.settings import Settings
+from qbench.attention.normalizers import NORMALIZERS
 
 MOST = 1024  # calls that are kept
 # Times that a call is repeated before its launches are made without Triton; None for never, as it
@@ -125,6 +127,13 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
     """All that launches depend on."""
     aligned = tensor.data_ptr() % 16 == 0
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), aligned
+
+
+def about(which: Any, given: Sequence[Tensor | None], settings: Settings) -> Any:
+    """All that a call's launches depend on. ``which``: forward, or how its backward kernels are
+    chosen; ``given``: its tensors, then its parameters."""
+    kernels = NORMALIZERS.get(settings.normalizer).kernels
+    return which, kernels, settings, *[t if t is None else layout(t) for t in given]
 
 
 def recalled(key: Any) -> Call | None:
