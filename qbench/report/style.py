@@ -59,6 +59,7 @@ def panels(
     share: bool = False,
     right: float = 0.14,
     gap: float = 0.18,
+    bottom: float = 0.56,
 ) -> tuple[Figure, np.ndarray]:
     """A figure as wide as a phone shows it, with panels below each other; axes [rows, columns].
 
@@ -66,7 +67,7 @@ def panels(
     what the legend has to name. Margins are given, for matplotlib's layout engines take longer
     than all the drawing.
     """
-    top, bottom = 0.34 + 0.18 * -(-len(named) // _abreast(named)), 0.56
+    top = 0.34 + 0.18 * -(-len(named) // _abreast(named))
     height = top + sum(heights) + (len(heights) - 1) * between + bottom
     figure = Figure(figsize=(WIDTH, height))
     room = (WIDTH - left - right - (len(columns) - 1) * gap) / len(columns)

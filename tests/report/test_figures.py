@@ -17,8 +17,9 @@ from qbench.comparison.compare import compare
 from qbench.record import Damage, Flips
 from qbench.report import rows
 from qbench.report.drawing import plates
-from qbench.report.figures import _name_bits, groups
-from qbench.report.style import RC, WIDTH, panels
+from qbench.report.figures import groups
+from qbench.report.score_figures import score_figures
+from qbench.report.style import RC, WIDTH
 
 SIZES = {"arc_easy": 120, "piqa": 80, "wikitext": 12}
 QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit", "rtn-8bit")
@@ -125,21 +126,33 @@ def test_ticks_of_an_axis_of_ratios_go_in_steps_that_a_reader_expects(low, high,
     assert " ".join(form(tick) for tick in axes.get_xticks()) == wanted
 
 
-def test_names_of_methods_below_an_axis_are_whole_and_apart(comparison):
+NAMES = {"BNB": "bnb-4bit", "GPTQ": "gptq-4bit", "Activations": "a8-static-99.99",
+         "KV cache": "kv4", "Round to nearest": "w4a8-rtn",
+         "Int8 weights + activations": "w8a8"}  # fmt: skip
+
+
+@pytest.mark.parametrize("several", [1, 3], ids=["short labels", "long labels"])
+def test_names_below_scores_are_whole_apart_and_inside_the_figure(comparison, several):
     """Methods of one quantizer each stand close: Activations beside KV cache."""
-    names = ["BNB", "GPTQ", "HQQ", "Activations", "KV cache", "Round to nearest", "Rotation"]
+    names = list(NAMES.items()) if several == 3 else [(name, "m-4bit") for name in NAMES]
     lines = [
-        dataclasses.replace(line, method=f"m{index}", quantizer=f"m{index}-4bit", title=name)
-        for index, (line, name) in enumerate(zip(comparison.lines, names, strict=False))
-    ]
+        dataclasses.replace(line, method=f"m{index}", title=title,
+                            quantizer=label.replace("m-", f"m{index}-"))
+        for index, (line, (title, label)) in enumerate(
+            zip((x for x in comparison.lines if x.quantized), names, strict=False)
+        )
+    ]  # fmt: skip
+    lines = [dataclasses.replace(line, task="piqa", metric="acc") for line in lines]
     with rc_context(RC):
-        figure, grid = panels([1.7], left=0.62, named=("softmax",))
-        axes = grid[0][0]
-        _name_bits(axes, lines, {line.quantizer: 1.6 * i for i, line in enumerate(lines)})
+        [(_, _, figure)] = score_figures(comparison, lines)
         figure.draw_without_rendering()
-    assert [text.get_text().split() for text in axes.texts] == [name.split() for name in names]
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(one.overlaps(two) for one, two in itertools.combinations(boxes, 2))
+    axes = figure.axes[0]
+    assert [text.get_text().split() for text in axes.texts] == [name.split() for name in NAMES]
+    shown = [*axes.texts, *axes.get_xticklabels()]
+    boxes = [text.get_window_extent() for text in shown]
+    assert all(box.y0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
+    for (one, a), (two, b) in itertools.combinations(zip(boxes, shown, strict=True), 2):
+        assert not one.overlaps(two), (a.get_text(), b.get_text())
 
 
 def test_the_caption_tells_what_is_drawn(tmp_path):
