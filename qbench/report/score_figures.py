@@ -21,7 +21,7 @@ SHORT = 4  # letters of labels that lie; longer ones stand
 LETTER, SMALL_LETTER = 0.072, 0.058  # inches, of a label and of a method's name
 STANDING = 0.14  # inches that a label which stands takes, and its neighbour leaves
 SMALL = 7.5  # points of a method's name
-LINE = 1.2 * SMALL / 72  # inches
+LINE = 1.25 * SMALL / 72  # inches
 TITLE = 0.36  # inches of the title of the panel below
 
 
@@ -162,23 +162,24 @@ def _below(ordered: Sequence[Line]) -> float:
 
 
 def _names(ordered: Sequence[Line]) -> list[Name]:
-    """In the middle of a method's points; lower where the one before reaches so far."""
+    """In the middle of a method's points, or as far to the right as there is room; below those
+    before that it would overlap."""
     where = _places(ordered)
     inch = (max(where.values()) + 1.2) / BROAD
-    letter, end = SMALL_LETTER * inch, max(where.values()) + 0.6 + RIGHT * inch
+    end = max(where.values()) + 0.6 + RIGHT * inch
     found: list[Name] = []
-    reached = -0.6
+    taken: list[tuple[float, int, int]] = []  # right end, first line, line after the last
     for method in dict.fromkeys(line.method for line in ordered):
         own = [line for line in ordered if line.method == method]
         places = [where[line.quantizer] for line in own]
         lines = tuple(wrap(own[0].title, max(8, 4 * len(own)), break_long_words=False))
-        half = letter * max(map(len, lines)) / 2
+        half = SMALL_LETTER * inch * max(map(len, lines)) / 2
         middle = min((places[0] + places[-1]) / 2, end - half)
-        lower = 0
-        if found and middle - half < reached and found[-1].lower == 0:
-            lower = len(found[-1].lines)
+        beside = [(first, last) for right, first, last in taken if right > middle - half]
+        above = all(first >= len(lines) for first, _ in beside)
+        lower = 0 if above else max(last for _, last in beside)
         found.append(Name(lines=lines, middle=middle, lower=lower))
-        reached = middle + half
+        taken.append((middle + half, lower, lower + len(lines)))
     return found
 
 

@@ -128,7 +128,7 @@ def test_ticks_of_an_axis_of_ratios_go_in_steps_that_a_reader_expects(low, high,
 
 NAMES = {"BNB": "bnb-4bit", "GPTQ": "gptq-4bit", "Activations": "a8-static-99.99",
          "KV cache": "kv4", "Round to nearest": "w4a8-rtn",
-         "Simulated-activations-in-int8": "w8a8"}  # fmt: skip
+         "Simulated_activations_in_int8": "w8a8"}  # fmt: skip
 
 
 @pytest.mark.parametrize("several", [1, 3], ids=["short labels", "long labels"])
