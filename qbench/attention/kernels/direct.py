@@ -42,9 +42,15 @@ class NotKnown(Exception):
 
 @cache
 def driver() -> Any:
-    """The CUDA driver's library. Its functions are called without giving up Python's lock, so that
-    no other thread changes a launch's arguments meanwhile."""
+    """The CUDA driver's library, called without giving up Python's lock: these calls are short."""
     return ctypes.PyDLL("libcuda.so.1")
+
+
+@cache
+def launcher() -> Any:
+    """The function that launches, with Python's lock given up: it waits where the GPU has more
+    launches ahead than it takes."""
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernel
 
 
 def _checked(status: int, what: str) -> None:
@@ -95,7 +101,7 @@ class Launched:
         """Launches with these tensors' addresses."""
         with self.lock:
             self._fill(addresses)
-            status = driver().cuLaunchKernel(
+            status = launcher()(
                 self.function, *self.sizes, ctypes.c_void_p(stream), self.arguments, None
             )
         _checked(status, "cuLaunchKernel")
