@@ -19,9 +19,8 @@ from qbench.attention.kernels.settings import Settings
 from qbench.attention.normalizers import NORMALIZERS
 
 MOST = 1024  # calls that are kept
-# Times that a call is repeated before its launches are made without Triton; None for never, as it
-# was not tried on a GPU.
-OFTEN: int | None = None
+# Times that a call is repeated before its launches are made without Triton; None for never.
+OFTEN: int | None = 4
 
 _calls: dict[Any, Call | None] = {}
 
