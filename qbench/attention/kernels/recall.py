@@ -19,8 +19,9 @@ from qbench.attention.kernels.settings import Settings
 from qbench.attention.normalizers import NORMALIZERS
 
 MOST = 1024  # calls that are kept
-# Times that a call is repeated before its launches are made without Triton; None for never.
-OFTEN: int | None = 4
+# Times that a call is repeated before its launches are made without Triton, see direct.py; None for
+# never. 4 halves what the host does, and gives the same bits; no training has run with it yet.
+OFTEN: int | None = None
 
 _calls: dict[Any, Call | None] = {}
 
