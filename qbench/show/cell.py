@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from qbench.comparison.explain import flat
+from qbench.comparison.metrics import is_percentage
 from qbench.record import Audit, Damage, Record, ScoringReport, Unavailable, Written
 from qbench.show.layout import pairs, table
 from qbench.text.numbers import NO_VALUE, metric_title, number, significant
+
+EMPTY: tuple[object, ...] = ([], {}, "")
 
 
 def cell_text(record: Record) -> str:
@@ -47,7 +53,7 @@ def _head(record: Record) -> str:
 def _scores(record: Record) -> str:
     rows = []
     for score in record.scores:
-        percent = score.aggregation == "mean" and abs(score.value) <= 1
+        percent = is_percentage(score.metric)
         stderr = NO_VALUE if score.stderr is None else number(score.stderr, percent=percent)
         value = number(score.value, percent=percent)
         rows.append((score.label, metric_title(score.metric), value, stderr, score.documents))
@@ -88,7 +94,7 @@ def _audit(audit: Audit | None) -> str:
     if audit is None:
         return ""
     said = audit.model_dump(exclude_none=True, mode="json", exclude={"modules"})
-    text = [pairs(flat({name: value for name, value in said.items() if value not in ([], {}, "")}))]
+    text = [_said(said)]
     rows = [
         (
             m.name,
@@ -106,9 +112,20 @@ def _audit(audit: Audit | None) -> str:
 
 def _part(part: Written | None) -> str:
     """All that a part of a record says; nothing where there is none."""
-    values = part.model_dump(exclude_none=True, mode="json") if part is not None else {}
-    said = {name: value for name, value in values.items() if value not in ([], {}, "")}
-    return pairs(flat(said)) if said else ""
+    return _said(part.model_dump(exclude_none=True, mode="json")) if part is not None else ""
+
+
+def _said(values: Mapping[str, Any]) -> str:
+    """What is not empty; what was measured in few digits, which a key's parts are not."""
+    return pairs(flat({name: _plain(one) for name, one in values.items() if one not in EMPTY}))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return significant(value) if isinstance(value, float) else value
 
 
 def _environment(record: Record) -> str:
