@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 import torch.distributed as distributed
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -18,20 +17,20 @@ from qbench.training.processes import Processes
 def average_gradients(parameters: Iterable[nn.Parameter], processes: Processes, dtype: str) -> None:
     """Replace each gradient by its mean over the processes, which add up in ``dtype``.
 
-    They travel as one tensor, of whose parts the gradients are views afterwards. Parameters
-    without a gradient, the same ones in every process, keep none.
+    All travel in one group, where they lie. Parameters without a gradient, the same ones in every
+    process, keep none.
     """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    grads = [parameter.grad for parameter in trained]
-    whole = torch.cat([grad.flatten() for grad in grads]).to(DTYPES[dtype])
-    if processes.device.type == "cuda":
-        distributed.all_reduce(whole, distributed.ReduceOp.AVG)
-    else:  # gloo has no mean
-        distributed.all_reduce(whole)
-        whole /= processes.count
-    parts = whole.to(grads[0].dtype).split([grad.numel() for grad in grads])
-    for parameter, part in zip(trained, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sent = [grad.to(DTYPES[dtype]) for grad in grads]  # themselves, where that is their dtype
+    options = distributed.AllreduceCoalescedOptions()
+    if means := processes.device.type == "cuda":  # gloo has sums alone
+        options.reduceOp = distributed.ReduceOp.AVG
+    distributed.group.WORLD.allreduce_coalesced(sent, options).wait()
+    for grad, total in zip(grads, sent, strict=True):
+        if grad is not total:
+            grad.copy_(total)
+        if not means:
+            grad /= processes.count
 
 
 def averaging_as_they_come(
