@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qbench.comparison.metrics import is_percentage
 from qbench.errors import QbenchError
 from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import write_atomically
@@ -29,7 +30,7 @@ def card(record: Record) -> str:
 
     results = []
     for score in record.scores:
-        percent = score.aggregation == "mean"
+        percent = is_percentage(score.metric)
         results.append(
             EvalResult(
                 task_type="text-generation",
