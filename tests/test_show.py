@@ -11,7 +11,8 @@ from synthetic import make_store
 from qbench.cli import app
 from qbench.comparison.explain import find_cell, flat
 from qbench.errors import ResultsError
-from qbench.show import cell_text
+from qbench.show import cell_text, document_text
+from qbench.show.document import unquantized
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"
 CELL = f"{REAL}/softpick/gptq-3bit"
@@ -71,6 +72,22 @@ def test_a_document_shows_its_requests_and_which_is_likeliest(capsys):
     assert "Acc Norm" in text
     every = show(capsys, CELL, "--document", "7")
     assert every.count(", document 7") == 5
+
+
+def test_a_documents_part_of_a_perplexity_is_called_what_it_is(capsys):
+    text = show(capsys, CELL, "--document", "7", "--task", "lambada_openai")
+    assert re.search(r"^  Perplexity: log-likelihood +-\d", text, re.MULTILINE)
+    assert re.search(r"^  Acc +[01] ", text, re.MULTILINE)
+
+
+def test_beside_a_cell_stands_the_one_that_its_damage_is_against_or_none():
+    store, record = find_cell(CELL)
+    assert unquantized(store, record).cell == "softpick/bf16"
+    other = record.model_copy(
+        update={"key_parts": {**record.key_parts, "damage against": "0" * 64}}
+    )
+    assert unquantized(store, other) is None  # and no other of that name in its place
+    assert "no good record of these documents" in document_text(store, other, 7)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@ unquantized model did."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import pandas as pd
 
+from qbench.comparison.metrics import LOG_SCALE
 from qbench.errors import ResultsError
 from qbench.record import GridCell, Record
 from qbench.show.layout import table
@@ -35,6 +36,9 @@ def document_text(
     base = unquantized(store, record)
     before = (store.outcomes(base), store.responses(base)) if base is not None else None
     names = [record.cell, *([base.cell] if base is not None else [])]
+    summed = {
+        one.metric for one in record.scores if one.aggregation in (*LOG_SCALE, "bits_per_byte")
+    }
     parts = []
     for name in known if task is None else [task]:
         tables = [(outcomes, responses), *([before] if before else [])]
@@ -46,7 +50,7 @@ def document_text(
         parts.append(f"{name}, document {document}")
         parts += _asked((asked or {}).get(name, ()))
         if not scored[0].empty:
-            parts.append(_metrics(names, scored))
+            parts.append(_metrics(names, scored, summed))
         texts = [one[one["answer"].notna()] for one in answered]
         likelihoods = [one[one["answer"].isna()] for one in answered]
         if not likelihoods[0].empty:
@@ -85,8 +89,7 @@ def unquantized(store: Store, record: Record) -> Record | None:
             for cell in store.grid().cells
             if cell.checkpoint == record.checkpoint and not cell.quantized
         ]
-    cells.sort(key=lambda cell: cell.key != key)
-    for cell in cells:
+    for cell in cells if key is None else [cell for cell in cells if cell.key == key]:
         found = store.whole(cell)
         if found is not None and found.status == "ok" and found.documents == record.documents:
             return found
@@ -97,13 +100,18 @@ def _of(rows: pd.DataFrame, task: str, document: int) -> pd.DataFrame:
     return rows[(rows["task"] == task) & (rows["document"] == document)]
 
 
-def _metrics(names: list[str], scored: tuple[pd.DataFrame, ...]) -> str:
+def _metrics(names: list[str], scored: tuple[pd.DataFrame, ...], summed: Collection[str]) -> str:
+    """Of those that are ``summed`` a document has a log-likelihood, which is no perplexity."""
     values = [dict(zip(one["metric"], one["value"], strict=True)) for one in scored]
     rows = [
-        (metric_title(metric), *(_shown(of.get(metric), "g") for of in values))
+        (_named(metric, summed), *(_shown(of.get(metric), "g") for of in values))
         for metric in values[0]
     ]
     return table(("metric", *names), rows)
+
+
+def _named(metric: str, summed: Collection[str]) -> str:
+    return metric_title(metric) + (": log-likelihood" if metric in summed else "")
 
 
 def _requests(names: list[str], asked: list[pd.DataFrame]) -> str:
