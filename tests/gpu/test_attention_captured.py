@@ -80,17 +80,22 @@ def test_a_repeated_call_gives_the_bits_of_a_first_one(normalizer):
 
 @pytest.mark.parametrize("normalizer", ["softmax", "sigmoid"])
 def test_kernels_that_one_thread_loaded_run_in_another(normalizer):
-    """Autograd's threads have no CUDA context of their own."""
+    """Threads, autograd's among them, have no CUDA context of their own."""
     query, key, value, gradient = (draw(seed) for seed in range(4))
     settings = Settings(normalizer, 0.125, 0.0, True, 0, SHAPE[1], SHAPE[1])
-    kept = launch.forward(query, key, value, None, None, NONE, settings)
+
+    def forward():
+        return launch.forward(query, key, value, None, None, NONE, settings)
+
+    kept = forward()
 
     def backward():
         return launch.backward(gradient, query, key, value, *kept, None, None, NONE, settings)[:3]
 
     expected = backward()
-    with ThreadPoolExecutor(1) as threads:
-        assert same(threads.submit(backward).result(), expected)
+    for run, results in ((forward, kept), (backward, expected)):
+        with ThreadPoolExecutor(1) as threads:
+            assert same(threads.submit(run).result()[:2], results[:2])
 
 
 def test_a_call_of_another_layout_is_another_call():

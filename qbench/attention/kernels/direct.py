@@ -53,9 +53,9 @@ def launcher() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernel
 
 
-def _checked(status: int, what: str) -> None:
+def _checked(status: int, what: str, error: type[Exception] = RuntimeError) -> None:
     if status:
-        raise RuntimeError(f"CUDA driver: {what} failed with status {status}")
+        raise error(f"CUDA driver: {what} failed with status {status}")
 
 
 class Launched:
@@ -139,19 +139,22 @@ def captured(
 ) -> Launched:  # fmt: skip
     """What ``launch(stream)`` launches, one kernel. Raises NotKnown."""
     cuda, stream, graph = driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _checked(cuda.cuStreamCreate(ctypes.byref(stream), NON_BLOCKING), "cuStreamCreate")
+    status = cuda.cuStreamCreate(ctypes.byref(stream), NON_BLOCKING)
+    _checked(status, "cuStreamCreate", NotKnown)
     try:
-        _checked(cuda.cuStreamBeginCapture_v2(stream, RELAXED), "cuStreamBeginCapture")
+        _checked(cuda.cuStreamBeginCapture_v2(stream, RELAXED), "cuStreamBeginCapture", NotKnown)
         try:
             launch(stream.value)
         finally:
-            _checked(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)), "cuStreamEndCapture")
+            status = cuda.cuStreamEndCapture(stream, ctypes.byref(graph))
+        _checked(status, "cuStreamEndCapture", NotKnown)
     finally:
         cuda.cuStreamDestroy_v2(stream)
     try:
         count = ctypes.c_size_t(2)
         nodes = (ctypes.c_void_p * 2)()
-        _checked(cuda.cuGraphGetNodes(graph, nodes, ctypes.byref(count)), "cuGraphGetNodes")
+        status = cuda.cuGraphGetNodes(graph, nodes, ctypes.byref(count))
+        _checked(status, "cuGraphGetNodes", NotKnown)
         if count.value != 1:
             raise NotKnown(f"{count.value} nodes of one launch")
         node = _Node()

@@ -66,6 +66,7 @@ def forward(
     parameters: Parameters, settings: Settings, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, lse, and a flag [1] that is 1 where rows of tiny scores were met."""
+    prepare_thread(query.device)
     # Keys grow with every token that is decoded: no such call is like another.
     few = settings.max_seqlen_q * (query.shape[1] // key.shape[1]) <= DECODE_ROWS
     if INTERPRETED or few or mask is not None or spans is not None or tile is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qbench.attention.kernels import launch, recall, relaunch
+from qbench.attention.kernels import launch, recall
 from qbench.attention.kernels.plans import PLAIN, Plan, unseen
 from qbench.attention.kernels.settings import Parameters, Settings
 
@@ -153,7 +153,6 @@ class _Eager(torch.autograd.Function):
             which = launch.enough()
             call = plan.backward.get((which, recall.layout(gradient)))
             if call is not None:
-                relaunch.prepare_thread(gradient.device)
                 return (*call(given), *[None] * 8)
         *gradients, of_parameter, of_slopes = launch.backward(
             gradient, *tensors, mask, spans, parameters, ctx.settings, *learned

@@ -64,9 +64,11 @@ class Call:
 
     def __call__(self, given: Sequence[Tensor | None]) -> list[Tensor]:
         """The results, in tensors made for them."""
+        relaunch.prepare_thread(self.device)
         made = [maker() for maker in self.makers]
         tensors = [*given, *made]
-        if self.direct:
+        # The driver launches where the kernels were loaded.
+        if self.direct and torch.cuda.current_device() == self.device.index:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             stream = current_stream(self.device.index)
             for launched in self.direct:
@@ -83,7 +85,8 @@ class Call:
         """From now on the launches are made without Triton, where that is possible."""
         if self.device.type != "cuda":
             return
-        if torch.cuda.is_current_stream_capturing() or not direct.distinct(tensors):
+        here = torch.cuda.current_device() == self.device.index
+        if torch.cuda.is_current_stream_capturing() or not (here and direct.distinct(tensors)):
             self.repeated = 0  # another time
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

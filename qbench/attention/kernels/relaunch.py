@@ -35,9 +35,9 @@ _known: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
 
 
 def prepare_thread(device: torch.device) -> None:
-    """Makes this thread able to launch. Gradients are computed in threads of autograd's own, which
-    have no CUDA context before their first use of the runtime; Triton sets one only where it loads
-    a kernel, and a kernel that another thread has loaded would fail."""
+    """Makes this thread able to launch. A thread has no CUDA context before its first use of the
+    runtime, autograd's threads for gradients among them; Triton sets one only where it loads a
+    kernel, and a kernel that another thread has loaded would fail."""
     if device.type == "cuda" and device.index not in _notes.devices:
         torch.zeros(1, device=device)
         _notes.devices.add(device.index)
