@@ -8,8 +8,9 @@ and then timed by itself, what the host takes to launch left out.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
@@ -46,37 +47,51 @@ TILES = {  # by head dimension
 }
 GLUON = {64: (_tile(64, 64, 4, 4, gluon=True),), 128: (_tile(64, 64, 4, 3, gluon=True),)}
 PATIENCE_S = 90
+COMPILE_S = 600.0
+LATE = "not compiled in time"
 
 
-def bench_tiles(widths: tuple[int, ...] = (64, 128), only: Collection[str] = ()) -> dict[str, Any]:
+def bench_tiles(
+    widths: tuple[int, ...] = (64, 128), only: Collection[str] = (), seconds: float = COMPILE_S
+) -> dict[str, Any]:
     """Forward tiles, the fastest first, and backward kernels by head dimension, in TFLOP/s; and
-    short steps as they are. ``only``: of these normalizers, beside softmax."""
+    short steps as they are. ``only``: of these normalizers, beside softmax. What is not compiled
+    and checked after ``seconds`` is not timed."""
     variants = [v for v in VARIANTS if not only or v.normalizer in only or v == VARIANTS[0]]
-    jobs = [
-        (variant, width, tile)
-        for variant in variants[::-1]  # those that take longest to compile first
-        for width in widths
-        for tile in (None, *TILES[width])
+    tiled = [
+        (variant, width, tile) for width in widths for tile in TILES[width] for variant in variants
     ]
-    workers = max(1, min(15, (os.cpu_count() or 2) - 1))
+    # Those in use first: their backward kernels too are compared.
+    jobs = [(variant, width, None) for width in widths for variant in variants] + tiled
+    others = [
+        (variant, width, tile)
+        for width in widths
+        for tile in GLUON[width]
+        for variant in variants
+        if variant.normalizer == "sigmoid"
+    ]
+    workers = max(1, min(30, (os.cpu_count() or 2) - 1))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        found = pool.map(_error, jobs)
-        others = [
-            (variant, width, tile)
-            for width in widths
-            for variant in variants
-            for tile in GLUON[width]
-            if variant.normalizer == "sigmoid"
-        ]
-        if not all(_ends((VARIANTS[2], width, GLUON[width][0])) for width in widths):
-            others = []
-        more = pool.map(_error, others)
-        checks = dict(zip([*jobs, *others], [*found, *more], strict=True))
+        end = time.monotonic() + seconds
+        found = {job: pool.submit(_error, job) for job in jobs}
+        first = {job[1]: job for job in reversed(others)}
+        ended = {width: _ends(job, seconds) for width, job in first.items()}
+        found |= {job: pool.submit(_error, job) for job in others if ended[job[1]]}
+        checks = {job: _until(end, future) for job, future in found.items()}
+        pool.shutdown(cancel_futures=True)
     return {
         "forward": list(_forward(checks)),
         "backward": list(_backward(checks, widths)),
         "steps": list(steps(REPEAT_MS, ("softmax", "softpick", "sigmoid"))),
     }
+
+
+def _until(end: float, found: Future[str]) -> str:
+    """What is found by then."""
+    try:
+        return found.result(timeout=max(0.0, end - time.monotonic()))
+    except TimeoutError:
+        return LATE
 
 
 def _named(tile: Tile | None) -> str:
@@ -87,12 +102,12 @@ def _named(tile: Tile | None) -> str:
     return words + (", Gluon" if tile.gluon else "")
 
 
-def _ends(job: tuple[Variant, int, Tile | None]) -> bool:
+def _ends(job: tuple[Variant, int, Tile | None], seconds: float) -> bool:
     """Whether this candidate comes to an end: one that waits for a barrier for ever would hold all
     others up."""
     process = get_context("spawn").Process(target=_pass, args=(job,))
     process.start()
-    process.join(PATIENCE_S)
+    process.join(min(PATIENCE_S, seconds))
     if process.exitcode is None:
         process.kill()
         process.join()

@@ -54,15 +54,23 @@ def attention(
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Try other tiles and arithmetic instead, and rank them.")
     ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Leave out of --tiles what is not compiled after so long.", min=0),
+    ] = None,
 ) -> None:
     """The kernels against float64, then against what else runs. Needs a GPU."""
     from qbench.bench.attention import bench_attention, table
 
     if tiles:
         if checkpoint or text:
-            raise RecipeError("bench attention --tiles: it takes --quick, --only and --out alone")
-        _tiles(out, quick, only)
+            raise RecipeError(
+                "bench attention --tiles: it takes --quick, --only, --seconds and --out alone"
+            )
+        _tiles(out, quick, only, seconds)
         return
+    if seconds is not None:
+        raise RecipeError("bench attention --seconds: it is for --tiles")
     if (checkpoint is None) != (text is None):
         raise RecipeError("bench attention: --checkpoint and --text go together")
     if text is not None and not text.is_file():
@@ -70,14 +78,14 @@ def attention(
     typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text, only)))
 
 
-def _tiles(out: Path | None, quick: bool, only: list[str]) -> None:
+def _tiles(out: Path | None, quick: bool, only: list[str], seconds: float | None) -> None:
     """``--quick``: heads of 64 alone."""
     from qbench.bench.attention import require_gpu
-    from qbench.bench.attention_tiles import bench_tiles
+    from qbench.bench.attention_tiles import COMPILE_S, bench_tiles
     from qbench.bench.attention_tiles_table import tiles_table
 
     require_gpu()
-    results = bench_tiles((64,) if quick else (64, 128), only)
+    results = bench_tiles((64,) if quick else (64, 128), only, seconds or COMPILE_S)
     if out is not None:
         write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
         if out.suffix:

@@ -1,6 +1,11 @@
 import re
+import time
+from concurrent.futures import Future
+
+from typer.testing import CliRunner
 
 from qbench.attention.kernels import tiles
+from qbench.bench.attention_tiles import LATE, _passed, _until
 from qbench.bench.attention_tiles_table import CURRENT, tiles_table
 from qbench.bench.attention_variants import VARIANTS
 
@@ -44,3 +49,19 @@ def test_a_variant_changes_the_arithmetic_only_while_it_is_tried():
             seen += [now for now in [constants()] if now not in seen]
         assert constants() == before
     assert len(seen) >= 8
+
+
+def test_what_is_not_compiled_in_time_is_not_timed():
+    found: Future[str] = Future()
+    assert _until(time.monotonic() + 0.05, found) == LATE
+    found.set_result("2.3e-03")
+    assert _until(time.monotonic() - 1, found) == "2.3e-03"
+    assert not _passed(LATE)
+
+
+def test_a_limit_to_compiling_is_for_tiles():
+    from qbench.cli import app
+
+    ran = CliRunner().invoke(app, ["bench", "attention", "--seconds", "60"])
+    assert ran.exit_code != 0
+    assert "it is for --tiles" in str(ran.exception) + ran.output
