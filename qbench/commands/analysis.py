@@ -151,10 +151,12 @@ def analyze(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Cells of one kind that are to be analyzed: what is said of it, where analyses of other texts
-    or settings were replaced, the cells, and what makes one of them here."""
+    """Cells of one kind that are to be analyzed: the tokens of a text, what is said of it besides,
+    where analyses of other texts or settings were replaced, the cells, and what makes one of them
+    here."""
 
-    what: str
+    length: int
+    apart: str = ""
     replaced: str | None
     unit: AnalysisUnit
     make: Callable[..., Analysis | Sensitivity]
@@ -162,6 +164,10 @@ class Part:
     @property
     def names(self) -> list[str]:
         return [cell.name for cell in self.unit.cells]
+
+    @property
+    def counted(self) -> str:
+        return f"{len(self.names)} cell{'s' if len(self.names) != 1 else ''}"
 
 
 def _parts(
@@ -205,7 +211,7 @@ def _analyses(
     others = analyses.put_grid(analysis_grid(plan, cells))
     chosen = tuple(cell for cell in cells if cell.name in wanted)
     return Part(
-        what=f"{settings.length} tokens",
+        length=settings.length,
         replaced=str(analyses.folder) if others else None,
         unit=AnalysisUnit(plan=plan, out=out, part=part, settings=settings, cells=chosen),
         make=partial(analyze_if_needed, plan=plan, analyses=analyses),
@@ -231,7 +237,8 @@ def _sensitivities(
     put_grid(analyses, cells, plan.recipe.name)
     unit = "decoder layer" if settings.blocks else "linear layer"
     return Part(
-        what=f"{settings.length} tokens, one {unit} at a time",
+        length=settings.length,
+        apart=f", one {unit} at a time",
         replaced=None,
         unit=AnalysisUnit(
             plan=plan, out=out, part=SENSITIVITY, settings=settings, cells=cells, label=label
@@ -249,8 +256,8 @@ def _done(
 
     with terminal() as screen, Display(screen, len(part.names)) as display:
         display.say(
-            f"{len(part.names)} cells on {settings.device}: at most {settings.samples} texts of "
-            f"{part.what} of {settings.source.name}"
+            f"{part.counted} on {settings.device}: at most {settings.samples} texts of "
+            f"{part.length} tokens of {settings.source.name}{part.apart}"
         )
         if place.description:
             display.say(place.description)

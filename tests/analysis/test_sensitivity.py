@@ -1,6 +1,7 @@
 """One part of a model quantized at a time: what is measured, and what a run keeps of it."""
 
 import csv
+import re
 import subprocess
 import sys
 
@@ -88,7 +89,7 @@ def test_units_are_linear_layers_or_decoder_layers(models):
     ]  # fmt: skip
 
 
-def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, monkeypatch):
+def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, monkeypatch, capfd):
     path, out = small_recipe(tmp_path), tmp_path / "out"
     measured = []
     against = Baseline.against
@@ -111,8 +112,11 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
     assert whole.units[:4] == stopped.units
     assert (whole.status, len(whole.units), whole.unit) == ("ok", 28, "linear")
     assert whole.together.kl.value > max(unit.kl.value for unit in whole.units) / 2
+    capfd.readouterr()
     assert qbench("analyze", path, "--out", out, *options) == 0
     assert len(measured) == 30
+    said = r"^1 cell on cpu: at most \d+ texts of \d+ tokens of .*, one linear layer at a time$"
+    assert re.search(said, capfd.readouterr().err, re.MULTILINE)
     rows = list(csv.DictReader((out / "analysis" / "sensitivity.csv").read_text().splitlines()))
     assert len(rows) == 29
     assert float(rows[3]["kl"]) == whole.units[3].kl.value
