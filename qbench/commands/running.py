@@ -221,8 +221,11 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     total = len(planned.cells)
     count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
     from qbench.commands.planning import how, notes
+    from qbench.machine.bytecode import compiled_anew, remedy
 
     display.say(f"{count} on {how(planned, cells)}")
+    if slow := compiled_anew():
+        display.say(remedy(slow))
     for line in notes(cells):
         display.say(line)
     if planned.calibration is not None:
