@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,9 @@ class Estimate:
         self._earlier, self._tasks, self._at_once = dict(earlier or {}), tasks, max(1, at_once)
         self._clock = clock
         self._begun: dict[str, float] = {}
-        self._scoring: dict[str, tuple[float, int, float]] = {}  # since, tasks done, of this one
+        self._scoring: dict[str, tuple[list[float], float]] = {}  # when tasks began; of this one
         self._took: dict[str, float] = {}
+        self._shares: list[list[float]] = []  # of a cell's scoring, that its tasks took
 
     def begin(self, cell: str) -> None:
         self._waiting.pop(cell, None)
@@ -49,20 +51,26 @@ class Estimate:
     def step(self, cell: str, name: str) -> None:
         if not name.startswith("evaluate"):
             return
-        since, done, _ = self._scoring.get(cell, (self._clock(), -1, 0.0))
-        self._scoring[cell] = (since, done + 1, 0.0)
+        began, _ = self._scoring.get(cell, ([], 0.0))
+        self._scoring[cell] = ([*began, self._clock()], 0.0)
 
     def advance(self, cell: str, completed: float, total: float | None) -> None:
         if cell in self._scoring and total:
-            since, done, _ = self._scoring[cell]
-            self._scoring[cell] = (since, done, completed / total)
+            self._scoring[cell] = (self._scoring[cell][0], completed / total)
 
     def end(self, cell: str) -> None:
         begun = self._begun.pop(cell, None)
         self._waiting.pop(cell, None)
         if begun is not None and cell in self._scoring:  # not where it was there already
             self._took[cell] = self._clock() - begun
+            self._learn([*self._scoring[cell][0], self._clock()])
         self._scoring.pop(cell, None)
+
+    def _learn(self, times: Sequence[float]) -> None:
+        """How the scoring of a whole cell is divided: WikiText may take as long as all others."""
+        whole = times[-1] - times[0]
+        if len(times) == self._tasks + 1 and whole > 0:
+            self._shares.append([(end - begin) / whole for begin, end in pairwise(times)])
 
     def left(self) -> float | None:
         """Seconds; None where nothing is known yet."""
@@ -82,10 +90,14 @@ class Estimate:
     def _whole(self, cell: str) -> float | None:
         """Seconds of a cell at work from its beginning to its end."""
         if cell in self._scoring:
-            since, done, part = self._scoring[cell]
-            share = (done + part) / self._tasks
+            began, part = self._scoring[cell]
+            of_task = [fmean(one) for one in zip(*self._shares, strict=True)] or (
+                [1 / self._tasks] * self._tasks
+            )
+            done = len(began) - 1
+            share = sum(of_task[:done]) + sum(of_task[done : done + 1]) * part
             if share > EARLY:
-                return since - self._begun[cell] + (self._clock() - since) / share
+                return began[0] - self._begun[cell] + (self._clock() - began[0]) / share
         return self._earlier.get(cell)
 
 

@@ -50,6 +50,19 @@ def test_the_first_batches_say_it_where_no_record_does():
     assert left.left() == pytest.approx(10 + 30)
 
 
+def test_a_cell_that_has_ended_says_which_tasks_are_long():
+    """As WikiText is beside four tasks of short questions."""
+    clock, left = estimate(["a", "b"], tasks=3)
+    for cell in "ab":
+        left.begin(cell)
+        for task, seconds in (("one", 5), ("two", 5), ("long", 90)):
+            left.step(cell, f"evaluate {task}")
+            if (cell, task) == ("b", "long"):  # a tenth of it in 10 s, not two thirds
+                assert left.left() == pytest.approx(90)
+            clock.now += seconds
+        left.end(cell)
+
+
 def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
     clock, left = estimate(["a", "b", "c"], tasks=1)
     left.begin("a")
