@@ -95,15 +95,20 @@ def show_powers(axes: Axes, *, most: int = 6) -> None:
 
 def _round(low: float, high: float, most: int) -> list[float]:
     """Round numbers whose logarithms lie from ``low`` to ``high``: of the sets that belong
-    together, each with 1 in it, the one with the most that stand apart, at most ``most``."""
+    together, each with 1 in it, the one with the most that stand apart, at most ``most``; of equal
+    ones that which reaches farthest."""
     apart = (high - low) / (most + 1)
     best: list[float] = []
     for ticks in _sets(low, high):
         found = [one for one in ticks if low <= math.log(one) <= high]
         gaps = (math.log(b / a) for a, b in pairwise(found))
-        if len(best) < len(found) <= most and min(gaps, default=apart) >= apart:
-            best = found
+        if len(found) <= most and min(gaps, default=apart) >= apart:
+            best = max(best, found, key=_reach)
     return best or [1.0]
+
+
+def _reach(ticks: Sequence[float]) -> tuple[int, float]:
+    return len(ticks), ticks[-1] / ticks[0] if ticks else 0.0
 
 
 def _sets(low: float, high: float) -> Iterator[list[float]]:
