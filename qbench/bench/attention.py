@@ -7,7 +7,6 @@ timings after a warm-up; the two ceilings are measured in the same run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from qbench.bench.attention_prefill import (
 )
 from qbench.bench.attention_skipping import measure_skipping, skipping_table
 from qbench.bench.attention_timing import given, milliseconds, random_tensor, sparse_keys
+from qbench.bench.kept import gathered, kept_in
 from qbench.errors import UnavailableError
-from qbench.files import write_atomically
 from qbench.text import markdown
 
 DECODE = (64, 4096, 16, 64)
@@ -47,9 +46,9 @@ def bench_attention(
     only: Collection[str] = (),
 ) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out``
-    (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and repeats.
-    With a softpick ``checkpoint`` and a ``text`` to run it over, skipping of empty tiles is
-    measured on its activations too. ``only``: these normalizers, what they are measured beside,
+    as it goes (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and
+    repeats. With a softpick ``checkpoint`` and a ``text`` to run it over, skipping of empty tiles
+    is measured on its activations too. ``only``: these normalizers, what they are measured beside,
     and neither packed sequences nor skipping.
 
     Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
@@ -62,27 +61,26 @@ def bench_attention(
     checks = check_kernels(quick, only)
     repeat_ms = 20 if quick else 100
     shapes = SHAPES[:1] if quick else SHAPES
-    rows = [row for shape in shapes for row in prefill(shape, repeat_ms, only)]
-    results = {
+    ceilings = _ceilings(repeat_ms)
+    about = {
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": _triton_version()},
         "units": "TFLOP/s for prefill; share of the copy's TB/s for decode; ms for packed",
-        "ceilings": _ceilings(repeat_ms),
+        "ceilings": ceilings,
         "checks": checks,
-        "prefill": rows,
-        "steps": list(steps(repeat_ms, only)),
-        "decode": list(_decode(repeat_ms, quick, only)),
-        "packed": [] if only else list(_packed(repeat_ms, quick)),
-        "skipping": [] if only else measure_skipping(repeat_ms, checkpoint, text),
     }
-    copied = results["ceilings"]["copy_tb_per_s"]
-    for row in results["decode"]:
-        row["share_of_copy"] = row["tb_per_s"] / copied
-    if out is not None:
-        write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
-        if out.suffix:  # /dev/stdout has nothing beside it
-            write_atomically(out.with_suffix(".md"), table(results).encode())
-    return results
+    parts = {
+        "prefill": (row for shape in shapes for row in prefill(shape, repeat_ms, only)),
+        "steps": steps(repeat_ms, only),
+        "decode": _decode(repeat_ms, quick, only, ceilings["copy_tb_per_s"]),
+        "packed": () if only else _packed(repeat_ms, quick),
+        "skipping": () if only else _skipping(repeat_ms, checkpoint, text),
+    }
+    return gathered(about, parts, kept_in(out, table))
+
+
+def _skipping(repeat_ms: int, checkpoint: str | None, text: Path | None) -> Iterator[dict]:
+    yield from measure_skipping(repeat_ms, checkpoint, text)
 
 
 def require_gpu(device: str = "cuda") -> None:
@@ -140,7 +138,10 @@ def _packed_table(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _decode(repeat_ms: int, quick: bool, only: Collection[str]) -> Iterator[dict[str, Any]]:
+def _decode(
+    repeat_ms: int, quick: bool, only: Collection[str], copied: float
+) -> Iterator[dict[str, Any]]:
+    """``copied``: TB/s of a copy."""
     batch, length, heads, width = DECODE
     batch = 8 if quick else batch
     key, value = (random_tensor(batch, length, heads, width).contiguous() for _ in range(2))
@@ -151,7 +152,9 @@ def _decode(repeat_ms: int, quick: bool, only: Collection[str]) -> Iterator[dict
     def row(name: str, run: Callable[[], Tensor]) -> dict[str, Any]:
         ms = milliseconds(run, repeat_ms)
         shape = (batch, length, heads, width)
-        return {"shape": shape, "kernel": name, "ms": ms, "tb_per_s": size / ms / 1e9}
+        rate = size / ms / 1e9
+        return {"shape": shape, "kernel": name, "ms": ms, "tb_per_s": rate,
+                "share_of_copy": rate / copied}  # fmt: skip
 
     with torch.no_grad():
         for normalizer in only or computed():

@@ -27,6 +27,7 @@ from qbench.bench.attention_prefill import steps
 from qbench.bench.attention_tiles_table import CURRENT, FORWARD
 from qbench.bench.attention_timing import captured, given, milliseconds, random_tensor
 from qbench.bench.attention_variants import VARIANTS, Variant
+from qbench.bench.kept import Keep, gathered
 
 LIMIT = 1e-2  # ‖error‖ / ‖truth‖ in bf16
 SMALL = (1, 512, 16)  # batch, length, heads of the check
@@ -52,11 +53,11 @@ LATE = "not compiled in time"
 
 
 def bench_tiles(
-    widths: tuple[int, ...] = (64, 128), only: Collection[str] = (), seconds: float = COMPILE_S
+    widths: tuple[int, ...], only: Collection[str], seconds: float, keep: Keep
 ) -> dict[str, Any]:
-    """Forward tiles, the fastest first, and backward kernels by head dimension, in TFLOP/s; and
-    short steps as they are. ``only``: of these normalizers, beside softmax. What is not compiled
-    and checked after ``seconds`` is not timed."""
+    """Forward tiles, of each kernel the fastest first, and backward kernels by head dimension, in
+    TFLOP/s; and short steps as they are; each kept by ``keep``. ``only``: of these normalizers,
+    beside softmax. What is not compiled and checked after ``seconds`` is not timed."""
     variants = [v for v in VARIANTS if not only or v.normalizer in only or v == VARIANTS[0]]
     tiled = [
         (variant, width, tile) for width in widths for tile in TILES[width] for variant in variants
@@ -79,11 +80,12 @@ def bench_tiles(
         found |= {job: pool.submit(_error, job) for job in others if ended[job[1]]}
         checks = {job: _until(end, future) for job, future in found.items()}
         pool.shutdown(cancel_futures=True)
-    return {
-        "forward": list(_forward(checks)),
-        "backward": list(_backward(checks, widths)),
-        "steps": list(steps(REPEAT_MS, ("softmax", "softpick", "sigmoid"))),
+    parts = {
+        "forward": _forward(checks),
+        "backward": _backward(checks, widths),
+        "steps": steps(REPEAT_MS, ("softmax", "softpick", "sigmoid")),
     }
+    return gathered({}, parts, keep)
 
 
 def _until(end: float, found: Future[str]) -> str:

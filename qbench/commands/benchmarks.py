@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -83,14 +84,12 @@ def _tiles(out: Path | None, quick: bool, only: list[str], seconds: float | None
     from qbench.bench.attention import require_gpu
     from qbench.bench.attention_tiles import COMPILE_S, bench_tiles
     from qbench.bench.attention_tiles_table import tiles_table
+    from qbench.bench.kept import kept_in
 
     require_gpu()
-    results = bench_tiles((64,) if quick else (64, 128), only, seconds or COMPILE_S)
-    if out is not None:
-        write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
-        if out.suffix:
-            write_atomically(out.with_suffix(".md"), tiles_table(results, best=99).encode())
-    typer.echo(tiles_table(results))
+    widths = (64,) if quick else (64, 128)
+    keep = kept_in(out, partial(tiles_table, best=99))
+    typer.echo(tiles_table(bench_tiles(widths, only, seconds or COMPILE_S, keep)))
 
 
 app.command("cluster")(bench_cluster.cluster)

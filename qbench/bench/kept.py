@@ -1,0 +1,43 @@
+"""Results that are written while they are measured: whoever is stopped has what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qbench.files import write_atomically
+
+Keep = Callable[[dict[str, Any]], None]
+CUT = "\nStopped before the end: rows are missing.\n"
+
+
+def kept_in(out: Path | None, table: Callable[[dict[str, Any]], str]) -> Keep:
+    """What writes results to ``out`` (JSON, and their table beside it in Markdown), if there is
+    one."""
+
+    def keep(results: dict[str, Any]) -> None:
+        if out is None or not (results["whole"] or out.suffix):  # /dev/stdout is written to once
+            return
+        write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
+        if out.suffix:
+            cut = "" if results["whole"] else CUT
+            write_atomically(out.with_suffix(".md"), (table(results) + cut).encode())
+
+    return keep
+
+
+def gathered(
+    about: Mapping[str, Any], parts: Mapping[str, Iterable[Any]], keep: Keep
+) -> dict[str, Any]:
+    """``about``, then the rows of each part as they come, each of which is kept. ``whole``: whether
+    none is missing."""
+    results = {**about, **{name: [] for name in parts}, "whole": False}
+    for name, rows in parts.items():
+        for row in rows:
+            results[name].append(row)
+            keep(results)
+    results["whole"] = True
+    keep(results)
+    return results
