@@ -186,7 +186,7 @@ def train(
     require_folder(folder, "--out")
     where = choose_device(device)
     files = read_token_files(loaded.token_folder)
-    evaluation = _evaluation(evaluate, evaluate_data, cluster, loaded, weights=weights)
+    evaluation = _evaluation(evaluate, evaluate_data, cluster, loaded, folder, weights=weights)
     settle_workspace()
     from qbench.training.processes import joined
     from qbench.training.runs import Options, draw, train_recipe
@@ -223,7 +223,7 @@ def train(
     curves = draw(loaded, folder)
     show_written([folder, *([curves] if curves else [])])
     if evaluation is not None and len(found) == len(runs):
-        evaluation(folder, device)
+        evaluation(device)
 
 
 def _evaluation(
@@ -231,10 +231,11 @@ def _evaluation(
     data: Path | None,
     cluster: str | None,
     loaded: TrainingRecipe,
+    folder: Path,
     *,
     weights: bool,
-) -> Callable[[Path, Device], None] | None:
-    """What runs the recipe of ``--evaluate`` on the checkpoints in a folder; None without one.
+) -> Callable[[Device], None] | None:
+    """What runs the recipe of ``--evaluate`` on the checkpoints in ``folder``; None without one.
     Raises RecipeError, before anything is trained, where it could not."""
     from qbench.commands.running import run
     from qbench.recipe import Recipe
@@ -255,7 +256,15 @@ def _evaluation(
             f"({', '.join(trained)}); leave it out of the recipe"
         )
 
-    def evaluate(folder: Path, device: Device) -> None:
+    asked_for = {f"{normalizer}-seed{seed}" for normalizer, seed in loaded.runs()}
+    there = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
+    if more := sorted(there - asked_for):
+        raise RecipeError(
+            f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that is not asked for; "
+            "ask for it as well, or take another --out"
+        )
+
+    def evaluate(device: Device) -> None:
         checkpoints = []
         for name in trained:
             seeds = sorted(folder.glob(f"{name}-seed*"))

@@ -72,3 +72,11 @@ def test_what_could_not_be_evaluated_is_refused_before_training(
     with pytest.raises(RecipeError, match=said):
         qbench("train", recipe_file(), "--out", out, "--device", "cpu", *options)
     assert not out.exists()
+
+
+def test_other_seeds_in_the_folder_are_not_evaluated_in_silence(tmp_path, recipe_file, recipe):
+    out = tmp_path / "trained"
+    (out / "softpick-seed7").mkdir(parents=True)
+    with pytest.raises(RecipeError, match="holds softpick-seed7 too"):
+        qbench("train", recipe_file(), "--out", out, "--device", "cpu", "--evaluate", recipe())
+    assert [path.name for path in out.iterdir()] == ["softpick-seed7"]
