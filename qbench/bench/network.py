@@ -33,6 +33,7 @@ class Network:
             return False
 
     def __enter__(self) -> Network:
+        _clean()
         _ip("netns", "add", self.NAME)
         try:
             self._connect()
@@ -58,6 +59,15 @@ class Network:
     def cut(self) -> None:
         """From now on nothing gets through, and nobody is told."""
         _ip("link", "set", self.CABLE[0], "down")
+
+
+def _clean() -> None:
+    """Remove what processes that were killed left behind."""
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    for name in (line.split()[0] for line in listed.stdout.splitlines() if line.strip()):
+        pid = name.removeprefix("qbench-")
+        if pid != name and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            _ip("netns", "del", name)  # its cable goes with it
 
 
 def _ip(*arguments: str) -> None:
