@@ -59,6 +59,7 @@ def test_the_example_runs_in_worker_processes_and_beats_round_to_nearest(tmp_pat
     assert qbench("tables", tmp_path / "out") == 0  # which knows nothing of the file
 
 
+@pytest.mark.slow
 def test_the_example_runs_on_a_cluster(tmp_path, example):
     pytest.importorskip("distributed")
     path = small_recipe(tmp_path, checkpoints={"softmax": str(ROOT / "recipes/demo/softmax")},
@@ -132,6 +133,7 @@ def test_a_package_registers_by_its_entry_points(tmp_path):
     assert "the package behind clipped (qbench.quantizers) does not load" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_saved_recipe_runs_again_as_it_stands(tmp_path, example):
     path = small_recipe(tmp_path, checkpoints={"softmax": str(ROOT / "recipes/demo/softmax")},
                         tasks=["demo_lastword"], quantizers=["fp32"])  # fmt: skip

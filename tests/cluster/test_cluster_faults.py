@@ -18,6 +18,11 @@ IN_CI = (
     "network of one worker cut", "scheduler killed, then run again",
     "client killed, then run again",
 )  # fmt: skip
+SLOW = (
+    "worker ten times slower",
+    "scheduler killed, then run again",
+    "client killed, then run again",
+)
 
 
 def namespaces() -> bool:
@@ -25,7 +30,10 @@ def namespaces() -> bool:
     return done.returncode == 0
 
 
-@pytest.mark.parametrize("name", IN_CI)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in IN_CI],
+)
 def test_no_finished_cell_is_lost_and_only_cells_at_fault_fail(tmp_path, monkeypatch, name):
     if KINDS[name].strike is network_cut and not Network.possible():
         pytest.skip("needs network namespaces: root and iproute2")

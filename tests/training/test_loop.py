@@ -213,7 +213,7 @@ def test_a_tracker_that_is_not_installed_is_named():
     ("graphs", "normalizers"),
     [
         ("auto", ["softpick", "sigmoid", "softmax-sink", "scalable-softmax"]),
-        ("layers", ["sigmoid"]),
+        pytest.param("layers", ["sigmoid"], marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines, graphs, normalizers):
