@@ -67,7 +67,8 @@ def _clean() -> None:
     for name in (line.split()[0] for line in listed.stdout.splitlines() if line.strip()):
         pid = name.removeprefix("qbench-")
         if pid != name and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            _ip("netns", "del", name)  # its cable goes with it
+            # its cable goes with it; another process may be removing it too
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def _ip(*arguments: str) -> None:
