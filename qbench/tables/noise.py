@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from qbench.comparison.metrics import is_percentage
 from qbench.text import markdown
 from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
 
+if TYPE_CHECKING:
+    from qbench.evaluation.noise import Moved
+
 HEAD = ("Task", "Metric", "Batches", "Score", "Moved by", "Changed documents",
         "Largest change of a log-likelihood, nats", "Mean")  # fmt: skip
-
-
-class Moved(Protocol):
-    """One metric of one task under one variation, as :mod:`qbench.evaluation.noise` has it."""
-
-    task: str
-    metric: str
-    variation: str
-    base_score: float
-    score: float
-    documents: int
-    changed_documents: int | None
-    largest_log_likelihood: float
-    mean_log_likelihood: float
 
 
 def table(moved: Iterable[Moved]) -> str:
