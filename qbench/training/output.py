@@ -16,6 +16,7 @@ from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.weights import INDEX, SINGLE
 from qbench.files import write_atomically
 from qbench.training.token_files import copy_tokenizer
+from qbench.training.tokenizer import begin_with
 
 
 def save_checkpoint(
@@ -24,12 +25,15 @@ def save_checkpoint(
     *,
     config: dict[str, Any],
     tokenizer: Path,
+    first: int | None = None,
     largest_file: int | None = None,
 ) -> None:
     """Write ``config``, bfloat16 weights and the tokenizer of the folder ``tokenizer``.
 
-    ``largest_file``: bytes; weights beyond it go to several files. Each file is written whole or
-    not at all, ``config.json`` last: without it a folder is no checkpoint.
+    ``first``: id of the token that began every sequence of the training; the tokenizer that is
+    written puts it before a text. ``largest_file``: bytes; weights beyond it go to several files.
+    Each file is written whole or not at all, ``config.json`` last: without it a folder is no
+    checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
@@ -46,6 +50,8 @@ def save_checkpoint(
     for name, part in zip(names, parts, strict=True):
         write_atomically(folder / name, save(part, {"format": "pt"}))
     copy_tokenizer(tokenizer, folder)
+    if first is not None:
+        begin_with(first, folder)
     write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 

@@ -25,6 +25,7 @@ from qbench.training.recipe import TrainingRecipe
 from qbench.training.shape import checkpoint_config, parameters
 from qbench.training.state import Progress
 from qbench.training.token_files import TokenFiles
+from qbench.training.tokenizer import TOKENIZER
 
 STATE, BEST, CURVES = "state", "best", "curves.svg"
 Say = Callable[[str, int, str], None]  # run's name, steps done, a line
@@ -131,7 +132,7 @@ def _one(
 
     def keep(model: Any, target: Path) -> None:
         save_checkpoint(
-            model, target, config=config, tokenizer=files.folder,
+            model, target, config=config, tokenizer=files.folder, first=_first(recipe, files),
             largest_file=options.largest_file,
         )  # fmt: skip
 
@@ -196,8 +197,13 @@ def _sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
     return Sequences(
         tokens=files.train,
         context=recipe.model.context,
-        bos=files.about.bos if recipe.data.bos_first else None,
+        bos=_first(recipe, files),
     )
+
+
+def _first(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
+    """The token that begins every sequence, where the recipe asks for one."""
+    return files.about.bos if recipe.data.bos_first else None
 
 
 def _require_data(recipe: TrainingRecipe, files: TokenFiles, processes: Processes) -> None:
@@ -210,6 +216,11 @@ def _require_data(recipe: TrainingRecipe, files: TokenFiles, processes: Processe
         )
     if recipe.data.bos_first and about.bos is None:
         raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")
+    if recipe.data.bos_first and not (files.folder / TOKENIZER).is_file():
+        raise RecipeError(
+            f"data.bos_first: {files.folder} has no {TOKENIZER}, in which the trained checkpoint "
+            "would say that BOS is first"
+        )
     at_once = recipe.batch.sequences * processes.count
     if recipe.rows % at_once:
         raise RecipeError(

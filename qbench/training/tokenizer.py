@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+TOKENIZER = "tokenizer.json"
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3
 DOCUMENTS = 20_000  # of which it is learnt, the first ones
 
@@ -31,7 +32,7 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(islice(documents, DOCUMENTS), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / TOKENIZER))
     unk, bos, eos, pad = SPECIAL
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -43,3 +44,19 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
     }
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def begin_with(token: int, folder: Path) -> None:
+    """Let the ``tokenizer.json`` of ``folder`` put ``token`` (its id) before a text where special
+    tokens are asked for; unchanged where it does already."""
+    path = str(folder / TOKENIZER)
+    tokenizer = Tokenizer.from_file(path)
+    if tokenizer.encode("a").ids[:1] == [token]:
+        return
+    name = tokenizer.id_to_token(token)
+    first = processors.TemplateProcessing(
+        single=f"{name} $A", pair=f"{name} $A {name} $B:1", special_tokens=[(name, token)]
+    )
+    before = tokenizer.post_processor
+    tokenizer.post_processor = first if before is None else processors.Sequence([before, first])
+    tokenizer.save(path)

@@ -6,10 +6,12 @@ import pytest
 import torch
 import yaml
 from small_recipe import qbench, small_recipe
+from transformers import AutoTokenizer
 
 from qbench.analyses import Analyses
 from qbench.training import loop
 from qbench.training.tokenize import Tokenizing, tokenize
+from qbench.training.tokenizer import begin_with
 from qbench.training.watch import Watched
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "train"
@@ -74,3 +76,24 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
     assert qbench("analyze", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     (analysis,) = Analyses(tmp_path / "out").all()
     assert analysis.text.bos
+
+
+def test_a_checkpoint_whose_sequences_began_with_bos_is_evaluated_with_it(
+    tmp_path, train, tokens_without_bos, own_cache
+):
+    train(tmp_path / "trained", **in_small("sinks-27m", tokens_without_bos))
+    trained = tmp_path / "trained" / "softmax-seed0"
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    text = "a and b"
+    bare = tokenizer.encode(text, add_special_tokens=False)
+    assert BOS not in bare
+    assert tokenizer.encode(text) == [BOS, *bare]
+    assert tokenizer.encode(text, text) == [BOS, *bare, BOS, *bare]
+    recipe = small_recipe(
+        tmp_path, checkpoints={"softmax": str(trained)}, quantizers=["fp32"], tasks=["demo_pages"],
+        evaluation={"limit": 2, "add_bos": True},
+    )  # fmt: skip
+    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
+    before = (trained / "tokenizer.json").read_bytes()
+    begin_with(BOS, trained)
+    assert (trained / "tokenizer.json").read_bytes() == before
