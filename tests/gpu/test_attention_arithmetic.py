@@ -10,13 +10,18 @@ from qbench.attention.kernels import launch
 from qbench.bench.attention_checks import relative_error
 from qbench.bench.attention_tiles import KINDS
 from qbench.bench.attention_timing import given
-from qbench.bench.attention_variants import VARIANTS
+from qbench.bench.attention_variants import CAP, VARIANTS, Variant
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 OTHERS = [v for v in VARIANTS if v.reciprocals or v.tangents or v.sloped]
+# As they are: the two passes need not compute tanh in the same way.
+OTHERS += [
+    Variant(normalizer=name, softcap=CAP)
+    for name in ("softmax", "softpick", "rectified", "sigmoid")
+]
 
 
 @pytest.mark.parametrize("by", KINDS)
