@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qbench.commands.analysis_parts import parts_of, run_part
 from qbench.commands.job import Place, make_job, named, on_cluster
 from qbench.commands.options import (
     Calibration,
@@ -27,15 +25,12 @@ from qbench.commands.options import (
 from qbench.commands.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.machine.quiet import terminal
 from qbench.overrides import Overrides
 from qbench.text.reasons import together
 
 if TYPE_CHECKING:
     from qbench.analysis.settings import AnalysisSettings
-    from qbench.analysis.units import AnalysisUnit
     from qbench.plan import Plan
-    from qbench.record.analysis import Analysis, Sensitivity
 
 
 def analyze(
@@ -138,8 +133,8 @@ def analyze(
             place = stack.enter_context(on_cluster(job, device, cluster, cells=most))
         planned = place.job.plan(show=True)
         settings = _settings(planned, text, field, samples, length, bos, heads)
-        work = _parts(planned, settings, job.out, only, long_context, sensitivity, blocks=blocks)
-        broken = [one for part in work for one in _done(part, settings, place, force=force)]
+        work = parts_of(planned, settings, job.out, only, long_context, sensitivity, blocks=blocks)
+        broken = [one for part in work for one in run_part(part, settings, place, force=force)]
     paths = write_analyses(Store(job.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
@@ -147,132 +142,6 @@ def analyze(
         complain(line)
     if broken:
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Cells of one kind that are to be analyzed: the tokens of a text, what is said of it besides,
-    where analyses of other texts or settings were replaced, the cells, and what makes one of them
-    here."""
-
-    length: int
-    apart: str = ""
-    replaced: str | None
-    unit: AnalysisUnit
-    make: Callable[..., Analysis | Sensitivity]
-
-    @property
-    def names(self) -> list[str]:
-        return [cell.name for cell in self.unit.cells]
-
-    @property
-    def counted(self) -> str:
-        return f"{len(self.names)} cell{'s' if len(self.names) != 1 else ''}"
-
-
-def _parts(
-    plan: Plan,
-    settings: AnalysisSettings,
-    out: Path,
-    only: str | None,
-    long_context: int | None,
-    sensitivity: str | None,
-    *,
-    blocks: bool,
-) -> list[Part]:
-    from qbench.analyses import LONG_CONTEXT
-    from qbench.analysis.plan import chosen
-    from qbench.preflight import require_runnable
-
-    cells = chosen(plan, only)
-    require_runnable(cells)
-    wanted = {cell.name for cell in cells}
-    parts = [_analyses(plan, settings, out, wanted)]
-    if long_context is not None:
-        parts.append(
-            _analyses(plan, replace(settings, length=long_context), out, wanted, LONG_CONTEXT)
-        )
-    if sensitivity is not None:
-        own = replace(settings, blocks=blocks)
-        parts.append(_sensitivities(plan, sensitivity, own, out, wanted))
-    return parts
-
-
-def _analyses(
-    plan: Plan, settings: AnalysisSettings, out: Path, wanted: set[str], part: str = ""
-) -> Part:
-    from qbench.analyses import Analyses
-    from qbench.analysis.plan import analysis_grid, plan_analyses
-    from qbench.analysis.run import analyze_if_needed
-    from qbench.analysis.units import AnalysisUnit
-
-    cells = plan_analyses(plan, settings)
-    analyses: Analyses[Analysis] = Analyses(out, part=part)
-    others = analyses.put_grid(analysis_grid(plan, cells))
-    chosen = tuple(cell for cell in cells if cell.name in wanted)
-    return Part(
-        length=settings.length,
-        replaced=str(analyses.folder) if others else None,
-        unit=AnalysisUnit(plan=plan, out=out, part=part, settings=settings, cells=chosen),
-        make=partial(analyze_if_needed, plan=plan, analyses=analyses),
-    )
-
-
-def _sensitivities(
-    plan: Plan, label: str, settings: AnalysisSettings, out: Path, wanted: set[str]
-) -> Part:
-    """Of the checkpoints of the ``wanted`` cells."""
-    from qbench.analyses import SENSITIVITY, sensitivities
-    from qbench.analysis.plan import plan_sensitivities
-    from qbench.analysis.sensitivity_run import measure_if_needed, put_grid
-    from qbench.analysis.units import AnalysisUnit
-
-    checkpoints = {cell.checkpoint_name for cell in plan.cells if cell.name in wanted}
-    cells = tuple(
-        cell
-        for cell in plan_sensitivities(plan, label, settings)
-        if cell.cell.checkpoint_name in checkpoints
-    )
-    analyses = sensitivities(out)
-    put_grid(analyses, cells, plan.recipe.name)
-    unit = "decoder layer" if settings.blocks else "linear layer"
-    return Part(
-        length=settings.length,
-        apart=f", one {unit} at a time",
-        replaced=None,
-        unit=AnalysisUnit(
-            plan=plan, out=out, part=SENSITIVITY, settings=settings, cells=cells, label=label
-        ),
-        make=partial(measure_if_needed, plan=plan, out=analyses),
-    )
-
-
-def _done(
-    part: Part, settings: AnalysisSettings, place: Place, *, force: bool
-) -> list[Analysis | Sensitivity]:
-    """Those that failed."""
-    from qbench.running.progress import Display
-    from qbench.running.units import run_units
-
-    with terminal() as screen, Display(screen, len(part.names)) as display:
-        display.say(
-            f"{part.counted} on {settings.device}: at most {settings.samples} texts of "
-            f"{part.length} tokens of {settings.source.name}{part.apart}"
-        )
-        if place.description:
-            display.say(place.description)
-        if part.replaced:
-            display.say(
-                f"{part.replaced} held analyses of other texts, settings or versions; their "
-                "records stay, its tables now show this one's (say --out to keep both)"
-            )
-        if place.executor is None:
-            found = [part.make(cell, sink=display, force=force) for cell in part.unit.cells]
-        else:
-            found = run_units(
-                part.unit, part.names, executor=place.executor, sink=display, force=force
-            )
-    return [one for one in found if one.status != "ok"]
 
 
 def _settings(
