@@ -7,34 +7,32 @@ timings after a warm-up; the two ceilings are measured in the same run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from qbench.attention import kernels
-from qbench.attention.kernels.families import computed, require
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.kernels.families import require
 from qbench.bench.attention_checks import check_kernels
+from qbench.bench.attention_decode import decode, decode_table, packed, packed_table
 from qbench.bench.attention_prefill import (
     SHAPES,
+    every_row,
     flash_sigmoid_lines,
     prefill,
     prefill_table,
     step_table,
     steps,
+    wanted_first,
 )
+from qbench.bench.attention_rehearsal import PATIENCE_S, rehearsals, rehearse
 from qbench.bench.attention_skipping import measure_skipping, skipping_table
-from qbench.bench.attention_timing import given, milliseconds, random_tensor, sparse_keys
+from qbench.bench.attention_timing import Clock, clock, milliseconds
 from qbench.bench.kept import gathered, kept_in
+from qbench.bench.side_by_side import alone, default_jobs, processes
 from qbench.errors import UnavailableError
-from qbench.text import markdown
-
-DECODE = (64, 4096, 16, 64)
-PACKED = (64, 4096, 16, 64)  # sequences, most tokens of one, heads, width
 
 
 def bench_attention(
@@ -44,12 +42,14 @@ def bench_attention(
     checkpoint: str | None = None,
     text: Path | None = None,
     only: Collection[str] = (),
+    jobs: int | None = None,
 ) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out``
     as it goes (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and
     repeats. With a softpick ``checkpoint`` and a ``text`` to run it over, skipping of empty tiles
     is measured on its activations too. ``only``: these normalizers, what they are measured beside,
-    and neither packed sequences nor skipping.
+    and neither packed sequences nor skipping. ``jobs``: processes that compile and check; all have
+    ended before anything is timed, in this one.
 
     Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
     without a CUDA device, EvaluationError where a check is red: then
@@ -58,9 +58,16 @@ def bench_attention(
     require_gpu(device)
     for name in only:
         require(name)
-    checks = check_kernels(quick, only)
     repeat_ms = 20 if quick else 100
-    shapes = SHAPES[:1] if quick else SHAPES
+    rows = every_row(SHAPES[:1] if quick else SHAPES, only)
+    with processes(jobs or default_jobs()) as pool:
+        called = [
+            pool.submit(alone, rehearse, *each)
+            for each in rehearsals(rows, quick, only, checkpoint, text)
+        ]
+        checks = check_kernels(pool, quick, only)
+        wait(called, timeout=PATIENCE_S)
+    by = clock(repeat_ms)
     ceilings = _ceilings(repeat_ms)
     about = {
         "hardware": torch.cuda.get_device_name(),
@@ -70,17 +77,18 @@ def bench_attention(
         "checks": checks,
     }
     parts = {
-        "prefill": (row for shape in shapes for row in prefill(shape, repeat_ms, only)),
+        "prefill": prefill(wanted_first(rows), by),
         "steps": steps(repeat_ms, only),
-        "decode": _decode(repeat_ms, quick, only, ceilings["copy_tb_per_s"]),
-        "packed": () if only else _packed(repeat_ms, quick),
-        "skipping": () if only else _skipping(repeat_ms, checkpoint, text),
+        "decode": decode(by, quick, only, ceilings["copy_tb_per_s"]),
+        "packed": () if only else packed(by, quick),
+        "skipping": () if only else _skipping(by, checkpoint, text),
     }
-    return gathered(about, parts, kept_in(out, table))
+    places = {"prefill": lambda row: rows.index((row["shape"], row["kernel"]))}
+    return gathered(about, parts, kept_in(out, table), places)
 
 
-def _skipping(repeat_ms: int, checkpoint: str | None, text: Path | None) -> Iterator[dict]:
-    yield from measure_skipping(repeat_ms, checkpoint, text)
+def _skipping(by: Clock, checkpoint: str | None, text: Path | None) -> Iterator[dict]:
+    yield from measure_skipping(by, checkpoint, text)
 
 
 def require_gpu(device: str = "cuda") -> None:
@@ -102,21 +110,10 @@ def table(results: dict[str, Any]) -> str:
         prefill_table(results["prefill"]),
         *flash_sigmoid_lines(results["prefill"]),
         *step_table(results["steps"]),
-        "",
-        "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
-        "",
-        markdown.table(
-            ("B, T, H, D", "kernel", "ms", "TB/s", "of the copy"),
-            [
-                [", ".join(map(str, row["shape"])), row["kernel"], f"{row['ms']:.3f}",
-                 f"{row['tb_per_s']:.2f}", f"{row['share_of_copy']:.0%}"]
-                for row in results["decode"]
-            ],
-            align="llrrr",
-        ),
-    ]  # fmt: skip
+        *decode_table(results["decode"]),
+    ]
     if results["packed"]:
-        lines += _packed_table(results["packed"])
+        lines += packed_table(results["packed"])
     if results["skipping"]:
         lines += skipping_table(results["skipping"])
     worst = max(check["error"] / check["limit"] for check in results["checks"])
@@ -126,75 +123,6 @@ def table(results: dict[str, Any]) -> str:
         f"the worst used {worst:.0%} of its tolerance.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _packed_table(rows: list[dict[str, Any]]) -> list[str]:
-    cells = [[row["sequences"], row["tokens"], row["kernel"], f"{row['ms']:.3f}"] for row in rows]
-    return [
-        "",
-        "Packed sequences of many lengths, forward.",
-        "",
-        markdown.table(("sequences", "tokens", "kernel", "ms"), cells, align="rrlr"),
-    ]
-
-
-def _decode(
-    repeat_ms: int, quick: bool, only: Collection[str], copied: float
-) -> Iterator[dict[str, Any]]:
-    """``copied``: TB/s of a copy."""
-    batch, length, heads, width = DECODE
-    batch = 8 if quick else batch
-    key, value = (random_tensor(batch, length, heads, width).contiguous() for _ in range(2))
-    query = random_tensor(batch, 1, heads, width)
-    sparse = sparse_keys(query, key)
-    size = key.nbytes + value.nbytes
-
-    def row(name: str, run: Callable[[], Tensor]) -> dict[str, Any]:
-        ms = milliseconds(run, repeat_ms)
-        shape = (batch, length, heads, width)
-        rate = size / ms / 1e9
-        return {"shape": shape, "kernel": name, "ms": ms, "tb_per_s": rate,
-                "share_of_copy": rate / copied}  # fmt: skip
-
-    with torch.no_grad():
-        for normalizer in only or computed():
-            parameters = given(normalizer, heads)
-            for name, keys in (("random keys", key), ("99 % of scores negative", sparse)):
-                if keys is sparse and not NORMALIZERS.get(normalizer).sparse:
-                    continue
-                yield row(
-                    f"qbench {normalizer}, {name}",
-                    lambda n=normalizer, k=keys, p=parameters: kernels.attention(
-                        query, k, value, normalizer=n, parameters=p
-                    ),
-                )
-        yield row("torch softmax", lambda: F.scaled_dot_product_attention(query, key, value))
-
-
-def _packed(repeat_ms: int, quick: bool) -> Iterator[dict[str, Any]]:
-    sequences, longest, heads, width = PACKED
-    sequences = 8 if quick else sequences
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(32, longest + 1, (sequences,), generator=generator)
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    tokens = int(cu_seqlens[-1])
-    packed = [random_tensor(1, tokens, heads, width) for _ in range(3)]
-    padded = [random_tensor(sequences, longest, heads, width) for _ in range(3)]
-    most = int(lengths.max())
-    cu_seqlens = cu_seqlens.cuda()
-    runs = {
-        "qbench softpick, packed": lambda: kernels.packed_attention(
-            *packed, normalizer="softpick", cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=most, max_seqlen_k=most,
-        ),
-        "qbench softpick, padded to the longest": lambda: kernels.attention(
-            *padded, normalizer="softpick", causal=True
-        ),
-    }  # fmt: skip
-    with torch.no_grad():
-        for name, run in runs.items():
-            ms = milliseconds(run, repeat_ms)
-            yield {"sequences": sequences, "tokens": tokens, "kernel": name, "ms": ms}
 
 
 def _ceilings(repeat_ms: int) -> dict[str, float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from qbench.attention import kernels, reference
 from qbench.attention.kernels.families import computed
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_timing import given
+from qbench.bench.side_by_side import alone
 from qbench.errors import EvaluationError
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
@@ -96,11 +95,14 @@ CASES = (
 QUICK = tuple(CASES[i] for i in (2, 9, 11, 26))
 
 
-def check_kernels(quick: bool = False, only: Collection[str] = ()) -> list[dict[str, Any]]:
+def check_kernels(
+    pool: Executor, quick: bool = False, only: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """Relative errors of the output and every gradient, each with its limit; of the normalizers
-    ``only``, or of all. Raises
-    EvaluationError that names each case over its limit, or not finite."""
-    results = list(_results(QUICK if quick else CASES, only))
+    ``only``, or of all. Computed by ``pool``, in processes, since most of the time goes into
+    compiling kernels. Raises EvaluationError that names each case over its limit, or not finite,
+    or the case whose process died."""
+    results = list(_results(pool, QUICK if quick else CASES, only))
     red = [r for r in results if not r["error"] <= r["limit"]]
     if red:
         lines = (f"{r['case']}: {r['what']} {r['error']:.1e} > {r['limit']:.0e}" for r in red)
@@ -108,23 +110,37 @@ def check_kernels(quick: bool = False, only: Collection[str] = ()) -> list[dict[
     return results
 
 
-def _results(cases: tuple[Case, ...], only: Collection[str]) -> Iterator[dict[str, Any]]:
-    """In several processes, since most of the time goes into compiling kernels."""
-    jobs = [
+def _results(
+    pool: Executor, cases: tuple[Case, ...], only: Collection[str]
+) -> Iterator[dict[str, Any]]:
+    """In the order of the cases, whichever ends first."""
+    calls = [
+        (f"{name}, {str(dtype).removeprefix('torch.')}, {case}", dtype, call)
+        for case, name, dtype, seed in checks(cases, only)
+        for call in [pool.submit(alone, errors, case, name, dtype, seed)]
+    ]
+    for name, dtype, call in calls:
+        try:
+            found = call.result()
+        except BrokenExecutor as died:
+            raise EvaluationError(
+                f"bench attention: {name}: its process died, nothing timed"
+            ) from died
+        for what, error in found.items():
+            yield {"case": name, "what": what, "error": error, "limit": limit(what, dtype)}
+
+
+def checks(
+    cases: tuple[Case, ...], only: Collection[str]
+) -> list[tuple[Case, str, torch.dtype, int]]:
+    """Arguments of :func:`errors`."""
+    return [
         (case, normalizer, dtype, seed)
         for seed, case in enumerate(cases)
         for normalizer in only or computed()
         for dtype in LIMITS
         if case.fits(dtype, normalizer)
     ]
-    workers = max(1, min(14, (os.cpu_count() or 2) - 1))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for (case, normalizer, dtype, _), found in zip(
-            jobs, pool.map(errors, *zip(*jobs, strict=True)), strict=True
-        ):
-            name = f"{normalizer}, {str(dtype).removeprefix('torch.')}, {case}"
-            for what, error in found.items():
-                yield {"case": name, "what": what, "error": error, "limit": limit(what, dtype)}
 
 
 def limit(what: str, dtype: torch.dtype) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,20 @@ from torch import Tensor
 from qbench.attention import kernels
 from qbench.attention.kernels.families import computed
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.bench.attention_timing import captured, given, milliseconds, random_tensor
+from qbench.bench.attention_timing import (
+    Clock,
+    captured,
+    given,
+    milliseconds,
+    random_tensor,
+)
 from qbench.text import markdown
 
 SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
+WANTED = (SHAPES[1], SHAPES[3])  # most: whoever is stopped has them
 STEP = (8, 1024, 16, 64)  # a short step, where launches take their share of the time
 CUDNN, FLASH = "cuDNN softmax", "torch flash softmax"
+FLEX, PLAIN_SOFTPICK = "FlexAttention softmax", "plain PyTorch softpick"
 CAP = 50.0  # Gemma 2's
 FLASH_SIGMOID = 1.17  # × FlashAttention-2 on an H100, forward (Ramapuram et al. 2024, abstract)
 
@@ -46,45 +54,74 @@ def ours(normalizer: str, heads: int, variant: str | None = None, *, trained: bo
     )
 
 
-def contenders(length: int, heads: int, only: Collection[str]) -> dict[str, Run]:
-    """By the names of the tables' rows; with ``only`` these normalizers, what they are measured
-    beside, and torch's fastest."""
+def contenders(only: Collection[str]) -> list[str]:
+    """What is measured, by the names of the tables' rows; with ``only`` these normalizers, what
+    they are measured beside, and torch's fastest."""
     names = [n for n in computed() if not only or n in only]
-    names += [PLAIN[n] for n in names if PLAIN.get(n, n) not in names]
-    found = {f"qbench {name}": ours(name, heads) for name in dict.fromkeys(names)}
-    for name in names:
-        if name in OF_VARIANTS and (not only or name in only):
-            found |= {f"qbench {name}, {v}": ours(name, heads, v) for v in VARIANTS}
+    beside = [PLAIN[n] for n in names if PLAIN.get(n, n) not in names]
+    found = [f"qbench {name}" for name in dict.fromkeys([*names, *beside])]
+    found += [f"qbench {name}, {v}" for name in names if name in OF_VARIANTS for v in VARIANTS]
+    return [*found, FLASH, CUDNN] + ([] if only else [FLEX, PLAIN_SOFTPICK])
+
+
+def contender(name: str, length: int, heads: int) -> Run:
+    """What the row ``name`` calls."""
     from torch.nn.attention import SDPBackend
 
-    found[FLASH] = _torchs(SDPBackend.FLASH_ATTENTION)
-    found[CUDNN] = _torchs(SDPBackend.CUDNN_ATTENTION)
-    if not only:
-        found["FlexAttention softmax"] = _flex(length)
-        found["plain PyTorch softpick"] = _plain_softpick
-    return found
+    if name == FLASH:
+        return _torchs(SDPBackend.FLASH_ATTENTION)
+    if name == CUDNN:
+        return _torchs(SDPBackend.CUDNN_ATTENTION)
+    if name == FLEX:
+        return _flex(length)
+    if name == PLAIN_SOFTPICK:
+        return _plain_softpick
+    normalizer, _, variant = name.removeprefix("qbench ").partition(", ")
+    return ours(normalizer, heads, variant or None)
 
 
-def prefill(
-    shape: tuple[int, ...], repeat_ms: int, only: Collection[str]
-) -> Iterator[dict[str, Any]]:
-    """Forward and backward pass of every contender, in TFLOP/s."""
-    batch, length, heads, width = shape
-    work = 4 * batch * heads * length * length * width / 2
-    inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
-    gradient = torch.randn_like(inputs[0])
-    for name, function in contenders(length, heads, only).items():
+Row = tuple[tuple[int, ...], str]  # shape and name of a contender
+
+
+def every_row(shapes: Sequence[tuple[int, ...]], only: Collection[str]) -> list[Row]:
+    """In the table's order."""
+    return [(shape, name) for shape in shapes for name in contenders(only)]
+
+
+def wanted_first(rows: Sequence[Row]) -> list[Row]:
+    """In the order in which they are measured: the shapes that are asked for most, there every
+    normalizer beside torch's fastest, then their variants; last what compiles or runs for long."""
+
+    def late(row: Row) -> tuple[bool, ...]:
+        shape, name = row
+        return name in (FLEX, PLAIN_SOFTPICK), shape not in WANTED, ", " in name
+
+    return sorted(rows, key=late)
+
+
+def prefill(rows: Sequence[Row], clock: Clock) -> Iterator[dict[str, Any]]:
+    """Forward and backward pass of each, in TFLOP/s."""
+    made = None
+    for shape, name in rows:
+        batch, length, heads, width = shape
+        work = 4 * batch * heads * length * length * width / 2
+        if shape != made:
+            inputs = [random_tensor(batch, length, heads, width).requires_grad_() for _ in range(3)]
+            gradient = torch.randn_like(inputs[0])
+            made = shape
         try:
-            plain = name.startswith("plain")  # its gradients' intermediates would not fit
+            function = contender(name, length, heads)
+            plain = name == PLAIN_SOFTPICK  # its gradients' intermediates would not fit
             with torch.set_grad_enabled(not plain):
                 output = function(*inputs)
             with torch.no_grad():
-                forward = milliseconds(lambda f=function: f(*inputs), repeat_ms)
+                forward = clock(lambda f=function, i=inputs: f(*i))
             backward = None
             if not plain:
-                backward = milliseconds(
-                    lambda o=output: torch.autograd.grad(o, inputs, gradient, retain_graph=True),
-                    repeat_ms,
+                backward = clock(
+                    lambda o=output, i=inputs, g=gradient: torch.autograd.grad(
+                        o, i, g, retain_graph=True
+                    )
                 )
         except RuntimeError as error:  # a library's kernel that does not run here is said so
             yield {"shape": shape, "kernel": name, "forward": None, "backward": None,
@@ -108,11 +145,12 @@ def steps(repeat_ms: int, only: Collection[str]) -> Iterator[dict[str, Any]]:
         gradient = torch.randn_like(inputs[0])
         return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
 
-    for name, function in contenders(length, heads, only or computed()).items():
+    for name in contenders(only or computed()):
         if ", " in name:  # a variant's launches are its kernel's
             continue
         row = {"shape": STEP, "kernel": name, "ms": None, "captured_ms": None}
         try:
+            function = contender(name, length, heads)
             row["ms"] = milliseconds(make(function), repeat_ms)
             replay = captured(partial(make, function))
             row["captured_ms"] = milliseconds(replay, repeat_ms)
@@ -198,8 +236,10 @@ def _torchs(backend: Any) -> Run:
 
 
 def _flex(length: int) -> Run:
+    from torch._inductor import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    config.compile_threads = 1  # else processes of torch's stay beside what is timed
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
     torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape
     compiled = torch.compile(flex_attention, dynamic=False)

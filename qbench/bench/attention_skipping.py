@@ -13,14 +13,14 @@ from torch import Tensor
 
 from qbench.attention.kernels import launch, layouts, tiles
 from qbench.attention.kernels.settings import NONE, Settings
-from qbench.bench.attention_timing import milliseconds, random_tensor, sparse_keys
+from qbench.bench.attention_timing import Clock, random_tensor, sparse_keys
 from qbench.errors import DataError
 from qbench.text import markdown
 
 LENGTH = 2048
 
 
-def measure_skipping(repeat_ms: int, checkpoint: str | None, text: Path | None) -> list[dict]:
+def measure_skipping(clock: Clock, checkpoint: str | None, text: Path | None) -> list[dict]:
     """Milliseconds with and without skipping: prefill skips tiles, decode single values.
 
     Decode takes every sequence's last query over all its keys. Raises DataError where ``text``
@@ -37,15 +37,14 @@ def measure_skipping(repeat_ms: int, checkpoint: str | None, text: Path | None) 
         ):
             for skip in (False, True):
                 chosen = replace(tile, skip=skip)
-                row[f"{step} {'skipping' if skip else 'whole'} ms"] = milliseconds(
+                row[f"{step} {'skipping' if skip else 'whole'} ms"] = clock(
                     lambda q=queries, t=chosen, k=key, v=value: launch.forward(
                         q, k, v, None, None, NONE,
                         Settings(
                             "softpick", q.shape[3] ** -0.5, 0.0, True, 0, q.shape[2], k.shape[2]
                         ),
                         t,
-                    ),
-                    repeat_ms,
+                    )
                 )  # fmt: skip
         rows.append(row)
     return rows

@@ -41,6 +41,21 @@ def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 
+Clock = Callable[[Callable[[], Any]], float]  # milliseconds of a call
+
+
+def clock(repeat_ms: int) -> Clock:
+    """:func:`milliseconds` over ``repeat_ms``."""
+    return lambda run: milliseconds(run, repeat_ms)
+
+
+def once(run: Callable[[], Any]) -> float:
+    """A clock that only calls: what is called is compiled then. NaN."""
+    run()
+    torch.cuda.synchronize()
+    return float("nan")
+
+
 def captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
     """The replay of a CUDA graph of what ``make()`` gives, which is called once before. It is made
     on the stream that is captured: tensors that need gradients must not have seen another."""

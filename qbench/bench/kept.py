@@ -29,14 +29,20 @@ def kept_in(out: Path | None, table: Callable[[dict[str, Any]], str]) -> Keep:
 
 
 def gathered(
-    about: Mapping[str, Any], parts: Mapping[str, Iterable[Any]], keep: Keep
+    about: Mapping[str, Any],
+    parts: Mapping[str, Iterable[Any]],
+    keep: Keep,
+    places: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> dict[str, Any]:
     """``about``, then the rows of each part as they come, each of which is kept. ``whole``: whether
-    none is missing."""
+    none is missing. ``places``: of parts, what their rows are ordered by where they do not come in
+    order."""
     results = {**about, **{name: [] for name in parts}, "whole": False}
     for name, rows in parts.items():
         for row in rows:
             results[name].append(row)
+            if places and name in places:
+                results[name].sort(key=places[name])
             keep(results)
     results["whole"] = True
     keep(results)

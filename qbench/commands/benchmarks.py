@@ -52,6 +52,14 @@ def attention(
         list[str],
         typer.Option(help="A normalizer to check and time, beside its plain kernel; repeat it."),
     ] = [],  # noqa: B006
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that compile and check before anything is timed. Default: one for each "
+            "core but one, at most 16.",
+            min=1,
+        ),
+    ] = None,
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Try other tiles and arithmetic instead, and rank them.")
     ] = False,
@@ -60,11 +68,14 @@ def attention(
         typer.Option(help="Leave out of --tiles what is not compiled after so long.", min=0),
     ] = None,
 ) -> None:
-    """The kernels against float64, then against what else runs. Needs a GPU."""
+    """The kernels against float64, then against what else runs. Needs a GPU.
+
+    Checks run in processes side by side, which also compile what is timed. Timing follows alone.
+    """
     from qbench.bench.attention import bench_attention, table
 
     if tiles:
-        if checkpoint or text:
+        if checkpoint or text or jobs:
             raise RecipeError(
                 "bench attention --tiles: it takes --quick, --only, --seconds and --out alone"
             )
@@ -76,7 +87,7 @@ def attention(
         raise RecipeError("bench attention: --checkpoint and --text go together")
     if text is not None and not text.is_file():
         raise RecipeError(f"--text {text}: no such file")
-    typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text, only)))
+    typer.echo(table(bench_attention(out, "cuda", quick, checkpoint, text, only, jobs)))
 
 
 def _tiles(out: Path | None, quick: bool, only: list[str], seconds: float | None) -> None:

@@ -1,9 +1,31 @@
+import pickle
 import re
+import time
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+import torch
 
+from qbench.attention.kernels.families import computed
+from qbench.bench import attention_checks
 from qbench.bench.attention import bench_attention, table
-from qbench.errors import UnavailableError
+from qbench.bench.attention_checks import CASES, LIMITS, QUICK, check_kernels, checks, errors
+from qbench.bench.attention_prefill import (
+    CUDNN,
+    FLASH,
+    FLEX,
+    PLAIN_SOFTPICK,
+    SHAPES,
+    WANTED,
+    contenders,
+    every_row,
+    prefill,
+    wanted_first,
+)
+from qbench.bench.attention_rehearsal import rehearsals
+from qbench.bench.side_by_side import alone, processes
+from qbench.errors import EvaluationError, UnavailableError
 
 SHAPE, STEP = (4, 4096, 16, 64), (8, 1024, 16, 64)
 RESULTS = {
@@ -56,3 +78,95 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
 )
 def test_the_table_compares_with_cudnn_and_the_copy(line):
     assert line in [re.sub(" +", " ", told) for told in table(RESULTS).splitlines()]
+
+
+class Dying(Executor):
+    """Its processes die."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        call = Future()
+        call.set_exception(BrokenProcessPool("a process was terminated abruptly"))
+        return call
+
+
+def test_checks_are_told_in_their_order_whichever_ends_first(monkeypatch):
+    wanted = checks(QUICK, ())
+
+    def found(case, normalizer, dtype, seed):
+        time.sleep(0.01 * (3 - seed))
+        return {"output": 0.1 * LIMITS[dtype], "gradient of s": 0.0}
+
+    monkeypatch.setattr(attention_checks, "errors", found)
+    with ThreadPoolExecutor(8) as pool:
+        told = check_kernels(pool, quick=True)
+    names = [
+        f"{name}, {str(dtype).removeprefix('torch.')}, {case}" for case, name, dtype, _ in wanted
+    ]
+    assert [each["case"] for each in told[::2]] == names
+    assert {each["what"] for each in told[1::2]} == {"gradient of s"}
+
+
+def test_a_red_check_is_named_with_its_limit(monkeypatch):
+    def found(case, normalizer, dtype, seed):
+        wrong = normalizer == "softpick" and dtype == torch.float16 and seed == 1
+        return {"output": float("nan") if wrong else 0.0}
+
+    monkeypatch.setattr(attention_checks, "errors", found)
+    words = rf"nothing timed: softpick, float16, {QUICK[1]}: output nan > 2e-03$"
+    with ThreadPoolExecutor(1) as pool, pytest.raises(EvaluationError, match=words):
+        check_kernels(pool, quick=True)
+
+
+def test_a_check_whose_process_dies_is_named():
+    words = r"^bench attention: softpick, bfloat16, .*: its process died, nothing timed$"
+    with pytest.raises(EvaluationError, match=words):
+        check_kernels(Dying(), quick=True, only=["softpick"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is told without a GPU")
+def test_an_error_of_a_check_is_that_of_one_process():
+    one = checks(QUICK, ["softpick"])[0]
+    with pytest.raises((AssertionError, RuntimeError)) as here:
+        errors(*one)
+    with processes(1, device="cpu") as pool, pytest.raises(type(here.value)) as there:
+        check_kernels(pool, quick=True, only=["softpick"])
+    assert str(there.value) == str(here.value)
+
+
+def test_calls_of_processes_can_be_pickled():
+    for each in (*checks(CASES, ()), *rehearsals(every_row(SHAPES, ()), False, (), None, None)):
+        assert pickle.loads(pickle.dumps((alone, *each)))[0] is alone
+
+
+@pytest.mark.parametrize("only", [(), ("sigmoid",)])
+def test_every_timed_kernel_is_called_before_once(only):
+    rows = every_row(SHAPES, only)
+    called = rehearsals(rows, False, only, None, None)
+    groups = [group for measure, group, *_ in called if measure is prefill]
+    compiled = [row for row in rows if row[1] not in (FLASH, CUDNN, PLAIN_SOFTPICK)]
+    assert sorted(row for group in groups for row in group) == sorted(compiled)
+    for group in groups:
+        assert len({(name, shape[3]) for shape, name in group}) == 1
+    kernels = [(group[0][1], group[0][0][3]) for group in groups if group[0][1] != FLEX]
+    assert len(set(kernels)) == len(kernels)
+    others = [measure.__name__ for measure, *_ in called if measure is not prefill]
+    assert others == (["decode"] if only else ["measure_skipping", "packed", "decode"])
+
+
+def test_the_rows_that_are_wanted_most_are_measured_first():
+    rows = every_row(SHAPES, ())
+    first = wanted_first(rows)
+    assert sorted(first) == sorted(rows)
+    plain = [f"qbench {name}" for name in computed()] + [FLASH, CUDNN]
+    assert first[: 2 * len(plain)] == [(shape, name) for shape in WANTED for name in plain]
+    assert {name for _, name in first[-2 * len(SHAPES) :]} == {FLEX, PLAIN_SOFTPICK}
+
+
+def test_a_normalizer_is_measured_beside_its_plain_kernel_and_torchs_fastest():
+    assert contenders(["scalable-softpick"]) == [
+        "qbench scalable-softpick", "qbench softpick", FLASH, CUDNN,
+    ]  # fmt: skip
+    assert contenders(["sigmoid"]) == [
+        "qbench sigmoid", "qbench softmax", "qbench sigmoid, ALiBi",
+        "qbench sigmoid, trained ALiBi", "qbench sigmoid, soft cap", FLASH, CUDNN,
+    ]  # fmt: skip

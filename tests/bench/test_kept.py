@@ -50,3 +50,11 @@ def test_a_whole_benchmark_says_so(tmp_path):
     assert json.loads(out.read_text()) == results
     assert CUT not in out.with_suffix(".md").read_text()
     assert gathered({}, {"rows": [1]}, kept_in(None, str)) == {"rows": [1], "whole": True}
+
+
+def test_rows_that_come_in_another_order_are_kept_in_theirs(tmp_path):
+    out = tmp_path / "bench.json"
+    places = {"rows": lambda row: row}
+    with pytest.raises(KeyboardInterrupt):
+        gathered({}, {"rows": stopped(3, 1, 2)}, kept_in(out, str), places)
+    assert json.loads(out.read_text())["rows"] == [1, 2, 3]
