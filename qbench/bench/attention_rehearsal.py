@@ -16,6 +16,15 @@ from qbench.bench.attention_timing import once
 PATIENCE_S = 120  # after the checks: one that does not end is timed after others, whose rows stay
 
 
+def settle_cache() -> None:
+    """Kernels of this process and those that it starts are kept in Triton's folder, as they are
+    anyway: torch.compile would name another for the rest of a process, and what is compiled after
+    that no other process would find."""
+    import triton
+
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+
+
 def rehearsals(
     rows: Sequence[Row],
     quick: bool,

@@ -80,11 +80,11 @@ def bench_tiles(
         found |= {job: pool.submit(_error, job) for job in others if ended[job[1]]}
         checks = {job: _until(end, future) for job, future in found.items()}
         pool.shutdown(cancel_futures=True)
-    parts = {
-        "forward": _forward(checks),
-        "backward": _backward(checks, widths),
-        "steps": steps(REPEAT_MS, ("softmax", "softpick", "sigmoid")),
-    }
+    parts = [
+        ("forward", _forward(checks)),
+        ("backward", _backward(checks, widths)),
+        ("steps", steps(REPEAT_MS, ("softmax", "softpick", "sigmoid"))),
+    ]
     return gathered({}, parts, keep)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,15 @@ def kept_in(out: Path | None, table: Callable[[dict[str, Any]], str]) -> Keep:
 
 def gathered(
     about: Mapping[str, Any],
-    parts: Mapping[str, Iterable[Any]],
+    parts: Sequence[tuple[str, Iterable[Any]]],
     keep: Keep,
     places: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> dict[str, Any]:
-    """``about``, then the rows of each part as they come, each of which is kept. ``whole``: whether
-    none is missing. ``places``: of parts, what their rows are ordered by where they do not come in
-    order."""
-    results = {**about, **{name: [] for name in parts}, "whole": False}
-    for name, rows in parts.items():
+    """``about``, then the rows of each part as they come, each of which is kept; a part may go on
+    after others. ``whole``: whether none is missing. ``places``: of parts, what their rows are
+    ordered by where they do not come in order."""
+    results = {**about, **{name: [] for name, _ in parts}, "whole": False}
+    for name, rows in parts:
         for row in rows:
             results[name].append(row)
             if places and name in places:

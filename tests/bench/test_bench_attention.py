@@ -1,3 +1,4 @@
+import os
 import pickle
 import re
 import time
@@ -23,7 +24,7 @@ from qbench.bench.attention_prefill import (
     prefill,
     wanted_first,
 )
-from qbench.bench.attention_rehearsal import rehearsals
+from qbench.bench.attention_rehearsal import rehearsals, settle_cache
 from qbench.bench.side_by_side import alone, processes
 from qbench.errors import EvaluationError, UnavailableError
 
@@ -170,3 +171,19 @@ def test_a_normalizer_is_measured_beside_its_plain_kernel_and_torchs_fastest():
         "qbench sigmoid", "qbench softmax", "qbench sigmoid, ALiBi",
         "qbench sigmoid, trained ALiBi", "qbench sigmoid, soft cap", FLASH, CUDNN,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("named", [None, "/somewhere/triton"])
+def test_torchs_compiler_keeps_kernels_where_triton_does(monkeypatch, named):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # so that it is put back
+    if named is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    else:
+        monkeypatch.setenv("TRITON_CACHE_DIR", named)
+    before = triton.knobs.cache.dir
+    settle_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == before
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    assert triton_cache_dir(0) == before

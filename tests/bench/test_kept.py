@@ -35,7 +35,7 @@ def test_what_was_measured_before_the_end_is_there(tmp_path, about, shown, row, 
     out = tmp_path / "bench.json"
     rows = dict.fromkeys(parts, ()) | {parts[0]: stopped(row)}
     with pytest.raises(KeyboardInterrupt):
-        gathered(about, rows, kept_in(out, shown))
+        gathered(about, [*rows.items()], kept_in(out, shown))
     found = json.loads(out.read_text())
     assert found == {**about, **{name: [] for name in parts}, parts[0]: [row], "whole": False}
     words = " ".join(out.with_suffix(".md").read_text().split())
@@ -45,16 +45,17 @@ def test_what_was_measured_before_the_end_is_there(tmp_path, about, shown, row, 
 
 def test_a_whole_benchmark_says_so(tmp_path):
     out = tmp_path / "bench.json"
-    results = gathered({}, {"rows": [{"a": 1}], "more": iter([{"b": 2}])}, kept_in(out, str))
-    assert results == {"rows": [{"a": 1}], "more": [{"b": 2}], "whole": True}
+    parts = [("rows", [{"a": 1}]), ("more", iter([{"b": 2}])), ("rows", [{"c": 3}])]
+    results = gathered({}, parts, kept_in(out, str))
+    assert results == {"rows": [{"a": 1}, {"c": 3}], "more": [{"b": 2}], "whole": True}
     assert json.loads(out.read_text()) == results
     assert CUT not in out.with_suffix(".md").read_text()
-    assert gathered({}, {"rows": [1]}, kept_in(None, str)) == {"rows": [1], "whole": True}
+    assert gathered({}, [("rows", [1])], kept_in(None, str)) == {"rows": [1], "whole": True}
 
 
 def test_rows_that_come_in_another_order_are_kept_in_theirs(tmp_path):
     out = tmp_path / "bench.json"
     places = {"rows": lambda row: row}
     with pytest.raises(KeyboardInterrupt):
-        gathered({}, {"rows": stopped(3, 1, 2)}, kept_in(out, str), places)
+        gathered({}, [("rows", stopped(3, 1, 2))], kept_in(out, str), places)
     assert json.loads(out.read_text())["rows"] == [1, 2, 3]
