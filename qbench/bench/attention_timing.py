@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,9 @@ def once(run: Callable[[], Any]) -> float:
 
 def captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
     """The replay of a CUDA graph of what ``make()`` gives, which is called once before. It is made
-    on the stream that is captured: tensors that need gradients must not have seen another."""
+    on the stream that is captured: tensors that need gradients must not have seen another. What it
+    holds lives as long as the replay: a graph knows the addresses of what it reads, no tensors, and
+    the next capture gives memory that nobody holds back to the driver."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -69,7 +72,12 @@ def captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         run()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> None:
+    """``run``: is only held."""
+    graph.replay()
 
 
 def sparse_keys(query: Tensor, key: Tensor) -> Tensor:
