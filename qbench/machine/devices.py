@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import os
 import re
 from pathlib import Path
 
 from qbench.errors import RecipeError, UnavailableError
 
 DRIVER = "libcuda.so.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 NAME_BYTES = 256
 CAPABILITY = (75, 76)  # attributes of a device: major and minor
@@ -127,6 +129,13 @@ def gpu_slots(gpus: str | None, workers: int | None, device: str, cells_a_gpu: i
         raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
     wanted = present if gpus == "all" else int(gpus or 1)
     return [gpu for _ in range(workers or cells_a_gpu) for gpu in range(wanted)]
+
+
+def gpu_of_environment(index: int) -> str:
+    """What ``CUDA_VISIBLE_DEVICES`` must say for a process that is to see this process's GPU
+    ``index`` alone."""
+    visible = os.environ.get(VISIBLE)
+    return visible.split(",")[index] if visible else str(index)
 
 
 @functools.cache

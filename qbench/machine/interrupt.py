@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 STOPPED = "stopped; finished cells are kept, run the same command to go on"
 CODE = 130  # as of a process that SIGINT ended
@@ -37,6 +38,16 @@ def settle_interrupts() -> None:
     threading.Thread(
         target=_watch, args=(passed_on, terminal), name="interrupt", daemon=True
     ).start()
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """A process that is started in the body never sees Ctrl-C: its parent ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _watch(heard: int, terminal: int) -> None:

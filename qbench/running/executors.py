@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
-from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from queue import SimpleQueue
 from typing import Any
 
+from qbench.machine.devices import VISIBLE, gpu_of_environment
+from qbench.machine.interrupt import interrupts_blocked
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.registry import Registry
 
@@ -126,7 +126,7 @@ class _Slot:
         )
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        with self._lock, _interrupts_blocked():
+        with self._lock, interrupts_blocked():
             if self._ended:
                 raise BrokenExecutor("the run was ended")
             try:
@@ -162,16 +162,6 @@ class _Context(SpawnContext):
         return process
 
 
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """A process that is started in the body never sees Ctrl-C: its parent ends it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _ignore_locks_of_the_dead() -> None:
     """Python's process that frees the locks of ended processes says so on the terminal; that
     worker processes are ended, not asked to end, is meant so."""
@@ -193,9 +183,7 @@ def _settle(gpu: int | None, threads: int, plugins: tuple[Plugin, ...]) -> None:
     # threads that wait for a core slow all of them down; read when torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if gpu is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(n) for n in range(gpu + 1)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[gpu]
+        os.environ[VISIBLE] = gpu_of_environment(gpu)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 

@@ -22,10 +22,11 @@ from qbench.training.kernels import attention_kernels
 from qbench.training.log import Log
 from qbench.training.order import Sequences
 from qbench.training.processes import Processes
+from qbench.training.progress import LAST, Progress, read_progress
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.shape import flops_per_token
 from qbench.training.speed import duration, share_of_peak
-from qbench.training.state import LAST, Progress, load_state, read_progress, save_state
+from qbench.training.state import load_state, save_state
 from qbench.training.step import Step
 from qbench.training.watch import Watched
 

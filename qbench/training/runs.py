@@ -8,24 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from qbench.errors import RecipeError, TrainingError
+from qbench.errors import TrainingError
 from qbench.files import clean_temporaries, write_atomically
 from qbench.record.training import FILE, Sample, TrainedOn, Training, TrainingSession
 from qbench.sealed import canonical
+from qbench.training.fit import first_token, require_data, sequences
 from qbench.training.log import FILE as LOG
 from qbench.training.log import Log, read_log, trackers
-from qbench.training.order import Sequences
 from qbench.training.plot import plot
-from qbench.training.processes import Processes
+from qbench.training.progress import LAST, Progress, read_progress
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.shape import checkpoint_config, parameters
-from qbench.training.state import Progress
 from qbench.training.token_files import TokenFiles
-from qbench.training.tokenizer import TOKENIZER
+
+if TYPE_CHECKING:
+    from qbench.training.processes import Processes
 
 STATE, BEST, CURVES = "state", "best", "curves.svg"
 Say = Callable[[str, int, str], None]  # run's name, steps done, a line
@@ -54,19 +55,14 @@ def train_recipe(
 
     Returns the records of finished runs. Raises TrainingError where one breaks.
     """
-    _require_data(recipe, files, processes)
+    require_data(recipe, files, processes=processes.count, device=processes.device.type)
     found = []
     for normalizer, seed in recipe.runs():
         name = run_name(normalizer, seed)
         folder = out / name
-        known = read_training(folder)
         settings = settings_digest(recipe, files, normalizer, seed)
+        known = finished(folder, settings)
         if known is not None:
-            if known.settings_digest != settings:
-                raise TrainingError(
-                    f"{folder}: holds a training of other settings, data or seed; name another "
-                    "--out, or remove it"
-                )
             say(name, known.steps, f"{name}: trained already")
             found.append(known)
             continue
@@ -91,9 +87,29 @@ def settings_digest(recipe: TrainingRecipe, files: TokenFiles, normalizer: str, 
     return hashlib.sha256(canonical(parts)).hexdigest()
 
 
-def read_training(folder: Path) -> Training | None:
+def finished(folder: Path, settings: str) -> Training | None:
+    """The record of what is trained in ``folder`` already; TrainingError for other settings."""
     path = folder / FILE
-    return Training.model_validate_json(path.read_bytes()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    known = Training.model_validate_json(path.read_bytes())
+    _require_same(known.settings_digest, settings, folder)
+    return known
+
+
+def require_state(folder: Path, settings: str) -> None:
+    """Raises TrainingError where the state in ``folder`` is none that can be gone on with."""
+    path = folder / STATE / LAST
+    if path.is_file():
+        _require_same(read_progress(path).settings, settings, path.parent)
+
+
+def _require_same(known: str, settings: str, folder: Path) -> None:
+    if known != settings:
+        raise TrainingError(
+            f"{folder}: holds a training of other settings, data or seed; name another --out, or "
+            "remove it"
+        )
 
 
 def draw(recipe: TrainingRecipe, out: Path) -> Path | None:
@@ -132,7 +148,7 @@ def _one(
 
     def keep(model: Any, target: Path) -> None:
         save_checkpoint(
-            model, target, config=config, tokenizer=files.folder, first=_first(recipe, files),
+            model, target, config=config, tokenizer=files.folder, first=first_token(recipe, files),
             largest_file=options.largest_file,
         )  # fmt: skip
 
@@ -147,7 +163,7 @@ def _one(
                 recipe=recipe,
                 seed=seed,
                 model=model,
-                source=_sequences(recipe, files),
+                source=sequences(recipe, files),
                 watched=watched(recipe, files, DTYPES[recipe.compute.precision]),
                 folder=state,
                 processes=processes,
@@ -191,50 +207,6 @@ def _alone(folder: Path, processes: Processes) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
-    return Sequences(
-        tokens=files.train,
-        context=recipe.model.context,
-        bos=_first(recipe, files),
-    )
-
-
-def _first(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
-    """The token that begins every sequence, where the recipe asks for one."""
-    return files.about.bos if recipe.data.bos_first else None
-
-
-def _require_data(recipe: TrainingRecipe, files: TokenFiles, processes: Processes) -> None:
-    """Raises RecipeError where the recipe, the data and the processes do not go together."""
-    about = files.about
-    if about.vocabulary > recipe.model.vocabulary:
-        raise RecipeError(
-            f"model.vocabulary {recipe.model.vocabulary}: the tokenizer of {files.folder} has "
-            f"{about.vocabulary} ids"
-        )
-    if recipe.data.bos_first and about.bos is None:
-        raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")
-    if recipe.data.bos_first and not (files.folder / TOKENIZER).is_file():
-        raise RecipeError(
-            f"data.bos_first: {files.folder} has no {TOKENIZER}, in which the trained checkpoint "
-            "would say that BOS is first"
-        )
-    at_once = recipe.batch.sequences * processes.count
-    if recipe.rows % at_once:
-        raise RecipeError(
-            f"batch.sequences {recipe.batch.sequences} × {processes.count} processes must divide "
-            f"the {recipe.rows} sequences of a step; lower it, here or with --sequences"
-        )
-    on_cpus = processes.count > 1 and processes.device.type == "cpu"
-    if on_cpus and recipe.compute.travel == "bfloat16":
-        raise RecipeError("compute.travel: processes on a CPU average gradients in float32 alone")
-    if len(_sequences(recipe, files)) < recipe.rows:
-        raise RecipeError(
-            f"{files.folder}: {len(files.train):,} tokens are fewer than one step takes "
-            f"({recipe.batch.tokens:,}); tokenize more text"
-        )
 
 
 def _record(

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qbench.errors import OutputError, TrainingError
 from qbench.files import reason, temporary
-
-LAST = "last.safetensors"
-
-
-@dataclass(kw_only=True, slots=True)
-class Progress:
-    """How far a run is, beside its tensors."""
-
-    settings: str  # digest of all that shapes the run
-    step: int = 0  # steps done
-    lowest_loss: float | None = None  # of the means that were logged
-    best_loss: float | None = None  # on the held-out texts
-    best_step: int | None = None
-    kernels: list[str] = field(default_factory=list)
-    sessions: list[dict[str, Any]] = field(default_factory=list)
+from qbench.training.progress import Progress, read_progress
 
 
 def save_state(
@@ -53,17 +39,6 @@ def save_state(
         raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
     finally:
         making.unlink(missing_ok=True)
-
-
-def read_progress(path: Path) -> Progress:
-    """Raises TrainingError where the file is none of ours."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return Progress(**json.loads((file.metadata() or {})["progress"]))
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise TrainingError(
-            f"{path}: not a training's state ({error}); remove it to train from the start"
-        ) from None
 
 
 def load_state(

@@ -6,14 +6,13 @@ import copy
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from qbench.analysis.measure import measure
-from qbench.errors import DataError
 from qbench.record.training import Sample
+from qbench.training.held_out import watched_rows
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.token_files import TokenFiles
 
@@ -56,30 +55,9 @@ def watched(recipe: TrainingRecipe, files: TokenFiles, dtype: torch.dtype) -> Wa
     and its first tokens. Raises DataError where there are too few."""
     from transformers import PreTrainedTokenizerFast
 
-    bos = files.about.bos
-    begin = [] if bos is None else [bos]
-    room = recipe.watched_length - len(begin)
-    wanted = recipe.watch.samples
-    texts = [text[:room] for text in _documents(files) if len(text) >= room][:wanted]
-    if len(texts) < wanted:
-        raise DataError(
-            f"{files.folder}: {len(texts)} held-out documents have {room} tokens or more, and "
-            f"watch.samples asks for {wanted}: lower it or watch.length, or tokenize with more "
-            "--held-out"
-        )
-    rows = [[*begin, *text.tolist()] for text in texts]
+    rows = watched_rows(recipe, files)
     return Watched(
         ids=torch.tensor(rows, dtype=torch.int64),
         tokenizer=PreTrainedTokenizerFast.from_pretrained(files.folder),
         dtype=dtype,
     )
-
-
-def _documents(files: TokenFiles) -> list[np.ndarray]:
-    """The held-out documents, without their BOS; as one where nothing parts them."""
-    about, ids = files.about, np.asarray(files.held_out).astype(np.int64)
-    if about.bos_of_documents:
-        return [part[1:] for part in np.split(ids, np.flatnonzero(ids == about.bos)) if len(part)]
-    if about.eos_of_documents:
-        return np.split(ids, np.flatnonzero(ids == about.eos) + 1)
-    return [ids]

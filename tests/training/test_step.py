@@ -190,13 +190,14 @@ def test_processes_on_cpus_cannot_average_in_bfloat16():
     from types import SimpleNamespace
 
     from qbench.errors import RecipeError
-    from qbench.training.runs import _require_data
+    from qbench.training.fit import require_data
 
     about = SimpleNamespace(vocabulary=64, bos=1)
     files = SimpleNamespace(about=about, folder="tokens", train=np.zeros(3000, np.uint16))
     with pytest.raises(RecipeError, match=r"compute\.travel"):
-        _require_data(
+        require_data(
             recipe(compute={"travel": "bfloat16"}, batch={"tokens": 128, "sequences": 4}),
             files,
-            Processes(device=CPU, count=2),
+            processes=2,
+            device="cpu",
         )
