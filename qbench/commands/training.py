@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qbench.commands.options import ClusterOption, Device, DeviceOption, to_folder
-from qbench.commands.screen import show_written
+from qbench.commands.screen import complain, show_written
+from qbench.commands.trained import evaluation, show_trained
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.machine.quiet import redirected, terminal
-from qbench.overrides import Overrides
 
 if TYPE_CHECKING:
-    from qbench.training.recipe import TrainingRecipe
+    pass
 
 LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
-MIB = 2**20
 
 
 def tokenize(
@@ -131,6 +130,20 @@ def train(
         to_folder("Where checkpoints, records and curves go. Default: training/NAME."),
     ] = None,
     device: DeviceOption = Device.auto,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|N", help="GPUs of this host to use, for --evaluate too. Default: one."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Runs side by side on each GPU, or on the CPU, one process each: for small "
+            "models. Default: 1.",
+        ),
+    ] = None,
     stop_after: Annotated[
         int | None,
         typer.Option(min=1, metavar="STEPS", help="Stop each run after so many steps, this time."),
@@ -162,15 +175,23 @@ def train(
     """Train the models of a recipe: every seed with every normalizer, alike in all else.
 
     A training that was stopped, or killed, goes on from its last state when the same command is
-    given again, and ends with the same weights as without the stop. Several GPUs:
-    `torchrun --nproc-per-node 2 -m qbench train RECIPE`.
+    given again, and ends with the same weights as without the stop. `--gpus` and `--workers` train
+    the runs side by side; `torchrun --nproc-per-node 2 -m qbench train RECIPE` spreads one run over
+    several GPUs.
     """
-    from qbench.machine.devices import choose_device
-    from qbench.training.determinism import settle_workspace
+    from qbench.commands.training_runs import MIB, Asked, one_by_one, side_by_side
+    from qbench.machine.devices import choose_device, gpu_slots
     from qbench.training.log import require_trackers
     from qbench.training.recipe import TrainingOverrides, TrainingRecipe
+    from qbench.training.runs import Options
+    from qbench.training.side_by_side import part_of_others
     from qbench.training.token_files import read_token_files
 
+    part, spread = part_of_others(), gpus is not None or workers is not None
+    if spread and "WORLD_SIZE" in os.environ:
+        raise RecipeError(
+            "--gpus, --workers: torchrun spreads one run over GPUs; leave them out, or torchrun"
+        )
     loaded = TrainingRecipe.load(
         recipe,
         TrainingOverrides(
@@ -185,100 +206,33 @@ def train(
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
     where = choose_device(device)
-    files = read_token_files(loaded.token_folder)
-    evaluation = _evaluation(evaluate, evaluate_data, cluster, loaded, folder, weights=weights)
-    settle_workspace()
-    from qbench.training.processes import joined
-    from qbench.training.runs import Options, draw, train_recipe
-
-    with (
-        joined(where) as processes,
-        terminal() as screen,
-        redirected(folder / f"train{processes.index or ''}.log"),
-    ):
-        found = train_recipe(
-            loaded,
-            files,
-            folder,
-            processes=processes,
-            options=Options(
-                trackers=tuple(tracker),
-                stop_after=stop_after,
-                largest_file=None if largest_file is None else largest_file * MIB,
-                weights=weights,
-            ),
-            say=(lambda _, __, line: print(line, file=screen)) if processes.first else _silent,
-        )
-    if not processes.first:
+    slots = (gpu_slots(gpus, workers, where, 1) or [0]) if spread else []
+    asked = Asked(
+        path=recipe,
+        recipe=loaded,
+        files=read_token_files(loaded.token_folder),
+        folder=folder,
+        device=where,
+        options=Options(
+            trackers=tuple(tracker),
+            stop_after=stop_after,
+            largest_file=None if largest_file is None else largest_file * MIB,
+            weights=weights,
+        ),
+    )
+    evaluate_all = evaluation(
+        evaluate, evaluate_data, cluster, loaded, folder, weights=weights, gpus=gpus
+    )
+    found, broken = side_by_side(asked, slots) if spread else (one_by_one(asked, part), [])
+    if found is None:
         return
-    runs = loaded.runs()
-    for record in found:
-        typer.echo(
-            f"{record.normalizer}, seed {record.seed}: loss {record.final_loss or 0:.4f} after "
-            f"{record.tokens:,} tokens; held out {record.watched[-1].loss:.4f} "
-            f"(best {record.best_loss:.4f} at step {record.best_step:,})"
-        )
-    if len(found) < len(runs):
-        typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command goes on")
-    curves = draw(loaded, folder)
-    show_written([folder, *([curves] if curves else [])])
-    if evaluation is not None and len(found) == len(runs):
-        evaluation(device)
-
-
-def _evaluation(
-    recipe: Path | None,
-    data: Path | None,
-    cluster: str | None,
-    loaded: TrainingRecipe,
-    folder: Path,
-    *,
-    weights: bool,
-) -> Callable[[Device], None] | None:
-    """What runs the recipe of ``--evaluate`` on the checkpoints in ``folder``; None without one.
-    Raises RecipeError, before anything is trained, where it could not."""
-    from qbench.commands.running import run
-    from qbench.recipe import Recipe
-
-    if recipe is None:
-        for option, value in (("--evaluate-data", data), ("--cluster", cluster)):
-            if value is not None:
-                raise RecipeError(f"{option} {value}: is of --evaluate RECIPE, which is not given")
-        return None
-    if not weights:
-        raise RecipeError("--evaluate: needs the checkpoints that --no-weights leaves out")
-    trained = dict.fromkeys(normalizer for normalizer, _ in loaded.runs())
-    places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
-    asked = Recipe.load(recipe, Overrides(checkpoints=places, data=data)).checkpoints
-    if others := [name for name in asked if name not in trained]:
-        raise RecipeError(
-            f"--evaluate {recipe}: checkpoints.{others[0]}: is none of what is trained here "
-            f"({', '.join(trained)}); leave it out of the recipe"
-        )
-
-    asked_for = {f"{normalizer}-seed{seed}" for normalizer, seed in loaded.runs()}
-    there = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
-    if more := sorted(there - asked_for):
-        raise RecipeError(
-            f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that is not asked for; "
-            "ask for it as well, or take another --out"
-        )
-
-    def evaluate(device: Device) -> None:
-        checkpoints = []
-        for name in trained:
-            seeds = sorted(folder.glob(f"{name}-seed*"))
-            checkpoints.append(
-                f"{name}={folder}/{name}-seed*" if len(seeds) > 1 else f"{name}={seeds[0]}"
-            )
-        out = folder / "evaluation"
-        run(recipe, checkpoints, data=data, out=out, device=device, cluster=cluster)
-
-    return evaluate
-
-
-def _silent(run: str, step: int, line: str) -> None:
-    """What the processes beside the first one say."""
+    show_trained(loaded, found, folder)
+    for run in broken:
+        complain(f"{run.name}: {run.error}")
+    if broken:
+        raise typer.Exit(broken[0].code)
+    if evaluate_all is not None and len(found) == len(loaded.runs()):
+        evaluate_all(device)
 
 
 def _tokenized() -> Callable[[int, int], None]:
