@@ -21,7 +21,7 @@ from qbench.training.progress import read_progress
 from qbench.training.side_by_side import PART, Part, train_side_by_side
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60  # seconds that make a hang
+PATIENCE = 120  # seconds that make a hang
 MANY = {"tokens": 7_680, "watch": {"every": 60}, "save_every": 20}  # 120 steps
 ENDLESS = {"tokens": 10**7, "watch": {"every": 10**6}}
 
