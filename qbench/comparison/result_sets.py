@@ -12,9 +12,6 @@ from qbench.record import Precision, Record, Score, Trained
 from qbench.store import Store
 
 Name = tuple[str, str]  # task, metric
-# Outcomes are compared to a thousandth of a nat, which is what a baseline file keeps.
-DECIMALS = 3
-
 AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
 
 
@@ -50,8 +47,11 @@ class ResultSet:
     replicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def read_results(store: Store) -> ResultSet:
-    """The cells of a results folder with their outcomes, redundant metrics left out."""
+def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
+    """The cells of a results folder with their outcomes, redundant metrics left out.
+
+    ``decimals``: outcomes are rounded to so many, to be compared with what was kept so.
+    """
     grid = store.grid()
     cells, broken = {}, {}
     for cell in grid.cells:
@@ -60,11 +60,11 @@ def read_results(store: Store) -> ResultSet:
         if status != "ok":
             broken[cell.cell] = f"{status}: {reason}"
             continue
-        cells[cell.cell] = _cell(store, record)
+        cells[cell.cell] = _cell(store, record, decimals)
     return ResultSet(name=grid.name, cells=cells, broken=broken, replicates=grid.replicates)
 
 
-def _cell(store: Store, record: Record) -> CellResults:
+def _cell(store: Store, record: Record, decimals: int | None) -> CellResults:
     scores = {(score.task, score.metric): score for score in record.scores}
     kept = {
         name: score
@@ -74,11 +74,12 @@ def _cell(store: Store, record: Record) -> CellResults:
     columns = {
         name: Column.of(
             rows["document"].to_numpy(),
-            rows["value"].to_numpy(dtype=float).round(DECIMALS),
+            values if decimals is None else values.round(decimals),
             rows["weight"].to_numpy(),
         )
         for name, rows in store.outcomes(record).groupby(["task", "metric"], sort=False)
         if name in kept
+        for values in [rows["value"].to_numpy(dtype=float)]
     }
     return CellResults(
         key=record.key,

@@ -23,7 +23,7 @@ import pyarrow.parquet as parquet
 from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from qbench.comparison.changes import Changes, compare_sets
-from qbench.comparison.result_sets import DECIMALS, CellResults, ResultSet, read_results
+from qbench.comparison.result_sets import CellResults, ResultSet, read_results
 from qbench.comparison.statistics import Column
 from qbench.errors import ResultsError
 from qbench.files import write_atomically
@@ -34,6 +34,7 @@ from qbench.store import Store
 VERSION = 2
 METADATA = b"qbench.baseline"
 DIGEST = b"qbench.baseline.sha256"
+DECIMALS = 3  # of an outcome: a thousandth of a nat, to which results are compared with it
 MOST_LAYERS = 2**28  # bytes that the layers may unpack to
 COLUMNS = ("cell", "score", "document", "value", "weight")
 
@@ -72,7 +73,7 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     it can be shown (``tables.changes.changes_table``). Raises ResultsError for a folder with
     missing, failed or unaudited cells, which are no standard to hold anybody to.
     """
-    outcomes = read_results(store)
+    outcomes = read_results(store, decimals=DECIMALS)
     unfit = [f"{cell}: {why}" for cell, why in outcomes.broken.items()]
     unfit += [f"{cell}: not audited" for cell, one in outcomes.cells.items() if not one.audited]
     if unfit:
@@ -91,7 +92,7 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
 def difference(store: Store, out: Path) -> Changes:
     """What replacing the baseline ``out`` by the results in ``store`` would change. Where ``out``
     cannot be read or is of other data, the problems say so."""
-    new = read_results(store)
+    new = read_results(store, decimals=DECIMALS)
     try:
         old = read(out).outcomes
         lines = tuple(compare_sets(old, new))

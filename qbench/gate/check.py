@@ -19,7 +19,7 @@ from qbench.comparison.changes import Change, compare_sets
 from qbench.comparison.result_sets import CellResults, read_results
 from qbench.comparison.statistics import Column, Worsening, documents_needed, worsening
 from qbench.errors import ResultsError
-from qbench.gate.baseline import read
+from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.gates import AUDIT, Gate, Inconclusive, Verdict, whole
 from qbench.gate.identity import require_same
 from qbench.gate.layers import layer_gates, read_layers
@@ -43,7 +43,11 @@ def check(
     other data, weights or normalizers, and RecipeError for a margin of no metric or a metric that
     no margin is given for.
     """
-    standard, new, given = read(baseline), read_results(store), dict(margins or {})
+    standard, new, given = (
+        read(baseline),
+        read_results(store, decimals=DECIMALS),
+        dict(margins or {}),
+    )
     old = standard.outcomes
     if not old.cells:
         raise ResultsError(f"{baseline}: has no cells; make it again")

@@ -31,6 +31,24 @@ def test_results_of_two_runs_are_paired_and_only_the_changed_cell_is_marked(tmp_
     assert same.old == same.new == old.get(old.grid().cells[2]).scores[0].value
 
 
+def test_scores_are_those_of_the_records_and_not_of_rounded_outcomes(tmp_path):
+    old = grid(tmp_path / "a")
+    new = grid(tmp_path / "b", shift={"softmax/hqq-4bit": 0.5})
+    recorded = [
+        {
+            (cell.cell, score.task, score.metric): score.value
+            for cell in store.grid().cells
+            for score in store.get(cell).scores
+        }
+        for store in (old, new)
+    ]
+    lines = compare_results(old, new).lines
+    assert {line.metric for line in lines} >= {"acc", "perplexity", "word_perplexity"}
+    for line in lines:
+        values = [one[line.cell, line.task, line.metric] for one in recorded]
+        assert [line.old, line.new] == pytest.approx(values, rel=1e-12)
+
+
 def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
     old = grid(tmp_path / "a", failed=("softmax/bf16",))
     new = make_store(tmp_path / "b", sizes=SIZES, quantizers=("bf16",))

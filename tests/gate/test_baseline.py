@@ -17,7 +17,7 @@ from qbench.gate import baseline, check
 def test_a_baseline_gives_back_what_was_put_in(good, standard):
     from qbench.comparison.result_sets import read_results
 
-    ours, again = read_results(good), baseline.read(standard).outcomes
+    ours, again = read_results(good, decimals=baseline.DECIMALS), baseline.read(standard).outcomes
     assert again.name == ours.name
     assert list(again.cells) == list(ours.cells)
     for cell, one in ours.cells.items():
