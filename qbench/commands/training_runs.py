@@ -84,10 +84,8 @@ def side_by_side(asked: Asked, slots: Sequence[int]) -> tuple[list[Training], li
     """The records of finished runs, and the runs that broke; ``slots`` holds the GPU of each
     process. Raises QbenchError, before anything is trained, for what none could be trained with."""
     from qbench.training.fit import require_data
-    from qbench.training.held_out import watched_rows
 
     require_data(asked.recipe, asked.files, processes=1, device=asked.device)
-    watched_rows(asked.recipe, asked.files)
     parts, done = [], []
     for run in asked.recipe.runs():
         name, settings = run_name(*run), asked.settings(run)

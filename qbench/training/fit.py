@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qbench.errors import RecipeError
+from qbench.training.held_out import watched_rows
 from qbench.training.order import Sequences
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.token_files import TokenFiles
@@ -23,7 +24,8 @@ def first_token(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
 
 
 def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, device: str) -> None:
-    """Raises RecipeError where the recipe, the data and the processes do not go together."""
+    """Raises RecipeError where the recipe, the data and the processes do not go together,
+    DataError where there are too few held-out texts to watch."""
     about = files.about
     if about.vocabulary > recipe.model.vocabulary:
         raise RecipeError(
@@ -51,3 +53,4 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
             f"{files.folder}: {len(files.train):,} tokens are fewer than one step takes "
             f"({recipe.batch.tokens:,}); tokenize more text"
         )
+    watched_rows(recipe, files)
