@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbench.attention.kernels.exponentials import powers
-from qbench.attention.kernels.modes import EXPONENTS, SUNK
+from qbench.attention.kernels.modes import SUNK
 from qbench.attention.kernels.sigmoid import sigmoid
 from qbench.attention.normalizers import softpick
 
@@ -103,16 +102,10 @@ def lost_bits(total, FAMILY: tl.constexpr):
 
 
 @triton.jit
-def terms(
-    y, shift, FAMILY: tl.constexpr, PRECISE: tl.constexpr,
-    FAST: tl.constexpr = False, MODES: tl.constexpr = 0,
-):  # fmt: skip
+def terms(y, shift, FAMILY: tl.constexpr, PRECISE: tl.constexpr):
     """What each score adds above and below the fraction line, times 2^−shift. What it adds above
-    is still to be rectified, by :func:`rounded`. FAST is for the compiler."""
-    if FAST and EXPONENTS & MODES:  # noqa: SIM108 (known when compiled)
-        e = powers(y - shift, MODES)
-    else:
-        e = tl.math.exp2(y - shift)
+    is still to be rectified, by :func:`rounded`."""
+    e = tl.math.exp2(y - shift)
     if FAMILY == "softpick":
         floor = tl.math.exp2(-shift)
         difference = e - floor

@@ -83,9 +83,7 @@ def sweep(
             above = sigmoid(scores, FUSED, 0 if MASKED else MODES)
         elif FREE:
             # Eight sums a row, so that no thread needs another's until the end.
-            above, below = terms(  # [BLOCK_Q, BLOCK_K] each
-                scores * scale, 0.0, FAMILY, False, FUSED and not MASKED, MODES
-            )
+            above, below = terms(scores * scale, 0.0, FAMILY, False)  # [BLOCK_Q, BLOCK_K] each
             total += tl.sum(tl.reshape(below, [BLOCK_Q, BLOCK_K // 8, 8]), 1)  # [BLOCK_Q, 8]
             if NEAR_ZERO:  # for the check at the end
                 highest = tl.max(tl.reshape(scores, [BLOCK_Q, BLOCK_K // 8, 8]), 1)

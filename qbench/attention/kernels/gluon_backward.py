@@ -30,7 +30,9 @@ BENT = modes.CAPPED.value | modes.SLOPED.value
 ENOUGH = 4 * 10**9
 
 # By head dimension, for each kernel: queries a tile of the keys' kernel, and then for each kernel
-# the slots of its pipeline and how many of its two operands that stay are in registers.
+# the slots of its pipeline and how many of its two operands that stay are in registers. On an H200,
+# both held by scores that are BENT, heads of 64: soft caps 7 % slower, ALiBi the same; none held,
+# heads of 128: soft caps 3 %, ALiBi 4 % slower.
 TILES = {64: (64, (4, 2), (4, 2)), 128: (32, (3, 1), (4, 1))}
 
 

@@ -16,11 +16,7 @@ LEARNING = tl.constexpr(128)  # the backward pass gives the gradient of bias, si
 NEXT = tl.constexpr(256)  # SCALED by s · log (n + 1)
 LEARNING_SLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slopes too
 NEAR = tl.constexpr(1024)  # of CAPPED: so wide a cap that nearly all scores are well inside it
-PAIRED = tl.constexpr(2048)  # of sigmoid's: two scores share a reciprocal
-NEWTON = tl.constexpr(4096)  # of sigmoid's: no reciprocals, see sigmoid.py
-RARE = tl.constexpr(8192)  # of sigmoid's: reciprocals where they are needed, see sigmoid.py
-EXPONENT = tl.constexpr(16384)  # the lowest bit of
-EXPONENTS = tl.constexpr(7 * 16384)  # how many exponentials are polynomials, see exponentials.py
+RARE = tl.constexpr(2048)  # of sigmoid's: reciprocals where they are needed, see sigmoid.py
 
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
 SHAPED = tl.constexpr(15)  # or BIASED

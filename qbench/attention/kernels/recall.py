@@ -20,7 +20,9 @@ from qbench.attention.normalizers import NORMALIZERS
 
 MOST = 1024  # calls that are kept
 # Times that a call is repeated before its launches are made without Triton, see direct.py; None for
-# never. 4 halves what the host does, and gives the same bits; no training has run with it yet.
+# never. 4 halves what the host does, and gives the same bits: a short step took 0.48 instead of
+# 0.69 ms (softmax, H200) where others computed on the CPU, and the same 0.25 on an idle host, where
+# Triton's launches are made while the GPU computes. No training has run with it yet.
 OFTEN: int | None = None
 
 _calls: dict[Any, Call | None] = {}
