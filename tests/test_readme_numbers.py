@@ -36,6 +36,7 @@ SPEEDS = {
     "1.53": ("attention-sigmoid-h200", ["4, 4096, 16, 128", "1.53"]),
     "1.10": ("training-124m-h200", ["softmax/triton", "1.096"]),
     "1.09": ("training-124m-h200", ["softpick/triton", "1.092"]),
+    "1.11": ("training-27m-h200", ["softpick/triton", "1.110"]),
     "0.74": ("products-h200", ["65536", "int8 a token", "0.74"]),
     "0.89": ("products-h200", ["65536", "fp8 a token", "0.89"]),
 }
@@ -125,3 +126,14 @@ def test_speeds_are_those_of_the_bench(number):
     assert number in part("| what | against | H200 |", "\n\\* values")
     lines = (RESULTS / "bench" / f"{name}.md").read_text().splitlines()
     assert any(all(word in line for word in words) for line in lines)
+
+
+def test_short_steps_are_those_of_the_profile():
+    shown = re.search(
+        r"softmax is at (\S+) × cuDNN, softpick at\s(\S+) × and\ssigmoid at (\S+) ×", README
+    )
+    lines = (RESULTS / "bench" / "attention-h200-profile.md").read_text()
+    (row,) = (row for row in rows(lines) if row[:2] == ["idle", "Triton (in use)"])
+    *ours, theirs = map(float, row[2:])
+    assert shown
+    assert list(shown.groups()) == [f"{theirs / one:.2f}" for one in ours]
