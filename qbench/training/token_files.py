@@ -12,14 +12,15 @@ import json
 import shutil
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from qbench.checkpoints.files import READ
+from qbench.checkpoints.find import HUB_ID
 from qbench.errors import DataError
 from qbench.record import Digest, Line, Written
 
@@ -27,6 +28,11 @@ ABOUT = "tokens.json"
 PARTS = ("train", "held_out")
 Part = Literal["train", "held_out"]
 NOT_TOKENIZER = ("config.json", "generation_config.json", "*.index.json")
+
+
+def _without_place(named: str) -> str:
+    """A hub id as it is, a path by its last part, as sources are named."""
+    return named if HUB_ID.fullmatch(named) else PurePath(named).name or named
 
 
 class TokenArray(Written):
@@ -56,7 +62,8 @@ class AboutTokens(Written):
     pad: int | None
     bos_of_documents: bool
     eos_of_documents: bool
-    tokenizer: Line  # as it was named
+    # hub id, name of a local folder, or how it was learnt
+    tokenizer: Annotated[Line, AfterValidator(_without_place)]
     tokenizer_digest: Digest
     sources: tuple[TextSource, ...]
     licences: Line = ""

@@ -150,7 +150,7 @@ def _write(
         **ids,
         bos_of_documents=settings.bos,
         eos_of_documents=settings.eos,
-        tokenizer=named,
+        tokenizer=_tokenizer_name(named),
         tokenizer_digest=tokenizer_digest(folder),
         sources=tuple(told),
         licences=settings.licences,
@@ -188,6 +188,11 @@ def _tokenizer_folder(named: str) -> Path:
     if not HUB_ID.fullmatch(named):
         raise RecipeError(f"--tokenizer {named}: no such folder, and not a hub id (owner/name)")
     return hub.snapshot(named, None, READ)
+
+
+def _tokenizer_name(named: str) -> str:
+    folder = Path(named).expanduser()
+    return folder.resolve().name if folder.is_dir() else named
 
 
 def _load(folder: Path, named: str, settings: Tokenizing) -> tuple[Tokenizer, dict]:

@@ -85,6 +85,7 @@ def test_the_record_says_how_it_came_about(tmp_path, train, tokens):
     assert record.attention == "softpick/reference"
     assert record.kernels == ("none",)  # on a CPU
     assert record.data.sources == ("text.txt",)
+    assert "/" not in record.data.tokenizer
     about = json.loads((tokens / "tokens.json").read_text())
     assert record.data.tokens == about["train"]["tokens"]
     assert [sample.step for sample in record.watched] == [0, 10, 20, 30, 40]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import shutil
 
 import numpy as np
 import pytest
@@ -113,6 +114,22 @@ def test_each_document_is_bos_text_eos_and_some_are_held_out(tokens, texts, toke
 def test_the_tokenizer_lies_beside_the_tokens(tokens, tokenizer_folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tokens / name).read_bytes() == (tokenizer_folder / name).read_bytes()
+
+
+def test_a_local_tokenizer_is_named_without_its_place(tokens, tokenizer_folder):
+    assert read_token_files(tokens).about.tokenizer == tokenizer_folder.name
+
+
+@pytest.mark.parametrize(
+    ("named", "read"),
+    [("/data/models/mine", "mine"), ("~/mine/", "mine"), ("../a/mine", "mine"),
+     ("owner/name", "owner/name"), ("learnt from the text, 300 entries",) * 2],
+)  # fmt: skip
+def test_a_place_that_older_token_files_name_is_not_taken_along(tmp_path, tokens, named, read):
+    old = shutil.copytree(tokens, tmp_path / "old")
+    about = json.loads((old / "tokens.json").read_text())
+    (old / "tokens.json").write_text(json.dumps(about | {"tokenizer": named}))
+    assert read_token_files(old).about.tokenizer == read
 
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json"])
