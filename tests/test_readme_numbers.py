@@ -201,6 +201,12 @@ def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
     against = marked[(marked.favour < 0) & (marked.task != "wikitext")]
     assert (len(against), set(against.task)) == (22, {"lambada_openai"})
     assert (against.softmax_gain > 0).sum() == 15
+    known = tables("-activations", "sinks-27m")
+    clipped, whole = (
+        known["delta", "lambada_openai", "Acc ↑", one][3].partition(" ")[0]
+        for one in ("a8-static-99.99", "bf16")
+    )
+    assert f"clipped at 99.99 % it answers {clipped} % instead of {whole} %" in text
     assert "HQQ has 8 and none of them, WikiText 15 and one" in text
     assert "the other 22 against softpick are LAMBADA's. In 15 of these" in text
 
