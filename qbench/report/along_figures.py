@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from qbench.record import Record
 from qbench.record.analysis import Analysis, Sensitivity, Stretch
 from qbench.record.passkey import depth, task_length
 from qbench.report.costs import Found
 from qbench.report.style import DASHES, MARKERS, SERIES, cut, legend, panels
-from qbench.report.why_figures import BARS, LEFT, heat
+from qbench.report.why_figures import BARS, LEFT, few_powers, heat
 from qbench.report.why_series import Replicates, Series, names, series
 from qbench.store import Store
 from qbench.tables.along import correlation, pairs
@@ -99,7 +97,7 @@ def sensitivity(found: Sequence[Sensitivity], label: str) -> Iterator[Found]:
     for one, grid, (panel,) in zip(found, values, axes, strict=True):
         image = heat(figure, panel, grid, most=None, turned=True, norm=norm)
         assert image.colorbar is not None
-        _few_powers(image.colorbar.ax.yaxis)
+        few_powers(image.colorbar.ax.yaxis)
         panel.set_yticks(range(len(kinds)), kinds)
         panel.set_title(cut(one.cell))
         panel.set_xlabel("decoder layer")
@@ -129,8 +127,8 @@ def scatter(found: Sequence[Sensitivity], label: str, why: Why) -> Iterator[Foun
                         f"{_signed(rho.high)})")  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _few_powers(axes.xaxis)
-    _few_powers(axes.yaxis)
+    few_powers(axes.xaxis)
+    few_powers(axes.yaxis)
     axes.set_xlabel("largest |x| / rms of what it receives")
     axes.set_ylabel("KL, quantized alone")
     legend(figure, axes)
@@ -158,7 +156,7 @@ def pruning(found: Sequence[Pruned]) -> Iterator[Found]:
             marker=MARKERS[index % len(MARKERS)], label=name,
         )  # fmt: skip
     axes.set_yscale("log")
-    _few_powers(axes.yaxis)
+    few_powers(axes.yaxis)
     axes.set_xlim(left=0)
     axes.set_xlabel("heads cut out (% of all)")
     axes.set_ylabel("KL (nats a token)")
@@ -279,13 +277,6 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float] | np.ndarray, look:
 
 def _signed(value: float) -> str:
     return f"{value:+.2f}".replace("-", MINUS)
-
-
-def _few_powers(axis: Axis) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5 times powers of ten, written as numbers."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
 
 
 def _plain(label: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from qbench.comparison.lines import Comparison, judge
 from qbench.record import Damage, Flips, Record, TaskDamage
@@ -237,9 +237,10 @@ def _stages(comparison: Comparison) -> Found | None:
     time.set_ylim(len(records) - 0.4, -0.6)
     time.set_xlabel("seconds")
     memory.set_xlabel("memory (GiB)")
-    for axes, ticks in ((time, 4), (memory, 3)):
+    for axes, ticks in ((time, 4), (memory, 2)):
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_locator(MaxNLocator(ticks))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     legend(figure, time)
     return "stages", "Time by stage, and peak memory of the largest, for each cell.", figure
 

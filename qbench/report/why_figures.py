@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qbench.record.analysis import Analysis, AttentionMap, Layer, Measured
 from qbench.report.costs import Found
@@ -40,6 +41,17 @@ def figures(
     return makers
 
 
+def few_powers(axis: Axis) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5 times powers of ten, at all digits where it spans
+    less than a fivefold, written as numbers."""
+    low, high = axis.get_view_interval()
+    narrow = 0 < low <= high < 5 * low
+    subs = range(1, 10) if narrow else (1, 2, 5)
+    axis.set_major_locator(LogLocator(subs=[float(one) for one in subs], numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 def largest(cells: Sequence[Analysis], replicates: Replicates) -> Iterator[Found]:
     looks = series(cells, replicates)
     figure, grid = panels([1.8], left=LEFT, named=names(looks))
@@ -48,6 +60,7 @@ def largest(cells: Sequence[Analysis], replicates: Replicates) -> Iterator[Found
         values = [max(-x.hidden.minimum, x.hidden.maximum) for x in _layers(one)]
         axes.plot(range(len(values)), values, **look.line)
     axes.set_yscale("log")
+    few_powers(axes.yaxis)
     _layer_axis(axes)
     axes.set_ylabel("largest |x|")
     legend(figure, axes)

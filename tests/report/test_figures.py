@@ -171,6 +171,27 @@ def test_the_caption_tells_what_is_drawn(tmp_path):
     assert "answers" not in found["distributions-wikitext"].caption
 
 
+@pytest.mark.parametrize("peak", [0.04, 0.45, 0.56, 0.7, 0.99, 3.1, 12.0, 75.0, 139.0])
+def test_numbers_of_seconds_and_memory_stand_apart(tmp_path, peak):
+    store = make_store(tmp_path, sizes={"piqa": 12}, quantizers=QUANTIZERS)
+    for cell in store.grid().cells:
+        record = store.get(cell)
+        stages = [one.model_copy(update={"peak_memory_gib": peak}) for one in record.stages]
+        store.put(record.model_copy(update={"stages": tuple(stages)}), store.outcomes(record), None)
+    found = {one.name: one for draw in groups(compare(store)) for one in draw()}
+    figure = found["stages"].figure
+    with rc_context(RC):
+        figure.draw_without_rendering()
+    shown = []
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        ticks = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        shown.append([text for tick, text in ticks if low <= tick <= high])
+    assert all(len(one) >= 2 for one in shown)
+    boxes = [text.get_window_extent().expanded(1.05, 1.0) for one in shown for text in one]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
 def test_a_marker_at_0_is_drawn_whole(tmp_path):
     none = DAMAGE.tasks["arc_easy"].model_copy(
         update={"flips": {"acc": Flips(documents=120, right_to_wrong=0, wrong_to_right=0)}}

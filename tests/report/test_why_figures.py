@@ -93,6 +93,16 @@ def _within(axis, text):
     return low <= place <= high
 
 
+def test_the_largest_activations_are_told_in_numbers_a_reader_expects(why):
+    figure = next(one.figure for one in drawn(why) if one.name == "largest")
+    axis = figure.axes[0].yaxis
+    shown = [text.get_text() for text in axis.get_ticklabels(which="both") if _within(axis, text)]
+    assert len(shown) >= 2
+    assert all(text.rstrip("0") in {"1", "2", "5"} for text in shown)
+    label = axis.label.get_window_extent()
+    assert not any(label.overlaps(text.get_window_extent()) for text in axis.get_ticklabels())
+
+
 def test_captions_leave_names_as_they_are(why):
     caption = next(one.caption for one in drawn(why) if one.name == "outliers-hqq-3bit")
     assert "softmax/hqq-3bit: ρ = −0.10 (−0.31 to +0.12)" in caption
