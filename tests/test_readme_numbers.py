@@ -211,6 +211,14 @@ def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
     assert "the other 22 against softpick are LAMBADA's. In 15 of these" in text
 
 
+def test_calibration_with_bos_is_told_as_the_page_has_it():
+    told = " ".join(part("**With sinks", "## Running it").split())
+    page = (RESULTS / "bench" / "sinks.md").read_text()
+    known = {(row[0], row[1]): row[-1].partition(" [")[0] for row in rows(page) if len(row) == 5}
+    without, first = (known["all that was seen", one] for one in ("without BOS", "BOS first"))
+    assert f"({without} without, {first} with, 400 documents on a CPU" in told
+
+
 @pytest.mark.parametrize("folder", NEARER)
 def test_divergences_are_counted_right(folder):
     means: dict[tuple[str, str], float] = {}
