@@ -254,6 +254,7 @@ def _cell(
             "length": calibration.length,
             "seed": calibration.seed,
             "text": calibration.digest,
+            **({"bos": True} if calibration.bos else {}),
         }
     if base is not None:
         parts["damage against"] = base.key

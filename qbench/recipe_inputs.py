@@ -97,4 +97,5 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
         samples=source.samples,
         length=source.length,
         seed=source.seed,
+        bos=recipe.evaluation.add_bos,
     )

@@ -182,6 +182,7 @@ def _quantize(
                 source.length,
                 source.seed,
                 digest=source.digest,
+                bos=source.bos,
             )
         quantized = quantize(
             model,

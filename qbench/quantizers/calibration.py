@@ -45,15 +45,21 @@ def read_calibration(
     seed: int,
     *,
     digest: str | None = None,
+    bos: bool = False,
 ) -> Calibration:
     """Windows of ``length`` tokens from a JSON Lines file with a ``text`` in each line.
 
     Documents are taken in an order drawn by ``seed``, without special tokens. A document of at
     least ``length`` tokens gives one window, at an index drawn by ``seed``; shorter ones are joined
-    to their successors, the end-of-text token between them, until they do. ``digest`` is what
-    the SHA-256 of the file's bytes must be. Raises DataError for a malformed or changed file, or
-    one with too little text.
+    to their successors, the end-of-text token between them, until they do. ``bos``: the first
+    token of each window is BOS, for a model that sees every text so. ``digest`` is what
+    the SHA-256 of the file's bytes must be. Raises DataError for a malformed or changed file, one
+    with too little text, or a tokenizer without the BOS that is asked for.
     """
+    if bos and tokenizer.bos_token_id is None:
+        raise DataError("calibration text begins with BOS, and this tokenizer has none")
+    begin = [tokenizer.bos_token_id] if bos else []
+    room = length - len(begin)
     texts = read_texts(Path(path), digest=digest)
     draw = random.Random(seed)
     draw.shuffle(texts)
@@ -66,9 +72,9 @@ def read_calibration(
             joined.append(tokenizer.eos_token_id)
         # verbose=False: documents longer than the model's context are no mistake here.
         joined += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(joined) >= length:
-            start = draw.randrange(len(joined) - length + 1)
-            windows.append(joined[start : start + length])
+        if len(joined) >= room:
+            start = draw.randrange(len(joined) - room + 1)
+            windows.append([*begin, *joined[start : start + room]])
             joined = []
     if len(windows) < samples:
         raise DataError(

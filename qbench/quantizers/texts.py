@@ -21,13 +21,15 @@ HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationText:
-    """``samples`` documents of ``length`` tokens, drawn by ``seed`` from a file with ``digest``."""
+    """``samples`` documents of ``length`` tokens, drawn by ``seed`` from a file with ``digest``;
+    ``bos``: BOS is the first token of each, as of every text that is scored."""
 
     path: Path
     digest: str  # SHA-256 of the file's bytes
     samples: int
     length: int
     seed: int
+    bos: bool = False
 
 
 def find_text(address: str, *, base: Path, data: Path | None) -> Path:

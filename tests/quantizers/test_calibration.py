@@ -1,5 +1,6 @@
 """Calibration text: which tokens, and what is refused."""
 
+import copy
 import gzip
 import json
 
@@ -46,6 +47,21 @@ def test_short_documents_are_joined_with_the_end_of_text_between(tmp_path, token
     rows = read_calibration(path, tokenizer, 2, 7, 0).ids.tolist()
     assert all(row[3] == 200 for row in rows)
     assert all(row[:3] == list(range(row[0], row[0] + 3)) for row in rows)
+
+
+def test_each_window_begins_with_bos_where_it_is_asked_for(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", [10, 10, 10, 3, 3])
+    with pytest.raises(DataError, match="this tokenizer has none"):
+        read_calibration(path, tokenizer, 3, 7, 0, bos=True)
+    with_bos = copy.deepcopy(tokenizer)
+    with_bos.add_special_tokens({"bos_token": "<s>"})
+    found = read_calibration(path, with_bos, 3, 7, 0, bos=True)
+    assert found.ids.shape == (3, 7)
+    assert found.ids[:, 0].tolist() == [with_bos.bos_token_id] * 3
+    assert not (found.ids[:, 1:] == with_bos.bos_token_id).any()
+    without = read_calibration(path, with_bos, 3, 6, 0)
+    assert found.ids[:, 1:].tolist() == without.ids.tolist()
+    assert found.digest != without.digest
 
 
 def test_the_seed_decides_and_decides_alone(tmp_path, tokenizer):

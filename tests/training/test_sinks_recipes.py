@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from small_recipe import qbench, small_recipe
+from small_recipe import DEMO, qbench, small_recipe
 from transformers import AutoTokenizer
 
 from qbench.analyses import Analyses
+from qbench.quantizers import calibration
+from qbench.quantizers.calibration import read_calibration
+from qbench.store import Store
 from qbench.training import loop
 from qbench.training.tokenize import Tokenizing, tokenize
 from qbench.training.tokenizer import begin_with
@@ -79,7 +82,7 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
 
 
 def test_a_checkpoint_whose_sequences_began_with_bos_is_evaluated_with_it(
-    tmp_path, train, tokens_without_bos, own_cache
+    tmp_path, monkeypatch, train, tokens_without_bos, own_cache
 ):
     train(tmp_path / "trained", **in_small("sinks-27m", tokens_without_bos))
     trained = tmp_path / "trained" / "softmax-seed0"
@@ -89,11 +92,26 @@ def test_a_checkpoint_whose_sequences_began_with_bos_is_evaluated_with_it(
     assert BOS not in bare
     assert tokenizer.encode(text) == [BOS, *bare]
     assert tokenizer.encode(text, text) == [BOS, *bare, BOS, *bare]
+    calibrated_on = []
+
+    def read(*arguments, **options):
+        calibrated_on.append(read_calibration(*arguments, **options))
+        return calibrated_on[-1]
+
+    monkeypatch.setattr(calibration, "read_calibration", read)
     recipe = small_recipe(
-        tmp_path, checkpoints={"softmax": str(trained)}, quantizers=["fp32"], tasks=["demo_pages"],
+        tmp_path, checkpoints={"softmax": str(trained)}, tasks=["demo_pages"],
+        quantizers=["fp32", {"activations": "int8-static", "label": "a8-static"}],
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 16},
         evaluation={"limit": 2, "add_bos": True},
     )  # fmt: skip
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
+    (seen,) = calibrated_on
+    assert (seen.ids[:, 0] == BOS).all()
+    store = Store(tmp_path / "out")
+    bare, static = (store.get(cell).key_parts for cell in store.grid().cells)
+    assert "calibration" not in bare
+    assert static["calibration"]["bos"] is True
     before = (trained / "tokenizer.json").read_bytes()
     begin_with(BOS, trained)
     assert (trained / "tokenizer.json").read_bytes() == before
