@@ -28,9 +28,9 @@ from qbench.bench.attention_prefill import (
     steps,
     wanted_first,
 )
-from qbench.bench.attention_rehearsal import PATIENCE_S, rehearsals, rehearse, settle_cache
 from qbench.bench.attention_skipping import measure_skipping, skipping_table
 from qbench.bench.attention_timing import Clock, clock, milliseconds
+from qbench.bench.attention_warm_up import PATIENCE_S, settle_cache, warm_up, warm_ups
 from qbench.bench.kept import gathered, kept_in
 from qbench.bench.side_by_side import alone, default_jobs, processes
 from qbench.errors import UnavailableError
@@ -64,8 +64,8 @@ def bench_attention(
     settle_cache()
     with processes(jobs or default_jobs()) as pool:
         called = [
-            pool.submit(alone, rehearse, *each)
-            for each in rehearsals(rows, quick, only, checkpoint, text)
+            pool.submit(alone, warm_up, *each)
+            for each in warm_ups(rows, quick, only, checkpoint, text)
         ]
         checks = check_kernels(pool, quick, only)
         wait(called, timeout=PATIENCE_S)

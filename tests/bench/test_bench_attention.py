@@ -24,7 +24,7 @@ from qbench.bench.attention_prefill import (
     prefill,
     wanted_first,
 )
-from qbench.bench.attention_rehearsal import rehearsals, settle_cache
+from qbench.bench.attention_warm_up import settle_cache, warm_ups
 from qbench.bench.side_by_side import alone, processes
 from qbench.errors import EvaluationError, UnavailableError
 
@@ -135,14 +135,14 @@ def test_an_error_of_a_check_is_that_of_one_process():
 
 
 def test_calls_of_processes_can_be_pickled():
-    for each in (*checks(CASES, ()), *rehearsals(every_row(SHAPES, ()), False, (), None, None)):
+    for each in (*checks(CASES, ()), *warm_ups(every_row(SHAPES, ()), False, (), None, None)):
         assert pickle.loads(pickle.dumps((alone, *each)))[0] is alone
 
 
 @pytest.mark.parametrize("only", [(), ("sigmoid",)])
 def test_every_timed_kernel_is_called_before_once(only):
     rows = every_row(SHAPES, only)
-    called = rehearsals(rows, False, only, None, None)
+    called = warm_ups(rows, False, only, None, None)
     groups = [group for measure, group, *_ in called if measure is prefill]
     compiled = [row for row in rows if row[1] not in (FLASH, CUDNN, PLAIN_SOFTPICK)]
     assert sorted(row for group in groups for row in group) == sorted(compiled)

@@ -25,14 +25,14 @@ def settle_cache() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
-def rehearsals(
+def warm_ups(
     rows: Sequence[Row],
     quick: bool,
     only: Collection[str],
     checkpoint: str | None,
     text: Path | None,
 ) -> list[tuple[Any, ...]]:
-    """Arguments of :func:`rehearse`, what takes longest first. ``rows``: of prefill. Rows of one
+    """Arguments of :func:`warm_up`, what takes longest first. ``rows``: of prefill. Rows of one
     kernel and head dimension are called in a row: side by side, each would compile the same."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for shape, name in rows:
@@ -46,7 +46,7 @@ def rehearsals(
     return others + [(prefill, group, once) for group in ordered]
 
 
-def rehearse(measure: Callable[..., Any], *arguments: Any) -> None:
+def warm_up(measure: Callable[..., Any], *arguments: Any) -> None:
     """``measure(*arguments)``, for what it compiles. What fails here fails again where it is timed
     and is said there, so this process only ends: it may have broken its context on the GPU, and
     nothing must be checked in it."""

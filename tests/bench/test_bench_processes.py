@@ -7,7 +7,7 @@ from multiprocessing import active_children
 
 import pytest
 
-from qbench.bench.attention_rehearsal import rehearse
+from qbench.bench.attention_warm_up import warm_up
 from qbench.bench.side_by_side import alone, default_jobs, processes
 
 PATIENCE = 120  # seconds that make a hang
@@ -82,13 +82,13 @@ def test_an_error_or_an_interrupt_leaves_no_process(body, error, words):
     assert time.monotonic() - begun < PATIENCE
 
 
-def test_a_rehearsal_that_fails_ends_its_process_and_the_next_call_has_another():
+def test_a_warm_up_that_fails_ends_its_process_and_the_next_call_has_another():
     with processes(1, device="cpu") as pool:
         first = pool.submit(os.getpid).result(timeout=PATIENCE)
         for broken in (failing, said):
             with pytest.raises(BrokenExecutor):
-                pool.submit(rehearse, broken, None).result(timeout=PATIENCE)
-        assert pool.submit(rehearse, measured, None).result(timeout=PATIENCE) is None
+                pool.submit(warm_up, broken, None).result(timeout=PATIENCE)
+        assert pool.submit(warm_up, measured, None).result(timeout=PATIENCE) is None
         assert pool.submit(alone, threads).result(timeout=PATIENCE) == 1
         assert pool.submit(os.getpid).result(timeout=PATIENCE) != first
 
