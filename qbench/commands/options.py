@@ -191,3 +191,4 @@ Published = Annotated[
     str | None,
     typer.Option(metavar="SET", help="Print a paper's numbers beside ours: softpick-340m."),
 ]
+Json = Annotated[Path | None, to_file("Also write JSON here, and the table beside it.")]
