@@ -22,7 +22,7 @@ from qbench.training.kernels import attention_kernels
 from qbench.training.log import Log
 from qbench.training.order import Sequences
 from qbench.training.processes import Processes
-from qbench.training.progress import LAST, Progress, read_progress
+from qbench.training.progress import LAST, Progress, read_progress, require_same
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.shape import flops_per_token
 from qbench.training.speed import duration, share_of_peak
@@ -112,11 +112,7 @@ def _resumed(run: Run, step: Step) -> Progress:
     if not path.exists():
         return Progress(settings=run.settings)
     progress = load_state(path, step.parameters, step.optimizers)
-    if progress.settings != run.settings:
-        raise TrainingError(
-            f"{run.folder}: holds a training of other settings, data or seed; name another --out, "
-            "or remove it"
-        )
+    require_same(progress.settings, run.settings, run.folder)
     return progress
 
 

@@ -27,6 +27,15 @@ class Progress:
     sessions: list[dict[str, Any]] = field(default_factory=list)
 
 
+def require_same(known: str, settings: str, folder: Path) -> None:
+    """Raises TrainingError where ``folder`` holds a run under another digest of its settings."""
+    if known != settings:
+        raise TrainingError(
+            f"{folder}: holds a training of other settings, data or seed; name another --out, or "
+            "remove it"
+        )
+
+
 def read_progress(path: Path) -> Progress:
     """Raises TrainingError where the file is none of ours."""
     try:

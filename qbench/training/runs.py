@@ -20,7 +20,7 @@ from qbench.training.fit import first_token, require_data, sequences
 from qbench.training.log import FILE as LOG
 from qbench.training.log import Log, read_log, trackers
 from qbench.training.plot import plot
-from qbench.training.progress import LAST, Progress, read_progress
+from qbench.training.progress import LAST, Progress, read_progress, require_same
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.shape import checkpoint_config, parameters
 from qbench.training.token_files import TokenFiles
@@ -93,7 +93,7 @@ def finished(folder: Path, settings: str) -> Training | None:
     if not path.is_file():
         return None
     known = Training.model_validate_json(path.read_bytes())
-    _require_same(known.settings_digest, settings, folder)
+    require_same(known.settings_digest, settings, folder)
     return known
 
 
@@ -101,15 +101,7 @@ def require_state(folder: Path, settings: str) -> None:
     """Raises TrainingError where the state in ``folder`` is none that can be gone on with."""
     path = folder / STATE / LAST
     if path.is_file():
-        _require_same(read_progress(path).settings, settings, path.parent)
-
-
-def _require_same(known: str, settings: str, folder: Path) -> None:
-    if known != settings:
-        raise TrainingError(
-            f"{folder}: holds a training of other settings, data or seed; name another --out, or "
-            "remove it"
-        )
+        require_same(read_progress(path).settings, settings, path.parent)
 
 
 def draw(recipe: TrainingRecipe, out: Path) -> Path | None:
