@@ -23,9 +23,10 @@ from torch import nn
 from qbench.errors import QuantizationError, UnavailableError
 from qbench.quantizers.blocks import first_states, walk
 from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.gptq_words import unpacked
 from qbench.quantizers.hessians import collecting
 from qbench.quantizers.linears import Plain, Tensors, linears_of
-from qbench.quantizers.optimum_patches import own_groups, reporting, watched
+from qbench.quantizers.optimum_patches import Ran, own_groups, own_packing, reporting, watched
 from qbench.quantizers.quantizer import Progress, Stored
 from qbench.quantizers.replay import replaying
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 # Read by the library when it is imported or used; what the user set stays.
 ENVIRONMENT = {
     "GPTQMODEL_DISABLE_GIL_WARNING": "1",
-    "GPTQMODEL_DISABLE_PACK_EXT": "1",  # a C++ extension: 23 s to compile, to save less than one
     "GPTQMODEL_CPU_WORKERS": "2",  # it stalls with one
     "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
 }
@@ -78,14 +78,15 @@ def quantize(
     )
     quantizer = optimum.GPTQQuantizer.from_dict(config.to_dict_optimum())
     quantizer.quantizeConfig.fallback = None  # else NaN turns into plain rounding, unasked
-    damps: list[float] = []
+    ran = Ran()
     final: set[nn.Module] = set()
     attention = model.config._attn_implementation
     with (
         replaying(route, layers.values(), final) as replays,
         route.own_arguments(),
         collecting(replays, final) as hessians,
-        watched(optimum, model, damps, hessians),
+        watched(optimum, model, ran, hessians),
+        own_packing(quantizer, layers, settings.bits) as packed,
         own_groups(optimum, quantizer, route),
         reporting(route, progress),
         silenced(),
@@ -96,14 +97,13 @@ def quantize(
             raise QuantizationError(f"{settings.name}: gptqmodel: {_first_line(error)}") from error
     if quantizer.quantizeConfig.mock_quantization:
         raise QuantizationError(f"{settings.name}: gptqmodel fell back to plain rounding")
-    result = {name: _tensors(model.get_submodule(name), settings, name) for name in layers}
-    for name, layer in layers.items():
-        model.set_submodule(name, layer)
+    if left := [name for name in layers if name not in packed]:
+        raise QuantizationError(f"{settings.name}: gptqmodel left {left[0]} as it was")
     del model.config.quantization_config, model.is_quantized, model.quantization_method
     assert model.config._attn_implementation == attention
-    raised = [damp for damp in damps if damp > settings.damp + 1e-9]
+    raised = [damp for damp in ran.damps if damp > settings.damp + 1e-9]
     note = f"; damp raised to {max(raised):g} in {len(raised)} layers" if raised else ""
-    return result, f"gptqmodel, PyTorch kernel{note}"
+    return packed, f"gptqmodel, PyTorch kernel, columns in {ran.columns}{note}"
 
 
 def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> nn.Module:
@@ -140,23 +140,11 @@ def read(module: nn.Module, settings: Gptq) -> Stored | None:
 
 
 def decode(module: nn.Module) -> torch.Tensor:
-    """The weight, float32 [out, in], from codes, zeros and scales alone.
-
-    Codes of a column, one a row, follow each other bit by bit in 32-bit words, the lowest bit
-    first; zeros likewise along a group's row.
-    """
-    codes = _unpacked(module.qweight, module.bits)[: module.in_features]
-    zeros = _unpacked(module.qzeros.T, module.bits)[: module.out_features].T
+    """The weight, float32 [out, in], from codes, zeros and scales alone."""
+    codes = unpacked(module.qweight, module.bits)[: module.in_features]
+    zeros = unpacked(module.qzeros.T, module.bits)[: module.out_features].T
     group = module.g_idx.long()
     return ((codes - zeros[group]) * module.scales[group].float()).T
-
-
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [words, n] → float32 [words · 32 / bits, n]."""
-    shifts = torch.arange(32, device=words.device, dtype=torch.int32)
-    stream = ((words[:, None] >> shifts[:, None]) & 1).to(torch.uint8)
-    planes = stream.reshape(-1, bits, words.shape[1])
-    return sum(planes[:, bit].float() * 2**bit for bit in range(bits))
 
 
 def require_auto_gptq() -> None:
@@ -212,13 +200,6 @@ def _library(name: str) -> Any:
             f"gptq: backend gptqmodel: {error}; install gptqmodel and optimum, or set "
             "backend: torch"
         ) from error
-
-
-def _tensors(module: nn.Module, settings: Gptq, name: str) -> Tensors:
-    if isinstance(module, nn.Linear):
-        raise QuantizationError(f"{settings.name}: gptqmodel left {name} as it was")
-    assert settings.group_length(module.in_features) == module.group_size
-    return {part: getattr(module, part).detach().clone() for part in PARTS}
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,16 +14,25 @@ from torch import nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.blocks import Walk
+from qbench.quantizers.gptq_words import packed
 from qbench.quantizers.hessians import Hessians
+from qbench.quantizers.linears import Tensors
 from qbench.quantizers.quantizer import Progress
 
 
+@dataclass(kw_only=True, slots=True)
+class Ran:
+    """What the library really did: the damping of each layer, and what went through columns."""
+
+    damps: list[float] = field(default_factory=list)
+    columns: str = "PyTorch"
+
+
 @contextmanager
-def watched(
-    optimum: Any, model: nn.Module, damps: list[float], hessians: Hessians
-) -> Iterator[None]:
-    """Note the damping that the library really used, collect no Hessian twice, keep its progress
-    bars away, and keep it on the model's device (it takes a GPU wherever there is one)."""
+def watched(optimum: Any, model: nn.Module, ran: Ran, hessians: Hessians) -> Iterator[None]:
+    """Note what the library really did, collect no Hessian twice, go through columns in a kernel
+    on a GPU, keep its progress bars away, and keep it on the model's device (it takes a GPU
+    wherever there is one)."""
 
     class Noting(optimum.GPTQ):
         def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -34,7 +46,7 @@ def watched(
         def fasterquant(self, **options: Any) -> Any:
             hessians.share(self)
             result = super().fasterquant(**options)
-            damps.append(float(result[-1]))
+            ran.damps.append(float(result[-1]))
             return result
 
         def hessian_inverse(self, H: torch.Tensor) -> Any:
@@ -53,12 +65,55 @@ def watched(
         "tqdm": lambda iterable, **_: iterable,
         "has_device_more_than_cpu": lambda: on_gpu,
     }
-    saved = {name: getattr(optimum, name) for name in replacements}
-    vars(optimum).update(replacements)
+    with _replaced(optimum, replacements), _replaced(_columns(), _kernel(ran)):
+        yield
+
+
+def _columns() -> ModuleType:
+    """Where the library asks for its own kernel, when it needs it."""
+    return importlib.import_module("gptqmodel.quantization.gptq_cuda")
+
+
+def _kernel(ran: Ran) -> dict[str, Any]:
+    """What the library asks on a GPU, for blocks of 128 columns: whether there is a kernel, and to
+    run it. Never its own, which it compiles where it can, and says nothing where it cannot."""
+    try:
+        from qbench.quantizers.gptq_columns import block_update
+    except ImportError:  # no Triton
+        return {"block_update_available": lambda: False}
+
+    def update(*arguments: Any) -> None:
+        ran.columns = "our Triton kernel"
+        block_update(*arguments)
+
+    return {"block_update_available": lambda: True, "gptq_block_update": update}
+
+
+@contextmanager
+def _replaced(module: ModuleType, names: Mapping[str, Any]) -> Iterator[None]:
+    saved = {name: getattr(module, name) for name in names}
+    vars(module).update(names)
     try:
         yield
     finally:
-        vars(optimum).update(saved)
+        vars(module).update(saved)
+
+
+@contextmanager
+def own_packing(
+    quantizer: Any, layers: Mapping[str, nn.Linear], bits: int
+) -> Iterator[dict[str, Tensors]]:
+    """What the library would pack of ``layers``, by name, in its format; it puts no modules of its
+    own into the model. Layers keep their place, with quantized weights."""
+    made: dict[str, Tensors] = {}
+
+    def pack(model: nn.Module, quantizers: dict[str, tuple]) -> None:
+        for name, (_, scale, zero, group) in quantizers.items():
+            made[name] = packed(layers[name].weight, scale, zero, group, bits)
+
+    quantizer.pack_model = pack
+    quantizer.post_init_model = lambda model: model
+    yield made
 
 
 @contextmanager
