@@ -10,10 +10,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
 from columns_loop import CASES, loop, tensors
 from quantizer_models import DIGEST, calibration, llama, settings
+from test_gptq_scales import odd, quantizer
 from test_gptq_words import rounded
 
 from qbench.quantizers.gptq_columns import block_update
 from qbench.quantizers.gptq_words import packed
+from qbench.quantizers.optimum_patches import find_scales
 from qbench.quantizers.quantization import quantize
 
 pytestmark = [
@@ -39,6 +41,21 @@ def test_words_are_the_same_on_every_device(bits, symmetric):
     here, there = packed(*given, bits), packed(*(t.cuda() for t in given), bits)
     for part, tensor in here.items():
         assert torch.equal(there[part].cpu(), tensor), part
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_are_the_librarys_and_nothing_waits_for_them(bits, symmetric, waiting_fails):
+    x = odd(torch.Generator().manual_seed(bits)).cuda()
+    theirs, ours = quantizer(bits, symmetric), quantizer(bits, symmetric)
+    theirs.find_params(x, weight=True)
+    find_scales(ours, x, weight=True)  # the number of levels goes to the GPU once
+    waiting_fails()
+    find_scales(ours, x, weight=True)
+    torch.cuda.set_sync_debug_mode("default")
+    for name in ("scale", "zero"):
+        wanted, found = getattr(theirs, name), getattr(ours, name)
+        assert torch.equal(found.nan_to_num(7e9), wanted.nan_to_num(7e9))
 
 
 @pytest.mark.parametrize("stated", [{}, {"symmetric": False}, {"desc_act": True, "group_size": 64}])

@@ -15,7 +15,9 @@ for case in CASES:
     wanted, found = tensors(case), tensors(case)
     loop(*wanted)
     gptq_columns.block_update(*found)
-    places = ("work", "quantized", "errors", "losses")
-    pairs = zip(places, (wanted[i] for i in (0, 5, 6, 7)), (found[i] for i in (0, 5, 6, 7)))
-    wrong = [name for name, a, b in pairs if not torch.equal(a.nan_to_num(7e9), b.nan_to_num(7e9))]
+    places = {"work": 0, "quantized": 5, "errors": 6, "losses": 7}
+    pairs = {
+        name: (wanted[at].nan_to_num(7e9), found[at].nan_to_num(7e9)) for name, at in places.items()
+    }
+    wrong = [name for name, pair in pairs.items() if not torch.equal(*pair)]
     print(case, " ".join(wrong), sep="\t")

@@ -1,4 +1,4 @@
-"""GPTQ's columns of one block as gptqmodel goes through them in PyTorch, and blocks to try it on."""
+"""GPTQ's columns of one block as gptqmodel goes through them in PyTorch, and blocks to try."""
 
 import torch
 from gptqmodel.quantization.quantizer import quantize
