@@ -22,6 +22,7 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 
 from qbench.quantizers.bnb import BLOCK
+from qbench.quantizers.bnb_inputs import quantized
 from qbench.quantizers.linears import Plain, Tensors
 from qbench.quantizers.quantizer import Stored
 
@@ -52,11 +53,31 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
 
 class Linear8(bitsandbytes.nn.Linear8bitLt):
-    """The library's layer, for inputs of more than three dimensions too (DeepSeek's latents)."""
+    """The library's layer, for inputs of more than three dimensions too (DeepSeek's latents), that
+    shares quantized inputs with its neighbours where no gradient is asked for."""
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]) if x.dim() > 3 else x
-        return super().forward(flat).reshape(*x.shape[:-1], self.out_features)
+        flat = x.reshape(-1, x.shape[-1])
+        if self._theirs(x):
+            return super().forward(flat).reshape(*x.shape[:-1], self.out_features)
+        if self.weight.CB is not None:
+            self.init_8bit_state()
+        codes, scales = self.state.CB, self.state.SCB
+        if self.bias is not None and self.bias.dtype != x.dtype:
+            self.bias.data = self.bias.data.to(x.dtype)
+        inputs = quantized(x, self.state.threshold)
+        outputs, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default(
+            flat, inputs.codes, codes, inputs.scales, scales, inputs.columns, self.bias
+        )
+        self.weight.data = codes  # one copy, also after a move to another device
+        return outputs.reshape(*x.shape[:-1], self.out_features)
+
+    def _theirs(self, x: Tensor) -> bool:
+        """Whether the library is to do it all: its gradients, and where nothing is computed."""
+        asked = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (x, self.weight, self.bias) if tensor is not None
+        )
+        return asked or self.training or not x.numel() or torch.compiler.is_compiling()
 
 
 def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
