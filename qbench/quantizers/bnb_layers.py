@@ -34,6 +34,8 @@ logging.getLogger("bitsandbytes.autograd._functions").addFilter(
     lambda record: "inputs will be cast" not in record.getMessage()
 )
 
+_OPS = torch.ops.bitsandbytes
+
 
 class Linear4(bitsandbytes.nn.Linear4bit):
     """The library's layer, right for every width on a CPU too. ``routed``: an expert's."""
@@ -66,9 +68,13 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
         if self.bias is not None and self.bias.dtype != x.dtype:
             self.bias.data = self.bias.data.to(x.dtype)
         inputs = quantized(x, self.state.threshold)
-        outputs, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default(
-            flat, inputs.codes, codes, inputs.scales, scales, inputs.columns, self.bias
+        outputs = _OPS.int8_scaled_mm.default(
+            inputs.codes, codes, inputs.scales, scales, bias=self.bias, dtype=x.dtype
         )
+        if (outliers := inputs.outliers(flat)) is not None:
+            columns, values = outliers
+            weight = _OPS.int8_vectorwise_dequant.default(codes[:, columns].contiguous(), scales)
+            outputs = outputs.addmm(values, weight.to(x.dtype).t())
         self.weight.data = codes  # one copy, also after a move to another device
         return outputs.reshape(*x.shape[:-1], self.out_features)
 

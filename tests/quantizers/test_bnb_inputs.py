@@ -7,7 +7,9 @@ import weakref
 import bitsandbytes
 import pytest
 import torch
+from bitsandbytes import functional
 from quantizer_models import logits, make, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qbench.quantizers import bnb_inputs, bnb_layers
 from qbench.quantizers.bnb_inputs import quantized
@@ -27,12 +29,18 @@ def model_of(tmp_path, dtype="bfloat16", **stated):
     return make(settings("bnb-8bit", compute_dtype=dtype, **stated), tmp_path).model
 
 
+def outlying(inputs, x):
+    columns, values = inputs.outliers(x)
+    assert torch.equal(values, x[:, columns])
+    return columns.tolist()
+
+
 def librarys(monkeypatch):
     """The layers as the library has them."""
     monkeypatch.setattr(bnb_layers.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 2.0, 6.0])
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 2.0, 6.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_logits_are_the_librarys_to_the_bit(threshold, dtype, tmp_path, monkeypatch):
     model = model_of(tmp_path, dtype, threshold=threshold)
@@ -44,6 +52,44 @@ def test_logits_are_the_librarys_to_the_bit(threshold, dtype, tmp_path, monkeypa
 def test_a_block_quantizes_four_inputs_for_its_seven_layers(tmp_path, quantizations):
     logits(model_of(tmp_path, threshold=0.5))
     assert len(quantizations) == 2 * 4  # blocks
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("threshold", [0.5, 1.5, 6.0])
+def test_codes_scales_and_columns_are_the_librarys(rows, threshold):
+    x = torch.randn(rows, 33, generator=torch.Generator().manual_seed(rows)).half()
+    x[0] = 9.0  # a row of nothing but outliers at every threshold
+    x[-1, 4:7] = torch.tensor([threshold, -threshold, 0.0])
+    codes, scales, columns = functional.int8_vectorwise_quant(x.clone(), threshold=threshold)
+    found = quantized(x, threshold)
+    assert torch.equal(found.codes, codes)
+    assert torch.equal(found.scales, scales)
+    assert outlying(found, x) == columns.tolist()
+
+
+class Waits(TorchDispatchMode):
+    """Operations that make the CPU wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "int8_scaled_mm"):
+            self.seen.append(name)
+        if name == "int8_vectorwise_quant" and len(args) > 1 and args[1]:
+            self.seen.append("the library's")
+        return func(*args, **(kwargs or {}))
+
+
+def test_where_outliers_are_is_asked_once_an_input_and_after_the_first_product(tmp_path):
+    model = model_of(tmp_path, threshold=0.5)
+    logits(model)  # the first forward sets the layers up
+    with Waits() as waits:
+        model.model.layers[0].mlp(torch.randn(2, 3, 64).bfloat16())
+    first_and_second = ["int8_scaled_mm", "nonzero", "int8_scaled_mm"]
+    assert waits.seen == [*first_and_second, "int8_scaled_mm", "nonzero"]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -66,14 +112,14 @@ def test_an_input_that_was_written_to_is_quantized_again(quantizations):
     assert quantized(x, 6.0) is before
     x[0, 1] = 9.0
     after = quantized(x, 6.0)
-    assert after.columns.tolist() == [1]
+    assert outlying(after, x) == [1]
     assert len(quantizations) == 2
 
 
 def test_another_threshold_or_an_equal_tensor_is_quantized_itself(quantizations):
     x = torch.ones(2, 4)
     quantized(x, 6.0)
-    assert quantized(x, 0.5).columns.tolist() == [0, 1, 2, 3]
+    assert outlying(quantized(x, 0.5), x) == [0, 1, 2, 3]
     quantized(x.clone(), 0.5)
     assert len(quantizations) == 3
 
@@ -104,7 +150,7 @@ def test_a_tensor_without_a_version_is_always_quantized(quantizations):
         x = torch.ones(2, 4)
         quantized(x, 6.0)
         x[0, 0] = 9.0
-        assert quantized(x, 6.0).columns.tolist() == [0]
+        assert outlying(quantized(x, 6.0), x) == [0]
 
 
 def test_each_thread_knows_its_own_input(quantizations):
