@@ -11,9 +11,12 @@ from qbench.plan import Cell
 def in_order(cells: Sequence[Cell]) -> list[Cell]:
     """For cells side by side: what others wait for first, then what takes longest, which is exact
     scoring where others are scored fast, then calibration. Last are cells whose calibrated weights
-    or scales another makes: beside it they would wait, and keep a worker from others."""
+    or scales another makes: beside it they would wait, and keep a worker from others.
+
+    Until the unquantized cells are scored, all others can but load and quantize, and then wait. So
+    what begins beside them is cells that calibrate, as many as they are."""
     reused = _calibrated_by_another(cells)
-    return sorted(
+    found = sorted(
         cells,
         key=lambda cell: (
             cell.base is not None,
@@ -22,6 +25,15 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
             not cell.quantizer.needs_calibration,
         ),
     )
+    first = [cell for cell in found if cell.base is None]
+    calibrated = [
+        cell
+        for cell in found[len(first) :]
+        if cell.quantizer.needs_calibration and cell.name not in reused
+    ]
+    first += calibrated[: len(first)]
+    begun = {cell.name for cell in first}
+    return first + [cell for cell in found if cell.name not in begun]
 
 
 def _calibrated_by_another(cells: Sequence[Cell]) -> set[str]:
