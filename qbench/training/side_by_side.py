@@ -25,7 +25,7 @@ THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_END = 0.5  # that a process has after SIGTERM
 READ = 1 << 16  # bytes at once
-WRONG_INPUT = 2  # exit code of what a user can put right
+FAILED = 1  # exit code of what is no wrong input
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ class _Child:
         return Broken(
             name=self.part.name,
             error=error or f"its process ended with exit code {code}",
-            code=code if code > 0 else WRONG_INPUT,
+            code=code if code > 0 else FAILED,
         )
 
     def close(self) -> None:

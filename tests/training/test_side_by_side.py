@@ -116,7 +116,7 @@ def test_a_process_that_fails_is_named_with_its_last_words_and_the_others_go_on(
     said = []
     broken = train_side_by_side(parts, [0], device="cpu", say=said.append)
     assert said == ["a: whole", "a: half", "d: well"]
-    assert [(one.name, one.code) for one in broken] == [("a", 2), ("b", 2), ("c", 3)]
+    assert [(one.name, one.code) for one in broken] == [("a", 2), ("b", 1), ("c", 3)]
     assert [broken[0].error, broken[2].error] == ["half", "its process ended with exit code 3"]
     assert broken[1].error.startswith("its process was ended by signal 9 (Killed)")
 
