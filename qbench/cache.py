@@ -31,7 +31,7 @@ def in_words(bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One artifact or one file of rows. ``used_by``: cells of the results that were looked at."""
+    """One artifact or one cell's rows. ``used_by``: cells of the results that were looked at."""
 
     kind: str  # "weights" or "rows"
     path: Path
@@ -105,10 +105,13 @@ def _weights(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
 
 
 def _rows(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
-    for path in folder.glob("*.safetensors"):
-        beside = path.with_name(f"{path.name}.sha256")
-        users = cells.get(path.stem, ())
-        yield _entry("rows", path, (path, beside), f"unquantized cell {path.stem}", users)
+    """Parts of a cell that a run has not finished have no index yet."""
+    made = [*folder.glob("*.safetensors"), *folder.glob("*.rows")]
+    for stem in sorted({path.name.partition(".")[0] for path in made}):
+        path = folder / f"{stem}.safetensors"
+        files = path, path.with_name(f"{path.name}.sha256"), *folder.glob(f"{stem}.*.rows")
+        users = cells.get(stem, ())
+        yield _entry("rows", path, files, f"unquantized cell {stem}", users)
 
 
 def _entry(
@@ -116,12 +119,13 @@ def _entry(
 ) -> Entry:
     inside = [one for file in files for one in ([*file.iterdir()] if file.is_dir() else [file])]
     stats = [one.stat() for one in inside if one.exists()]
+    times = [one.stat().st_mtime for one in (path, *inside) if one.exists()]
     return Entry(
         kind=kind,
         path=path,
         files=files,
         bytes=sum(one.st_size for one in stats),
-        used=max([path.stat().st_mtime, *(one.st_mtime for one in stats)]),
+        used=max(times, default=0.0),
         about=about,
         used_by=tuple(dict.fromkeys(used_by)),
     )

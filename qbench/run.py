@@ -17,7 +17,7 @@ from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, UnavailableError
 from qbench.evaluation.ahead import Ahead
 from qbench.machine.clock import mark
-from qbench.machine.environment import hardware, measured
+from qbench.machine.environment import hardware, measured, without
 from qbench.machine.quiet import redirected
 from qbench.outcome import Outcome
 from qbench.plan import Cell, Plan
@@ -51,7 +51,8 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
     ``cache`` keeps quantized weights and unquantized distributions.
     """
     gathered = Outcome(started=datetime.now(UTC))
-    log = store.log(cell.grid_cell)
+    log, handed_over = store.log(cell.grid_cell), store.handed_over(cell.grid_cell)
+    handed_over.unlink(missing_ok=True)  # of a process that died
     error = None
     with redirected(log):
         try:
@@ -64,11 +65,13 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
     mark(f"{cell.name}: write")
     record = gathered.record(cell, plan, error)
     whole = error is None
-    return store.put(
+    record = store.put(
         record,
         pd.concat(gathered.outcomes, ignore_index=True) if whole else None,
         pd.concat(gathered.responses, ignore_index=True) if whole else None,
     )
+    handed_over.unlink(missing_ok=True)
+    return record
 
 
 def failed(cell: Cell, plan: Plan, error: str) -> Record:
@@ -241,7 +244,7 @@ def _evaluate(
     if plan.recipe.evaluation.damage:
         watch = watcher(
             scoring,
-            key=cell.key,
+            cell=cell.grid_cell,
             quantized=cell.quantizer.precision.quantized,
             base=cell.base,
             store=store,
@@ -258,9 +261,11 @@ def _evaluate(
         )
         tasks = []
         for planned in plan.tasks:
+            watch.begin(planned.name)
             _step(sink, cell.name, f"evaluate {planned.name}", unit="requests")
             tasks.append(load_task(planned))
             result = evaluate(scorer, tasks[-1], scoring)
+            watch.end(planned.name)
             gathered.scores += result.scores
             gathered.outcomes.append(result.outcomes)
             gathered.responses.append(result.responses)
@@ -271,6 +276,7 @@ def _evaluate(
             tuple(gathered.scores),
             tasks,
         )
+    gathered.stages[-1] = without(gathered.stages[-1], watch.waited)
 
 
 def _probe(vocabulary: int) -> torch.Tensor:

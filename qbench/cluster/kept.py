@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.cluster.located import WHOLE
-from qbench.evaluation.base_file import base_rows_file, base_rows_usable, checksum_file
+from qbench.evaluation.base_file import (
+    base_rows_file,
+    base_rows_usable,
+    checksum_file,
+    part_file,
+    stated,
+)
 from qbench.machine.environment import versions
 from qbench.plan import Cell, Plan, content_key
 from qbench.run import cache_folder, distributions_folder
@@ -173,11 +179,12 @@ def rows_here(key: str) -> str | None:
     if not usable(path, key):
         return None
     sidecar = checksum_file(path)
+    parts = [part_file(path, digest) for digest in stated(path, key).digests]
     target = f"files/rows-{key[:16]}-{sidecar.read_text()[:16]}"
     folder = cache / target
     if not (folder / WHOLE).is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for source in (path, sidecar):
+        for source in (*parts, path, sidecar):
             with suppress(FileExistsError):
                 os.link(source, folder / source.name)
         (folder / WHOLE).touch()

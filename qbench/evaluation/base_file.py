@@ -1,5 +1,9 @@
-"""The file of what an unquantized cell keeps for its quantized ones: where it is, whether it is
-whole. Imports no torch; ``scoring.base_rows`` says what is in it."""
+"""The files of what an unquantized cell keeps for its quantized ones: where they are, whether
+they are whole. Imports no torch; ``scoring.base_rows`` says what is in them.
+
+Each task's rows, and the LM head, are a part: a file named by the cell's key and its own SHA-256,
+so that parts of two runs never mix. The index names the parts, and is written last.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -16,17 +20,36 @@ from qbench.errors import ResultsError
 from qbench.files import mark_used, write_atomically
 from qbench.store import KEY_DIGITS
 
-ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
+ABOUT = "about"  # the one entry of a file's metadata: several come in no fixed order
+PART = ".rows"
 REMEDY = "run the unquantized cell again"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """SHA-256 of each part: of the LM head, None before any token was scored, and of each task in
+    the order of scoring, None where none of its tokens are scored."""
+
+    head: str | None = None
+    tasks: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def digests(self) -> list[str]:
+        return [digest for digest in (self.head, *self.tasks.values()) if digest is not None]
+
+
 def base_rows_file(folder: Path, key: str) -> Path:
-    """Where the rows of the unquantized cell ``key`` are kept."""
+    """Where the index of the rows of the unquantized cell ``key`` is kept."""
     return folder / f"{key[:KEY_DIGITS]}.safetensors"
 
 
+def part_file(path: Path, digest: str) -> Path:
+    """A part's, beside the index ``path``."""
+    return path.with_name(f"{path.stem}.{digest[:KEY_DIGITS]}{PART}")
+
+
 def base_rows_usable(path: Path, key: str) -> bool:
-    """Whether the file is there, whole and of the cell ``key``. Reads all of it."""
+    """Whether the index and its parts are there, whole and of the cell ``key``. Reads them all."""
     try:
         verified(path, key)
     except ResultsError:
@@ -35,7 +58,7 @@ def base_rows_usable(path: Path, key: str) -> bool:
 
 
 def locked(path: Path) -> FileLock:
-    """Held while the file and its checksum change: runs into several results folders may share a
+    """Held while the index and its checksum change: runs into several results folders may share a
     cache, and score the same unquantized cell at the same time."""
     return FileLock(path.with_name(f"{path.name}.lock"))
 
@@ -51,8 +74,30 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verified(path: Path, key: str) -> dict[str, Any]:
-    """What the file says of itself, ``key`` and ``tasks``. Raises ResultsError where it is not
+def verified(path: Path, key: str) -> Parts:
+    """The parts, each of which was read whole. Raises ResultsError where one or the index is not
+    there, not what was written, or another cell's."""
+    parts = stated(path, key)
+    for digest in parts.digests:
+        verify_part(path, digest)
+    return parts
+
+
+def verify_part(path: Path, digest: str) -> Path:
+    """The part's file, read whole. Raises ResultsError where it is not there or not what was
+    written."""
+    part = part_file(path, digest)
+    try:
+        matches = sha256(part) == digest
+    except OSError as error:
+        raise ResultsError(f"{part}: {error}; {REMEDY}") from error
+    if not matches:
+        raise ResultsError(f"{part}: its SHA-256 is not the stated one; {REMEDY}")
+    return part
+
+
+def stated(path: Path, key: str) -> Parts:
+    """What the index says, whose parts are not looked at. Raises ResultsError where it is not
     there, not what was written, or another cell's."""
     from safetensors import SafetensorError, safe_open
 
@@ -67,10 +112,19 @@ def verified(path: Path, key: str) -> dict[str, Any]:
             about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
     except (OSError, ValueError, SafetensorError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
-    if about.get("key") != key:
+    if about.get("key") != key or "head" not in about:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
     mark_used(path)
-    return about
+    return Parts(head=about["head"], tasks=about["tasks"])
+
+
+def handed_over(path: Path) -> Parts:
+    """What an unquantized cell at work says in the file ``path`` that it has kept by now."""
+    try:
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return Parts()
+    return Parts(head=said["head"], tasks=said["tasks"])
 
 
 def _matches(path: Path) -> bool:

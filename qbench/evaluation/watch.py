@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from filelock import FileLock
 
-from qbench.errors import ResultsError
-from qbench.evaluation.base_file import base_rows_file
+from qbench.evaluation.base_file import Parts, base_rows_file
 from qbench.evaluation.damage import Outcomes, correct_requests, damage
 from qbench.evaluation.settings import ScoringSettings
-from qbench.record import Damage, GridCell, Record, Score, Unavailable
+from qbench.files import write_atomically
+from qbench.record import Damage, GridCell, Score, Unavailable
 from qbench.store import Store
 
 if TYPE_CHECKING:
+    from qbench.evaluation.awaited import Awaited
     from qbench.evaluation.scoring import Observer
     from qbench.evaluation.scoring.base_rows import Recorder
     from qbench.evaluation.scoring.divergence import Meter
@@ -31,31 +32,69 @@ class Unwatched:
     reason: str = ""
     retry: bool = False
     observer: Observer | None = None
+    waited: float = 0.0  # seconds, for other cells
+
+    def begin(self, task: str) -> None:
+        pass
+
+    def end(self, task: str) -> None:
+        pass
 
     def finish(self, *_: Any) -> Unavailable | None:
         return Unavailable(reason=self.reason, retry=self.retry) if self.reason else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Recording:
-    """The unquantized cell: its rows go to ``path``."""
+    """The unquantized cell: its rows go to ``path``, those of each task when it is scored, which
+    the file ``handed_over`` says to cells that wait for them."""
 
     observer: Recorder
     key: str
     path: Path
+    handed_over: Path
+    parts: Parts = field(default_factory=Parts)
+    waited: float = 0.0
+
+    def begin(self, task: str) -> None:
+        pass
+
+    def end(self, task: str) -> None:
+        from qbench.evaluation.scoring.base_rows import save_head, save_task
+
+        rows, digest, head = self.observer.take(task), None, self.parts.head
+        if rows is not None:
+            digest = save_task(self.path, self.key, task, rows)
+        if head is None and (found := self.observer.head()) is not None:
+            head = save_head(self.path, self.key, *found)
+        self.parts = Parts(head=head, tasks=self.parts.tasks | {task: digest})
+        write_atomically(self.handed_over, json.dumps(asdict(self.parts)).encode())
 
     def finish(self, *_: Any) -> None:
-        self.observer.base(self.key).save(self.path)
+        from qbench.evaluation.scoring.base_rows import save_index
+
+        save_index(self.path, self.key, self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """A quantized cell, against the unquantized cell of the same checkpoint."""
+    """A quantized cell, against the unquantized cell of the same checkpoint: before each task it
+    waits for the rows of that task."""
 
     observer: Meter
-    base: Record
+    base: Awaited
     store: Store
     limit: int | None
+
+    @property
+    def waited(self) -> float:
+        return self.base.waited
+
+    def begin(self, task: str) -> None:
+        self.observer.base = self.base.rows(task)
+
+    def end(self, task: str) -> None:
+        pass
 
     def finish(
         self,
@@ -63,11 +102,14 @@ class Measuring:
         responses: pd.DataFrame,
         scores: tuple[Score, ...],
         tasks: Sequence[LoadedTask],
-    ) -> Damage:
+    ) -> Damage | Unavailable:
+        record = self.base.record()
+        if record is None:
+            return Unavailable(reason=self.base.reason, retry=True)
         base = Outcomes(
-            outcomes=self.store.outcomes(self.base),
-            responses=self.store.responses(self.base),
-            scores=self.base.scores,
+            outcomes=self.store.outcomes(record),
+            responses=self.store.responses(record),
+            scores=record.scores,
         )
         return damage(
             base,
@@ -80,30 +122,26 @@ class Measuring:
 def watcher(
     scoring: ScoringSettings,
     *,
-    key: str,
+    cell: GridCell,
     quantized: bool,
     base: GridCell | None,
     store: Store,
     folder: Path,
 ) -> Unwatched | Recording | Measuring:
-    """The watcher of the cell ``key``, where damage is asked for; ``base`` is the unquantized
-    cell that it is measured against. Waits for that where another process is at it."""
-    from qbench.evaluation.scoring.base_rows import BaseRows, Recorder
+    """The watcher of ``cell``, where damage is asked for; ``base`` is the unquantized cell that
+    it is measured against."""
+    from qbench.evaluation.awaited import Awaited
+    from qbench.evaluation.scoring.base_rows import Recorder
     from qbench.evaluation.scoring.divergence import Meter
 
     if scoring.mode == "lm-eval":
         return Unwatched(reason="scoring: lm-eval shows nobody its log-probabilities")
     if not quantized:
-        return Recording(observer=Recorder(), key=key, path=base_rows_file(folder, key))
+        path, handed_over = base_rows_file(folder, cell.key), store.handed_over(cell)
+        return Recording(observer=Recorder(), key=cell.key, path=path, handed_over=handed_over)
     if base is None:
         return Unwatched(reason="the recipe has no unquantized cell to compare with")
-    with FileLock(store.lock_file(base)):
-        record = store.whole(base)
-    if record is None or record.status != "ok":
-        reason = f"{base.cell} has no good record; run it, then this again"
-        return Unwatched(reason=reason, retry=True)
-    try:
-        rows = BaseRows.load(base_rows_file(folder, base.key), base.key)
-    except ResultsError as error:
-        return Unwatched(reason=str(error), retry=True)
-    return Measuring(observer=Meter(rows), base=record, store=store, limit=scoring.limit)
+    awaited = Awaited(base, store, folder)
+    if awaited.look() and awaited.reason:
+        return Unwatched(reason=awaited.reason, retry=True)
+    return Measuring(observer=Meter(None), base=awaited, store=store, limit=scoring.limit)

@@ -2,17 +2,19 @@
 head's input of every scored token, and the head.
 
 A row takes hidden size × bytes of the dtype (768 bytes at the bundled 27M pair's 384 in bfloat16,
-2 kB at 340M parameters), where its log-probabilities would take 64 kB and more. Rows are gathered
-in host memory and written as one safetensors file, which is read memory-mapped. Beside it lies its
-SHA-256, as ``sha256sum -c`` reads it; checking it reads the file once, at about 0.5 to 2 GB/s.
+2 kB at 340M parameters), where its log-probabilities would take 64 kB and more. Rows of a task are
+gathered in host memory and written as a part, a safetensors file that is read memory-mapped and
+named by its SHA-256. The index, a safetensors file without tensors, names the parts; beside it lies
+its SHA-256, as ``sha256sum -c`` reads it. Checking reads each file once, at about 0.5 to 2 GB/s.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,15 @@ import torch
 from torch import Tensor
 
 from qbench.errors import EvaluationError, ResultsError
-from qbench.evaluation.base_file import ABOUT, locked, verified, write_checksum
+from qbench.evaluation.base_file import (
+    ABOUT,
+    Parts,
+    locked,
+    part_file,
+    stated,
+    verify_part,
+    write_checksum,
+)
 from qbench.evaluation.scoring.digested import save_digested
 from qbench.evaluation.scoring.head import Projection
 from qbench.evaluation.scoring.requests import Scored
@@ -56,40 +66,94 @@ class BaseRows:
     bias: Tensor | None
 
     def save(self, path: Path) -> None:
-        """Appears whole or not at all. Raises ResultsError where it cannot be written."""
-        tensors = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
-        for number, task in enumerate(self.tasks.values()):
-            tensors |= {f"{number}.{name}": getattr(task, name) for name in ARRAYS}
-        making = temporary(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            clean_temporaries(path.parent)
-            about = {"key": self.key, "tasks": [*self.tasks]}
-            digest = save_digested(tensors, making, {ABOUT: json.dumps(about)})
-            with locked(path):
-                making.replace(path)
-                write_checksum(path, digest)
-        except OSError as error:
-            raise ResultsError(
-                f"{path}: cannot be written: {error}; make room there, or leave damage out with "
-                "evaluation.damage: false"
-            ) from error
-        finally:
-            making.unlink(missing_ok=True)
+        """The index ``path`` and its parts. Raises ResultsError where they cannot be written."""
+        head = save_head(path, self.key, self.weight, self.bias) if self.tasks else None
+        tasks = {name: save_task(path, self.key, name, one) for name, one in self.tasks.items()}
+        save_index(path, self.key, Parts(head=head, tasks=tasks))
 
     @classmethod
     def load(cls, path: Path, key: str) -> BaseRows:
-        """Raises ResultsError where the file is not there, damaged, or another cell's."""
-        from safetensors import safe_open
+        """Raises ResultsError where a file is not there, damaged, or another cell's."""
+        parts = stated(path, key)
+        rows = cls.with_head(path, key, parts.head)
+        rows.add(path, parts)
+        return rows
 
-        about = verified(path, key)
-        with safe_open(path, framework="pt") as file:
-            tasks = {
-                task: TaskRows(*(file.get_tensor(f"{number}.{name}") for name in ARRAYS))
-                for number, task in enumerate(about["tasks"])
-            }
-            bias = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
-            return cls(key, tasks, file.get_tensor("weight"), bias)
+    @classmethod
+    def with_head(cls, path: Path, key: str, digest: str | None) -> BaseRows:
+        """Without any task. Raises ResultsError as ``load``."""
+        if digest is None:
+            return cls(key, {}, torch.empty(0), None)
+        found = _read(path, digest, {"key": key})
+        return cls(key, {}, found["weight"], found.get("bias"))
+
+    def add(self, path: Path, parts: Parts) -> None:
+        """The tasks of ``parts`` that are not here yet. Raises ResultsError as ``load``."""
+        for task, digest in parts.tasks.items():
+            if digest is not None and task not in self.tasks:
+                found = _read(path, digest, {"key": self.key, "task": task})
+                self.tasks[task] = TaskRows(*(found[name] for name in ARRAYS))
+
+
+def save_task(path: Path, key: str, task: str, rows: TaskRows) -> str:
+    """A part beside the index ``path``, which does not name it yet; its SHA-256. It appears whole
+    or not at all. Raises ResultsError where it cannot be written."""
+    tensors = {name: getattr(rows, name) for name in ARRAYS}
+    return _write_part(path, tensors, {"key": key, "task": task})
+
+
+def save_head(path: Path, key: str, weight: Tensor, bias: Tensor | None) -> str:
+    """As ``save_task``."""
+    tensors = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    return _write_part(path, tensors, {"key": key})
+
+
+def save_index(path: Path, key: str, parts: Parts) -> None:
+    """Appears whole or not at all; parts that an earlier index alone named go. Raises ResultsError
+    where it cannot be written."""
+    making, before = temporary(path), Parts()
+    with _writing(path, making):
+        digest = save_digested({}, making, {ABOUT: json.dumps({"key": key} | asdict(parts))})
+        with suppress(ResultsError):
+            before = stated(path, key)
+        with locked(path):
+            making.replace(path)
+            write_checksum(path, digest)
+        for old in {*before.digests} - {*parts.digests}:
+            part_file(path, old).unlink(missing_ok=True)
+
+
+def _write_part(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    making = temporary(path)
+    with _writing(path, making):
+        clean_temporaries(path.parent)
+        digest = save_digested(tensors, making, {ABOUT: json.dumps(about)})
+        making.replace(part_file(path, digest))
+        return digest
+
+
+@contextmanager
+def _writing(path: Path, making: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ResultsError(
+            f"{path}: cannot be written: {error}; make room there, or leave damage out with "
+            "evaluation.damage: false"
+        ) from error
+    finally:
+        making.unlink(missing_ok=True)
+
+
+def _read(path: Path, digest: str, about: Mapping[str, str]) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    part = verify_part(path, digest)
+    with safe_open(part, framework="pt") as file:
+        if json.loads(file.metadata()[ABOUT]) != about:
+            raise ResultsError(f"{part}: of another cell or task than it is said to be")
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +221,23 @@ class Recorder:
         self._kept: _Kept | None = None
 
     def base(self, key: str) -> BaseRows:
-        """All that was kept: nothing where every task generates and no token was scored; answers
+        """All that is kept: nothing where every task generates and no token was scored; answers
         that quantization changed are still told then."""
+        return BaseRows(key, dict(self._tasks), *(self.head() or (torch.empty(0), None)))
+
+    def head(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight [V, H] and bias [V] of the LM head; None before any token was scored."""
         if self._head is None:
-            return BaseRows(key, {}, torch.empty(0), None)
+            return None
         weight, bias = self._head.weight, self._head.bias
-        return BaseRows(
-            key,
-            dict(self._tasks),
+        return (
             weight.detach().cpu().contiguous(),
             None if bias is None else bias.detach().cpu(),
         )
+
+    def take(self, task: str) -> TaskRows | None:
+        """The rows of ``task``, kept here no longer; None where none of its tokens were scored."""
+        return self._tasks.pop(task, None)
 
     def begin(
         self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module

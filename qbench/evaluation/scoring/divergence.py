@@ -48,10 +48,11 @@ class _Results:
 
 
 class Meter:
-    """An observer that measures a quantized model's distributions against ``base``."""
+    """An observer that measures a quantized model's distributions against ``base``, which may
+    get further tasks between two of them; None: nothing is measured."""
 
-    def __init__(self, base: BaseRows) -> None:
-        self._base = base
+    def __init__(self, base: BaseRows | None) -> None:
+        self.base = base
         self._weight: Tensor | None = None  # on the model's device, once it is known
         self._bias: Tensor | None = None
         self._results: _Results | None = None
@@ -62,9 +63,9 @@ class Meter:
     ) -> None:
         self._results = None
         call = Call.of(instances, lengths)
-        if call is None:
+        if call is None or self.base is None:
             return
-        task = self._base.tasks.get(call.task)
+        task = self.base.tasks.get(call.task)
         if task is None:
             raise EvaluationError(
                 f"{call.task}: the unquantized cell kept no rows of it; run that again"
@@ -72,8 +73,8 @@ class Meter:
         device = next(itertools.chain(head.parameters(), head.buffers())).device
         if self._weight is None:
             # Copied even on a CPU: a product may round by where in memory its weight begins.
-            self._weight = self._base.weight.to(device, copy=True)
-            self._bias = None if self._base.bias is None else self._base.bias.to(device, copy=True)
+            self._weight = self.base.weight.to(device, copy=True)
+            self._bias = None if self.base.bias is None else self.base.bias.to(device, copy=True)
         self._results = _Results(
             call,
             task,
@@ -85,9 +86,10 @@ class Meter:
 
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
-    ) -> Callable[[Part], None]:
+    ) -> Callable[[Part], None] | None:
         results = self._results
-        assert results is not None
+        if results is None:
+            return None
         indexes = results.call.indexes(scored)
         origin = results.origin[indexes]
         if not np.array_equal(results.task.token.numpy()[origin], scored.token):

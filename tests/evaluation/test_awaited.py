@@ -1,0 +1,262 @@
+"""A quantized cell takes the unquantized cell's rows task by task, while that is still at work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from filelock import FileLock
+from recorded_rows import KEY, recorded
+from scoring_models import choices, llama
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.cache import entries, prune
+from qbench.evaluation.awaited import Awaited
+from qbench.evaluation.base_file import Parts, base_rows_file, part_file
+from qbench.evaluation.scoring.base_rows import save_head, save_index, save_task
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.record import Unavailable
+from qbench.running.work import run_cell
+from qbench.sink import Silent
+from qbench.store import Store
+
+ROOT = Path(__file__).parents[2]
+BASE, CELL = "softpick/fp32", "softpick/rtn-4bit"
+
+# The unquantized cell, which stops before its last task until the file ``go`` is there.
+AT_WORK = """
+import os, sys, time
+from pathlib import Path
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.running.work import run_cell
+from qbench.sink import Silent
+
+recipe, out, go, then = sys.argv[1:]
+planned = plan(Recipe.load(Path(recipe)), device="cpu")
+
+class Stops(Silent):
+    def step(self, cell, name, total=None, unit=""):
+        if name == f"evaluate {planned.tasks[-1].name}":
+            Path(go).with_name("last").touch()
+            deadline = time.monotonic() + 60
+            while not Path(go).exists():
+                assert time.monotonic() < deadline, "nobody was at work on another cell"
+                time.sleep(0.01)
+            if then == "dies":
+                os._exit(1)
+            assert then != "fails", "as where memory runs out"
+
+run_cell(planned, "softpick/fp32", out=Path(out), sink=Stops())
+"""
+
+
+class Goes(Silent):
+    """Lets the unquantized cell go on when the quantized one scores the task ``at``."""
+
+    def __init__(self, go: Path, at: str) -> None:
+        self.go, self.at = go, at
+
+    def step(self, cell, name, total=None, unit=""):
+        if name == f"evaluate {self.at}":
+            self.go.touch()
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = small_recipe(
+        tmp_path, checkpoints={"softpick": str(DEMO / "softpick")},
+        tasks=["demo_choice", "passkey_256", "demo_pages", "demo_lastword"],
+    )  # fmt: skip
+    return path, plan(Recipe.load(path), device="cpu")
+
+
+@pytest.fixture
+def serial(tmp_path, small, monkeypatch):
+    """The records of a run of one cell after the other, by name, and the rows that it left."""
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "serial"))
+    found = {name: run_cell(small[1], name, out=tmp_path / "whole", sink=Silent())
+             for name in (BASE, CELL)}  # fmt: skip
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    return found, kept(tmp_path / "serial")
+
+
+def kept(cache):
+    folder = cache / "distributions"
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+def beside(tmp_path, path, planned, then, at):
+    """The quantized cell's record, made while the unquantized one is at work in a process of its
+    own, and that process's exit code."""
+    out, go = tmp_path / "out", tmp_path / "go"
+    command = [sys.executable, "-c", AT_WORK, path, out, go, then]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        while process.poll() is None and not (tmp_path / "last").exists():
+            time.sleep(0.01)
+        record = run_cell(planned, CELL, out=out, sink=Goes(go, at))
+    return record, process.returncode
+
+
+def test_tasks_are_scored_before_the_unquantized_cell_is_done_to_the_same_bits(
+    tmp_path, small, serial
+):
+    """The unquantized cell begins its last task only once the quantized one is at its third."""
+    (path, planned), (whole, rows) = small, serial
+    record, code = beside(tmp_path, path, planned, "goes on", at="demo_pages")
+    assert code == 0
+    assert record.damage == whole[CELL].damage
+    assert record.scores == whole[CELL].scores
+    assert {name: stored.sha256 for name, stored in record.files.items()} == {
+        name: stored.sha256 for name, stored in whole[CELL].files.items()
+    }
+    assert set(record.damage.tasks) == {task.name for task in planned.tasks}
+    assert kept(tmp_path / "cache") == rows
+    assert not list((tmp_path / "out").rglob("*.rows"))
+
+
+@pytest.mark.parametrize("then", ["dies", "fails"])
+def test_an_unquantized_cell_that_ends_midway_costs_damage_alone_and_a_rerun_mends_it(
+    tmp_path, small, serial, then
+):
+    (path, planned), (whole, rows) = small, serial
+    record, code = beside(tmp_path, path, planned, then, at="demo_choice")
+    assert (code != 0) == (then == "dies")
+    assert record.status == "ok"
+    assert record.scores == whole[CELL].scores
+    assert isinstance(record.damage, Unavailable)
+    assert record.damage.retry
+    assert record.damage.reason == f"{BASE} has no good record; run it, then this again"
+    assert not set(kept(tmp_path / "cache")) >= set(rows)
+    out = tmp_path / "out"
+    assert qbench("run", path, "--out", out, "--device", "cpu") == 0
+    (again,) = (one for one in Store(out).records() if one.cell == CELL)
+    assert again.damage == whole[CELL].damage
+    assert kept(tmp_path / "cache") == rows
+    assert not list(out.rglob("*.rows"))
+
+
+class Folder:
+    """What is asked of a results folder: a record that is good, made by somebody else."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def lock_file(self, cell):
+        return self.folder / "cell.lock"
+
+    def handed_over(self, cell):
+        return self.folder / "cell.rows"
+
+    def whole(self, cell):
+        return SimpleNamespace(status="ok")
+
+
+@contextmanager
+def held(path):
+    """As by the process that is at work on the cell."""
+    begun, end = threading.Event(), threading.Event()
+
+    def hold():
+        with FileLock(path):
+            begun.set()
+            end.wait(100)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+    try:
+        yield end
+    finally:
+        end.set()
+        thread.join()
+
+
+def hand_over(folder, rows):
+    """Writes parts of ``rows`` and says so; what the index is to name."""
+    path = base_rows_file(folder, KEY)
+    head = save_head(path, KEY, rows.weight, rows.bias)
+    tasks = {name: save_task(path, KEY, name, one) for name, one in rows.tasks.items()}
+    parts = Parts(head=head, tasks=tasks)
+    (folder / "cell.rows").write_text(json.dumps(asdict(parts)))
+    return path, parts
+
+
+@pytest.fixture
+def awaited(tmp_path):
+    base = SimpleNamespace(cell="softmax/fp32", key=KEY)
+    return Awaited(base, Folder(tmp_path), tmp_path)
+
+
+def test_rows_of_an_earlier_attempt_that_differ_give_no_damage(tmp_path, awaited):
+    """As where the process that handed them over died, and another scored other bits."""
+    earlier, later = (recorded(llama(seed=seed), choices(3, task="a")) for seed in (0, 1))
+    with held(tmp_path / "cell.lock") as end:
+        hand_over(tmp_path, earlier)
+        assert not awaited.look()
+        taken = awaited.rows("a")
+        assert torch.equal(taken.tasks["a"].rows, earlier.tasks["a"].rows)
+        later.save(base_rows_file(tmp_path, KEY))
+        end.set()
+        assert awaited.record() is None
+    assert awaited.reason == "softmax/fp32 was scored anew meanwhile; run this again"
+    assert awaited.rows("a") is None
+
+
+def test_rows_of_an_earlier_attempt_that_are_the_same_count(tmp_path, awaited):
+    rows = recorded(llama(), choices(3, task="a"))
+    with held(tmp_path / "cell.lock") as end:
+        path, parts = hand_over(tmp_path, rows)
+        assert torch.equal(awaited.rows("a").weight, rows.weight)
+        save_index(path, KEY, parts)
+        end.set()
+        assert awaited.record() is not None
+
+
+@pytest.mark.parametrize("damage", ["flipped", "absent"])
+def test_a_damaged_part_is_never_measured_against(tmp_path, awaited, damage):
+    with held(tmp_path / "cell.lock") as end:
+        path, parts = hand_over(tmp_path, recorded(llama(), choices(3, task="a")))
+        part = part_file(path, parts.tasks["a"])
+        changed = bytearray(part.read_bytes())
+        changed[-1] ^= 1
+        part.write_bytes(changed) if damage == "flipped" else part.unlink()
+        save_index(path, KEY, parts)
+        threading.Timer(0.3, end.set).start()
+        assert awaited.rows("a") is None
+    assert str(part) in awaited.reason
+    assert "run the unquantized cell again" in awaited.reason
+    assert awaited.record() is None
+
+
+def test_a_part_under_the_name_of_another_task_is_refused(tmp_path, awaited):
+    with held(tmp_path / "cell.lock") as end:
+        path, parts = hand_over(tmp_path, recorded(llama(), choices(3, task="a")))
+        mixed = Parts(head=parts.head, tasks={"b": parts.tasks["a"]})
+        (tmp_path / "cell.rows").write_text(json.dumps(asdict(mixed)))
+        save_index(path, KEY, mixed)
+        threading.Timer(0.3, end.set).start()
+        assert awaited.rows("b") is None
+    assert "of another cell or task than it is said to be" in awaited.reason
+
+
+def test_parts_of_a_cell_that_never_ended_are_listed_and_pruned(tmp_path):
+    folder = tmp_path / "distributions"
+    folder.mkdir()
+    hand_over(folder, recorded(llama(), choices(3, task="a")))
+    (folder / "cell.rows").unlink()
+    (entry,) = entries(tmp_path)
+    assert entry.about == f"unquantized cell {KEY[:16]}"
+    assert entry.bytes == sum(path.stat().st_size for path in folder.glob(f"{KEY[:16]}.*.rows"))
+    assert prune(tmp_path, max_bytes=0)[0] == [entry]
+    assert entries(tmp_path) == []
