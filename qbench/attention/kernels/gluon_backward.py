@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qbench.attention.kernels import modes
 from qbench.attention.kernels.families import FAMILIES
+from qbench.attention.kernels.gluon_ahead import ahead_kernel
 from qbench.attention.kernels.gluon_keys import key_kernel
 from qbench.attention.kernels.gluon_queries import query_kernel
 from qbench.attention.kernels.relaunch import described, launch
@@ -35,6 +36,16 @@ ENOUGH = 4 * 10**9
 # heads of 128: soft caps 3 %, ALiBi 4 % slower.
 TILES = {64: (64, (4, 2), (4, 2)), 128: (32, (3, 1), (4, 1))}
 
+# By head dimension and what is computed, bits of modes.py: slots and held operands of the queries'
+# kernel of gluon_ahead.py, with which softmax's backward pass was faster on an H200, from a script
+# that set it: at 4096 tokens by 3 %, with ALiBi 6 %, with soft caps 9 %; at 1024 tokens by 2, 3 and
+# 6 %. Tests on a GPU and --tiles try them.
+AHEAD_TRIED = {
+    (64, 0): (6, 1), (64, modes.SLOPED.value): (6, 0), (64, modes.CAPPED.value): (6, 0),
+}  # fmt: skip
+# What is used of it: nothing before GPU tests have run over it.
+AHEAD: dict[tuple[int, int], tuple[int, int]] = {}
+
 
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
@@ -52,6 +63,7 @@ def backward(
         held = min(held, 1)
     if asked & modes.NEAR.value and width == 128:
         held = 0
+    ahead = AHEAD.get((width, asked)) if family == "softmax" else None
     stats = torch.empty(4 * lse.numel(), dtype=torch.float32, device=query.device)
     fixed = {
         "FAMILY": family, "MODES": asked, "NEAR_ZERO": near_zero, "HEAD_DIM": width,
@@ -65,10 +77,10 @@ def backward(
     sources = [described(of_rows, tensor, 64) for tensor in (query, key, value, gradient)]
     device = query.device.index
     launch(
-        query_kernel, (length // 128, batch * heads), device,
+        ahead_kernel if ahead else query_kernel, (length // 128, batch * heads), device,
         [*sources, output, lse, stats, dq, rows, tilts, sinks, slopes, s],
         ((heads, group, length), scales, (output.stride()[:3], dq.stride()[:3])),
-        {"STAGES": query_tile[0], "HELD": query_tile[1], **fixed},
+        dict(zip(("STAGES", "HELD"), ahead or query_tile, strict=True)) | fixed,
     )  # fmt: skip
     if block_q != 64:
         sources[0] = described(of_rows, query, block_q)

@@ -29,7 +29,7 @@ from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS
 
 try:  # Gluon is Triton's, but still experimental
-    from qbench.attention.kernels import gluon_backward, gluon_forward
+    from qbench.attention.kernels import gluon_backward, gluon_forward, lasting
 except ImportError:
     gluon_backward = None
 
@@ -145,20 +145,24 @@ def _forward(
         return output, lse, imprecise
     tile = tile or tiles.forward_tile(block(width), query.dtype, kernels.family, modes)
     if (
-        tile.gluon
+        (tile.gluon or tile.lasting)
         and gluon_backward is not None
         and not INTERPRETED
         and mask is None
         and spans is None
-        and bias is None  # not tried on a GPU
-        and gluon_forward.fits(query, key, value, causal, window, modes)
         and all(map(tma_layout, (query, key, value)))
     ):
-        gluon_forward.forward(
-            query, key, value, output, lse, parameters, kernels.family, modes, scale, softcap,
-            tile,
-        )  # fmt: skip
-        return output, lse, imprecise
+        plain = (query, key, value, causal, window)
+        if tile.lasting and lasting.fits(*plain, kernels.family, modes, softcap, tile.lasting):
+            lasting.forward(query, key, value, output, lse, scale, softcap, tile.lasting)
+            return output, lse, imprecise
+        # A bias was not tried on a GPU.
+        if tile.gluon and bias is None and gluon_forward.fits(*plain, modes):
+            gluon_forward.forward(
+                query, key, value, output, lse, parameters, kernels.family, modes, scale, softcap,
+                tile,
+            )  # fmt: skip
+            return output, lse, imprecise
     sources = (key, value)
     tma = tile.tma and all(map(tma_layout, sources))
     if tma:

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from qbench.attention.kernels import direct, relaunch
+from qbench.attention.kernels import direct, relaunch, schedules
 from qbench.attention.kernels.settings import Settings
 from qbench.attention.normalizers import NORMALIZERS
 
@@ -38,7 +38,8 @@ class Call:
         made: Sequence[tuple[Tensor, Callable[[], Tensor]]],
     ) -> None:
         """``made``: the call's results, and how each is made again. A tensor that is in none of
-        them is one between launches: room, which the first of them fills."""
+        them is one between launches: room, which the first of them fills; or a table of
+        schedules.py, which stays."""
         self.makers = [maker for _, maker in made]
         numbers = {id(tensor): i for i, tensor in enumerate(given) if tensor is not None}
         numbers |= {id(tensor): len(given) + i for i, (tensor, _) in enumerate(made)}
@@ -52,7 +53,7 @@ class Call:
                     continue
                 if id(base) not in numbers:
                     numbers[id(base)] = len(given) + len(self.makers)
-                    self.makers.append(again(base))
+                    self.makers.append(the_same(base) if schedules.kept(base) else again(base))
                 if base is pointer:
                     tensors.append((place, numbers[id(base)]))
                 else:
@@ -158,6 +159,10 @@ def again(tensor: Tensor, zeros: bool = False) -> Callable[[], Tensor]:
     if zeros:
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def the_same(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
 
 
 def forget() -> None:

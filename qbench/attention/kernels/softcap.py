@@ -100,3 +100,59 @@ def tangent_and_slope(products, inner, factor, level):
         is_pure=True,
         pack=PACK,
     )  # fmt: skip
+
+
+def _exponential(lanes: int) -> str:
+    """exp2 of the factor times the tanh. Operands: results, products, and ``lanes`` times each:
+    minus the limit, the tanh's coefficients, what products are multiplied by before the tanh, and
+    the tanh after it. Which formula is asked before any exponential, so that the assembler cannot
+    move the exponentials behind a wait for a matrix product."""
+    limit, c0, c1, inner, factor = (f"${lanes * (2 + i)}" for i in range(5))
+    asked, near, far = "", "", ""
+    for i in range(lanes):
+        x = f"${lanes + i}"
+        asked += f"""
+        fma.rn.f32 q{i}, {x}, {x}, {limit};
+        mov.b32 bits, q{i};
+        {"and.b32 signs, signs, bits" if i else "mov.b32 signs, bits"};"""
+        near += f"""
+        fma.rn.f32 t{i}, {c1}, q{i}, {c0};
+        mul.f32 t{i}, t{i}, {x};
+        ex2.approx.ftz.f32 t{i}, t{i};"""
+        far += f"""
+        mul.f32 x, {x}, {inner};
+        tanh.approx.f32 x, x;
+        mul.f32 t{i}, x, {factor};
+        ex2.approx.ftz.f32 t{i}, t{i};"""
+    stored = "".join(f"\n        mov.f32 ${i}, t{i};" for i in range(lanes))
+    return f"""{{
+        .reg .f32 q<{lanes}>, t<{lanes}>, x;
+        .reg .b32 signs, bits;
+        .reg .pred some;{asked}
+        setp.ge.s32 some, signs, 0;
+        @some bra far;{near}
+        bra.uni done;
+    far:{far}
+    done:{stored}
+        }}"""
+
+
+MORE_LANES = 32
+EXPONENTIAL = tl.constexpr(_exponential(MORE_LANES))
+OF_EXPONENTIAL = tl.constexpr(",".join(["=f"] * MORE_LANES + ["f"] * (6 * MORE_LANES)))
+MORE_PACK = tl.constexpr(MORE_LANES)
+
+
+@triton.jit
+def tangent_exp2(products, inner, factor):
+    """2 to the power of ``factor`` times the tanh of ``inner`` times the products."""
+    square = inner * inner
+    c0 = C0 * inner * factor
+    return tl.inline_asm_elementwise(
+        EXPONENTIAL,
+        OF_EXPONENTIAL,
+        [products, -LIMIT / square, c0, c0 * (C1 / C0) * square, inner, factor],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=MORE_PACK,
+    )

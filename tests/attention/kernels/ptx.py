@@ -16,28 +16,28 @@ def run(text, results, operands):
     names = {f"${results + i}": np.broadcast_to(e, threads) for i, e in enumerate(operands)}
     names = {name: each.view(np.uint32) for name, each in names.items()}
     body = text.strip().removeprefix("{").removesuffix("}")
-    waiting = np.zeros(threads, bool)  # threads that have branched to the label ahead
-    label = None
+    waiting = {}  # by label the threads that have branched to it
     with np.errstate(all="ignore"):
         for line in filter(None, (part.strip() for part in re.split(r"[;\n]", body))):
             if line.startswith("."):
                 continue
             if line.endswith(":"):
-                assert line[:-1] == label, "only branches ahead, one at a time"
-                waiting[:] = False
+                waiting.pop(line[:-1])  # no branches back
                 continue
             negated, guard, operation, rest = LINE.fullmatch(line).groups()
-            active = ~waiting
+            active = np.ones(threads, bool)
+            for others in waiting.values():
+                active &= ~others
             if guard:
                 active = active & (names[guard] ^ bool(negated))
             places = [place.strip() for place in rest.split(",")]
-            if operation == "bra":
-                label = places[0]
-                waiting |= active
+            if operation in ("bra", "bra.uni"):
+                waiting[places[0]] = waiting.get(places[0], False) | active
                 continue
             got = compute(operation, [value(names, place) for place in places[1:]])
             before = names.get(places[0], np.zeros(threads, got.dtype))
             names[places[0]] = np.where(active, got, before)
+    assert not waiting, "no label for these branches"
     return [names[f"${i}"].view(np.float32) for i in range(results)]
 
 

@@ -78,3 +78,18 @@ def test_tanh_near_zero(low, high, gradient, inner, factor):
     if gradient:
         slopes = np.stack(results[LANES:], 1)
         assert np.max(np.abs(slopes - (1 - tanh**2))) <= 1.3e-3
+
+
+@pytest.mark.parametrize(("inner", "factor"), [(0.125 / 50, 72.13), (0.0884 / 15, 21.64)])
+@pytest.mark.parametrize(("low", "high"), [(-0.353, 0.353), (-6.0, 6.0), (0.3, 0.4)])
+def test_exponentials_of_capped_scores(low, high, inner, factor):
+    lanes = softcap.MORE_LANES
+    x = np.linspace(low, high, 2001 * lanes, dtype=np.float32).reshape(-1, lanes)
+    inner, square = np.float32(inner), np.float32(inner) ** 2
+    limit, c0, c1 = (each.value for each in (softcap.LIMIT, softcap.C0, softcap.C1))
+    scalars = [-limit / square, c0 * inner * factor, c1 * inner * square * factor, inner, factor]
+    given = list((x / inner).T) + [scalar for scalar in scalars for _ in range(lanes)]
+    got = np.stack(run(softcap.EXPONENTIAL.value, lanes, given), 1).astype(np.float64)
+    tanh = np.tanh(x.astype(np.float64))
+    wrong = np.abs(np.log2(got) - factor * tanh)  # of the exponents
+    assert np.max(wrong - 3e-4 * np.abs(factor * tanh)) <= 1e-5 * factor
