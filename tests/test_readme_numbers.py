@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from readme_results import README, RESULTS, TASKS, differences, divergences, part, rows
 
-from qbench.store import Store
-
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "results"
 METHODS = {"bf16": "BNB", "bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ"}
 # README's row → folder, quantizer
 RATIOS = {
@@ -37,10 +32,6 @@ SINKS = {
     "KV cache, 2 bits, a scale a head and token": ("-kv", "kv2"),
     "KV cache, 3 bits, a scale a head and token": ("-kv", "kv3"),
     "the same, the first four tokens unquantized": ("-kv", "kv3-first4"),
-}
-TASKS = {
-    "WikiText": ("wikitext [test_document_level]", "Word Perplexity ↓"),
-    "LAMBADA": ("lambada_openai", "Perplexity ↓"),
 }
 COUNTED = {  # folder → differences, in softpick's favour and against it after Holm's correction
     "sinks-27m": (72, 7, 10),
@@ -81,16 +72,6 @@ SPEEDS = {
 }
 
 
-def rows(text: str) -> list[list[str]]:
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
-
-
-def part(begin: str, end: str) -> str:
-    start = README.index(begin)
-    return README[start : README.index(end, start)]
-
-
 def tables(folder: str, pair: str = "pair-27m") -> dict[tuple[str, ...], list[str]]:
     """By what the table is of, task, metric and quantizer."""
     found = {}
@@ -125,21 +106,6 @@ def two_trainings() -> dict[tuple[str, str], list[str]]:
     for row in rows(page[page.index("| calibrated |") : page.index("**Static ranges")])[2:]:
         found[row[0], row[1]] = [*row[6:], *row[2:6]]
     return found
-
-
-def differences(folder: str) -> pd.DataFrame:
-    """Of each score and quantizer: what softpick's damage is above softmax's, in softpick's
-    favour where positive, and whether it is significant; and what softmax gained."""
-    every = pd.read_csv(RESULTS / folder / "tables.csv")
-    every = every[every.metric.isin(["acc", "acc_norm", "perplexity", "word_perplexity"])]
-    sign = every.direction.map({"up": 1, "down": -1})
-    every["gain"] = sign * every.damage_log_ratio.fillna(every.damage)
-    every["favour"] = sign * every.did_log_ratio.fillna(every.did)
-    keys = ["task", "metric", "quantizer"]
-    softmax = every[every.checkpoint == "softmax"].set_index(keys).gain.rename("softmax_gain")
-    softmax = softmax[softmax.notna()].groupby(level=keys).first()
-    found = every[every.did_p_holm.notna()].join(softmax, on=keys)
-    return found.assign(significant=found.did_p_holm < 0.05)
 
 
 def test_scores_of_the_pair_are_those_of_its_tables():
@@ -269,15 +235,7 @@ def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
 
 @pytest.mark.parametrize("folder", NEARER)
 def test_divergences_are_counted_right(folder):
-    means: dict[tuple[str, str], float] = {}
-    for record in Store(RESULTS / folder).records():
-        found = [
-            one.distributions for one in (record.damage.tasks if record.damage else {}).values()
-        ]
-        if found:
-            tokens = sum(one.tokens for one in found)
-            mean = sum(one.tokens * one.kl.mean for one in found) / tokens
-            means[record.checkpoint, record.quantizer] = mean
+    means = divergences(folder)
     quantizers = {quantizer for _, quantizer in means}
     nearer = [one for one in quantizers if means["softpick", one] < means["softmax", one]]
     assert (len(nearer), len(quantizers)) == NEARER[folder]

@@ -7,9 +7,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from test_readme_numbers import RESULTS, differences, part, rows
-
-from qbench.store import Store
+from readme_results import RESULTS, TASKS, differences, divergences, part, rows
 
 PARAGRAPH = part("**How much of this survives other seeds?**", "**And with real sinks?**")
 TOLD = " ".join(PARAGRAPH.split())
@@ -24,10 +22,6 @@ ROWS = {
     "KV cache, 3 bits, a scale a head and token": ("-kv", "kv3"),
     "activations, int8, a range for each layer, clipped": ("-activations", "a8-static-99.99"),
     "activations, int4, a scale a token": ("-activations", "a4"),
-}
-TASKS = {
-    "WikiText": ("wikitext [test_document_level]", "Word Perplexity ↓"),
-    "LAMBADA": ("lambada_openai", "Perplexity ↓"),
 }
 # folder → precisions under which softpick moves less in every seed, more in every seed, all
 MOVES = {"": (1, 3, 8), "-kv": (7, 1, 9), "-activations": (9, 0, 14)}
@@ -102,15 +96,7 @@ def test_differences_of_the_first_pair_are_looked_for_in_every_seed():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_divergences_of_every_seed_are_counted_right(kind):
-    means: dict[tuple[str, str], float] = {}
-    for record in Store(RESULTS / f"seeds-27m{kind}").records():
-        found = [
-            one.distributions for one in (record.damage.tasks if record.damage else {}).values()
-        ]
-        if found:
-            tokens = sum(one.tokens for one in found)
-            mean = sum(one.tokens * one.kl.mean for one in found) / tokens
-            means[record.checkpoint, record.quantizer] = mean
+    means = divergences(f"seeds-27m{kind}")
     quantizers = {quantizer for _, quantizer in means}
     less = more = 0
     for one in quantizers:
