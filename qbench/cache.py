@@ -10,12 +10,13 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from qbench.evaluation.base_file import making
 from qbench.files import clean_temporaries
 from qbench.store import KEY_DIGITS
 
@@ -84,7 +85,10 @@ def prune(cache: Path, *, max_bytes: int, dry_run: bool = False) -> tuple[list[E
 
 
 def _remove(entry: Entry) -> bool:
-    with suppress(Timeout), entry.lock.acquire(timeout=0):
+    with suppress(Timeout), ExitStack() as locks:
+        if entry.kind == "rows":
+            locks.enter_context(making(entry.path).acquire(timeout=0))
+        locks.enter_context(entry.lock.acquire(timeout=0))
         for path in entry.files:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
         return True

@@ -63,6 +63,11 @@ def locked(path: Path) -> FileLock:
     return FileLock(path.with_name(f"{path.name}.lock"))
 
 
+def making(path: Path) -> FileLock:
+    """Held by a cell at work, of which parts are there and no index yet: they are not pruned."""
+    return FileLock(path.with_name(f"{path.stem}.making.lock"))
+
+
 def write_checksum(path: Path, digest: str) -> None:
     """Beside the file, as ``sha256sum -c`` reads it."""
     write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())

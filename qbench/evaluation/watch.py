@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
-from qbench.evaluation.base_file import Parts, base_rows_file
+from qbench.evaluation.base_file import Parts, base_rows_file, making
 from qbench.evaluation.damage import Outcomes, correct_requests, damage
 from qbench.evaluation.settings import ScoringSettings
 from qbench.files import write_atomically
@@ -55,9 +57,15 @@ class Recording:
     handed_over: Path
     parts: Parts = field(default_factory=Parts)
     waited: float = 0.0
+    lock: FileLock | None = None
 
     def begin(self, task: str) -> None:
-        pass
+        if self.lock is not None:
+            return
+        self.lock = making(self.path)
+        with suppress(Timeout, OSError):  # a run into another folder holds it; writing tells more
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.lock.acquire(timeout=0)
 
     def end(self, task: str) -> None:
         from qbench.evaluation.scoring.base_rows import save_head, save_task
@@ -74,6 +82,8 @@ class Recording:
         from qbench.evaluation.scoring.base_rows import save_index
 
         save_index(self.path, self.key, self.parts)
+        if self.lock is not None:
+            self.lock.release()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -146,6 +146,22 @@ def test_an_unquantized_cell_that_ends_midway_costs_damage_alone_and_a_rerun_men
     assert not list(out.rglob("*.rows"))
 
 
+def test_what_an_unquantized_cell_at_work_has_kept_is_not_pruned(tmp_path, small, serial):
+    path, rows = small[0], serial[1]
+    out, go, cache = tmp_path / "out", tmp_path / "go", tmp_path / "cache"
+    command = [sys.executable, "-c", AT_WORK, path, out, go, "goes on"]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        while process.poll() is None and not (tmp_path / "last").exists():
+            time.sleep(0.01)
+        there, (removed, _) = entries(cache), prune(cache, max_bytes=0)
+        go.touch()
+    assert there
+    assert removed == []
+    assert process.returncode == 0
+    assert kept(cache) == rows
+    assert len(prune(cache, max_bytes=0)[0]) == 1
+
+
 class Folder:
     """What is asked of a results folder: a record that is good, made by somebody else."""
 
