@@ -162,6 +162,13 @@ def test_what_an_unquantized_cell_at_work_has_kept_is_not_pruned(tmp_path, small
     assert len(prune(cache, max_bytes=0)[0]) == 1
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
+def test_what_a_killed_unquantized_cell_handed_over_is_not_committed(small):
+    cell = small[1].cell(BASE).grid_cell
+    path = Store(Path("results/27m")).handed_over(cell)
+    assert subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT).returncode == 0
+
+
 class Folder:
     """What is asked of a results folder: a record that is good, made by somebody else."""
 
