@@ -26,12 +26,9 @@ from qbench.sink import Sink
 from qbench.store import Store
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from qbench.evaluation.scoring.asked import Ids
-
-PROBE_SHAPE = (2, 128)  # sequences, tokens: what the audit compares logits on
 
 
 def cache_folder() -> Path:
@@ -208,12 +205,12 @@ def _audit(
     sink: Sink,
 ) -> None:
     from qbench.attention.row_by_row import row_by_row
-    from qbench.quantizers.audit import audit
+    from qbench.quantizers.audit import audit, probe_of
 
     _step(sink, cell.name, "audit")
     with measured("audit", plan.device, gathered.stages):
         original = original or _original(cell, plan)
-        probe = _probe(original.config.vocab_size).to(plan.device)
+        probe = probe_of(original.config.vocab_size).to(plan.device)
         gathered.audit = audit(original, model, cell.quantizer, probe, row_by_row)
         del original
         free(plan.device)
@@ -277,14 +274,6 @@ def _evaluate(
             tasks,
         )
     gathered.stages[-1] = without(gathered.stages[-1], watch.waited)
-
-
-def _probe(vocabulary: int) -> torch.Tensor:
-    """Seeded token ids [B, T] on which the audit compares logits."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocabulary, PROBE_SHAPE, generator=generator)
 
 
 def one_line(problem: Exception, log: Path) -> str:

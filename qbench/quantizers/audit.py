@@ -26,7 +26,14 @@ from qbench.quantizers.patterns import left_out
 from qbench.quantizers.quantizer import Quantizer
 from qbench.record import Audit, KVAudit
 
+PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
+
+
+def probe_of(vocabulary: int) -> Tensor:
+    """Seeded token ids [B, T] on which logits are compared."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, PROBE_SHAPE, generator=generator)
 
 
 @torch.no_grad()
