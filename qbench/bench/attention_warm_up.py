@@ -52,7 +52,7 @@ def warm_up(measure: Callable[..., Any], *arguments: Any) -> None:
     nothing must be checked in it."""
     try:
         failed = any("error" in row for row in measure(*arguments))
-    except Exception:
+    except Exception:  # whatever it is: the timed call says it
         failed = True
     if failed:
         os._exit(1)

@@ -1,13 +1,10 @@
 """Hadamard matrices of every order that models have, and none where none is known."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted_script import results_of
 
 from qbench.quantizers.outliers import hadamard
 from qbench.quantizers.outliers.orders import factors
@@ -57,15 +54,7 @@ def test_orders_without_a_known_matrix_are_none(order):
 
 
 def test_the_kernel_in_the_interpreter_equals_the_definition():
-    script = Path(__file__).with_name("rotation_interpreted.py")
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    errors = dict(line.split("\t") for line in ran.stdout.splitlines())
+    errors = results_of("rotation_interpreted.py")
     assert len(errors) == 7
     assert {shape: e for shape, e in errors.items() if not float(e) < 1e-6} == {}
 

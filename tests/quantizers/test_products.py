@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted_script import results_of
 from quantizer_models import needs_vnni
 from torch import nn
 
@@ -28,15 +28,7 @@ def draw(*shape, seed=0):
 
 
 def test_the_kernels_in_the_interpreter_equal_the_definitions():
-    script = Path(__file__).with_name("products_interpreted.py")
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    problems = dict(line.split("\t") for line in ran.stdout.splitlines())
+    problems = results_of("products_interpreted.py")
     assert len(problems) == 54
     assert {name: problem for name, problem in problems.items() if problem} == {}
 

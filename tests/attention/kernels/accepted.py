@@ -5,28 +5,14 @@ Prints one line a case: name, kernels, and launches whose second time had other 
 import torch
 import triton
 import triton.compiler
+from hopper import TARGET, Hopper
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-TARGET = GPUTarget("cuda", 90, 32)
 LAUNCHED = []
 NO, SLOPED, WIDE = "as they are", "with slopes and a soft cap", "with a wide soft cap"
 CAPS = {NO: None, SLOPED: 5.0, WIDE: 50.0}  # tanh of a wide one may be a polynomial
-
-
-class Hopper:
-    """A driver that has a device, and nothing that runs on it."""
-
-    def get_current_target(self):
-        return TARGET
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 class Compiled:

@@ -16,28 +16,16 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton.compiler
-from triton.backends.compiler import GPUTarget
+from hopper import TARGET, Hopper
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 from qbench.attention.kernels import gluon_backward, launch, tiles
 from qbench.attention.kernels.settings import NONE, Parameters, Settings
 
-HOPPER = GPUTarget("cuda", 90, 32)
 LENGTH = 512
 compile_for = triton.compiler.compile
 found = []
-
-
-class Driver:
-    def get_current_target(self):
-        return HOPPER
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 class Compiled:
@@ -56,7 +44,7 @@ class Compiled:
 
 
 def compiled(source, target=None, options=None, **_):
-    kernel = compile_for(source, target=HOPPER, options=options)
+    kernel = compile_for(source, target=TARGET, options=options)
     found[-1] = (kernel.metadata.name, *found[-1])
     return Compiled()
 
@@ -77,7 +65,7 @@ def assembled(backend, source, *_):
 
 def pretend():
     """That there is an H200."""
-    driver.set_active(Driver())
+    driver.set_active(Hopper())
     triton.compiler.compile = compiled
     CUDABackend.make_cubin = assembled
     launch.prepare_thread = lambda device: None
