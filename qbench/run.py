@@ -246,6 +246,7 @@ def _evaluate(
             base=cell.base,
             store=store,
             folder=distributions_folder(cache),
+            waits=lambda other: _step(sink, cell.name, f"waits for {other}"),
         )
     with measured("evaluate", plan.device, gathered.stages):
         scorer = language_model(

@@ -4,6 +4,7 @@ the rows of one task after the other."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -15,6 +16,7 @@ from qbench.record import GridCell, Record
 from qbench.store import Store
 
 LOOK_SECONDS = 0.05
+SAID_SECONDS = 1.0  # a shorter wait is not worth a line
 
 
 class Awaited:
@@ -22,12 +24,16 @@ class Awaited:
 
     While a process is at work on it, that holds its lock, and says which parts it has kept. Once
     nobody is, only its record and its index count: they must name the very parts that were used.
+    ``waits`` is told its name where a wait lasts: who sees a step that does not end takes it for
+    one that hangs.
     """
 
-    def __init__(self, cell: GridCell, store: Store, folder: Path) -> None:
+    def __init__(
+        self, cell: GridCell, store: Store, folder: Path, waits: Callable[[str], None]
+    ) -> None:
         self.reason = ""  # why nothing can be measured against it
         self.waited = 0.0  # seconds
-        self._cell, self._store = cell, store
+        self._cell, self._store, self._waits = cell, store, waits
         self._path = base_rows_file(folder, cell.key)
         self._record: Record | None = None
         self._rows: BaseRows | None = None
@@ -37,19 +43,12 @@ class Awaited:
     def rows(self, task: str) -> BaseRows | None:
         """Those of ``task`` are among them, where any are kept of it. Waits for them; None where
         they cannot be had, and ``reason`` says why."""
-        begun = time.perf_counter()
-        while not (self._ended or self._taken(task)):
-            if not self.look():
-                time.sleep(LOOK_SECONDS)
-        self.waited += time.perf_counter() - begun
+        self._wait(lambda: self._ended or self._taken(task) or self.look())
         return None if self.reason else self._rows
 
     def record(self) -> Record | None:
         """Waits until it is done; None where it cannot be used, and ``reason`` says why."""
-        begun = time.perf_counter()
-        while not self.look():
-            time.sleep(LOOK_SECONDS)
-        self.waited += time.perf_counter() - begun
+        self._wait(self.look)
         return None if self.reason else self._record
 
     def look(self) -> bool:
@@ -70,6 +69,15 @@ class Awaited:
         except ResultsError as error:
             self.reason = str(error)
         return True
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        begun, said = time.perf_counter(), False
+        while not done():
+            if not said and time.perf_counter() - begun > SAID_SECONDS:
+                self._waits(self._cell.cell)
+                said = True
+            time.sleep(LOOK_SECONDS)
+        self.waited += time.perf_counter() - begun
 
     def _settle(self, parts: Parts) -> None:
         """All of ``parts``, those that were used already among them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -137,9 +137,10 @@ def watcher(
     base: GridCell | None,
     store: Store,
     folder: Path,
+    waits: Callable[[str], None],
 ) -> Unwatched | Recording | Measuring:
     """The watcher of ``cell``, where damage is asked for; ``base`` is the unquantized cell that
-    it is measured against."""
+    it is measured against. ``waits`` is told the name of a cell that is waited for."""
     from qbench.evaluation.awaited import Awaited
     from qbench.evaluation.scoring.base_rows import Recorder
     from qbench.evaluation.scoring.divergence import Meter
@@ -151,7 +152,7 @@ def watcher(
         return Recording(observer=Recorder(), key=cell.key, path=path, handed_over=handed_over)
     if base is None:
         return Unwatched(reason="the recipe has no unquantized cell to compare with")
-    awaited = Awaited(base, store, folder)
+    awaited = Awaited(base, store, folder, waits)
     if awaited.look() and awaited.reason:
         return Unwatched(reason=awaited.reason, retry=True)
     return Measuring(observer=Meter(None), base=awaited, store=store, limit=scoring.limit)

@@ -24,7 +24,8 @@ class Estimate:
     """Seconds that are left of a run.
 
     ``earlier`` maps cells to the seconds that they took in earlier runs; ``tasks`` is how many are
-    scored one after the other in a cell, ``at_once`` how many cells run side by side.
+    scored one after the other in a cell, ``at_once`` how many cells run side by side. While a cell
+    waits for another its own clock stands still: how long it works is what others are judged by.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Estimate:
         self._clock = clock
         self._begun: dict[str, float] = {}
         self._scoring: dict[str, tuple[list[float], float]] = {}  # when tasks began; of this one
+        self._waits: dict[str, float] = {}  # for another, since when
         self._took: dict[str, float] = {}
         self._shares: list[list[float]] = []  # of a cell's scoring, that its tasks took
 
@@ -49,6 +51,9 @@ class Estimate:
         self._begun[cell] = self._clock()
 
     def step(self, cell: str, name: str) -> None:
+        self._go_on(cell)
+        if name.startswith("waits for "):
+            self._waits[cell] = self._clock()
         if not name.startswith("evaluate"):
             return
         began, _ = self._scoring.get(cell, ([], 0.0))
@@ -59,12 +64,26 @@ class Estimate:
             self._scoring[cell] = (self._scoring[cell][0], completed / total)
 
     def end(self, cell: str) -> None:
+        self._go_on(cell)
         begun = self._begun.pop(cell, None)
         self._waiting.pop(cell, None)
         if begun is not None and cell in self._scoring:  # not where it was there already
             self._took[cell] = self._clock() - begun
             self._learn([*self._scoring[cell][0], self._clock()])
         self._scoring.pop(cell, None)
+
+    def _go_on(self, cell: str) -> None:
+        """Where it has waited, as if all that it did before had been so much later."""
+        now = self._clock()
+        waited = now - self._waits.pop(cell, now)
+        if cell in self._begun:
+            self._begun[cell] += waited
+        if cell in self._scoring:
+            began, part = self._scoring[cell]
+            self._scoring[cell] = ([one + waited for one in began], part)
+
+    def _now(self, cell: str) -> float:
+        return self._waits.get(cell, self._clock())
 
     def _learn(self, times: Sequence[float]) -> None:
         """How the scoring of a whole cell is divided: WikiText may take as long as all others."""
@@ -79,9 +98,9 @@ class Estimate:
         known += [self._earlier[cell] for cell in self._waiting if cell in self._earlier]
         if not known:
             return None
-        usual, now = fmean(known), self._clock()
+        usual = fmean(known)
         rest = [
-            max(0.0, (usual if whole is None else whole) - (now - self._begun[cell]))
+            max(0.0, (usual if whole is None else whole) - (self._now(cell) - self._begun[cell]))
             for cell, whole in at_work.items()
         ]
         waiting = sum(self._earlier.get(cell, usual) for cell in self._waiting)
@@ -97,7 +116,7 @@ class Estimate:
             done = len(began) - 1
             share = sum(of_task[:done]) + sum(of_task[done : done + 1]) * part
             if share > EARLY:
-                return began[0] - self._begun[cell] + (self._clock() - began[0]) / share
+                return began[0] - self._begun[cell] + (self._now(cell) - began[0]) / share
         return self._earlier.get(cell)
 
 

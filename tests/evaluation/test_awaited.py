@@ -20,7 +20,7 @@ from scoring_models import choices, llama
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.cache import entries, prune
-from qbench.evaluation.awaited import Awaited
+from qbench.evaluation.awaited import SAID_SECONDS, Awaited
 from qbench.evaluation.base_file import Parts, base_rows_file, part_file
 from qbench.evaluation.scoring.base_rows import save_head, save_index, save_task
 from qbench.plan import plan
@@ -62,13 +62,15 @@ run_cell(planned, "softpick/fp32", out=Path(out), sink=Stops())
 
 
 class Goes(Silent):
-    """Lets the unquantized cell go on when the quantized one scores the task ``at``."""
+    """Lets the unquantized cell go on at a step of the quantized one, whose steps it keeps."""
 
     def __init__(self, go: Path, at: str) -> None:
         self.go, self.at = go, at
+        self.steps: list[str] = []
 
     def step(self, cell, name, total=None, unit=""):
-        if name == f"evaluate {self.at}":
+        self.steps.append(name)
+        if name == self.at:
             self.go.touch()
 
 
@@ -98,14 +100,15 @@ def kept(cache):
 
 def beside(tmp_path, path, planned, then, at):
     """The quantized cell's record, made while the unquantized one is at work in a process of its
-    own, and that process's exit code."""
+    own, that process's exit code, and the steps that the quantized cell told of."""
     out, go = tmp_path / "out", tmp_path / "go"
     command = [sys.executable, "-c", AT_WORK, path, out, go, then]
     with subprocess.Popen(command, cwd=ROOT) as process:
         while process.poll() is None and not (tmp_path / "last").exists():
             time.sleep(0.01)
-        record = run_cell(planned, CELL, out=out, sink=Goes(go, at))
-    return record, process.returncode
+        sink = Goes(go, at)
+        record = run_cell(planned, CELL, out=out, sink=sink)
+    return record, process.returncode, sink.steps
 
 
 def test_tasks_are_scored_before_the_unquantized_cell_is_done_to_the_same_bits(
@@ -113,7 +116,7 @@ def test_tasks_are_scored_before_the_unquantized_cell_is_done_to_the_same_bits(
 ):
     """The unquantized cell begins its last task only once the quantized one is at its third."""
     (path, planned), (whole, rows) = small, serial
-    record, code = beside(tmp_path, path, planned, "goes on", at="demo_pages")
+    record, code, _ = beside(tmp_path, path, planned, "goes on", at="evaluate demo_pages")
     assert code == 0
     assert record.damage == whole[CELL].damage
     assert record.scores == whole[CELL].scores
@@ -125,12 +128,20 @@ def test_tasks_are_scored_before_the_unquantized_cell_is_done_to_the_same_bits(
     assert not list((tmp_path / "out").rglob("*.rows"))
 
 
+def test_a_cell_that_waits_says_for_whom_and_then_which_task_it_scores(tmp_path, small):
+    """The unquantized cell begins its last task only once the quantized one says that it waits."""
+    path, planned = small
+    record, _, steps = beside(tmp_path, path, planned, "goes on", at=f"waits for {BASE}")
+    assert record.damage.status == "measured"
+    assert steps[-3:] == ["evaluate demo_pages", f"waits for {BASE}", "evaluate demo_lastword"]
+
+
 @pytest.mark.parametrize("then", ["dies", "fails"])
 def test_an_unquantized_cell_that_ends_midway_costs_damage_alone_and_a_rerun_mends_it(
     tmp_path, small, serial, then
 ):
     (path, planned), (whole, rows) = small, serial
-    record, code = beside(tmp_path, path, planned, then, at="demo_choice")
+    record, code, _ = beside(tmp_path, path, planned, then, at="evaluate demo_choice")
     assert (code != 0) == (then == "dies")
     assert record.status == "ok"
     assert record.scores == whole[CELL].scores
@@ -216,9 +227,27 @@ def hand_over(folder, rows):
 
 
 @pytest.fixture
-def awaited(tmp_path):
+def said():
+    return []
+
+
+@pytest.fixture
+def awaited(tmp_path, said):
     base = SimpleNamespace(cell="softmax/fp32", key=KEY)
-    return Awaited(base, Folder(tmp_path), tmp_path)
+    return Awaited(base, Folder(tmp_path), tmp_path, said.append)
+
+
+def test_a_wait_is_said_once_and_one_of_a_moment_is_not(tmp_path, awaited, said):
+    rows = recorded(llama(), choices(3, task="a"))
+    with held(tmp_path / "cell.lock") as end:
+        path, parts = hand_over(tmp_path, rows)
+        assert awaited.rows("a") is not None
+        save_index(path, KEY, parts)
+        assert said == []
+        threading.Timer(SAID_SECONDS + 0.3, end.set).start()
+        assert awaited.record() is not None
+    assert said == ["softmax/fp32"]
+    assert awaited.waited > SAID_SECONDS
 
 
 def test_rows_of_an_earlier_attempt_that_differ_give_no_damage(tmp_path, awaited):

@@ -63,6 +63,27 @@ def test_a_cell_that_has_ended_says_which_tasks_are_long():
         left.end(cell)
 
 
+def test_what_a_cell_waits_for_another_is_no_work_of_its_own():
+    clock, left = estimate(["a", "b", "c"], tasks=2)
+    left.begin("a")
+    clock.now = 10
+    left.step("a", "waits for base")
+    clock.now = 50
+    left.step("a", "evaluate one")
+    clock.now = 60
+    left.advance("a", 100, 100)  # half of its scoring in 10 s, after 10 s of other work
+    for now in (60, 90):
+        clock.now = now
+        left.step("a", "waits for base")
+        assert left.left() == pytest.approx(10 + 30 + 30)
+    left.step("a", "evaluate two")
+    clock.now = 100
+    left.step("a", "waits for base")
+    clock.now = 500
+    left.end("a")
+    assert left.left() == pytest.approx(30 + 30)
+
+
 def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
     clock, left = estimate(["a", "b", "c"], tasks=1)
     left.begin("a")
