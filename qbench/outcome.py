@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from qbench.machine.environment import environment
 from qbench.plan import Cell, Plan
 from qbench.record import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,6 +27,15 @@ class Outcome:
     responses: list[pd.DataFrame] = field(default_factory=list)
     scoring: ScoringReport | None = None
     damage: Damage | Unavailable | None = None
+
+    def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Outcomes and responses of all tasks that were scored."""
+        import pandas as pd  # slow, and whoever but waits for cells starts their processes sooner
+
+        return (
+            pd.concat(self.outcomes, ignore_index=True),
+            pd.concat(self.responses, ignore_index=True),
+        )
 
     def record(self, cell: Cell, plan: Plan, error: str | None) -> Record:
         """The record of ``cell``, finished now: failed with ``error``, where there is one."""

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from qbench import hub
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, UnavailableError
@@ -61,12 +59,7 @@ def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record
             free(plan.device)
     mark(f"{cell.name}: write")
     record = gathered.record(cell, plan, error)
-    whole = error is None
-    record = store.put(
-        record,
-        pd.concat(gathered.outcomes, ignore_index=True) if whole else None,
-        pd.concat(gathered.responses, ignore_index=True) if whole else None,
-    )
+    record = store.put(record, *(gathered.tables() if error is None else (None, None)))
     handed_over.unlink(missing_ok=True)
     return record
 
@@ -268,12 +261,7 @@ def _evaluate(
             gathered.outcomes.append(result.outcomes)
             gathered.responses.append(result.responses)
         gathered.scoring = scorer.report()
-        gathered.damage = watch.finish(
-            pd.concat(gathered.outcomes),
-            pd.concat(gathered.responses),
-            tuple(gathered.scores),
-            tasks,
-        )
+        gathered.damage = watch.finish(*gathered.tables(), tuple(gathered.scores), tasks)
     gathered.stages[-1] = without(gathered.stages[-1], watch.waited)
 
 

@@ -53,6 +53,17 @@ def test_what_runs_before_the_first_worker_process_starts_loads_only_the_options
     assert not {"pydantic", "numpy", "pandas", "safetensors", "yaml"} & set(loaded)
 
 
+def test_what_is_imported_before_worker_processes_start_leaves_tables_of_data_aside():
+    """pandas takes as long as all the rest, and a parent of workers needs it at the end alone."""
+    loaded = python(
+        "import sys, qbench.comparison.floors, qbench.plan, qbench.recipe_override\n"
+        "import qbench.commands.results, qbench.run, qbench.running.grid, qbench.store\n"
+        "print(*sys.modules)"
+    ).split()
+    assert "qbench.outcome" in loaded
+    assert not {"numpy", "pandas", "pyarrow", *HEAVY} & set(loaded)
+
+
 def test_tables_with_all_statistics_and_the_gate_load_no_torch(tmp_path):
     store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
     loaded = python(
