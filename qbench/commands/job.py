@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -166,18 +167,28 @@ def first_process(
 ) -> Iterator[Processes | None]:
     """An executor with one process on this host's GPU, which imports what it needs from now on,
     while the recipe is read; None where cells run on the CPU, on GPUs by number, or elsewhere.
+    GPUs by number are counted first: the driver that does it starts from now on.
     Raises QbenchError for a device that is not there."""
     from qbench.machine.devices import choose_device, cuda_is_likely
 
     require_memory()
-    here = cluster is None and own is None and gpus is None
+    here = cluster is None and own is None and device != "cpu" and cuda_is_likely()
     # The driver takes half a second to start, which the process need not wait for.
-    slots = [0] if here and device != "cpu" and cuda_is_likely() else []
+    slots = [0] if here and gpus is None else []
+    if here and gpus is not None:
+        threading.Thread(target=_start_driver, daemon=True).start()
     with _processes(slots, "cuda", at_most=workers or CELLS_A_GPU) as executor:
         if executor is None or choose_device(device) == "cuda":
             yield executor
             return
     yield None
+
+
+def _start_driver() -> None:
+    from qbench.machine.devices import cuda_problem
+
+    with contextlib.suppress(Exception):  # said where the device is asked for
+        cuda_problem()
 
 
 @contextlib.contextmanager
@@ -192,7 +203,8 @@ def _processes(
     from qbench.running.executors import Processes
     from qbench.running.warm_up import warm_up
 
-    executor = Processes(slots, device=device, first=partial(warm_up, device), at_most=at_most)
+    first = partial(warm_up, device)
+    executor = Processes(slots, device=device, first=first, at_most=at_most, idle_ends=True)
     try:
         yield executor
     finally:

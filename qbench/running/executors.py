@@ -52,6 +52,10 @@ class Processes(Executor):
     ``slots`` holds the GPU of each process; on the CPU its numbers play no part. Every process
     starts now and calls ``first``; where there is none, it starts with its first call. There will
     be ``at_most`` processes, which share the cores (None: as many as ``slots``).
+
+    With ``idle_ends`` a process ends once no call is left for it while others are at work: a GPU
+    takes a moment to let go of each, and nobody then waits for that at the end. For whoever
+    submits all calls at once; one that comes later may have to wait for a new process.
     """
 
     def __init__(
@@ -61,11 +65,14 @@ class Processes(Executor):
         device: str,
         first: Callable[[], Any] | None = None,
         at_most: int | None = None,
+        idle_ends: bool = False,
     ) -> None:
         assert slots
         _ignore_locks_of_the_dead()
         self._device, self._first = device, first
         self._threads_each = max(1, (os.cpu_count() or 1) // (at_most or len(slots)))
+        self._idle_ends, self._lock = idle_ends, threading.Lock()
+        self._waiting = self._at_work = 0  # calls
         self._slots: list[_Slot] = []
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         self.start(slots)
@@ -81,13 +88,22 @@ class Processes(Executor):
         self._threads = Threads(len(self._slots), thread_name_prefix="slot")
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        with self._lock:
+            self._waiting += 1
         return self._threads.submit(self._call, fn, args, kwargs)
 
     def _call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with self._lock:
+            self._waiting, self._at_work = self._waiting - 1, self._at_work + 1
         slot = self._free.get()  # as many threads as slots: one is always free
         try:
             return slot.submit(fn, *args, **kwargs).result()
         finally:
+            with self._lock:
+                self._at_work -= 1
+                idle = self._at_work > 0 and not self._waiting
+            if idle and self._idle_ends:
+                slot.rest()
             self._free.put(slot)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -117,6 +133,7 @@ class _Slot:
         self._initargs = (gpu, threads, loaded())
         self._ended = False
         self._lock = threading.Lock()
+        self.ending: list[SpawnProcess] = []  # were told to while nothing was left for them
         self._start()
 
     def _start(self) -> None:
@@ -135,6 +152,14 @@ class _Slot:
                 self._start()
                 return self._pool.submit(fn, *args, **kwargs)
 
+    def rest(self) -> None:
+        """The process ends; a call that comes nevertheless has another."""
+        with self._lock:
+            for process in self._context.started:
+                process.terminate()
+            self.ending += self._context.started
+            self._start()  # none runs before the next call
+
     def terminate(self) -> None:
         with self._lock:
             self._ended = True
@@ -144,7 +169,7 @@ class _Slot:
     def end(self) -> None:
         self.terminate()
         with self._lock:
-            for process in self._context.started:
+            for process in (*self.ending, *self._context.started):
                 process.join(SECONDS_TO_END)
                 process.kill()
             self._pool.shutdown(cancel_futures=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,22 @@ def test_as_many_processes_as_cells_and_the_first_of_them_at_once(cells, process
             place.end()
         assert len(started) == processes
     assert not any(one.is_alive() for one in started)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("device", "cluster", "where", "asks"),
+    [("auto", None, {"gpus": "all"}, True), ("cuda", None, {"gpus": "2"}, True),
+     ("cpu", None, {"gpus": "all"}, False), ("auto", "local:2", {"gpus": "2"}, False)],
+)  # fmt: skip
+def test_where_gpus_are_to_be_counted_the_driver_starts_beside_the_imports(
+    monkeypatch, device, cluster, where, asks
+):
+    asked = threading.Event()
+    monkeypatch.setattr(devices, "cuda_problem", asked.set)
+    with first_process(device, cluster, **(HERE | where)) as first:
+        assert first is None
+        assert asked.wait(10 if asks else 0.2) == asks
 
 
 @pytest.mark.usefixtures("gpu")

@@ -55,7 +55,7 @@ def spawned():
 
 
 def processes():
-    return Processes([0, 0], device="cpu")
+    return Processes([0, 0], device="cpu", idle_ends=True)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_processes_give_back_records_and_progress(tmp_path, make):
 
 @pytest.mark.parametrize("slots", [[0], [0, 0]])
 def test_a_cell_that_kills_its_process_fails_alone(tmp_path, slots):
-    inner = Processes(slots, device="cpu")
+    inner = Processes(slots, device="cpu", idle_ends=True)
     records, shown, store = run_quickly(tmp_path, inner, {"softmax/rtn-4bit"})
     assert {cell: record.status for cell, record in records.items()} == {
         "softmax/fp32": "ok", "softmax/rtn-4bit": "failed",
@@ -229,7 +229,7 @@ def test_a_cell_that_dies_beside_another_is_tried_again_alone(tmp_path):
 def test_a_good_record_is_never_replaced_by_one_of_a_killed_process(tmp_path, slots):
     first, _, _ = run_quickly(tmp_path, processes())
     doomed = {"softmax/rtn-4bit"}
-    inner = Processes(slots, device="cpu")
+    inner = Processes(slots, device="cpu", idle_ends=True)
     second, _, store = run_quickly(tmp_path, inner, doomed, force=True)
     kept = {record.cell: record for record in store.records()}
     assert kept["softmax/rtn-4bit"] == first["softmax/rtn-4bit"]

@@ -98,3 +98,54 @@ def test_processes_that_are_told_to_end_do_so_beside_other_work():
     assert not any(process.is_alive() for process in started)
     with pytest.raises((BrokenExecutor, RuntimeError)):
         executor.submit(os.getpid).result(timeout=PATIENCE)
+
+
+def until(path):
+    wait_until(path.exists)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("idle_ends", [True, False])
+def test_a_process_that_nothing_is_left_for_ends_while_others_work(tmp_path, idle_ends):
+    """A GPU takes a moment to let go of one: not all of them at the end, then."""
+    executor = Processes([0, 0], device="cpu", idle_ends=idle_ends)
+    try:
+        long = executor.submit(until, tmp_path / "go")
+        short = executor.submit(os.getpid).result(timeout=PATIENCE)
+        (idle,) = (
+            process
+            for slot in executor._slots
+            for process in (*slot.ending, *slot._context.started)
+            if process.pid == short
+        )
+        idle.join(PATIENCE if idle_ends else 0.2)
+        assert idle.is_alive() != idle_ends
+        assert not long.done()
+        # one that comes nevertheless has a process, and who waits for nobody keeps his
+        later = executor.submit(os.getpid).result(timeout=PATIENCE)
+        assert (later != short) == idle_ends
+        (tmp_path / "go").touch()
+        kept = long.result(timeout=PATIENCE)
+        again = {executor.submit(os.getpid).result(timeout=PATIENCE) for _ in range(2)}
+        assert kept in again
+    finally:
+        executor.shutdown(cancel_futures=True)
+    assert not any(
+        process.is_alive()
+        for slot in executor._slots
+        for process in (*slot.ending, *slot._context.started)
+    )
+
+
+def test_no_process_ends_that_a_waiting_call_can_have():
+    executor = Processes([0, 0], device="cpu", idle_ends=True)
+    try:
+        calls = [executor.submit(_slowly) for _ in range(9)]
+        assert len({call.result(timeout=PATIENCE) for call in calls}) <= 2
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _slowly():
+    time.sleep(0.1)
+    return os.getpid()
