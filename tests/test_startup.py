@@ -64,6 +64,26 @@ def test_what_is_imported_before_worker_processes_start_leaves_tables_of_data_as
     assert not {"numpy", "pandas", "pyarrow", *HEAVY} & set(loaded)
 
 
+def test_what_tables_need_is_imported_while_cells_are_at_work(tmp_path):
+    """And kept from the garbage collector, which statsmodels calls for every correction."""
+    store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
+    told = python(
+        "import gc, sys; import qbench.cli, qbench.running.grid; from pathlib import Path\n"
+        "from qbench.commands.results import show_tables\n"
+        "from qbench.commands.running import _import_statistics\n"
+        "from qbench.store import Store\n"
+        "_import_statistics(); before, kept = set(sys.modules), gc.get_freeze_count()\n"
+        f"show_tables(Store(Path({str(store.directory)!r})))\n"
+        "print(); print(kept, gc.isenabled(), *set(sys.modules) - before)"
+    ).splitlines()[-1]
+    kept, enabled, *late = told.split()
+    assert int(kept) > 100_000
+    assert enabled == "True"
+    libraries = ("numpy", "scipy", "pandas", "pyarrow", "statsmodels", "tabulate", "qbench")
+    large = [name for name in late if name.count(".") < 2]
+    assert [name for name in large if name.partition(".")[0] in libraries] == []
+
+
 def test_tables_with_all_statistics_and_the_gate_load_no_torch(tmp_path):
     store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
     loaded = python(
@@ -135,7 +155,8 @@ def check_clock(lines):
     assert all(abs(second) < 300 for second in seconds)
     parent, *workers = stages.values()
     assert parent == [
-        "recipe read", "planned", "cells ended", "tables written", "worker processes ended",
+        "recipe read", "worker processes start", "planned", "cells ended", "compared",
+        "tables written", "worker processes ended",
     ]  # fmt: skip
     assert len(workers) == 2
     for worker in workers:

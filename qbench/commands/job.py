@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from qbench.errors import RecipeError
+from qbench.machine.clock import mark
 from qbench.machine.memory import require_memory
 from qbench.overrides import Overrides
 
@@ -203,6 +204,7 @@ def _processes(
     from qbench.running.executors import Processes
     from qbench.running.warm_up import warm_up
 
+    mark("worker processes start")
     first = partial(warm_up, device)
     executor = Processes(slots, device=device, first=first, at_most=at_most, idle_ends=True)
     try:

@@ -17,6 +17,7 @@ from qbench.commands.options import Folder, Published, Run, to_folder
 from qbench.commands.screen import show_written
 from qbench.errors import ResultsError
 from qbench.files import require_folder
+from qbench.machine.clock import mark
 from qbench.machine.memory import require_memory
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
 
     require_folder(store.directory)
     comparison = compare(store)
+    mark("compared")
     formats = list(dict.fromkeys([format, "md", "csv"]))
     paths = write_tables(store, formats=formats, published=published, comparison=comparison)
     typer.echo(render(comparison, format=format, published=published), nl=False)

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from qbench.record import Record
     from qbench.running.progress import Display
 
+FOR_TABLES = (
+    "qbench.comparison.effects", "qbench.tables", "pyarrow.parquet", "pyarrow.pandas_compat",
+)  # fmt: skip
+
 
 def run(
     recipe: RecipeOrOptions = None,
@@ -167,9 +171,11 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
 
 
 def _import_statistics() -> None:
-    with contextlib.suppress(Exception):  # said where they are used
-        importlib.import_module("qbench.comparison.effects")
-        importlib.import_module("qbench.tables")
+    from qbench.running.warm_up import for_good
+
+    with contextlib.suppress(Exception), for_good():  # said where they are used
+        for module in FOR_TABLES:
+            importlib.import_module(module)
 
 
 def plan(
