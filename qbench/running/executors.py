@@ -6,6 +6,7 @@ place without the runner knowing.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -80,11 +81,12 @@ class Processes(Executor):
     def start(self, slots: Sequence[int]) -> None:
         """Further processes; before the first call is submitted."""
         for gpu in slots:
-            slot = _Slot(gpu if self._device == "cuda" else None, self._threads_each)
+            of = gpu if self._device == "cuda" else None
+            slot = _Slot(of, self._threads_each, self._first)
             self._slots.append(slot)
             self._free.put(slot)
             if self._first is not None:
-                slot.submit(self._first)
+                slot.submit(os.getpid)  # the process starts with its first call
         self._threads = Threads(len(self._slots), thread_name_prefix="slot")
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
@@ -129,8 +131,8 @@ class Processes(Executor):
 class _Slot:
     """One process, and another in its place when it has died."""
 
-    def __init__(self, gpu: int | None, threads: int) -> None:
-        self._initargs = (gpu, threads, loaded())
+    def __init__(self, gpu: int | None, threads: int, first: Callable[[], Any] | None) -> None:
+        self._initargs = (gpu, threads, loaded(), first)
         self._ended = False
         self._lock = threading.Lock()
         self.ending: list[SpawnProcess] = []  # were told to while nothing was left for them
@@ -201,8 +203,11 @@ def _ignore_locks_of_the_dead() -> None:
             os.environ["PYTHONWARNINGS"] = before
 
 
-def _settle(gpu: int | None, threads: int, plugins: tuple[Plugin, ...]) -> None:
-    """In a worker process, before anything imports torch or is unpickled."""
+def _settle(
+    gpu: int | None, threads: int, plugins: tuple[Plugin, ...], first: Callable[[], Any] | None
+) -> None:
+    """In a worker process, before anything imports torch or is unpickled. ``first`` is called here
+    and not sent as a call: what is sent waits for threads of a parent that is busy planning."""
     load(plugins)
     load_packages()
     # threads that wait for a core slow all of them down; read when torch is imported
@@ -210,6 +215,9 @@ def _settle(gpu: int | None, threads: int, plugins: tuple[Plugin, ...]) -> None:
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)
     threading.Thread(target=end_with_parent, daemon=True).start()
+    if first is not None:
+        with contextlib.suppress(Exception):  # said by the call that needs it
+            first()
 
 
 def end_with_parent() -> None:

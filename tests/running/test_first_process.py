@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,22 @@ def test_a_driver_without_a_gpu_leaves_no_process(monkeypatch):
     with pytest.raises(UnavailableError, match="no GPU"), first_process("cuda", None, **HERE):
         pass
     assert not multiprocessing.active_children()
+
+
+def test_processes_begin_while_their_parent_is_busy(tmp_path):
+    """As with planning: what a process is sent after its start waits for the parent's turn."""
+    first = partial(Path.touch, tmp_path / "begun")
+    executor = Processes([0], device="cpu", first=first)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # this thread alone, for as long as it computes
+    try:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            pass
+        assert (tmp_path / "begun").exists()
+    finally:
+        sys.setswitchinterval(usual)
+        executor.shutdown(cancel_futures=True)
 
 
 def test_processes_that_come_later_share_the_cores():
