@@ -26,7 +26,6 @@ from qbench.attention.kernels.tiles import Tile
 from qbench.bench.attention_prefill import steps
 from qbench.bench.attention_tiles_table import CURRENT, FORWARD
 from qbench.bench.attention_timing import captured, given, milliseconds, random_tensor
-from qbench.bench.attention_tried import TRIED, tried_rows
 from qbench.bench.attention_variants import VARIANTS, Variant
 from qbench.bench.kept import Keep, gathered
 
@@ -56,9 +55,8 @@ LATE = "not compiled in time"
 def bench_tiles(
     widths: tuple[int, ...], only: Collection[str], seconds: float, keep: Keep
 ) -> dict[str, Any]:
-    """Kernels that are not in use beside those that are; forward tiles, of each kernel the fastest
-    first, and backward kernels by head dimension, in TFLOP/s; and short steps as they are; each
-    kept by ``keep``. ``only``: of these normalizers,
+    """Forward tiles, of each kernel the fastest first, and backward kernels by head dimension, in
+    TFLOP/s; and short steps as they are; each kept by ``keep``. ``only``: of these normalizers,
     beside softmax. What is not compiled and checked after ``seconds`` is not timed."""
     variants = [v for v in VARIANTS if not only or v.normalizer in only or v == VARIANTS[0]]
     tiled = [
@@ -83,7 +81,6 @@ def bench_tiles(
         checks = {job: _until(end, future) for job, future in found.items()}
         pool.shutdown(cancel_futures=True)
     parts = [
-        ("tried", tried_rows([t for t in TRIED if t.width in widths], seconds)),
         ("forward", _forward(checks)),
         ("backward", _backward(checks, widths)),
         ("steps", steps(REPEAT_MS, ("softmax", "softpick", "sigmoid"))),

@@ -12,9 +12,8 @@ CURRENT = "as it is"
 
 
 def tiles_table(results: dict[str, Any], best: int = 4) -> str:
-    """In Markdown: kernels that are not in use; the ``best`` tiles of each kernel and the one that
-    it has, beside softmax as it is; all that did not compile or is wrong; and both kinds of
-    backward kernels."""
+    """In Markdown: the ``best`` tiles of each kernel and the one that it has, beside softmax as it
+    is; all that did not compile or is wrong; and both kinds of backward kernels."""
     head = ("D", "kernel", "tile", "TFLOP/s", "× softmax", "error")
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in results["forward"]:
@@ -26,7 +25,7 @@ def tiles_table(results: dict[str, Any], best: int = 4) -> str:
         for place, row in enumerate(rows)
         if place < best or row["tile"] == CURRENT or row["rate"] is None
     ]  # fmt: skip
-    lines = ["# Tiles of the attention kernels", "", *_tried(results.get("tried", []))]
+    lines = ["# Tiles of the attention kernels", ""]
     lines += [f"Forward, {_shape(FORWARD)}, bf16, causal.", ""]
     lines += [markdown.table(head, cells, align="rllrrr"), ""]
     head = ("B, T, H, D", "kernel", "Gluon TFLOP/s", "× softmax", "Triton TFLOP/s", "error")
@@ -38,21 +37,6 @@ def tiles_table(results: dict[str, Any], best: int = 4) -> str:
     lines += ["Backward, replayed as a CUDA graph.", ""]
     lines += [markdown.table(head, cells, align="llrrrr"), *step_table(results["steps"])]
     return "\n".join(lines) + "\n"
-
-
-def _tried(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    head = ("B, T, H, D", "kernel", "TFLOP/s", "in use", "× softmax", "error")
-    cells = [
-        [_shape(row["shape"]), row["kernel"], _number(row["tried"], 0), _number(row["in use"], 0),
-         _number(row["beside"], 2), row["error"]]
-        for row in rows
-    ]  # fmt: skip
-    about = "Kernels that are not in use, beside those that are, in CUDA graphs replayed in turns."
-    refused = [f"{row['kernel']} (D = {row['shape'][3]})" for row in rows if row["tried"] is None]
-    lines = [about, "", markdown.table(head, cells, align="llrrrr"), ""]
-    return lines + ([f"Refused: {'; '.join(dict.fromkeys(refused))}.", ""] if refused else [])
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -2,13 +2,11 @@ import re
 import time
 from concurrent.futures import Future
 
-import pytest
 from typer.testing import CliRunner
 
-from qbench.attention.kernels import gluon_backward, tiles
+from qbench.attention.kernels import tiles
 from qbench.bench.attention_tiles import LATE, _passed, _until
 from qbench.bench.attention_tiles_table import CURRENT, tiles_table
-from qbench.bench.attention_tried import TRIED, checked, passed
 from qbench.bench.attention_variants import VARIANTS
 
 FORWARD = [
@@ -67,38 +65,3 @@ def test_a_limit_to_compiling_is_for_tiles():
     ran = CliRunner().invoke(app, ["bench", "attention", "--seconds", "60"])
     assert ran.exit_code != 0
     assert "it is for --tiles" in str(ran.exception) + ran.output
-
-
-def tried(kernel, rate, error):
-    return {"shape": (8, 1024, 16, 64), "kernel": kernel, "in use": rate and 300.0, "tried": rate,
-            "beside": rate and 1.04, "error": error}  # fmt: skip
-
-
-def test_kernels_that_are_tried_stand_beside_those_in_use_and_refused_ones_are_named():
-    rows = [tried("a", 330.0, "2e-03"), tried("b", None, "other bits in 2 of 9 runs")]
-    text = re.sub(" +", " ", tiles_table(RESULTS | {"tried": rows}))
-    assert "| 8, 1024, 16, 64 | a | 330 | 300 | 1.04 | 2e-03 |" in text
-    assert "| 8, 1024, 16, 64 | b | – | – | – | other bits in 2 of 9 runs |" in text
-    assert "Refused: b (D = 64).\n" in text
-
-
-@pytest.mark.parametrize("tried", TRIED, ids=lambda tried: f"{tried} {tried.width}")
-def test_what_is_tried_is_in_use_only_meanwhile(tried):
-    def tables():
-        return dict(tiles.LASTING), dict(gluon_backward.AHEAD), gluon_backward.ENOUGH
-
-    before = tables()
-    with tried.used():
-        lasting, ahead, _ = tables()
-    assert list(lasting) == ([] if tried.backward else [tried.width])
-    assert bool(ahead) == tried.backward
-    assert tables() == before
-
-
-def test_a_check_that_fails_is_a_finding_and_one_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = checked(TRIED[:1], 60)[TRIED[0]]
-    assert not passed(found)
-    assert "Error" in found
-    assert checked(TRIED[:1], 0.0) == {TRIED[0]: "it took too long, or hangs"}
-    assert passed("2.3e-03")

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.family import (
+    CHUNK,
     load_rows,
     narrowed,
     recomputed,
@@ -25,6 +26,8 @@ from qbench.attention.kernels.scores import (
     row_factor,
     slope_of,
 )
+
+MOST_CHUNKS = tl.constexpr(4)  # that a block of keys has a part of
 
 
 @triton.jit
@@ -146,8 +149,12 @@ def key_kernel(
         whole_end = begin
 
     # Where the forward pass met rows of tiny scores, weights need the series for e^x − 1.
-    if NEAR_ZERO and not PRECISE:  # noqa: SIM108 (known when compiled)
-        careful = tl.load(imprecise) != 0
+    if NEAR_ZERO and not PRECISE:
+        chunk = first // CHUNK + tl.arange(0, MOST_CHUNKS)
+        here = chunk <= (tl.minimum(first + BLOCK_K, stop_k) - 1) // CHUNK
+        flags = imprecise + (wide(batch) * kv_heads + kv_head) * tl.cdiv(keys_total, CHUNK)
+        tl.static_assert(BLOCK_K <= (MOST_CHUNKS - 1) * CHUNK)
+        careful = tl.max(tl.load(flags + chunk, mask=here, other=0)) != 0
     else:
         careful = PRECISE
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.family import (
+    CHUNK,
     SMALL_MAXIMUM,
     finish,
     finite_shift,
@@ -45,7 +46,7 @@ from qbench.attention.kernels.sigmoid import sigmoid
 
 @triton.jit
 def sweep(
-    acc, total, maximum, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
+    acc, total, maximum, tiny, flags, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
     k_strides, v_strides, mask_strides, index, limits,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr,
@@ -56,7 +57,9 @@ def sweep(
     """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, BLOCK_DV],
     sum and maximum [BLOCK_Q], which are [BLOCK_Q, 8] with FREE. ``index``: batch row, query head
     and key head. ``limits``: see :func:`qbench.attention.kernels.family.visible`. ``shaping``:
-    what scores.row_scores takes after the positions; ``scale`` is 1 where it has been applied."""
+    what scores.row_scores takes after the positions; ``scale`` is 1 where it has been applied.
+    ``flags``: of each CHUNK of keys, set where one of the rows that are ``tiny`` has a positive
+    score there; both may be None."""
     batch, head, kv_head = index
     gain, inner, slope, level = shaping
     stop_k = limits[1]
@@ -78,6 +81,11 @@ def sweep(
                 CAUSAL, WINDOW,
             )  # fmt: skip
             scores = tl.where(seen, scores, masked_score(FAMILY))
+        if tiny is not None:  # noqa: SIM102 (one is known at compile time)
+            if tl.max((tiny[:, None] & (scores > 0)).to(tl.int32)) > 0:
+                last = tl.minimum(start + BLOCK_K, stop_k) - 1
+                for i in tl.static_range((BLOCK_K - 1) // CHUNK + 2):
+                    tl.store(flags + tl.minimum(start + i * CHUNK, last) // CHUNK, 1)
         if SUMLESS & MODES:
             # Two together are held above −63; what is not seen gives 0.
             above = sigmoid(scores, FUSED, 0 if MASKED else MODES)
@@ -128,6 +136,7 @@ def forward_kernel(
     """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
     The mask's stay by themselves: inside a tuple Triton would compile for their values.
+    ``imprecise`` [B, key heads, chunks of keys]: the flags of :func:`sweep`, zeros before.
     ``sinks``, ``bias``, ``slopes``, ``s`` [heads] and ``counts`` [B, heads, queries]: see
     :mod:`qbench.attention.kernels.scores`; ``scale`` and ``inner``: see ``launch.factors``."""
     heads, group = head_counts
@@ -190,20 +199,21 @@ def forward_kernel(
         maximum = tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32)
     if WINDOW:
         acc, total, maximum = sweep(
-            acc, total, maximum, q, rows, begin, whole_begin, k_source, v_source, mask, unit,
-            shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
+            acc, total, maximum, None, None, q, rows, begin, whole_begin, k_source, v_source, mask,
+            unit, shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
             WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM,
             BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     if mask is None:
         acc, total, maximum = sweep(
-            acc, total, maximum, q, rows, whole_begin, whole_end, k_source, v_source, mask, unit,
-            shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
-            WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM,
-            BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            acc, total, maximum, None, None, q, rows, whole_begin, whole_end, k_source, v_source,
+            mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES,
+            CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K,
+            HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     acc, total, maximum = sweep(
-        acc, total, maximum, q, rows, whole_end, end, k_source, v_source, mask, unit, shaping,
+        acc, total, maximum, None, None, q, rows, whole_end, end, k_source, v_source, mask, unit,
+        shaping,
         k_strides, v_strides, mask_strides, index, limits,
         FAMILY, MODES, CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
         BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
@@ -216,17 +226,19 @@ def forward_kernel(
         maximum = level
     elif FREE or (NEAR_ZERO and not PRECISE):
         again = tl.zeros([BLOCK_Q], tl.int1)
+        tiny = None
+        flags = None
         if NEAR_ZERO:
             again = (maximum > 0) & (maximum < SMALL_MAXIMUM)
-        tiny = tl.max((again & (rows < stop_q)).to(tl.int32)) > 0
+            tiny = again & (rows < stop_q)
+            chunks = tl.cdiv(keys, CHUNK)
+            flags = imprecise + (wide(batch) * (heads // group) + head // group) * chunks
         if FREE:
             again = again | lost_bits(total, FAMILY)
         if tl.max((again & (rows < stop_q)).to(tl.int32)) > 0:
-            if tiny:
-                tl.store(imprecise, 1)  # every program that stores, stores the same
             acc, total, maximum = sweep(
                 tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
-                tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32),
+                tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32), tiny, flags,
                 q, rows, begin, end, k_source, v_source, mask, unit, shaping,
                 k_strides, v_strides, mask_strides, index, limits,
                 FAMILY, MODES, CAUSAL, WINDOW, True, False, NEAR_ZERO, True, False, TMA, FUSED,

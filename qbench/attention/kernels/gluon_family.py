@@ -8,12 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from qbench.attention.kernels.modes import CAPPED, NEAR, NEXT, RESHAPED, SCALED, SLOPED
-from qbench.attention.kernels.scores import capped_with_slope
+from qbench.attention.kernels.scores import capped_with_slope, product
 from qbench.attention.kernels.sigmoid import sigmoid
 from qbench.attention.kernels.softcap import tangent_and_slope
 
 ROWS = gl.constexpr(64)  # that a group of warps holds
 BLOCK = gl.constexpr(128)  # of both groups
+SMALLEST = gl.constexpr(2.0**-126)  # that is no denormal number
 NO_FORMULA = gl.constexpr("this family has no formula here")
 
 
@@ -80,6 +81,60 @@ def score_gradient(e, s, p, delta, FAMILY: gl.constexpr):
 
 
 @gluon.jit
+def sign_level(head_scale, MODES: gl.constexpr):
+    """Of a head, a number and whether to negate: a score, ``head_scale`` · log n times a product,
+    is positive where the product is above the number, which is negated or not. A score of 0 counts
+    as negative, whatever the sign of ``head_scale``."""
+    if SCALED & MODES:
+        above = gl.where(head_scale > 0, 0.0, float("inf"))
+        return gl.where(head_scale < 0, -SMALLEST, above), (head_scale < 0).to(gl.int32)
+    else:
+        return 0.0, 0
+
+
+@gluon.jit
+def compared_gradient(e, s, level, negated, p, delta, MODES: gl.constexpr):
+    """:func:`score_gradient` of softpick, where scores are positive if ``s`` is above ``level``, or
+    if ``negated`` where it is not, and if not SCALED, where it is above −``level``."""
+    if SCALED & MODES:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .pred positive, flipped;
+            .reg .f32 product, negated;
+            setp.ne.s32 flipped, $6, 0;
+            setp.gt.xor.f32 positive, $2, $3, flipped;
+            mul.f32 product, $1, $5;
+            neg.f32 negated, product;
+            @positive fma.rn.f32 product, $1, $4, negated;
+            mov.f32 $0, product;
+            }""",
+            "=f,f,f,f,f,f,r",
+            [e, s, level, p, delta, negated],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .pred positive;
+            .reg .f32 product, negated;
+            neg.f32 negated, $3;
+            setp.gt.f32 positive, $2, negated;
+            mul.f32 product, $1, $5;
+            neg.f32 negated, product;
+            @positive fma.rn.f32 product, $1, $4, negated;
+            mov.f32 $0, product;
+            }""",
+            "=f,f,f,f,f,f",
+            [e, s, level, p, delta],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@gluon.jit
 def log2_length(rows, MODES: gl.constexpr):
     """See :func:`qbench.attention.kernels.scores.log2_length`, where all is causal."""
     if NEXT & MODES:
@@ -100,7 +155,7 @@ def reshaped(products, own, keys, factor, scale, inner, slope, MODES: gl.constex
     else:
         y = products * scale
     if SLOPED & MODES:
-        y = y + (keys.to(gl.float32) * slope - own.to(gl.float32) * slope)
+        y = y + (product(keys.to(gl.float32), slope) - product(own.to(gl.float32), slope))
     return y, bend
 
 

@@ -12,20 +12,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from qbench.attention.kernels.family import expm1_near_zero, rounded
+from qbench.attention.kernels.family import CHUNK
 from qbench.attention.kernels.gluon_family import (
     BLOCK,
-    NO_FORMULA,
     ROWS,
-    below_lse,
-    exponential,
     flat,
-    score_gradient,
+    sign_level,
     store_rows,
     turned,
 )
-from qbench.attention.kernels.modes import CAPPED, RESHAPED, SCALED
-from qbench.attention.kernels.scores import cap_slope, slope_of
+from qbench.attention.kernels.gluon_keys_ahead import ahead_keys
+from qbench.attention.kernels.gluon_weights import tile_weights, weighed_gradients
+from qbench.attention.kernels.modes import SCALED
+from qbench.attention.kernels.scores import head_factor, slope_of
 
 
 @gluon.jit
@@ -70,17 +69,12 @@ def key_step(
     BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv [ROWS, HEAD_DIM], and computes
-    this tile's gradient of scores ds [ROWS, BLOCK_Q].
-    The assembler moves arithmetic behind waits; it cannot move the weights behind their product.
-    ``step``: of the tiles on the diagonal, counted from the last query. ``behind``: by how much the
-    group's first key is behind the tile's first query. ``shaping``: what products are multiplied
-    by, and before a soft cap's tanh, and the slope."""
-    scale, inner, slope = shaping
+    this tile's gradients ds [ROWS, BLOCK_Q]. Other arguments: see :func:`tile_weights`.
+    The assembler moves arithmetic behind waits; it cannot move the weights behind their product."""
     q_tiles, g_tiles, stat_tiles, ready, free = ring
     stages: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    column_layout: gl.constexpr = gl.SliceLayout(0, layout)
     slot = tile % stages
     before = gl.where(started, tile - 1, tile) % stages
     ds = gl.convert_layout(ds.to(gl.bfloat16), left)
@@ -90,57 +84,28 @@ def key_step(
     dk = warpgroup_mma(ds, flat(q_tiles, before), dk, is_async=True)
     p = warpgroup_mma(v, turned(g_tiles, slot), zero, use_acc=False, is_async=True)
     stat = stat_tiles.index(slot)
-    lse = stat.slice(0, BLOCK_Q).load(column_layout)  # [BLOCK_Q]
     s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_Q]: keys × queries
-    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, BLOCK_Q, layout=column_layout)
-    factor = 1.0
-    if SCALED & MODES:
-        factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
-    z, s, products = below_lse(
-        s, columns[None, :], (keys - behind)[:, None], factor, scale, inner, slope, lse[None, :],
-        FAMILY, MODES, True,
-    )  # fmt: skip
-    e = exponential(z, s, FAMILY, MODES)
-    if FAMILY == "softpick":
-        floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)
-        above = e - floor[None, :]
-        if PRECISE:
-            y = s
-            if RESHAPED & MODES == 0:
-                y = s * scale
-            above = gl.where(gl.abs(y) < 0.25, floor[None, :] * expm1_near_zero(y), above)
-    elif FAMILY == "softmax" or FAMILY == "rectified" or FAMILY == "sigmoid":
-        above = e
-    else:
-        gl.static_assert(False, NO_FORMULA)
-    rows = ROWS - (step + 1) * BLOCK_Q + columns
-    seen = keys[:, None] <= rows[None, :]
-    if MASKED:
-        above = gl.where(seen, above, 0.0)
-    weight = gl.convert_layout(rounded(above, gl.bfloat16, FAMILY, True), left)
+    weight, of_scores = tile_weights(
+        s, stat, step, behind, shaping, left, FAMILY, MODES, PRECISE, MASKED, BLOCK_Q
+    )
     dv = warpgroup_mma(weight, flat(g_tiles, slot), dv, is_async=True)
-    delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(column_layout)
     p, dk = warpgroup_mma_wait(1, [p, dk])  # p: [ROWS, BLOCK_Q]
     mbarrier.arrive(free.index(before), count=1, pred=started)
-    if SCALED & MODES:  # as D has been: a product and a difference are one instruction
-        p = p * factor
-    ds = score_gradient(e, s, p, delta[None, :], FAMILY)
-    if CAPPED & MODES:
-        ds = ds * cap_slope(products, MODES, True)
-    if MASKED:
-        ds = gl.where(seen, ds, 0.0)
+    ds = weighed_gradients(
+        of_scores, p, stat, step, shaping, FAMILY, MODES, PRECISE, MASKED, BLOCK_Q
+    )
     dv, ds = warpgroup_mma_wait(0, [dv, ds])
     return dk, dv, ds
 
 
 @gluon.jit
 def key_rows(
-    own, ring, here, slopes, dk_out, dv_out, index, sizes, scales, strides,
+    own, ring, here, of_heads, dk_out, dv_out, index, sizes, scales, strides,
     FAMILY: gl.constexpr, MODES: gl.constexpr, PRECISE: gl.constexpr, HELD: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    BLOCK_Q: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     q_tiles, ready, free = ring[0], ring[3], ring[4]
+    slopes, s = of_heads
     kv_heads, group, length = sizes
     scale, score_scale, inner = scales
     HEAD_DIM: gl.constexpr = q_tiles.shape[4]
@@ -163,27 +128,39 @@ def key_rows(
     whole = (length - first - ROWS) // BLOCK_Q
     for member in range(group):
         head = pair % kv_heads * group + member
-        shaping = (score_scale, inner, slope_of(head, slopes, MODES))
-        ds = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
-        for i in range(whole):
-            dk, dv, ds = key_step(
-                dk, dv, ds, k, v, 0, tile, i > 0, ring,
-                length - (i + 1) * BLOCK_Q - first, shaping,
-                FAMILY, MODES, PRECISE, False, BLOCK_Q,
+        slope = slope_of(head, slopes, MODES)
+        sign = sign_level(head_factor(head, s, MODES), MODES)
+        if SCALED & MODES:  # s · log n is in units of the scores
+            shaping = (1.0, inner, slope / score_scale, sign)
+        else:
+            shaping = (score_scale, inner, slope, sign)
+        if AHEAD:
+            dk, dv = ahead_keys(
+                dk, dv, k, v, tile, whole, first, length, ring, shaping, index,
+                FAMILY, MODES, PRECISE, BLOCK_Q,
             )  # fmt: skip
-            tile += 1
-        for step in gl.static_range(ROWS // BLOCK_Q):
-            dk, dv, ds = key_step(
-                dk, dv, ds, k, v, step, tile, whole + step > 0, ring,
-                ROWS - (step + 1) * BLOCK_Q, shaping,
-                FAMILY, MODES, PRECISE, True, BLOCK_Q,
-            )  # fmt: skip
-            tile += 1
-        slot = (tile - 1) % stages
-        ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
-        dk = warpgroup_mma(ds, flat(q_tiles, slot), dk, is_async=True)
-        dk = warpgroup_mma_wait(0, [dk])
-        mbarrier.arrive(free.index(slot), count=1)
+            tile += whole + 1
+        else:
+            ds = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
+            for i in range(whole):
+                dk, dv, ds = key_step(
+                    dk, dv, ds, k, v, 0, tile, i > 0, ring,
+                    length - (i + 1) * BLOCK_Q - first, shaping,
+                    FAMILY, MODES, PRECISE, False, BLOCK_Q,
+                )  # fmt: skip
+                tile += 1
+            for step in gl.static_range(ROWS // BLOCK_Q):
+                dk, dv, ds = key_step(
+                    dk, dv, ds, k, v, step, tile, whole + step > 0, ring,
+                    ROWS - (step + 1) * BLOCK_Q, shaping,
+                    FAMILY, MODES, PRECISE, True, BLOCK_Q,
+                )  # fmt: skip
+                tile += 1
+            slot = (tile - 1) % stages
+            ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
+            dk = warpgroup_mma(ds, flat(q_tiles, slot), dk, is_async=True)
+            dk = warpgroup_mma_wait(0, [dk])
+            mbarrier.arrive(free.index(slot), count=1)
         if index == 1:  # the other group's last tiles
             for _ in gl.static_range(ROWS // BLOCK_Q):
                 mbarrier.wait(ready.index(tile % stages), tile // stages & 1)
@@ -191,23 +168,28 @@ def key_rows(
                 tile += 1
     batch = pair // kv_heads
     kv_head = pair % kv_heads
+    if SCALED & MODES:
+        scale = scale / score_scale
     store_rows(dk_out, dk * scale, first, batch, kv_head, strides[0])
     store_rows(dv_out, dv, first, batch, kv_head, strides[1])
 
 
 @gluon.jit
 def key_kernel(
-    q_source, k_source, v_source, g_source, stat_source, imprecise, slopes, dk_out, dv_out,
+    q_source, k_source, v_source, g_source, stat_source, imprecise, slopes, s, dk_out, dv_out,
     sizes, scales, strides,
     FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, PRECISE: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, by BLOCK_Q queries a tile. ``sizes``: key heads, how many query
     heads share one, length; ``scales`` and the ring: see the queries' kernel; ``strides``: of dk
-    and dv. One launch is PRECISE and another is not; that which the forward pass's flag does not
-    ask for returns at once. HELD: how many of k and v are kept in registers."""
-    if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
-        if (gl.load(imprecise) != 0) != PRECISE:
+    and dv. One launch is PRECISE and another is not; that which the forward pass's flags do not ask
+    for returns at once. HELD: how many of k and v are kept in registers."""
+    if NEAR_ZERO:
+        flags = imprecise + gl.program_id(1) * (sizes[2] // CHUNK) + gl.program_id(0) * 2
+        gl.static_assert(BLOCK == 2 * CHUNK)
+        if ((gl.load(flags) | gl.load(flags + 1)) != 0) != PRECISE:
             return
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], k_source.layout)
     q_tiles = gl.allocate_shared_memory(
@@ -228,10 +210,10 @@ def key_kernel(
     sources = (q_source, k_source, v_source, g_source, stat_source)
     gl.warp_specialize(
         [
-            (key_rows, (own, ring, here, slopes, dk_out, dv_out, 0, sizes, scales, strides,
-             FAMILY, MODES, PRECISE, HELD, BLOCK_Q)),
-            (key_rows, (own, ring, here, slopes, dk_out, dv_out, 1, sizes, scales, strides,
-             FAMILY, MODES, PRECISE, HELD, BLOCK_Q)),
+            (key_rows, (own, ring, here, (slopes, s), dk_out, dv_out, 0, sizes, scales, strides,
+             FAMILY, MODES, PRECISE, HELD, BLOCK_Q, AHEAD)),
+            (key_rows, (own, ring, here, (slopes, s), dk_out, dv_out, 1, sizes, scales, strides,
+             FAMILY, MODES, PRECISE, HELD, BLOCK_Q, AHEAD)),
             (key_loader, (sources, own, ring, here, sizes, BLOCK_Q)),
         ],
         [4, 1],

@@ -12,29 +12,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qbench.attention.kernels.family import EPSILON, SMALL_LSE, expm1_near_zero
+from qbench.attention.kernels.gluon_ahead import ahead_sweep
 from qbench.attention.kernels.gluon_family import (
     BLOCK,
     ROWS,
-    below_lse,
     exp2,
-    exponential,
     flat,
     log2_length,
     reshaped,
-    score_gradient,
+    sign_level,
     sloped_lse,
     store_rows,
     turned,
 )
+from qbench.attention.kernels.gluon_gradients import tile_gradients
 from qbench.attention.kernels.modes import (
     BIASED,
-    CAPPED,
+    COMPARED,
     LEARNING,
     LEARNING_SLOPES,
     SCALED,
     SINK_LEARNED,
 )
-from qbench.attention.kernels.scores import LN_2, cap_slope, head_factor, sink_of, slope_of
+from qbench.attention.kernels.scores import LN_2, head_factor, sink_of, slope_of
 
 
 @gluon.jit
@@ -116,14 +116,11 @@ def delta_sweep(
 
 @gluon.jit
 def query_step(
-    dq, ds, sums, tilts, q, g, lse, delta, tile, started, ring, behind, factor, shaping,
+    dq, ds, sums, tilts, q, g, of_rows, tile, started, ring, behind, shaping,
     FAMILY: gl.constexpr, MODES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradient of scores
-    ds [ROWS, ROWS]. ``sums`` and ``tilts`` [ROWS]: of these for a bias's gradient, and times how
-    far the key is ahead for the slopes'. ``behind``: by how much the tile's first key is behind the
-    group's first query; ``factor`` [ROWS]: s · log n; ``shaping``: see the keys' kernel."""
-    scale, inner, slope = shaping
+    """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients ds
+    [ROWS, ROWS]. Other arguments: see :func:`tile_gradients`."""
     k_tiles, v_tiles, ready, free = ring
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
@@ -137,24 +134,9 @@ def query_step(
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
     s, p, dq = warpgroup_mma_wait(0, [s, p, dq])  # s, p: [ROWS, ROWS], queries × keys
     mbarrier.arrive(free.index(before), count=1, pred=started)
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    z, s, products = below_lse(
-        s, (rows + behind)[:, None], keys[None, :], factor, scale, inner, slope, lse[:, None],
-        FAMILY, MODES,
-    )  # fmt: skip
-    e = exponential(z, s, FAMILY, MODES)
-    ds = score_gradient(e, s, p, delta[:, None], FAMILY)
-    if MASKED:
-        ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
-    if BIASED & MODES:  # noqa: SIM102 (constexprs)
-        if LEARNING & MODES:
-            sums += gl.sum(ds, 1)
-    if LEARNING_SLOPES & MODES:
-        ahead = (keys - behind)[None, :] - rows[:, None]
-        tilts += gl.sum(ds * ahead.to(gl.float32), 1)
-    if CAPPED & MODES:
-        ds = ds * cap_slope(products, MODES, True)
+    ds, sums, tilts = tile_gradients(
+        s, p, sums, tilts, of_rows, behind, shaping, FAMILY, MODES, MASKED
+    )
     return dq, ds, sums, tilts
 
 
@@ -162,7 +144,7 @@ def query_step(
 def query_rows(
     own, ring, here, rows_of, of_head, sizes, scales, strides, index,
     FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, HELD: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    BLOCK_Q: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     k_tiles = ring[0]
     heads, _, length = sizes
@@ -190,7 +172,7 @@ def query_rows(
     row_offset = pair.to(gl.int64) * length + first
     lse = gl.load(lse_source + row_offset + rows)  # [ROWS]
     length_2 = log2_length(first + rows, MODES)  # [ROWS]
-    factor = (head_scale * length_2)[:, None]
+    factor = head_scale * length_2
     mbarrier.wait(here, 0)
     q = flat(own, index * 2)
     g = flat(own, index * 2 + 1)
@@ -205,32 +187,42 @@ def query_rows(
     if NEAR_ZERO:  # noqa: SIM102 (one is known at compile time)
         if any_small(lse_source + row_offset - index * ROWS, 4):
             skipped = last - index + 2
-            exact = delta_sweep(q, g, first, skipped, ring, factor, shaping, MODES, layout)
+            exact = delta_sweep(q, g, first, skipped, ring, factor[:, None], shaping, MODES, layout)
             delta = gl.where(lse < SMALL_LSE, exact, delta)
     stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
     gl.store(stat, sloped_lse(lse, rows % BLOCK_Q, slope, FAMILY, MODES))
     gl.store(stat + BLOCK_Q, exp2(-lse))
     if SCALED & MODES:
-        gl.store(stat + 2 * BLOCK_Q, delta * (head_scale * length_2))
-        gl.store(stat + 3 * BLOCK_Q, head_scale * length_2)
+        gl.store(stat + 2 * BLOCK_Q, delta * (factor * score_scale))
+        gl.store(stat + 3 * BLOCK_Q, factor * score_scale)
     else:
         gl.store(stat + 2 * BLOCK_Q, delta)
+        if COMPARED & MODES:
+            level = (rows % BLOCK_Q).to(gl.float32) * slope
+            gl.store(stat + 3 * BLOCK_Q, level + lse)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
-    ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
     sums = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     tilts = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-    for tile in range(last):
-        dq, ds, sums, tilts = query_step(
-            dq, ds, sums, tilts, q, g, lse, delta, skipped + tile, tile > 0, ring,
-            first - tile * ROWS, factor, shaping, FAMILY, MODES, False,
+    of_rows = (lse, delta, factor, sign_level(head_scale, MODES))
+    if AHEAD:
+        dq, sums, tilts = ahead_sweep(
+            dq, sums, tilts, q, g, of_rows, first, last, skipped, ring, shaping, index,
+            FAMILY, MODES,
         )  # fmt: skip
-    dq, ds, sums, tilts = query_step(
-        dq, ds, sums, tilts, q, g, lse, delta, skipped + last, last > 0, ring, 0, factor,
-        shaping, FAMILY, MODES, True,
-    )  # fmt: skip
-    ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
-    dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
+    else:
+        ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
+        for tile in range(last):
+            dq, ds, sums, tilts = query_step(
+                dq, ds, sums, tilts, q, g, of_rows, skipped + tile, tile > 0, ring,
+                first - tile * ROWS, shaping, FAMILY, MODES, False,
+            )  # fmt: skip
+        dq, ds, sums, tilts = query_step(
+            dq, ds, sums, tilts, q, g, of_rows, skipped + last, last > 0, ring, 0, shaping,
+            FAMILY, MODES, True,
+        )  # fmt: skip
+        ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
+        dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])
     if SCALED & MODES:
         last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
         last_length = log2_length(first + last_rows, MODES)
@@ -257,15 +249,16 @@ def query_kernel(
     q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out, row_gradients,
     row_tilts, sinks, slopes, s, sizes, scales, strides,
     FAMILY: gl.constexpr, MODES: gl.constexpr, NEAR_ZERO: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, BLOCK_Q: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D and
-    s · log n, by which D is multiplied where there is that. ``sizes``: query heads, how many share
-    a key head, length; ``scales``: of dq, in log2 units of the scores, and before a soft cap's
-    tanh; ``row_gradients``, ``row_tilts``, ``sinks``, ``slopes``, ``s``: as in backward_queries.py;
-    ``strides``: of batch row, head and row, of output and dq. HELD: how many of q and dO are kept
-    in registers. The ring is a pipeline's tiles in shared memory, with barriers that say which are
-    ready and which are free."""
+    """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D, and
+    where there is that s · log n in units of the scores, by which D is multiplied, or if COMPARED
+    and there are slopes the lse with what they take from all scores of a row. ``sizes``: query
+    heads, how many share a key head, length; ``scales``: of dq, in log2 units of the scores, and
+    before a soft cap's tanh; ``row_gradients``, ``row_tilts``, ``sinks``, ``slopes``, ``s``: as in
+    backward_queries.py; ``strides``: of batch row, head and row, of output and dq. HELD: how many
+    of q and dO are kept in registers. AHEAD: see gluon_ahead.py. The ring is a pipeline's tiles in
+    shared memory, with barriers that say which are ready and which are free."""
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
     k_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], k_source.layout
@@ -289,9 +282,9 @@ def query_kernel(
     gl.warp_specialize(
         [
             (query_rows, (own, ring, here, rows_of, of_head, sizes, scales, strides, 0,
-             FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
+             FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q, AHEAD)),
             (query_rows, (own, ring, here, rows_of, of_head, sizes, scales, strides, 1,
-             FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q)),
+             FAMILY, MODES, NEAR_ZERO, HELD, BLOCK_Q, AHEAD)),
             (query_loader, (sources, own, ring, here, lse_source, sizes, NEAR_ZERO)),
         ],
         [4, 1],

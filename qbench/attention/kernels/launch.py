@@ -10,6 +10,7 @@ from qbench.attention.kernels import families, tiles
 from qbench.attention.kernels.backward_keys import key_kernel
 from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel
+from qbench.attention.kernels.empty import empty_flags, empty_output
 from qbench.attention.kernels.forward import forward_kernel
 from qbench.attention.kernels.layouts import (
     INTERPRETED,
@@ -46,26 +47,11 @@ def enough() -> int | None:
     return None if gluon_backward is None else gluon_backward.ENOUGH
 
 
-def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and the rows' log-sum-exp in
-    log2 units [B, H, Tq] in float32. Where sequences need not cover every row, rows outside them
-    are 0 and their lse is +∞."""
-    batch, heads, queries, _ = query.shape
-    shape = (batch, queries, heads, value.shape[3])
-    if covered:
-        output = query.new_empty(shape)
-        lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
-    else:
-        output = query.new_zeros(shape)
-        lse = query.new_full((batch, heads, queries), float("inf"), dtype=torch.float32)
-    return output.transpose(1, 2), lse
-
-
 def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
     parameters: Parameters, settings: Settings, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, lse, and a flag [1] that is 1 where rows of tiny scores were met."""
+    """Output, lse, and :func:`empty_flags`, filled."""
     prepare_thread(query.device)
     # Keys grow with every token that is decoded: no such call is like another.
     few = settings.max_seqlen_q * (query.shape[1] // key.shape[1]) <= DECODE_ROWS
@@ -100,8 +86,7 @@ def _forward(
     v_width = value.shape[3]
     group = heads // kv_heads
     output, lse = empty_output(query, value, covered=spans is None)
-    make = torch.zeros if family.near_zero else torch.empty  # nobody reads the others'
-    imprecise = make(1, dtype=torch.int32, device=query.device)
+    imprecise = empty_flags(query, key, normalizer)
     if output.numel() == 0:
         return output, lse, imprecise
     query, key, value = (dense_rows(tensor) for tensor in (query, key, value))

@@ -17,6 +17,7 @@ NEXT = tl.constexpr(256)  # SCALED by s · log (n + 1)
 LEARNING_SLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slopes too
 NEAR = tl.constexpr(1024)  # of CAPPED: so wide a cap that nearly all scores are well inside it
 RARE = tl.constexpr(2048)  # of sigmoid's: reciprocals where they are needed, see sigmoid.py
+COMPARED = tl.constexpr(4096)  # of softpick's scores the backward pass asks which are positive
 
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
 SHAPED = tl.constexpr(15)  # or BIASED

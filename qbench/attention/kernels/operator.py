@@ -41,9 +41,12 @@ def attention(
 
 
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, sinks: Any, bias: Any,
+    slopes: Any, s: Any, normalizer: str, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     output, lse = launch.empty_output(query, value, covered=True)
-    return output, lse, query.new_empty(1, dtype=torch.int32)
+    return output, lse, launch.empty_flags(query, key, normalizer)
 
 
 @torch.library.custom_op("qbench::attention_backward", mutates_args=())

@@ -21,6 +21,7 @@ from qbench.attention.kernels.softcap import tangent_and_slope, tangent_near_zer
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -110,12 +111,25 @@ def sink_of(head, sinks, MODES: tl.constexpr):
 
 
 @triton.jit
+def product(a, b):
+    """a · b, rounded by itself: not added to something in one instruction. So the differences of
+    what is equal are 0."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
 def sloped(y, keys, own, origin, slope, level):
     """Takes slope · (own − key) + level from the scores. Both count from ``origin``, a tile's
     first key or query: so what is far, and weighs little, has the coarser differences, and one of
-    the two is the same in every tile."""
-    before = (own - origin).to(tl.float32) * slope + level
-    return y + ((keys - origin).to(tl.float32) * slope - before)
+    the two is the same in every tile. A row's own key has its score as it is, to the last bit:
+    some normalizers ask whether that is positive."""
+    before = product((own - origin).to(tl.float32), slope) + level
+    return y + (product((keys - origin).to(tl.float32), slope) - before)
 
 
 @triton.jit

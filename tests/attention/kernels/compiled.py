@@ -1,5 +1,6 @@
-"""The kernels that are tried, compiled for sm_90 without a GPU in a process of its own. Prints one
-line a kernel: name, registers a thread, bytes that it spills, whether products wait for each other.
+"""Kernels of Hopper, compiled for sm_90 without a GPU in a process of its own. Prints one line a
+kernel: name, registers a thread, bytes that it spills, whether products wait for each other, and
+whether it is the precise one.
 """
 
 import os
@@ -20,7 +21,7 @@ from hopper import TARGET, Hopper
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
-from qbench.attention.kernels import gluon_backward, launch, tiles
+from qbench.attention.kernels import gluon_backward, gluon_ways, launch, modes, tiles
 from qbench.attention.kernels.settings import NONE, Parameters, Settings
 
 LENGTH = 512
@@ -78,38 +79,43 @@ def inputs(width):
     return [torch.zeros(1, LENGTH, 2, width, dtype=torch.bfloat16).transpose(1, 2)] * 4
 
 
-def settings(width, softcap):
-    return Settings("softmax", width**-0.5, softcap, True, 0, LENGTH, LENGTH)
+SHAPES = {  # of scores: normalizers' prefix, parameters, soft cap
+    0: ("", {}, 0.0),
+    modes.SCALED.value: ("scalable-", {"s": torch.zeros(2)}, 0.0),
+    modes.CAPPED.value: ("", {}, 50.0),
+    modes.SLOPED.value: ("", {"slopes": torch.zeros(2)}, 0.0),
+}
+
+
+def settings(normalizer, width, softcap):
+    return Settings(normalizer, width**-0.5, softcap, True, 0, LENGTH, LENGTH)
 
 
 def kernels():
-    for width, kind in tiles.LASTING_TRIED.items():
+    for width, kind in tiles.LASTING.items():
         tiles.LASTING[width] = replace(kind, shortest=0)
         query, key, value, _ = inputs(width)
-        launch._forward(query, key, value, None, None, NONE, settings(width, 50.0))
+        launch._forward(query, key, value, None, None, NONE, settings("softmax", width, 50.0))
         yield f"soft cap {width}"
     gluon_backward.ENOUGH = 0
-    gluon_backward.AHEAD.update(gluon_backward.AHEAD_TRIED)
-    for name, softcap, parameters in (
-        ("softmax", 0.0, NONE),
-        ("ALiBi", 0.0, Parameters(slopes=torch.zeros(2))),
-        ("soft cap", 50.0, NONE),
-    ):
-        query, key, value, gradient = inputs(64)
+    for family, width, shape in gluon_ways.QUERIES:
+        prefix, parameters, softcap = SHAPES[shape]
+        query, key, value, gradient = inputs(width)
         output, lse = launch.empty_output(query, value, covered=True)
-        flag = torch.zeros(1, dtype=torch.int32)
+        flags = launch.empty_flags(query, key, family)
         launch._backward(
-            gradient, query, key, value, output, lse, flag, None, None, parameters,
-            settings(64, softcap),
+            gradient, query, key, value, output, lse, flags, None, None, Parameters(**parameters),
+            settings(prefix + family, width, softcap),
         )  # fmt: skip
-        yield f"{name} 64, backward"
+        yield f"{family} {width} {shape}, backward"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pretend()
     for name in kernels():
-        for kernel in found:
-            print("\t".join((name, *kernel)), flush=True)
+        for place, kernel in enumerate(found):
+            kind = "precise" if place == 2 else "usual"
+            print("\t".join((name, *kernel, kind)), flush=True)
         found.clear()
     sys.exit(0)

@@ -1,5 +1,5 @@
-"""The kernels that are tried and not in use: what they are for, what they compile to, and which
-blocks their programs take."""
+"""The forward kernel whose programs take many blocks: what it is for, and which blocks these are;
+the ways of the backward kernels; and what all of them compile to."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qbench.attention.kernels import (
-    gluon_backward,
+    gluon_ways,
     lasting,
     launch,
     modes,
@@ -20,6 +20,7 @@ from qbench.attention.kernels import (
     schedules,
     tiles,
 )
+from qbench.attention.kernels.families import FAMILIES
 
 CAPPED = modes.CAPPED.value
 PLANS = [
@@ -102,7 +103,7 @@ def drawn(*, heads=2, kv_heads=2, length=512, width=64, dtype=torch.bfloat16, v_
 
 def fits(inputs=None, *, causal=True, window=0, family="softmax", asked=CAPPED, softcap=50.0,
          **changed):  # fmt: skip
-    kind = replace(tiles.LASTING_TRIED[64], shortest=0)
+    kind = replace(tiles.LASTING[64], shortest=0)
     kind = replace(kind, **changed)
     inputs = inputs or drawn()
     return lasting.fits(*inputs, causal, window, family, asked, softcap, kind)
@@ -136,15 +137,8 @@ def test_the_lasting_kernel_is_for_hopper(hopper, monkeypatch):
     assert not fits()
 
 
-def test_nothing_that_is_tried_is_in_use():
-    assert tiles.LASTING == {}
-    assert gluon_backward.AHEAD == {}
-    assert tiles.forward_tile(128, torch.bfloat16, "softmax", CAPPED).lasting is None
-
-
-def test_a_line_of_the_table_turns_the_lasting_kernel_on(monkeypatch):
-    monkeypatch.setattr(tiles, "LASTING", tiles.LASTING_TRIED)
-    for width, kind in tiles.LASTING_TRIED.items():
+def test_the_lasting_kernel_is_for_soft_caps_in_half_precision():
+    for width, kind in tiles.LASTING.items():
         assert tiles.forward_tile(width, torch.bfloat16, "softmax", CAPPED).lasting is kind
         assert tiles.forward_tile(width, torch.bfloat16, "softmax").lasting is None
         assert tiles.forward_tile(width, torch.float32, "softmax", CAPPED).lasting is None
@@ -166,50 +160,32 @@ def launched(monkeypatch, normalizer, kind):
 
 
 def test_what_does_not_fit_is_computed_as_before(hopper, monkeypatch):
-    kind = replace(tiles.LASTING_TRIED[64], shortest=0)
+    kind = replace(tiles.LASTING[64], shortest=0)
     assert launched(monkeypatch, "softmax", kind) == ["capped_kernel"]
-    assert launched(monkeypatch, "softmax", tiles.LASTING_TRIED[64]) == ["forward_kernel"]
+    assert launched(monkeypatch, "softmax", replace(kind, shortest=4096)) == ["forward_kernel"]
     assert launched(monkeypatch, "sigmoid", kind) == ["forward_kernel"]
     assert launched(monkeypatch, "softpick", kind) == ["forward_kernel"]
 
 
-def queries_kernel(monkeypatch, width=64, slopes=None, softcap=0.0, normalizer="softmax", **more):
-    """Which kernel of the queries' gradients is launched."""
-    from qbench.attention.kernels.settings import Parameters, Settings
-
-    kernels = []
-    monkeypatch.setattr(launch, "prepare_thread", lambda device: None)
-    for module in (launch, gluon_backward):
-        monkeypatch.setattr(module, "launch", lambda kernel, *_: kernels.append(kernel.__name__))
-    monkeypatch.setattr(gluon_backward, "ENOUGH", 0)
-    query, key, value = drawn(width=width)
-    output, lse = launch.empty_output(query, value, covered=True)
-    given = Parameters(slopes=slopes)
-    asked = Settings(normalizer, width**-0.5, softcap, True, 0, 512, 512)
-    flag = torch.zeros(1, dtype=torch.int32)
-    launch._backward(query, query, key, value, output, lse, flag, None, None, given, asked, **more)
-    return kernels[0]
+def test_which_ways_the_backward_kernels_go():
+    plain, sloped = 0, modes.SLOPED.value
+    learning = modes.LEARNING.value | modes.SINK_LEARNED.value
+    for of in (gluon_ways.of_queries, gluon_ways.of_keys):
+        assert of("softmax", 64, plain).ahead
+        assert of("softmax", 64, plain | learning) == of("softmax", 64, plain)
+        assert of("softmax", 64, sloped | modes.LEARNING_SLOPES.value) == of("softmax", 64, sloped)
+        assert not of("sigmoid", 64, modes.BIASED.value | modes.SUMLESS.value).ahead
+        for family in FAMILIES:
+            assert not of(family, 128, plain).ahead
+    assert gluon_ways.of_keys("rectified", 64, CAPPED).held == 1
+    assert gluon_ways.of_keys("softpick", 128, modes.SCALED.value).held == 1
 
 
-def test_which_gradients_of_queries_are_computed_ahead(hopper, monkeypatch):
-    slopes = torch.zeros(2)
-    assert queries_kernel(monkeypatch) == "query_kernel"
-    monkeypatch.setattr(gluon_backward, "AHEAD", gluon_backward.AHEAD_TRIED)
-    for case in ({}, {"slopes": slopes}, {"softcap": 50.0}, {"softcap": 5.0}):
-        assert queries_kernel(monkeypatch, **case) == "ahead_kernel"
-    for case in (
-        {"width": 128}, {"normalizer": "softpick"}, {"normalizer": "rectified"},
-        {"slopes": slopes, "softcap": 50.0}, {"slopes": slopes, "sloping": True},
-        {"normalizer": "softmax-sink"}, {"normalizer": "softmax1"},
-    ):  # fmt: skip
-        assert queries_kernel(monkeypatch, **case) == "query_kernel"
-
-
-SPILLED = 32  # bytes of a thread: 20 in the soft cap's kernel for heads of 64, 4 with ALiBi
+SPILLED = 150  # bytes of a thread: in softpick's keys' kernel, where scores are scaled
 
 
 @pytest.mark.slow
-def test_what_is_tried_compiles_for_hopper_and_no_product_waits_for_another():
+def test_the_kernels_compile_for_hopper_and_no_product_waits_for_another():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "compiled.py")],
@@ -221,10 +197,9 @@ def test_what_is_tried_compiles_for_hopper_and_no_product_waits_for_another():
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     lines = [line.split("\t") for line in ran.stdout.splitlines()]
-    tried = [line for line in lines if line[1] in ("capped_kernel", "ahead_kernel")]
-    assert [line[0] for line in tried] == [
-        "soft cap 64", "soft cap 128", "softmax 64, backward", "ALiBi 64, backward",
-        "soft cap 64, backward",
-    ]  # fmt: skip
+    names = {line[0] for line in lines}
+    assert len(names) == len(tiles.LASTING) + len(gluon_ways.QUERIES)
     assert [line for line in lines if line[4] != "False"] == []
-    assert [line for line in tried if int(line[3]) > SPILLED] == []
+    # The second of softpick's keys' kernels is for few blocks.
+    usual = [line for line in lines if line[5] != "precise"]
+    assert [line for line in usual if int(line[3]) > SPILLED] == []
