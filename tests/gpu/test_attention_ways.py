@@ -41,7 +41,30 @@ def gradients(attend, inputs, gradient, parameters, **settings):
     return (output, *torch.autograd.grad(output, [*inputs, *learned], gradient))
 
 
-def compared(normalizer, shape, width, length, *, scores=1.0, kv_heads=4, trained=False, s=None):
+def pairs(inputs, gradient, parameters, *, trained=False, **settings):
+    """What the kernels give beside what the reference gives in float64: outputs and gradients."""
+    found = []
+    for attend, wide in ((kernels.attention, False), (reference.attention, True)):
+        *leaves, of_output = [
+            tensor.detach().to(torch.float64 if wide else tensor.dtype)
+            for tensor in (*inputs, gradient)
+        ]
+        given_parameters = {
+            name: tensor.detach().to(torch.float64 if wide else tensor.dtype)
+            for name, tensor in parameters.items()
+        }
+        for tensor in (*leaves, *(given_parameters.values() if trained else ())):
+            tensor.requires_grad_()
+        found.append(gradients(attend, leaves, of_output, given_parameters, **settings))
+    return list(zip(*found, strict=True))
+
+
+def off(found):
+    """Relative errors."""
+    return [relative_error(got, truth) for got, truth in found]
+
+
+def compared(normalizer, shape, width, length, *, scores=1.0, kv_heads=4, trained=False):
     """The relative errors of the output, of the gradients of q, k and v, and of parameters."""
     heads = 4
     sizes = ((heads, 0), (kv_heads, 1), (kv_heads, 2), (heads, 3))
@@ -50,24 +73,10 @@ def compared(normalizer, shape, width, length, *, scores=1.0, kv_heads=4, traine
         inputs[1][:, :, ::50] *= 40.0
     else:
         inputs[0] *= scores
-    parameters = given(normalizer, heads, sloped=shape == "ALiBi", trained=trained)
-    if s is not None:
-        parameters["s"] = torch.tensor(s, device="cuda").requires_grad_(trained)
+    parameters = given(normalizer, heads, sloped=shape == "ALiBi")
     softcap = 50.0 if shape == "soft cap" else None
-    found = []
-    for attend, dtype in ((kernels.attention, None), (reference.attention, torch.float64)):
-        leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in inputs]
-        wide = {
-            name: tensor.detach().to(dtype or tensor.dtype).requires_grad_(trained)
-            for name, tensor in parameters.items()
-        }
-        found.append(
-            gradients(
-                attend, leaves, gradient.to(dtype or gradient.dtype), wide,
-                normalizer=normalizer, softcap=softcap,
-            )
-        )  # fmt: skip
-    return [relative_error(a, b) for a, b in zip(*found, strict=True)]
+    settings = {"normalizer": normalizer, "softcap": softcap}
+    return off(pairs(inputs, gradient, parameters, trained=trained, **settings))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -113,18 +122,8 @@ def test_scales_of_either_sign_and_none(normalizer, width):
         for more in (0.0, 0.3)
     ]  # fmt: skip
     gradient = (outputs[0] - outputs[1]).bfloat16()
-    both = []
-    for attend, dtype in (
-        (kernels.attention, torch.bfloat16),
-        (reference.attention, torch.float64),
-    ):
-        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-        kind = torch.float32 if dtype == torch.bfloat16 else dtype
-        given_scales = {"s": scales.to(kind).requires_grad_()}
-        both.append(
-            gradients(attend, leaves, gradient.to(dtype), given_scales, normalizer=normalizer)
-        )
-    errors = [relative_error(a, b) for a, b in zip(*both, strict=True)]
+    found = pairs(inputs, gradient, {"s": scales}, trained=True, normalizer=normalizer)
+    errors = off(found)
     assert max(errors) <= 2e-2, errors
 
 
@@ -137,16 +136,7 @@ def test_queries_of_zero_and_their_neighbours(normalizer, shape, width):
     inputs[0][:, :, ::7] = 0.0
     gradient = draw(1, 4, 384, width, seed=3)
     parameters = given(normalizer, 4, sloped=shape == "ALiBi")
-    both = []
-    for attend, dtype in (
-        (kernels.attention, torch.bfloat16),
-        (reference.attention, torch.float64),
-    ):
-        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-        kind = torch.float32 if dtype == torch.bfloat16 else dtype
-        wide = {name: tensor.detach().to(kind) for name, tensor in parameters.items()}
-        both.append(gradients(attend, leaves, gradient.to(dtype), wide, normalizer=normalizer))
-    assert max(relative_error(a, b) for a, b in zip(*both, strict=True)) <= 1e-2
+    assert max(off(pairs(inputs, gradient, parameters, normalizer=normalizer))) <= 1e-2
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -197,16 +187,8 @@ def test_values_gradients_of_tiny_rows_keep_their_digits(width, by, monkeypatch)
     monkeypatch.setattr(gluon_backward, "ENOUGH", by)
     inputs, parameters = tiny_rows(width)
     gradient = draw(1, 2, 1024, width, seed=3)
-    both = []
-    for attend, dtype in (
-        (kernels.attention, torch.bfloat16),
-        (reference.attention, torch.float64),
-    ):
-        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-        kind = torch.float32 if dtype == torch.bfloat16 else dtype
-        wide = {name: tensor.to(kind) for name, tensor in parameters.items()}
-        both.append(gradients(attend, leaves, gradient.to(dtype), wide, normalizer="softpick"))
-    got, truth = (found[3][:, :, ::5].double() for found in both)
+    found = pairs(inputs, gradient, parameters, normalizer="softpick")
+    got, truth = (tensor[:, :, ::5].double() for tensor in found[3])
     rows = (got - truth).norm(dim=-1) / truth.norm(dim=-1)
     assert float(rows.quantile(0.9)) <= 1e-2
 

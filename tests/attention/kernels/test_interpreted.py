@@ -1,11 +1,6 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from kernel_scripts import lines_of
 
-FOLDER = Path(__file__).parent
 LIMIT = 1e-5  # relative, float32 against the float64 reference
 
 
@@ -20,17 +15,6 @@ LIMIT = 1e-5  # relative, float32 against the float64 reference
     ],
 )
 def test_kernels_in_the_interpreter_equal_the_reference(script, groups, count):
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(FOLDER / script), *groups.split()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    errors = dict(line.split("\t") for line in ran.stdout.splitlines())
+    errors = dict(lines_of(script, *groups.split()))
     assert len(errors) == count
     assert {name: e for name, e in errors.items() if not float(e) <= LIMIT} == {}

@@ -1,15 +1,12 @@
 """The forward kernel whose programs take many blocks: what it is for, and which blocks these are;
 the ways of the backward kernels; and what all of them compile to."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_scripts import lines_of
 
 from qbench.attention.kernels import (
     gluon_ways,
@@ -186,17 +183,7 @@ SPILLED = 150  # bytes of a thread: in softpick's keys' kernel, where scores are
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_hopper_and_no_product_waits_for_another():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "compiled.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    lines = [line.split("\t") for line in ran.stdout.splitlines()]
+    lines = lines_of("compiled.py")
     names = {line[0] for line in lines}
     assert len(names) == len(tiles.LASTING) + len(gluon_ways.QUERIES)
     assert [line for line in lines if line[4] != "False"] == []
