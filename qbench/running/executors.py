@@ -105,7 +105,8 @@ class Processes(Executor):
                 self._at_work -= 1
                 idle = self._at_work > 0 and not self._waiting
             if idle and self._idle_ends:
-                slot.rest()
+                with contextlib.suppress(OSError):  # no room to prepare another: it stays
+                    slot.rest()
             self._free.put(slot)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -139,10 +140,11 @@ class _Slot:
         self._start()
 
     def _start(self) -> None:
-        self._context = _Context()
+        context = _Context()
         self._pool = ProcessPoolExecutor(
-            1, mp_context=self._context, initializer=_settle, initargs=self._initargs
+            1, mp_context=context, initializer=_settle, initargs=self._initargs
         )
+        self._context = context
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         with self._lock, interrupts_blocked():
@@ -157,10 +159,11 @@ class _Slot:
     def rest(self) -> None:
         """The process ends; a call that comes nevertheless has another."""
         with self._lock:
-            for process in self._context.started:
-                process.terminate()
-            self.ending += self._context.started
+            started = self._context.started
             self._start()  # none runs before the next call
+            for process in started:
+                process.terminate()
+            self.ending += started
 
     def terminate(self) -> None:
         with self._lock:

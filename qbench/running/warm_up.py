@@ -39,8 +39,8 @@ IMPORTERS = (
 )  # fmt: skip
 
 
-def warm_up(device: str) -> int:
-    """Import what a cell needs, while its plan is still made; the process's id."""
+def warm_up(device: str) -> None:
+    """Import what a cell needs, while its plan is still made."""
     mark("worker process imports")
     if device == "cuda":
         threading.Thread(target=make_context, daemon=True).start()
@@ -54,7 +54,6 @@ def warm_up(device: str) -> int:
 
                 torch.zeros(1, device=device)
     mark("worker process ready")
-    return os.getpid()
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import BrokenExecutor
 
 import pytest
 
+from qbench.running import executors
 from qbench.running.executors import Processes
 from qbench.running.relay import Relay
 from qbench.sink import Silent
@@ -149,3 +150,22 @@ def test_no_process_ends_that_a_waiting_call_can_have():
 def _slowly():
     time.sleep(0.1)
     return os.getpid()
+
+
+def test_where_no_room_is_left_for_another_process_the_idle_one_stays(tmp_path, monkeypatch):
+    """What its call gave is not lost, and it takes the next one."""
+    executor = Processes([0, 0], device="cpu", idle_ends=True)
+    try:
+        long = executor.submit(until, tmp_path / "go")
+        with monkeypatch.context() as full:
+            full.setattr(executors, "ProcessPoolExecutor", _no_room)
+            short = executor.submit(os.getpid).result(timeout=PATIENCE)
+        assert executor.submit(os.getpid).result(timeout=PATIENCE) == short
+        (tmp_path / "go").touch()
+        long.result(timeout=PATIENCE)
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _no_room(*_, **__):
+    raise OSError("Too many open files")
