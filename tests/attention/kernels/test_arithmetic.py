@@ -24,3 +24,25 @@ def test_tanh_of_a_narrow_cap_or_of_scores_that_are_scaled_or_sloped_is_no_polyn
         assert not near(softcap=softcap)
     for other in (modes.SCALED, modes.SLOPED):
         assert not near(asked=CAPPED | other.value)
+
+
+def test_softpicks_signs_are_asked_for_backward_where_scores_are_only_scaled_or_only_sloped():
+    """The comparison has softpick's formula, and is of a product with what makes its score 0."""
+    scaled, sloped = modes.SCALED.value, modes.SLOPED.value
+
+    def asked_for(family, asked, *, backward=True):
+        bits = tiles.arithmetic(
+            64, family, 50.0 if asked & CAPPED else 0.0, asked, backward=backward
+        )
+        return bits & modes.COMPARED.value != 0
+
+    others = modes.NEXT.value | modes.LEARNING.value | modes.LEARNING_SLOPES.value
+    for alone in (scaled, sloped):
+        assert asked_for("softpick", alone)
+        assert asked_for("softpick", alone | others)
+        assert not asked_for("softpick", alone, backward=False)
+        assert not asked_for("softpick", alone | CAPPED)
+        for family in ("softmax", "rectified", "sigmoid"):
+            assert not asked_for(family, alone)
+    assert not asked_for("softpick", scaled | sloped)
+    assert not asked_for("softpick", 0)
