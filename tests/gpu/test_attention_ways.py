@@ -6,7 +6,7 @@ import torch
 from gpu_tensors import draw
 
 from qbench.attention import kernels, reference
-from qbench.attention.kernels import gluon_backward, gluon_ways, launch, recall
+from qbench.attention.kernels import gluon_backward, launch, recall
 from qbench.attention.kernels.settings import NONE, Parameters, Settings
 from qbench.bench.attention_checks import relative_error
 from qbench.bench.attention_timing import given
@@ -199,10 +199,3 @@ def test_flags_are_none_where_no_row_is_tiny():
     settings = Settings("softpick", 0.125, 0.0, True, 0, 512, 512)
     *_, flags = launch.forward(*inputs, None, None, NONE, settings)
     assert not flags.any()
-
-
-def test_every_way_in_the_tables_is_of_a_family_and_a_width():
-    for table in (gluon_ways.QUERIES, gluon_ways.KEYS):
-        for (_, width, _), way in table.items():
-            assert width in gluon_ways.BLOCK_Q
-            assert way.held in (0, 1, 2)

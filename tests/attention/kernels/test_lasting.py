@@ -18,6 +18,7 @@ from qbench.attention.kernels import (
     tiles,
 )
 from qbench.attention.kernels.families import FAMILIES
+from qbench.attention.kernels.gluon_family import ROWS
 
 CAPPED = modes.CAPPED.value
 PLANS = [
@@ -176,6 +177,17 @@ def test_which_ways_the_backward_kernels_go():
             assert not of(family, 128, plain).ahead
     assert gluon_ways.of_keys("rectified", 64, CAPPED).held == 1
     assert gluon_ways.of_keys("softpick", 128, modes.SCALED.value).held == 1
+
+
+def test_ways_are_of_kernels_that_there_are():
+    assert set(gluon_ways.KEYS) <= set(gluon_ways.QUERIES)  # whose keys' kernels are compiled below
+    for table in (gluon_ways.QUERIES, gluon_ways.KEYS):
+        for (family, width, _), way in table.items():
+            assert family in FAMILIES
+            assert way.held in (0, 1, 2)
+            if way.ahead:  # the tile before, this one and the next are in the ring at once
+                assert way.slots >= 3
+                assert gluon_ways.BLOCK_Q[width] == ROWS.value
 
 
 SPILLED = 150  # bytes of a thread: in softpick's keys' kernel, where scores are scaled
