@@ -30,7 +30,7 @@ class Outcome:
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Outcomes and responses of all tasks that were scored."""
-        import pandas as pd  # slow, and whoever but waits for cells starts their processes sooner
+        import pandas as pd  # slow: worker processes would start later
 
         return (
             pd.concat(self.outcomes, ignore_index=True),

@@ -1,4 +1,4 @@
-"""What the forward pass fills."""
+"""Tensors that the forward pass fills."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor
 
 
 def empty_flags(query: Tensor, key: Tensor, normalizer: str) -> Tensor:
-    """What the forward pass tells the backward one of rows of tiny scores, int32
-    [B, key heads, chunks of 64 keys], zeros; nothing [1], where the normalizer needs none."""
+    """Flags, int32 zeros [B, key heads, chunks of CHUNK keys], that the forward pass sets where a
+    row of tiny scores has a positive one; [1], not filled, where the normalizer needs none."""
     kernels = families.require(normalizer)
     if not families.FAMILIES[kernels.family].near_zero:
         return query.new_empty(1, dtype=torch.int32)

@@ -126,8 +126,8 @@ def product(a, b):
 def sloped(y, keys, own, origin, slope, level):
     """Takes slope · (own − key) + level from the scores. Both count from ``origin``, a tile's
     first key or query: so what is far, and weighs little, has the coarser differences, and one of
-    the two is the same in every tile. A row's own key has its score as it is, to the last bit:
-    some normalizers ask whether that is positive."""
+    the two is the same in every tile. Where ``level`` is 0, a row's own key has its score as it is,
+    to the last bit: some normalizers ask whether that is positive."""
     before = product((own - origin).to(tl.float32), slope) + level
     return y + (product((keys - origin).to(tl.float32), slope) - before)
 
