@@ -28,8 +28,8 @@ NO_FORMULA = tl.constexpr("this family has no formula here")
 # a polynomial for e^x − 1.
 SMALL_MAXIMUM = tl.constexpr(2.0**-11)
 
-# Keys, for each of which the forward pass says whether such a row has a positive score there: only
-# then is its weight, which is computed from the score, in need of the polynomial.
+# So many keys share a flag, which the forward pass sets where such a row has a positive score at
+# one of them: only then is a weight, computed from the score, in need of the polynomial.
 CHUNK = tl.constexpr(64)
 
 # Where lse is below this, Σ |e^x − 1| < 1: a row of few keys, or all of tiny scores. Its
