@@ -27,7 +27,7 @@ from qbench.attention.kernels.recall import Call, about, again, recalled, rememb
 from qbench.attention.kernels.relaunch import described, launch, noted, prepare_thread
 from qbench.attention.kernels.settings import Parameters, Settings, factors, kernel_modes
 from qbench.attention.kernels.tiles import Tile
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.normalizers import NORMALIZERS, Kernels
 
 try:  # Gluon is Triton's, but still experimental
     from qbench.attention.kernels import gluon_backward, gluon_forward, lasting
@@ -40,6 +40,11 @@ DECODE_PROGRAMS = 132 * 8  # keys are split until an H200 has this many programs
 
 def _blocks(length: int, size: int) -> int:
     return -(-length // size)
+
+
+def _decoded(kernels: Kernels, rows: int) -> bool:
+    """Whether so many ``rows``, of all heads that share keys, are computed as in decoding."""
+    return kernels.decode and rows <= DECODE_ROWS
 
 
 def enough() -> int | None:
@@ -102,7 +107,7 @@ def _forward(
         "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
     }  # fmt: skip
     strides = strides_of(query, key, value, output)
-    if kernels.decode and group * max_seqlen_q <= DECODE_ROWS:
+    if _decoded(kernels, group * max_seqlen_q):
         tile = tile or tiles.decode_tile(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
         pairs = sequences * kv_heads
@@ -261,6 +266,9 @@ def _backward(
         {"NEAR_ZERO": family.near_zero, "TMA": tma, "BLOCK_Q": tile.block_q, **tile.launch,
          **common},
     )  # fmt: skip
+    # Decoding is precise and sets no flags.
+    unflagged = family.near_zero and _decoded(kernels, group * max_seqlen_q)
+    precise = query.dtype == torch.float32 or unflagged
     tile = key_tile or tiles.key_tile(block(width), query.dtype)
     sources = [query, key, value, gradient]
     tma = tile.tma and tma_layout(query) and tma_layout(gradient)
@@ -273,7 +281,7 @@ def _backward(
         [*sources, lse, deltas, imprecise, dk, dv, mask, spans, slopes, s, counts],
         ((kv_heads, group), queries, keys, window, scale, gain, inner,
          strides_of(query, key, value, gradient, dk, dv), *mask_strides(mask)),
-        {"NEAR_ZERO": family.near_zero, "PRECISE": query.dtype == torch.float32, "TMA": tma,
+        {"NEAR_ZERO": family.near_zero, "PRECISE": precise, "TMA": tma,
          "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
     return dq, dk, dv, _by_head(rows), _by_head(tilts)

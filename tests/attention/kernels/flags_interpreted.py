@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from qbench.attention.kernels import launch, tiles
-from qbench.attention.kernels.settings import Parameters, Settings
+from qbench.attention import reference
+from qbench.attention.kernels import launch, operator, tiles
+from qbench.attention.kernels.settings import NONE, Parameters, Settings
 
 LENGTH, WIDTH = 192, 16
 STEEP = Parameters(slopes=torch.full((2,), 4.0))
@@ -31,6 +32,20 @@ def flags(tiny, spans=None, **tile):
     return launch.forward(*inputs, None, spans, STEEP, SETTINGS, asked)[2].tolist()[0][0]
 
 
+def few_rows(rows):
+    """Whether the gradients of values are right where all scores are tiny."""
+    query, key, value, gradient = (torch.randn(1, 1, rows, WIDTH).half() for _ in range(4))
+    query *= 2.0**-18
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    settings = SETTINGS._replace(max_seqlen_q=rows, max_seqlen_k=rows)
+    output = operator.apply(*inputs, None, None, NONE, settings)
+    (got,) = torch.autograd.grad(output, inputs[2:], gradient)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = reference.attention(*wide, normalizer="softpick", causal=True)
+    (expected,) = torch.autograd.grad(truth, wide[2:], gradient.double())
+    return float((got - expected).norm() / expected.norm()) <= 2e-3
+
+
 def cases():
     for free in (False, True):
         kind = "no running maximum" if free else "running maximum"
@@ -44,6 +59,8 @@ def cases():
     spans = torch.tensor(bounds, dtype=torch.int32)
     yield "packed", flags([100], spans), [0, 1, 1]
     yield "packed, the first sequence", flags([10], spans), [1, 0, 0]
+    yield "as few rows as in decoding", few_rows(40), True
+    yield "more rows", few_rows(80), True
 
 
 if __name__ == "__main__":
