@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import html
-import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)  # fmt: skip  # noqa: E501
+from browser import CHROMIUM, browse
 
 SCRIPT = """
-<script>
-const told = {errors: window.seen};
 const data = document.querySelector("#table-scores-points");
 const column = [...data.querySelectorAll("thead th")].findIndex(
   (head) => head.textContent.trim() === "softpick");
@@ -34,7 +28,6 @@ input.value = ""; input.dispatchEvent(new Event("input"));
 told.all = values().length;
 const colour = () => getComputedStyle(document.body).backgroundColor;
 told.theme = [colour()]; document.getElementById("theme").click(); told.theme.push(colour());
-told.page = [document.documentElement.scrollWidth, window.innerWidth];
 told.drawings = [...document.querySelectorAll("figure svg")].map((svg) => {
   const box = svg.getBoundingClientRect(), frame = svg.parentElement.getBoundingClientRect();
   return box.left >= frame.left && box.right <= frame.right && box.width > 300;
@@ -66,40 +59,14 @@ for (let text = walker.nextNode(); text; text = walker.nextNode()) {
     if (tops.size > 1) told.broken.push(word[0]);
   }
 }
-const note = document.createElement("pre"); note.id = "told";
-note.textContent = JSON.stringify(told); window.parent.document.body.append(note);
-</script>
-</body>"""
-WATCH = """<head><script>window.seen = [];
-addEventListener("error", (e) => seen.push(e.message));
-console.error = (...text) => seen.push(text.join(" "));</script>"""
-
-
-def browse(page: str, folder: Path, *, width: int) -> tuple[dict, str]:
-    """What the page's own script saw, and what the browser logged. In a frame, for windows are
-    not as narrow as a phone."""
-    watched = page.replace("<head>", WATCH, 1).replace("</body>", SCRIPT, 1)
-    path = folder / "frame.html"
-    path.write_text(
-        f'<!doctype html><meta charset="utf-8"><iframe srcdoc="{html.escape(watched)}" '
-        f'style="border:0;width:{width}px;height:900px"></iframe>'
-    )
-    run = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-         f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000",
-         "--virtual-time-budget=3000", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    found = re.search(r'<pre id="told">(.*?)</pre>', run.stdout, re.DOTALL)
-    assert found, run.stderr[-2000:]
-    return json.loads(html.unescape(found[1])), run.stderr
+"""
 
 
 @pytest.fixture(scope="module", params=[1280, 390], ids=["desk", "phone"])
 def browsed(request, page, tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("no Chromium here")
-    return browse(page, tmp_path_factory.mktemp("browser"), width=request.param)
+    return browse(page, tmp_path_factory.mktemp("browser"), width=request.param, script=SCRIPT)
 
 
 def test_a_click_sorts_and_another_turns_the_order_with_empty_cells_last(browsed):
