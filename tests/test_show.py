@@ -63,6 +63,14 @@ def test_what_was_measured_has_few_digits_and_the_units_of_the_tables():
     assert "None" in key  # a key's parts are shown as they are hashed
 
 
+def test_what_a_cell_took_is_one_word_and_one_number_in_the_list_and_on_its_own_page(capsys):
+    (own,) = re.findall(r"^  took +(\S+ s)$", show(capsys, CELL), re.MULTILINE)
+    text = show(capsys, REAL)
+    assert re.search(r"^  cell +status +precision +key +took$", text, re.MULTILINE)
+    (listed,) = re.findall(r"^  softpick/gptq-3bit +ok .* (\S+ s)$", text, re.MULTILINE)
+    assert listed == own
+
+
 def test_a_document_shows_its_requests_and_which_is_likeliest(capsys):
     text = show(capsys, CELL, "--document", "7", "--task", "arc_easy")
     assert text.startswith("arc_easy, document 7\n")

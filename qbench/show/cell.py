@@ -37,15 +37,20 @@ def cell_text(record: Record) -> str:
     return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts if text)
 
 
+def took(record: Record) -> str:
+    """From a cell's start to its end, what lies between its stages included."""
+    return f"{(record.finished - record.started).total_seconds():.1f} s"
+
+
 def _head(record: Record) -> str:
-    took = (record.finished - record.started).total_seconds()
     values = {
         "cell": record.cell,
         "status": record.status,
         "error": record.error or "",
         "method": f"{record.title}, {record.precision.name}",
         "attention": record.attention,
-        "made": f"{record.started:%Y-%m-%d %H:%M:%S %Z}, in {took:.1f} s",
+        "begun": f"{record.started:%Y-%m-%d %H:%M:%S %Z}",
+        "took": took(record),
     }
     return pairs((name, value) for name, value in values.items() if value)
 

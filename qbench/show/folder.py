@@ -7,6 +7,7 @@ from datetime import datetime
 from qbench.comparison.lines import judge
 from qbench.record import Grid
 from qbench.runs import run_id, runs
+from qbench.show.cell import took
 from qbench.show.layout import table
 from qbench.store import KEY_DIGITS, Store, read
 from qbench.text.numbers import NO_VALUE
@@ -30,8 +31,7 @@ def folder_text(store: Store) -> str:
     for cell in grid.cells:
         record = store.get(cell)
         status, reason = judge(record)
-        spent = sum(stage.seconds for stage in record.stages) if record else None
-        took = NO_VALUE if spent is None else f"{spent:.1f} s"
-        cells.append((cell.cell, status, cell.precision.name, cell.key[:KEY_DIGITS], took, reason))
+        spent = took(record) if record else NO_VALUE
+        cells.append((cell.cell, status, cell.precision.name, cell.key[:KEY_DIGITS], spent, reason))
     text += ["", table(("cell", "status", "precision", "key", "took", ""), cells)]
     return "\n".join(text)
