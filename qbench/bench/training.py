@@ -6,13 +6,11 @@ attention (see ``flops_per_token``); the share is of the GPU's measured bf16 mat
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCau
 
 from qbench.bench.training_profile import Profile, profile_step
 from qbench.errors import RecipeError
-from qbench.files import write_atomically
 from qbench.machine.environment import environment
-from qbench.text import markdown
 from qbench.training.compute import Compute
 from qbench.training.determinism import deterministic
 from qbench.training.feed import batches
@@ -81,8 +77,8 @@ class Row:
 def bench_training(
     choice: Choice, processes: Processes, *, say: Callable[[str], None]
 ) -> tuple[list[Row], list[Profile]]:
-    """Measure every shape with every contender, one after the other. Raises RecipeError for an
-    unknown one."""
+    """Measure every shape with every contender, one after the other. ``say`` gets a line as each
+    part of it begins, and one with what each row gave. Raises RecipeError for an unknown one."""
     for what, known, named in (
         ("--shape", SHAPES, choice.shapes),
         ("--attention", CONTENDERS, choice.contenders),
@@ -97,7 +93,7 @@ def bench_training(
             same = choice.compute.deterministic and contender != CUDNN
             only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()
             with deterministic(same), only:
-                row, profile = _measured(shape, contender, choice, processes)
+                row, profile = _measured(shape, contender, choice, processes, say)
             row = replace(row, deterministic=same)
             rows.append(row)
             profiles += [profile] if profile else []
@@ -109,9 +105,12 @@ def bench_training(
 
 
 def _measured(
-    name: str, contender: str, choice: Choice, processes: Processes
+    name: str, contender: str, choice: Choice, processes: Processes, say: Callable[[str], None]
 ) -> tuple[Row, Profile | None]:
     recipe = _recipe(name, choice, processes)
+    which = f"{name} {contender}"
+    begins = "compiling the step" if choice.compute.compile else "a first step"
+    say(f"{which}: {begins}, {recipe.batch.tokens:,} tokens")
     normalizer = contender.partition(",")[0]
     model, attention = initial_model(
         recipe.model, normalizer=normalizer, seed=0, device=processes.device,
@@ -131,20 +130,26 @@ def _measured(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    loss = float(step(0)[0])
+    step(0)[0].item()
     compiled = time.perf_counter() - started
+    say(f"{which}: first step {compiled:.1f} s; {WARM_UP} more before any is timed")
+    began = _now(cuda)
     for number in range(1, WARM_UP):
         step(number)
+    warm = (_now(cuda) - began) / (WARM_UP - 1)
     kernels = attention_kernels(lambda: step(WARM_UP), processes.device)
+    say(f"{which}: timing {RUNS} runs of {STEPS} steps, about {STEPS * warm:.1f} s each")
     times = []
     for number in range(WARM_UP + 1, WARM_UP + 1 + RUNS * STEPS, STEPS):
         began = _now(cuda)
         for one in range(number, number + STEPS):
             found = step(one)[0]
         times.append((_now(cuda) - began) / STEPS)
+        say(f"{which}: run {len(times)} of {RUNS}: {1000 * times[-1]:.1f} ms a step")
     loss = float(found)
     profile = None
     if choice.profile:
+        say(f"{which}: one step by kernel")
         profile = profile_step(f"{name}, {attention}", lambda: step(recipe.steps - 1), cuda=cuda)
     seconds = statistics.median(times)
     speed = recipe.batch.tokens / seconds
@@ -214,79 +219,3 @@ def _now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
-    """What was measured, in Markdown."""
-    about = environment(processes.device.type, ("triton",))
-    torchs: dict[str, float] = {}  # the faster of the two
-    for row in rows:
-        if row.attention in ("softmax/torch", "softmax/cuDNN"):
-            torchs[row.shape] = max(row.tokens_per_s, torchs.get(row.shape, 0.0))
-    lines = []
-    for row in rows:
-        hidden, layers, heads, vocabulary, context, _ = SHAPES[row.shape]
-        beside = torchs.get(row.shape)
-        lines.append(
-            [
-                f"{row.shape}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
-                f"{context:,}",
-                row.attention,
-                "yes" if row.deterministic else "no",
-                f"{row.tokens_per_s:,.0f}",
-                "–" if beside is None else f"{row.tokens_per_s / beside:.3f}",
-                "–" if row.share is None else f"{row.share:.1%}",
-                f"{row.ms:.1f}",
-                f"{row.memory_gib:.1f}",
-                f"{row.compile_s:.0f}",
-            ]
-        )
-    head = (
-        *("shape", "attention", "deterministic", "tokens/s", "× torch's best", "of peak"),
-        *("ms a step", "GiB", "first step s"),
-    )
-    ran = [f"- {row.shape}, {row.attention}: {', '.join(row.kernels)}" for row in rows]
-    return (
-        "\n".join(
-            [
-                f"# Training on {processes.count} {about.hardware}",
-                "",
-                f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
-                f"{about.versions['transformers']}; {compute.precision} passes over float32 "
-                f"weights, torch.compile: {compute.compile or 'no'}. "
-                "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
-                "matrix products and token, and 6 · layers · hidden · context for attention, of a "
-                "measured bf16 matrix product (H200: 790 TFLOP/s). "
-                f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
-                "data, forward, backward, clipping, AdamW.",
-                "",
-                markdown.table(head, lines, align="lllrrrrrr"),
-                "",
-                "Kernels of attention, as a profile of one step named them:",
-                "",
-                *ran,
-            ]
-        )
-        + "\n"
-    )
-
-
-def write(
-    out: Path, rows: list[Row], profiles: list[Profile], text: str, processes: Processes
-) -> list[Path]:
-    """JSON to ``out``, the table and the profiles beside it in Markdown."""
-    about = environment(processes.device.type, ("triton",))
-    values = {
-        "environment": about.model_dump(mode="json"),
-        "processes": processes.count,
-        "shapes": {row.shape: SHAPES[row.shape] for row in rows},
-        "rows": [asdict(row) for row in rows],
-        "profiles": [asdict(profile) for profile in profiles],
-    }
-    write_atomically(out, (json.dumps(values, indent=1) + "\n").encode())
-    written = [out]
-    if out.suffix:  # /dev/stdout has nothing beside it
-        beside = out.with_suffix(".md")
-        write_atomically(beside, text.encode())
-        written.append(beside)
-    return written

@@ -212,10 +212,9 @@ def training(
         SHAPES,
         Choice,
         bench_training,
-        table,
-        write,
     )
     from qbench.bench.training_profile import profile_table
+    from qbench.bench.training_table import table, write
     from qbench.training.processes import joined
 
     choice = Choice(

@@ -33,6 +33,44 @@ def test_every_attention_gives_a_row_beside_torchs(tiny, tmp_path, capfd):
     assert (tmp_path / "bench.md").read_text() == text.rstrip("\n") + "\n"
 
 
+def test_it_says_what_it_does_before_it_does_it(tiny, monkeypatch, capfd):
+    """Each line when as many steps were done as it says, not all at the end."""
+    taken = []
+
+    class Counted(bench.Step):
+        def __call__(self, number):
+            taken.append(number)
+            return super().__call__(number)
+
+    told = []
+    real = bench.bench_training
+
+    def listened(choice, processes, *, say):
+        return real(
+            choice, processes, say=lambda line: (told.append((len(taken), line)), say(line))
+        )
+
+    monkeypatch.setattr(bench, "Step", Counted)
+    monkeypatch.setattr(bench, "bench_training", listened)
+    assert qbench(*tiny, "--attention", "softpick", "--profile") == 0
+    steps, lines = zip(*told, strict=True)
+    assert steps == (0, 1, 5, 13, 21, 29, 29, len(taken))
+    for line, words in zip(
+        lines,
+        (
+            r"a first step, 32 tokens",
+            r"first step \d+\.\d s; 4 more before any is timed",
+            r"timing 3 runs of 8 steps, about \d+\.\d s each",
+            *(rf"run {number} of 3: \d+\.\d ms a step" for number in (1, 2, 3)),
+            r"one step by kernel",
+            r"[\d,]+ tokens/s, \d+\.\d ms",
+        ),
+        strict=True,
+    ):
+        assert re.fullmatch(f"tiny softpick: {words}", line)
+    assert capfd.readouterr().err.splitlines() == list(lines)
+
+
 def test_a_profile_names_what_took_the_time(tiny, capfd):
     assert qbench(*tiny, "--attention", "softpick", "--profile") == 0
     text = capfd.readouterr().out
