@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,8 @@ from qbench.cluster.events import Topic
 from qbench.cluster.kept import artifacts_here, rows_here, usable
 from qbench.cluster.located import WHOLE, Wanted, cache_identity, located
 from qbench.code import code_digest
-from qbench.evaluation.base_file import base_rows_file
+from qbench.evaluation.base_file import base_rows_file, checksum_file, locked
+from qbench.files import clean_temporaries, temporary
 from qbench.machine.environment import hardware, versions
 from qbench.plan import Plan
 from qbench.plugins import load, load_packages
@@ -206,27 +208,39 @@ def _take_base(base: BaseThere | None, cache: Path, wanted: list[Wanted]) -> lis
         if not (cache / base.record.target / WHOLE).is_file():
             wanted.append(base.record)
         else:
-            _link(cache / base.record.target, store.lock_file(base.cell).parent)
+            record = store.path(base.cell.cell, base.cell.key)
+            _put(cache / base.record.target, record.parent, naming=(record.name,))
     rows = base_rows_file(distributions_folder(cache), base.cell.key)
     if base.rows is None or usable(rows, base.cell.key):
         return []
     if not (cache / base.rows / WHOLE).is_file():
         return [base.rows]
-    _link(cache / base.rows, rows.parent)
+    with locked(rows):
+        _put(cache / base.rows, rows.parent, naming=(rows.name, checksum_file(rows).name))
     return []
 
 
-def _link(origin: Path, folder: Path) -> None:
+def _put(origin: Path, folder: Path, *, naming: Sequence[str]) -> None:
+    """Each file of ``origin`` into ``folder``, where others' files are, too: whole or not at all,
+    and last those whose names are ``naming``, which say what else there must be."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in origin.iterdir():
-        if path.name == WHOLE:
-            continue
-        target = folder / path.name
-        target.unlink(missing_ok=True)
+    clean_temporaries(folder)
+    names = [path.name for path in origin.iterdir() if path.name not in (WHOLE, *naming)]
+    for name in (*names, *naming):
+        making = temporary(folder / name)
+        making.unlink(missing_ok=True)
         try:
-            os.link(path, target)
-        except OSError:  # a file system without links
-            shutil.copy2(path, target)
+            _link(origin / name, making)
+            making.replace(folder / name)
+        finally:  # what is a link to the same file already is not replaced
+            making.unlink(missing_ok=True)
+
+
+def _link(origin: Path, target: Path) -> None:
+    try:
+        os.link(origin, target)
+    except OSError:  # a file system without links
+        shutil.copy2(origin, target)
 
 
 def forget(kept: list[str]) -> None:
