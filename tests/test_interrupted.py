@@ -163,7 +163,11 @@ def test_ctrl_c_twice_ends_at_once():
 
 
 def test_ctrl_c_while_a_run_starts_is_one_line_and_leaves_no_process(tmp_path):
-    path, out = small_recipe(tmp_path), tmp_path / "out"
+    settings = [
+        {"name": "rtn-4bit", "label": f"g{size}", "group_size": size} for size in (16, 32, 64)
+    ]
+    changes = {"quantizers": ["fp32", *settings], "evaluation": {"limit": 40}}
+    path, out = small_recipe(tmp_path, **changes), tmp_path / "out"
     command = [sys.executable, "-c", BEGUN, "run", path, "--out", out, "--device", "cpu",
                "--workers", "2"]  # fmt: skip
     for delay in (0.05, 0.5, 1.5, 4.0):

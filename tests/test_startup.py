@@ -153,21 +153,20 @@ def check_clock(lines):
         stages.setdefault(process, []).append(stage)
     assert seconds[0] == 0
     assert all(abs(second) < 300 for second in seconds)
-    parent, *workers = stages.values()
+    parent, *others = stages.values()
+    (template,) = [own for own in others if own[-1] == "worker processes fork"]
+    assert template[0] == "worker process imports"
+    workers = [own for own in others if own is not template]
     assert parent == [
         "recipe read", "worker processes start", "planned", "cells ended", "compared",
         "tables written", "worker processes ended",
     ]  # fmt: skip
     assert len(workers) == 2
     for worker in workers:
-        own = [
-            stage
-            for stage in worker
-            if not stage.startswith("imported ") and ": waits for " not in stage
-        ]
-        cell = own[2].partition(":")[0]
+        own = [stage for stage in worker if ": waits for " not in stage]
+        cell = own[1].partition(":")[0]
         assert own == [
-            "worker process imports", "worker process ready",
+            "worker process ready",
             *(f"{cell}: {name}" for name in ("prepare", "load", "quantize", "audit")),
             *(f"{cell}: evaluate demo_{task}" for task in ("choice", "lastword", "pages")),
             f"{cell}: write",

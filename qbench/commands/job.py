@@ -7,7 +7,6 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -202,11 +201,10 @@ def _processes(
         yield None
         return
     from qbench.running.executors import Processes
-    from qbench.running.warm_up import warm_up
+    from qbench.running.warm_up import first
 
     mark("worker processes start")
-    first = partial(warm_up, device)
-    executor = Processes(slots, device=device, first=first, at_most=at_most, idle_ends=True)
+    executor = Processes(slots, device=device, first=first(device), at_most=at_most, idle_ends=True)
     try:
         yield executor
     finally:

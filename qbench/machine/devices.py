@@ -18,6 +18,7 @@ from qbench.errors import RecipeError, UnavailableError
 DRIVER = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 NAME_BYTES = 256
 CAPABILITY = (75, 76)  # attributes of a device: major and minor
 
@@ -62,6 +63,14 @@ def cuda_problem() -> str | None:
     if major < int(build.partition(".")[0]):
         return f"the driver knows CUDA {major}.{minor}, PyTorch is built for {build}; update it"
     return None
+
+
+def driver_has_started() -> bool:
+    """Whether this process has started the CUDA driver. No fork of it could use a GPU then."""
+    try:
+        return _driver().cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED
+    except OSError:
+        return False
 
 
 def device_count() -> int:

@@ -125,7 +125,8 @@ class Relay:
         who send have not ended then."""
         for reader in self._readers if kind is None else ():
             reader.join(SECONDS_TO_SETTLE)
-        self._closed = True
+        with self._lock:  # from now on nothing is passed on: the sink may be closed next
+            self._closed = True
         with contextlib.suppress(OSError):  # wakes the thread that accepts
             Client(self.address.socket).close()
         self._accepting.join(SECONDS_TO_SETTLE)
@@ -159,6 +160,8 @@ class Relay:
                 while True:
                     message = connection.recv()
                     with self._lock:
+                        if self._closed:
+                            return
                         self._pass_on(begun, *message)
             except LOST:
                 pass  # the cell has ended, or its process has
@@ -166,7 +169,8 @@ class Relay:
             for cell in begun:
                 self._at_work.discard(cell)
                 self._lost[cell] = frozenset(self._at_work)
-                self._sink.end(cell)
+                if not self._closed:
+                    self._sink.end(cell)
             self._changed.notify_all()
 
     def _pass_on(self, begun: set[str], method: str, *arguments: object) -> None:

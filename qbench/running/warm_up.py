@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from types import ModuleType
 from qbench.machine.clock import mark
 from qbench.machine.installed import packages_distributions
 from qbench.machine.quiet import redirected
+from qbench.running.workers import First
 
 MODULES = (
     "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
@@ -39,20 +41,35 @@ IMPORTERS = (
 )  # fmt: skip
 
 
+def first(device: str) -> First:
+    """What a worker process on ``device``, cpu or cuda, does before its first cell."""
+    return First(partial(warm_up, device), import_all, partial(start_gpu, device))
+
+
 def warm_up(device: str) -> None:
     """Import what a cell needs, while its plan is still made."""
-    mark("worker process imports")
     if device == "cuda":
         threading.Thread(target=make_context, daemon=True).start()
+    import_all()
+    start_gpu(device)
+
+
+def import_all() -> None:
+    """Starts no GPU."""
+    mark("worker process imports")
     with redirected(Path(os.devnull)), for_good():
         with _left_aside():
             _import(IMPORTERS)
         _import(MODULES)
-        if device == "cuda":
-            with contextlib.suppress(Exception):
-                import torch
 
-                torch.zeros(1, device=device)
+
+def start_gpu(device: str) -> None:
+    """Have PyTorch take up its GPU, where it has one."""
+    if device == "cuda":
+        with redirected(Path(os.devnull)), contextlib.suppress(Exception):
+            import torch
+
+            torch.zeros(1, device=device)
     mark("worker process ready")
 
 

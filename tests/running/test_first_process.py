@@ -16,6 +16,7 @@ from qbench.commands.job import Job, first_process, placed
 from qbench.errors import UnavailableError
 from qbench.machine import devices
 from qbench.running.executors import Processes
+from qbench.running.workers import First
 
 HERE = {"gpus": None, "workers": None, "own": None}
 
@@ -33,15 +34,15 @@ def gpu(monkeypatch):
 def test_as_many_processes_as_cells_and_the_first_of_them_at_once(cells, processes):
     with first_process("auto", None, **HERE) as first:
         assert len(first._slots) == 1
-        assert len(first._slots[0]._context.started) == 1
+        assert len(first.workers()) == 1
         job = Job(recipe=None, out=Path("out"), device="cuda")
         with placed(job, "auto", None, **HERE, cells=cells, first=first) as place:
             assert place.executor is first
             assert place.at_once == len(first._slots) == processes
-            started = [one for slot in first._slots for one in slot._context.started]
+            started = first.workers()
             place.end()
         assert len(started) == processes
-    assert not any(one.is_alive() for one in started)
+    assert all(one.ended(0) for one in started)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -88,7 +89,7 @@ def test_a_driver_without_a_gpu_leaves_no_process(monkeypatch):
 
 def test_processes_begin_while_their_parent_is_busy(tmp_path):
     """As with planning: what a process is sent after its start waits for the parent's turn."""
-    first = partial(Path.touch, tmp_path / "begun")
+    first = First(partial(Path.touch, tmp_path / "begun"))
     executor = Processes([0], device="cpu", first=first)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(100)  # this thread alone, for as long as it computes
@@ -103,7 +104,7 @@ def test_processes_begin_while_their_parent_is_busy(tmp_path):
 
 
 def test_processes_that_come_later_share_the_cores():
-    executor = Processes([0], device="cpu", first=os.getpid, at_most=2)
+    executor = Processes([0], device="cpu", first=First(os.getpid), at_most=2)
     executor.start([0])
     with executor:
         threads = [executor.submit(os.getenv, "OMP_NUM_THREADS") for _ in range(2)]

@@ -48,11 +48,11 @@ def process_of(executor, earlier):
     found: list[int] = []
 
     def started():
-        found[:] = [one.pid for one in executor._slots[0]._context.started if one.pid]
-        return bool(found) and found[0] not in earlier
+        found[:] = [one.pid for one in executor.workers() if one.pid]
+        return bool(found) and found[-1] not in earlier
 
     wait_until(started)
-    return found[0]
+    return found[-1]
 
 
 def wait_until(condition):
@@ -91,12 +91,12 @@ def test_processes_that_are_told_to_end_do_so_beside_other_work():
     executor = Processes([0, 0], device="cpu")
     calls = [executor.submit(time.sleep, 0) for _ in range(2)]
     assert [call.result(timeout=PATIENCE) for call in calls] == [None, None]
-    started = [process for slot in executor._slots for process in slot._context.started]
+    started = executor.workers()
     begun = time.monotonic()
     executor.terminate()
     assert time.monotonic() - begun < 1
     executor.shutdown(cancel_futures=True)
-    assert not any(process.is_alive() for process in started)
+    assert all(process.ended(0) for process in started)
     with pytest.raises((BrokenExecutor, RuntimeError)):
         executor.submit(os.getpid).result(timeout=PATIENCE)
 
@@ -113,14 +113,8 @@ def test_a_process_that_nothing_is_left_for_ends_while_others_work(tmp_path, idl
     try:
         long = executor.submit(until, tmp_path / "go")
         short = executor.submit(os.getpid).result(timeout=PATIENCE)
-        (idle,) = (
-            process
-            for slot in executor._slots
-            for process in (*slot.ending, *slot._context.started)
-            if process.pid == short
-        )
-        idle.join(PATIENCE if idle_ends else 0.2)
-        assert idle.is_alive() != idle_ends
+        (idle,) = (process for process in executor.workers() if process.pid == short)
+        assert idle.ended(PATIENCE if idle_ends else 0.2) == idle_ends
         assert not long.done()
         # one that comes nevertheless has a process, and who waits for nobody keeps his
         later = executor.submit(os.getpid).result(timeout=PATIENCE)
@@ -131,11 +125,7 @@ def test_a_process_that_nothing_is_left_for_ends_while_others_work(tmp_path, idl
         assert kept in again
     finally:
         executor.shutdown(cancel_futures=True)
-    assert not any(
-        process.is_alive()
-        for slot in executor._slots
-        for process in (*slot.ending, *slot._context.started)
-    )
+    assert all(process.ended(0) for process in executor.workers())
 
 
 def test_no_process_ends_that_a_waiting_call_can_have():
@@ -152,17 +142,14 @@ def _slowly():
     return os.getpid()
 
 
-def test_where_no_room_is_left_for_another_process_the_idle_one_stays(tmp_path, monkeypatch):
-    """What its call gave is not lost, and it takes the next one."""
-    executor = Processes([0, 0], device="cpu", idle_ends=True)
+def test_where_no_process_can_be_started_the_call_breaks_and_a_later_one_runs(monkeypatch):
+    executor = Processes([0], device="cpu")
     try:
-        long = executor.submit(until, tmp_path / "go")
         with monkeypatch.context() as full:
-            full.setattr(executors, "ProcessPoolExecutor", _no_room)
-            short = executor.submit(os.getpid).result(timeout=PATIENCE)
-        assert executor.submit(os.getpid).result(timeout=PATIENCE) == short
-        (tmp_path / "go").touch()
-        long.result(timeout=PATIENCE)
+            full.setattr(executors, "spawned", _no_room)
+            with pytest.raises(BrokenExecutor, match="cannot be started: Too many open files"):
+                executor.submit(os.getpid).result(timeout=PATIENCE)
+        assert executor.submit(os.getpid).result(timeout=PATIENCE) != os.getpid()
     finally:
         executor.shutdown(cancel_futures=True)
 

@@ -6,6 +6,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -75,3 +78,44 @@ def test_where_nobody_listens_any_more_nothing_is_said():
         sender = relay.address.open()
     sender.begin("a/b")
     sender.end("a/b")
+
+
+class Closed(Silent):
+    """As a terminal that is closed once the run has broken off."""
+
+    def __init__(self):
+        self.heard, self.closed, self.late = threading.Event(), False, []
+
+    def step(self, *message):
+        if self.closed:
+            self.late.append(message)
+        self.heard.set()
+
+    def end(self, cell):
+        if self.closed:
+            self.late.append(cell)
+
+
+def test_where_a_run_breaks_off_nothing_is_passed_on_afterwards():
+    """Cells that are still at work talk on, for as long as their processes are there."""
+    sink, talks = Closed(), True
+
+    def talk(address):
+        sender = address.open()
+        sender.begin("a/b")
+        while talks:
+            sender.step("a/b", "step")
+        sender.close()
+
+    with suppress(KeyboardInterrupt), Relay(sink) as relay:
+        talking = threading.Thread(target=talk, args=(relay.address,))
+        talking.start()
+        assert sink.heard.wait(60)
+        raise KeyboardInterrupt
+    sink.closed = True
+    time.sleep(0.2)
+    talks = False
+    talking.join()
+    for reader in relay._readers:
+        reader.join(60)
+    assert sink.late == []
