@@ -9,6 +9,9 @@ overflows nor loses bits for scores of any trained model, so the sums need no re
 softpick score costs half the instructions. Afterwards each block checks its sums; one that did
 leave the safe range is computed again with the running maximum. ε then stands beside Σ |e^x − 1|
 instead of its e^−m-fold, which changes the denominator by at most 1e-6 of itself.
+
+With MEND, which is for FREE, a block with rows of tiny scores is not computed again where the sums
+of these rows are right: see :mod:`qbench.attention.kernels.mending`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from qbench.attention.kernels.family import (
     visible,
     wide,
 )
+from qbench.attention.kernels.mending import mended, set_flags
 from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
 from qbench.attention.kernels.scores import (
     head_factor,
@@ -83,9 +87,7 @@ def sweep(
             scores = tl.where(seen, scores, masked_score(FAMILY))
         if tiny is not None:  # noqa: SIM102 (one is known at compile time)
             if tl.max((tiny[:, None] & (scores > 0)).to(tl.int32)) > 0:
-                last = tl.minimum(start + BLOCK_K, stop_k) - 1
-                for i in tl.static_range((BLOCK_K - 1) // CHUNK + 2):
-                    tl.store(flags + tl.minimum(start + i * CHUNK, last) // CHUNK, 1)
+                set_flags(flags, start, stop_k, BLOCK_K)
         if SUMLESS & MODES:
             # Two together are held above −63; what is not seen gives 0.
             above = sigmoid(scores, FUSED, 0 if MASKED else MODES)
@@ -129,9 +131,9 @@ def forward_kernel(
     head_counts, queries, keys, window, scale, inner, strides, mask_b, mask_h, mask_t, mask_k,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr, SKIP: tl.constexpr,
-    TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    MEND: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
@@ -211,6 +213,8 @@ def forward_kernel(
             CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K,
             HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
+    if MEND:
+        earlier = tl.max(maximum, 1)  # [BLOCK_Q], before the last tiles
     acc, total, maximum = sweep(
         acc, total, maximum, None, None, q, rows, whole_end, end, k_source, v_source, mask, unit,
         shaping,
@@ -234,6 +238,8 @@ def forward_kernel(
             chunks = tl.cdiv(keys, CHUNK)
             flags = imprecise + (wide(batch) * (heads // group) + head // group) * chunks
         if FREE:
+            if MEND:  # the sums of other rows are right
+                again = again & (total < (end - begin).to(tl.float32) * SMALL_MAXIMUM)
             again = again | lost_bits(total, FAMILY)
         if tl.max((again & (rows < stop_q)).to(tl.int32)) > 0:
             acc, total, maximum = sweep(
@@ -247,6 +253,13 @@ def forward_kernel(
 
         elif FREE:
             maximum = tl.zeros([BLOCK_Q], tl.float32)
+            if MEND:
+                acc = mended(
+                    acc, tiny, earlier, flags, q, rows, begin, whole_end, end, k_source, v_source,
+                    mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
+                    FAMILY, MODES, CAUSAL, WINDOW, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D,
+                    V_HEAD_DIM, BLOCK_DV,
+                )  # fmt: skip
     sink = sink_of(head, sinks, MODES)
     # [BLOCK_Q, BLOCK_DV], [BLOCK_Q]
     out, lse = finish(acc, total, maximum, sink, FAMILY, MODES)

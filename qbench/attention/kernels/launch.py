@@ -164,6 +164,7 @@ def _forward(
         {"PRECISE": query.dtype == torch.float32, "NEAR_ZERO": family.near_zero,
          "FREE": tile.free and kernels.family != "sigmoid", "TMA": tma,
          "FUSED": fused(query), "SKIP": tile.skip and skippable,
+         "MEND": tile.mend and family.near_zero and window == 0 and mask is None,
          "BLOCK_Q": tile.block_q, **tile.launch, **common},
     )  # fmt: skip
     return output, lse, imprecise

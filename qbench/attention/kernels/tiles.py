@@ -37,6 +37,8 @@ class Tile:
     ``registers``: at most so many a thread, so that more programs share a multiprocessor. With
     fewer than it would take, the assembler waits for each matrix product before the next.
     ``free``: no running maximum, see :mod:`qbench.attention.kernels.forward`; for bf16 only.
+    ``mend``: of ``free``, see :mod:`qbench.attention.kernels.mending`; not with windows or masks,
+    where a kernel would take so many registers that fewer programs share a multiprocessor.
     ``gluon``: by :mod:`qbench.attention.kernels.gluon_forward`, for the cases that it fits.
     ``lasting``: by :mod:`qbench.attention.kernels.lasting`, for the cases that it fits."""
 
@@ -48,6 +50,7 @@ class Tile:
     skip: bool = False
     registers: int | None = None
     free: bool = False
+    mend: bool = False
     gluon: bool = False
     lasting: Lasting | None = None
 
@@ -74,6 +77,11 @@ LASTING = {
 COSTLY = modes.CAPPED.value | modes.SLOPED.value | modes.BIASED.value
 
 
+# By family, head dimension and how scores are shaped, the bits of modes.RESHAPED: where rows of
+# tiny scores are mended, in bf16. Not measured yet.
+MENDED: set[tuple[str, int, int]] = set()
+
+
 def forward_tile(width: int, dtype: torch.dtype, family: str, asked: int = 0) -> Tile:
     """``width``: head dimension rounded up to a power of two; ``asked``: bits of modes.py."""
     if dtype == torch.float32:
@@ -85,7 +93,8 @@ def forward_tile(width: int, dtype: torch.dtype, family: str, asked: int = 0) ->
         gluon = width == 128 and asked & modes.CAPPED.value == 0
         lasting = LASTING.get(width) if free and asked & modes.CAPPED.value else None
         return Tile(
-            block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free, gluon=gluon,
+            block_q=rows, block_k=64, warps=4, stages=3, tma=True, free=free,
+            mend=free and (family, width, asked & modes.RESHAPED.value) in MENDED, gluon=gluon,
             lasting=lasting,
         )  # fmt: skip
     return Tile(block_q=128, block_k=64, warps=8, stages=2, tma=True, free=free)

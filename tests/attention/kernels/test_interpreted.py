@@ -12,6 +12,7 @@ LIMIT = 1e-5  # relative, float32 against the float64 reference
         ("interpreted.py", "model operators refusals", 1 + 3 + 5),
         ("repeated.py", "", 7),
         ("flags_interpreted.py", "", 13),
+        ("mended_interpreted.py", "", 12),
     ],
 )
 def test_kernels_in_the_interpreter_equal_the_reference(script, groups, count):
