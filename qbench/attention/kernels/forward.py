@@ -35,13 +35,15 @@ from qbench.attention.kernels.family import (
     wide,
 )
 from qbench.attention.kernels.mending import mended, set_flags
-from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
+from qbench.attention.kernels.modes import SCALED, SHAPED, SHARED, SUMLESS
 from qbench.attention.kernels.scores import (
     head_factor,
     log2_length,
     row_factor,
     row_level,
     row_scores,
+    shared_places,
+    shared_scores,
     sink_of,
     slope_of,
 )
@@ -51,7 +53,7 @@ from qbench.attention.kernels.sigmoid import sigmoid
 @triton.jit
 def sweep(
     acc, total, maximum, tiny, flags, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
-    k_strides, v_strides, mask_strides, index, limits,
+    places, k_strides, v_strides, mask_strides, index, limits,
     FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, FREE: tl.constexpr, NEAR_ZERO: tl.constexpr, PRECISE: tl.constexpr,
     SKIP: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -63,7 +65,7 @@ def sweep(
     and key head. ``limits``: see :func:`qbench.attention.kernels.family.visible`. ``shaping``:
     what scores.row_scores takes after the positions; ``scale`` is 1 where it has been applied.
     ``flags``: of each CHUNK of keys, set where one of the rows that are ``tiny`` has a positive
-    score there; both may be None."""
+    score there; both may be None. ``places`` [BLOCK_Q] or None: scores.shared_places."""
     batch, head, kv_head = index
     gain, inner, slope, level = shaping
     stop_k = limits[1]
@@ -74,7 +76,9 @@ def sweep(
         )  # fmt: skip
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        if SHAPED & MODES:
+        if places is not None:
+            scores = shared_scores(scores, keys[None, :], places[:, None], start, gain, slope)
+        elif SHAPED & MODES:
             own = rows[:, None] + limits[2]
             scores = row_scores(
                 scores, keys[None, :], own, start, gain, inner, slope, level, MODES, FUSED
@@ -192,6 +196,9 @@ def forward_kernel(
     if SHAPED & MODES:
         unit = 1.0
 
+    places = None
+    if SHARED & MODES and FREE and CAUSAL:
+        places = shared_places(first + shift, BLOCK_Q)  # [BLOCK_Q]
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     if FREE:
         total = tl.zeros([BLOCK_Q, 8], tl.float32)
@@ -202,23 +209,22 @@ def forward_kernel(
     if WINDOW:
         acc, total, maximum = sweep(
             acc, total, maximum, None, None, q, rows, begin, whole_begin, k_source, v_source, mask,
-            unit, shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES, CAUSAL,
-            WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K, HEAD_DIM,
-            BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            unit, shaping, places, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES,
+            CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K,
+            HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     if mask is None:
         acc, total, maximum = sweep(
             acc, total, maximum, None, None, q, rows, whole_begin, whole_end, k_source, v_source,
-            mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits, FAMILY, MODES,
-            CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q, BLOCK_K,
-            HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            mask, unit, shaping, places, k_strides, v_strides, mask_strides, index, limits, FAMILY,
+            MODES, CAUSAL, WINDOW, False, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED, BLOCK_Q,
+            BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
         )  # fmt: skip
     if MEND:
         earlier = tl.max(maximum, 1)  # [BLOCK_Q], before the last tiles
     acc, total, maximum = sweep(
         acc, total, maximum, None, None, q, rows, whole_end, end, k_source, v_source, mask, unit,
-        shaping,
-        k_strides, v_strides, mask_strides, index, limits,
+        shaping, places, k_strides, v_strides, mask_strides, index, limits,
         FAMILY, MODES, CAUSAL, WINDOW, True, FREE, NEAR_ZERO, PRECISE, SKIP, TMA, FUSED,
         BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
     )  # fmt: skip
@@ -245,7 +251,7 @@ def forward_kernel(
             acc, total, maximum = sweep(
                 tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
                 tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32), tiny, flags,
-                q, rows, begin, end, k_source, v_source, mask, unit, shaping,
+                q, rows, begin, end, k_source, v_source, mask, unit, shaping, None,
                 k_strides, v_strides, mask_strides, index, limits,
                 FAMILY, MODES, CAUSAL, WINDOW, True, False, NEAR_ZERO, True, False, TMA, FUSED,
                 BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
@@ -253,6 +259,8 @@ def forward_kernel(
 
         elif FREE:
             maximum = tl.zeros([BLOCK_Q], tl.float32)
+            if places is not None:
+                maximum = (places - rows - shift).to(tl.float32) * slope
             if MEND:
                 acc = mended(
                     acc, tiny, earlier, flags, q, rows, begin, whole_end, end, k_source, v_source,

@@ -18,6 +18,7 @@ LEARNING_SLOPES = tl.constexpr(512)  # the backward pass gives the gradient of t
 NEAR = tl.constexpr(1024)  # of CAPPED: so wide a cap that nearly all scores are well inside it
 RARE = tl.constexpr(2048)  # of sigmoid's: reciprocals where they are needed, see sigmoid.py
 COMPARED = tl.constexpr(4096)  # of softpick's scores the backward pass asks which are positive
+SHARED = tl.constexpr(8192)  # of SLOPED: rows of a warp take a key's distance from one place
 
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
 SHAPED = tl.constexpr(15)  # or BIASED

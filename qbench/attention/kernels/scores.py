@@ -133,6 +133,23 @@ def sloped(y, keys, own, origin, slope, level):
 
 
 @triton.jit
+def shared_places(first, BLOCK_Q: tl.constexpr):
+    """Of rows that stand at ``first`` and after, the key row from which a row's slope counts, with
+    SHARED: one for each 16 rows, of which a thread has two, in their middle. A weight without a
+    running maximum then is 2^(slope · (own − place)) times what it would be, of which each row's
+    sum has the same factor: up to 2^±12 with a slope of 1."""
+    return first + tl.arange(0, BLOCK_Q) // 16 * 16 + 8
+
+
+@triton.jit
+def shared_scores(products, keys, places, origin, gain, slope):
+    """Scores with slopes from ``places``: what is added to the products is the same for both rows
+    of a thread. Not for families that ask for a score's sign: here a row's own key is rounded."""
+    before = (places - origin).to(tl.float32) * slope
+    return products * gain + ((keys - origin).to(tl.float32) * slope - before)
+
+
+@triton.jit
 def capped(products, inner, factor, MODES: tl.constexpr, FAST: tl.constexpr):
     """``factor`` times the tanh of ``inner`` times the products."""
     if FAST and NEAR & MODES:

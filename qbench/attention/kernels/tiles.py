@@ -116,6 +116,10 @@ POLYNOMIALS: set[tuple[bool, bool]] = {(True, False)}
 # within a third of them; beyond the second the coefficients' powers would leave float32.
 WIDE_CAPS = (15.0, 1e4)
 
+# By head dimension: where softmax's forward pass takes slopes from places that rows share. Not
+# measured yet.
+SHARED: set[int] = set()
+
 
 def arithmetic(width: int, family: str, softcap: float, asked: int, *, backward: bool) -> int:
     """Bits of modes.py that change how numbers are computed, not which; ``softcap``: 0 for none;
@@ -128,6 +132,8 @@ def arithmetic(width: int, family: str, softcap: float, asked: int, *, backward:
         if place in POLYNOMIALS and WIDE_CAPS[0] <= softcap <= WIDE_CAPS[1] and not near_zero:
             bits |= modes.NEAR.value
     reshaped = asked & modes.RESHAPED.value
+    if not backward and family == "softmax" and reshaped == modes.SLOPED.value and width in SHARED:
+        bits |= modes.SHARED.value
     alone = reshaped in (modes.SCALED.value, modes.SLOPED.value)
     if backward and family == "softpick" and alone:  # the Gluon kernels compare with its formula
         bits |= modes.COMPARED.value

@@ -13,6 +13,7 @@ LIMIT = 1e-5  # relative, float32 against the float64 reference
         ("repeated.py", "", 7),
         ("flags_interpreted.py", "", 13),
         ("mended_interpreted.py", "", 12),
+        ("slopes_interpreted.py", "", 16),
     ],
 )
 def test_kernels_in_the_interpreter_equal_the_reference(script, groups, count):
