@@ -79,10 +79,10 @@ def sweep(
         if places is not None:
             scores = shared_scores(scores, keys[None, :], places[:, None], start, gain, slope)
         elif SHAPED & MODES:
-            own = rows[:, None] + limits[2]
-            scores = row_scores(
-                scores, keys[None, :], own, start, gain, inner, slope, level, MODES, FUSED
-            )
+            # From the tile's first key: what slopes take from keys is the same in all tiles.
+            ahead = tl.arange(0, BLOCK_K)[None, :]
+            own = rows[:, None] + (limits[2] - start)
+            scores = row_scores(scores, ahead, own, 0, gain, inner, slope, level, MODES, FUSED)
         if MASKED:
             seen = visible(  # [BLOCK_Q, BLOCK_K]
                 rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head,
