@@ -63,10 +63,11 @@ def backward(
         ((heads, group, length), scales, (output.stride()[:3], dq.stride()[:3])),
         of_queries | fixed,
     )  # fmt: skip
-    if block_q != 64:
-        sources[0] = described(of_rows, query, block_q)
-        sources[3] = described(of_rows, gradient, block_q)
-    sources.append(described(_stats_descriptor, stats, 4 * block_q))
+    loaded = 2 * block_q if of_keys["AHEAD"] == "pairs" else block_q
+    if loaded != 64:
+        sources[0] = described(of_rows, query, loaded)
+        sources[3] = described(of_rows, gradient, loaded)
+    sources.append(described(_stats_descriptor, stats, 4 * loaded))
     for precise in (False, True) if near_zero else (False,):
         launch(
             key_kernel, (length // 128, batch * kv_heads), device,

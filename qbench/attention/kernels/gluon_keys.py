@@ -22,20 +22,20 @@ from qbench.attention.kernels.gluon_family import (
     turned,
 )
 from qbench.attention.kernels.gluon_keys_ahead import ahead_keys
+from qbench.attention.kernels.gluon_keys_pairs import pairs_of_keys
 from qbench.attention.kernels.gluon_weights import tile_weights, weighed_gradients
 from qbench.attention.kernels.modes import SCALED
 from qbench.attention.kernels.scores import head_factor, slope_of
 
 
 @gluon.jit
-def key_loader(
-    sources, own, ring, here, sizes, BLOCK_Q: gl.constexpr
-):  # fmt: skip
+def key_loader(sources, own, ring, here, sizes):
     q_source, k_source, v_source, g_source, stat_source = sources
     q_tiles, g_tiles, stat_tiles, ready, free = ring
     kv_heads, group, length = sizes
     stages: gl.constexpr = q_tiles.shape[0]
-    nbytes: gl.constexpr = q_source.block_type.nbytes + g_source.block_type.nbytes + 16 * BLOCK_Q
+    loaded: gl.constexpr = q_source.block_type.shape[2]
+    nbytes: gl.constexpr = q_source.block_type.nbytes + g_source.block_type.nbytes + 16 * loaded
     tile = 0
     pair = gl.program_id(1)
     first = gl.program_id(0) * BLOCK
@@ -48,7 +48,7 @@ def key_loader(
         tma.async_copy_global_to_shared(v_source, at, here, own.index(2 * i + 1))
     for member in range(group):
         row_offset = (pair * group + member) * length
-        for row in range(length - BLOCK_Q, first - 1, -BLOCK_Q):
+        for row in range(length - loaded, first - 1, -loaded):
             slot = tile % stages
             mbarrier.wait(free.index(slot), (tile // stages & 1) ^ 1)
             bar = ready.index(slot)
@@ -119,13 +119,17 @@ def key_rows(
     mbarrier.wait(here, 0)
     k = flat(own, index * 2)
     v = flat(own, index * 2 + 1)
-    if HELD > 0:
+    if HELD == 0.5:
+        half: gl.constexpr = HEAD_DIM // 2
+        k = (k.slice(0, half, dim=1).load(left), k.slice(half, half, dim=1))
+    elif HELD > 0:
         k = k.load(left)
     if HELD > 1:
         v = v.load(left)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
-    whole = (length - first - ROWS) // BLOCK_Q
+    loaded: gl.constexpr = q_tiles.shape[3]
+    whole = (length - first - ROWS) // loaded
     for member in range(group):
         head = pair % kv_heads * group + member
         slope = slope_of(head, slopes, MODES)
@@ -134,12 +138,18 @@ def key_rows(
             shaping = (1.0, inner, slope / score_scale, sign)
         else:
             shaping = (score_scale, inner, slope, sign)
-        if AHEAD:
-            dk, dv = ahead_keys(
-                dk, dv, k, v, tile, whole, first, length, ring, shaping, index,
-                FAMILY, MODES, PRECISE, BLOCK_Q,
+        if AHEAD == "pairs":
+            dk, dv = pairs_of_keys(
+                dk, dv, k, v, tile, whole, first, length, ring, shaping,
+                FAMILY, MODES, PRECISE, HELD, BLOCK_Q,
             )  # fmt: skip
             tile += whole + 1
+        elif AHEAD:
+            dk, dv = ahead_keys(
+                dk, dv, k, v, tile, whole, first, length, ring, shaping, index,
+                FAMILY, MODES, PRECISE, HELD, BLOCK_Q,
+            )  # fmt: skip
+            tile += whole + ROWS // BLOCK_Q
         else:
             ds = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
             for i in range(whole):
@@ -162,7 +172,7 @@ def key_rows(
             dk = warpgroup_mma_wait(0, [dk])
             mbarrier.arrive(free.index(slot), count=1)
         if index == 1:  # the other group's last tiles
-            for _ in gl.static_range(ROWS // BLOCK_Q):
+            for _ in gl.static_range(ROWS // loaded):
                 mbarrier.wait(ready.index(tile % stages), tile // stages & 1)
                 mbarrier.arrive(free.index(tile % stages), count=1)
                 tile += 1
@@ -191,14 +201,15 @@ def key_kernel(
         gl.static_assert(BLOCK == 2 * CHUNK)
         if ((gl.load(flags) | gl.load(flags + 1)) != 0) != PRECISE:
             return
+    loaded: gl.constexpr = q_source.block_type.shape[2]  # queries of a slot
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], k_source.layout)
     q_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, 1, 1, BLOCK_Q, HEAD_DIM], q_source.layout
+        gl.bfloat16, [STAGES, 1, 1, loaded, HEAD_DIM], q_source.layout
     )
     g_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, 1, 1, BLOCK_Q, HEAD_DIM], g_source.layout
+        gl.bfloat16, [STAGES, 1, 1, loaded, HEAD_DIM], g_source.layout
     )
-    stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BLOCK_Q], stat_source.layout)
+    stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * loaded], stat_source.layout)
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -214,7 +225,7 @@ def key_kernel(
              FAMILY, MODES, PRECISE, HELD, BLOCK_Q, AHEAD)),
             (key_rows, (own, ring, here, (slopes, s), dk_out, dv_out, 1, sizes, scales, strides,
              FAMILY, MODES, PRECISE, HELD, BLOCK_Q, AHEAD)),
-            (key_loader, (sources, own, ring, here, sizes, BLOCK_Q)),
+            (key_loader, (sources, own, ring, here, sizes)),
         ],
         [4, 1],
         [240, 24],

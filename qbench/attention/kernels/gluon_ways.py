@@ -3,7 +3,7 @@ measured on an H200; fixed, so that nothing is tuned while it runs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from qbench.attention.kernels import modes
 from qbench.attention.kernels.families import FAMILIES
@@ -13,12 +13,14 @@ BLOCK_Q = {64: 64, 128: 32}  # by head dimension, queries a tile of the keys' ke
 
 
 class Way(NamedTuple):
-    """``slots`` of the pipeline; how many of the two operands that stay are ``held`` in registers;
-    ``ahead``: with the sweep of gluon_ahead.py or of gluon_keys_ahead.py."""
+    """``slots`` of the pipeline; how many of the two operands that stay are ``held`` in registers,
+    0.5: half of the keys, which the keys' kernel can if ``ahead``. ``ahead``: with the sweep of
+    gluon_ahead.py or of gluon_keys_ahead.py, or if "scores" that of gluon_scores_ahead.py, if
+    "pairs" that of gluon_keys_pairs.py, whose slots have two tiles each."""
 
     slots: int
-    held: int
-    ahead: bool = False
+    held: float
+    ahead: bool | Literal["scores", "scores late", "pairs"] = False
 
 
 # By family, head dimension and how scores are shaped, the bits of modes.RESHAPED.
@@ -43,6 +45,25 @@ KEYS: dict[tuple[str, int, int], Way] = {
     ("softpick", 64, SCALED): Way(6, 0, ahead=True),
     ("softpick", 64, CAPPED): Way(4, 0, ahead=True),
     ("softpick", 64, SLOPED): Way(4, 2),
+}
+
+# Not in use, as they were not timed on a GPU: by name, entries of QUERIES and of KEYS. Those for
+# which the assembler has too few registers are left out: ALiBi's, scalable-softpick's in pairs.
+Ways = dict[tuple[str, int, int], Way]
+WIDE = [(family, 128, shape) for family in FAMILIES for shape in (PLAIN, CAPPED)]
+WIDE += [("softmax", 128, SCALED), ("softpick", 128, SCALED)]
+CANDIDATES: dict[str, tuple[Ways, Ways]] = {
+    "keys ahead": ({}, {place: Way(4, 0.5, ahead=True) for place in WIDE}),
+    "pairs": ({}, {place: Way(4, 0.5, ahead="pairs") for place in WIDE[:-1]}),
+    "scores": ({place: Way(4, 1, ahead="scores") for place in WIDE}, {}),
+    "scores late": (
+        {
+            (family, width, shape): Way(4, 0 if shape == CAPPED else 1, ahead="scores late")
+            for family, width, shape in WIDE
+            if family in ("softmax", "sigmoid")
+        },
+        {},
+    ),
 }
 
 

@@ -181,13 +181,20 @@ def test_which_ways_the_backward_kernels_go():
 
 def test_ways_are_of_kernels_that_there_are():
     assert set(gluon_ways.KEYS) <= set(gluon_ways.QUERIES)  # whose keys' kernels are compiled below
-    for table in (gluon_ways.QUERIES, gluon_ways.KEYS):
-        for (family, width, _), way in table.items():
+    for queries, keys in ((gluon_ways.QUERIES, gluon_ways.KEYS), *gluon_ways.CANDIDATES.values()):
+        for (family, *_), way in (*queries.items(), *keys.items()):
             assert family in FAMILIES
-            assert way.held in (0, 1, 2)
+            assert way.held in (0, 0.5, 1, 2)
             if way.ahead:  # the tile before, this one and the next are in the ring at once
                 assert way.slots >= 3
-                assert gluon_ways.BLOCK_Q[width] == ROWS.value
+        for way in queries.values():
+            assert way.held != 0.5
+            assert way.ahead in (True, False, "scores", "scores late")
+        for (_, width, _), way in keys.items():
+            assert way.held != 0.5 or way.ahead
+            assert way.ahead in (True, False, "pairs")
+            if way.ahead == "pairs":
+                assert 2 * gluon_ways.BLOCK_Q[width] == ROWS.value
 
 
 SPILLED = 150  # bytes of a thread: in softpick's keys' kernel, where scores are scaled
