@@ -212,12 +212,12 @@ CAPPED_AND_PLAIN = [
 
 
 @pytest.mark.usefixtures("ways")
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("scores", [0.01, 0.3, 3.0, "some far"])
+@pytest.mark.parametrize("length", [128, 384, 640])
+@pytest.mark.parametrize("scores", [0.01, 3.0, "some far"])
 @pytest.mark.parametrize(("normalizer", "shape"), CAPPED_AND_PLAIN)
 def test_wide_heads_by_ways_not_in_use(normalizer, shape, scores, length):
     errors = compared(normalizer, shape, 128, length, scores=scores, kv_heads=2)
-    assert max(errors) <= (1e-2 if scores in (0.3, 3.0) else 3e-2), errors
+    assert max(errors) <= (1e-2 if scores == 3.0 else 3e-2), errors
 
 
 @pytest.mark.usefixtures("ways")
