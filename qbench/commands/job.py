@@ -104,7 +104,7 @@ def placed(
             yield Place(job=job, executor=executor, description=f"executor {own}")
         return
     if cluster is None:
-        slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU)[:cells]
+        slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU, at_most=cells)
         if first is not None:
             first.start(slots[1:])
         with contextlib.nullcontext(first) if first else _processes(slots, job.device) as executor:
@@ -158,7 +158,7 @@ def local_slots(
     if count is not None and workers is not None:
         raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
     over = "all" if device == "cuda" and gpus is None else gpus
-    return gpu_slots(over, workers or count, device, CELLS_A_GPU)[: count or cells]
+    return gpu_slots(over, workers or count, device, CELLS_A_GPU, at_most=count or cells)
 
 
 @contextlib.contextmanager

@@ -124,20 +124,34 @@ def torch_cuda() -> str | None:
     return stated[1] if stated else None
 
 
-def gpu_slots(gpus: str | None, workers: int | None, device: str, cells_a_gpu: int) -> list[int]:
-    """The GPU of each worker process; an empty list means one cell at a time in this process.
+def gpu_slots(
+    gpus: str | None,
+    workers: int | None,
+    device: str,
+    cells_a_gpu: int,
+    *,
+    at_most: int | None = None,
+) -> list[int]:
+    """The GPU of each worker process, of ``at_most`` so many; an empty list means one cell at a
+    time in this process.
 
-    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there.
+    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there. What
+    takes longest begins first, on the first GPUs; so those that are left over, fewer than there
+    are GPUs, go to the last ones.
     """
     if device == "cpu":
         if gpus is not None:
             raise RecipeError(f"--gpus {gpus}: this run computes on the CPU; leave --gpus out")
-        return [0] * workers if workers and workers > 1 else []
+        return [0] * min(workers, at_most or workers) if workers and workers > 1 else []
     present = device_count()
     if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
         raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
     wanted = present if gpus == "all" else int(gpus or 1)
-    return [gpu for _ in range(workers or cells_a_gpu) for gpu in range(wanted)]
+    slots = [gpu for _ in range(workers or cells_a_gpu) for gpu in range(wanted)]
+    if at_most is None or at_most >= len(slots):
+        return slots
+    left = at_most % wanted if at_most > wanted else 0
+    return slots[: at_most - left] + [wanted - 1 - i for i in range(left)]
 
 
 def gpu_of_environment(index: int) -> str:

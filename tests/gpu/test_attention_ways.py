@@ -6,7 +6,7 @@ import torch
 from gpu_tensors import draw
 
 from qbench.attention import kernels, reference
-from qbench.attention.kernels import gluon_backward, gluon_ways, launch, recall
+from qbench.attention.kernels import gluon_backward, launch, recall
 from qbench.attention.kernels.settings import NONE, Parameters, Settings
 from qbench.bench.attention_checks import relative_error
 from qbench.bench.attention_timing import given
@@ -33,19 +33,6 @@ def _always(monkeypatch):
     recall.forget()
     yield
     recall.forget()
-
-
-@pytest.fixture(params=[*gluon_ways.CANDIDATES, "pairs and scores", "ahead and late"])
-def ways(request, monkeypatch):
-    """Ways that are not in use."""
-    both = {
-        "pairs and scores": ("pairs", "scores"),
-        "ahead and late": ("keys ahead", "scores late"),
-    }
-    for name in both.get(request.param, (request.param,)):
-        queries, keys = gluon_ways.CANDIDATES[name]
-        monkeypatch.setattr(gluon_ways, "QUERIES", gluon_ways.QUERIES | queries)
-        monkeypatch.setattr(gluon_ways, "KEYS", gluon_ways.KEYS | keys)
 
 
 def gradients(attend, inputs, gradient, parameters, **settings):
@@ -204,36 +191,6 @@ def test_values_gradients_of_tiny_rows_keep_their_digits(width, by, monkeypatch)
     got, truth = (tensor[:, :, ::5].double() for tensor in found[3])
     rows = (got - truth).norm(dim=-1) / truth.norm(dim=-1)
     assert float(rows.quantile(0.9)) <= 1e-2
-
-
-CAPPED_AND_PLAIN = [
-    (normalizer, shape) for normalizer in NORMALIZERS for shape in ("plain", "soft cap")
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("ways")
-@pytest.mark.parametrize("length", [128, 384, 640])
-@pytest.mark.parametrize("scores", [0.01, 3.0, "some far"])
-@pytest.mark.parametrize(("normalizer", "shape"), CAPPED_AND_PLAIN)
-def test_wide_heads_by_ways_not_in_use(normalizer, shape, scores, length):
-    errors = compared(normalizer, shape, 128, length, scores=scores, kv_heads=2)
-    assert max(errors) <= (1e-2 if scores == 3.0 else 3e-2), errors
-
-
-@pytest.mark.usefixtures("ways")
-@pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize(("normalizer", "shape"), CAPPED_AND_PLAIN)
-def test_wide_heads_that_share_keys_by_ways_not_in_use(normalizer, shape, kv_heads):
-    trained = shape == "plain"
-    errors = compared(normalizer, shape, 128, 640, kv_heads=kv_heads, trained=trained)
-    assert max(errors[:4]) <= 1e-2, errors
-    assert max(errors[4:], default=0.0) <= 5e-2, errors
-
-
-@pytest.mark.usefixtures("ways")
-@pytest.mark.parametrize(("normalizer", "shape"), CAPPED_AND_PLAIN)
-def test_wide_heads_give_the_same_bits_by_ways_not_in_use(normalizer, shape):
-    test_many_tiles_give_the_same_bits_in_every_run(normalizer, shape, 128)
 
 
 def test_flags_are_none_where_no_row_is_tiny():

@@ -107,6 +107,19 @@ def test_worker_processes_are_spread_over_gpus(monkeypatch, gpus, workers, devic
     assert devices.gpu_slots(gpus, workers, device, 3) == slots
 
 
+@pytest.mark.parametrize(
+    ("cells", "slots"),
+    [
+        (1, [0]), (3, [0, 1, 2]), (4, [0, 1, 2, 2]), (5, [0, 1, 2, 2, 1]),
+        (6, [0, 1, 2, 0, 1, 2]), (7, [0, 1, 2, 0, 1, 2]),
+    ],
+)  # fmt: skip
+def test_processes_that_are_left_over_go_to_the_last_gpus(monkeypatch, cells, slots):
+    """What takes longest begins first, on the first ones."""
+    monkeypatch.setattr(devices, "device_count", lambda: 3)
+    assert devices.gpu_slots("all", 2, "cuda", 3, at_most=cells) == slots
+
+
 @pytest.mark.parametrize("gpus", ["0", "4", "x", "-1"])
 def test_gpus_that_are_not_there_are_refused(monkeypatch, gpus):
     monkeypatch.setattr(devices, "device_count", lambda: 3)

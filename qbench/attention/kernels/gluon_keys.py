@@ -147,9 +147,9 @@ def key_rows(
         elif AHEAD:
             dk, dv = ahead_keys(
                 dk, dv, k, v, tile, whole, first, length, ring, shaping, index,
-                FAMILY, MODES, PRECISE, HELD, BLOCK_Q,
+                FAMILY, MODES, PRECISE, BLOCK_Q,
             )  # fmt: skip
-            tile += whole + ROWS // BLOCK_Q
+            tile += whole + 1
         else:
             ds = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
             for i in range(whole):

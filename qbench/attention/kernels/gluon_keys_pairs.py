@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qbench.attention.kernels.gluon_family import ROWS, flat
-from qbench.attention.kernels.gluon_keys_ahead import product_of
 from qbench.attention.kernels.gluon_weights import tile_weights, weighed_gradients
 
 
@@ -21,6 +20,20 @@ from qbench.attention.kernels.gluon_weights import tile_weights, weighed_gradien
 def half_of(tiles, slot, half, BLOCK_Q: gl.constexpr):
     """One of the two tiles [BLOCK_Q, HEAD_DIM] of a slot; 1: of the later queries."""
     return flat(tiles, slot).slice(half * BLOCK_Q, BLOCK_Q, dim=0)
+
+
+@gluon.jit
+def product_of(k, q, zero, HELD: gl.constexpr):
+    """Asks for k · q [ROWS, BLOCK_Q]; ``q``: [HEAD_DIM, BLOCK_Q]. Of k half the columns are in
+    registers and half in shared memory where HELD is 0.5."""
+    if HELD == 0.5:
+        half: gl.constexpr = q.shape[0] // 2
+        early = q.slice(0, half, dim=0)
+        s = warpgroup_mma(k[0], early, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(k[1], q.slice(half, half, dim=0), s, is_async=True)
+    else:
+        s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    return s
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ from qbench.attention.kernels.gluon_family import (
     turned,
 )
 from qbench.attention.kernels.gluon_gradients import tile_gradients
-from qbench.attention.kernels.gluon_scores_ahead import scores_sweep
 from qbench.attention.kernels.modes import (
     BIASED,
     COMPARED,
@@ -205,12 +204,7 @@ def query_rows(
     sums = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     tilts = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     of_rows = (lse, delta, factor, sign_level(head_scale, MODES))
-    if AHEAD == "scores" or AHEAD == "scores late":
-        dq, sums, tilts = scores_sweep(
-            dq, sums, tilts, q, g, of_rows, first, last, skipped, ring, shaping, index,
-            FAMILY, MODES, AHEAD == "scores late",
-        )  # fmt: skip
-    elif AHEAD:
+    if AHEAD:
         dq, sums, tilts = ahead_sweep(
             dq, sums, tilts, q, g, of_rows, first, last, skipped, ring, shaping, index,
             FAMILY, MODES,
@@ -263,7 +257,7 @@ def query_kernel(
     heads, how many share a key head, length; ``scales``: of dq, in log2 units of the scores, and
     before a soft cap's tanh; ``row_gradients``, ``row_tilts``, ``sinks``, ``slopes``, ``s``: as in
     backward_queries.py; ``strides``: of batch row, head and row, of output and dq. HELD: how many
-    of q and dO are kept in registers. AHEAD: see gluon_ways.py. The ring is a pipeline's tiles in
+    of q and dO are kept in registers. AHEAD: see gluon_ahead.py. The ring is a pipeline's tiles in
     shared memory, with barriers that say which are ready and which are free."""
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
     k_tiles = gl.allocate_shared_memory(

@@ -14,13 +14,13 @@ BLOCK_Q = {64: 64, 128: 32}  # by head dimension, queries a tile of the keys' ke
 
 class Way(NamedTuple):
     """``slots`` of the pipeline; how many of the two operands that stay are ``held`` in registers,
-    0.5: half of the keys, which the keys' kernel can if ``ahead``. ``ahead``: with the sweep of
-    gluon_ahead.py or of gluon_keys_ahead.py, or if "scores" that of gluon_scores_ahead.py, if
-    "pairs" that of gluon_keys_pairs.py, whose slots have two tiles each."""
+    0.5: half of the keys, which is for "pairs". ``ahead``: with the sweep of gluon_ahead.py or of
+    gluon_keys_ahead.py, or if "pairs" that of gluon_keys_pairs.py, whose slots have two tiles
+    each."""
 
     slots: int
     held: float
-    ahead: bool | Literal["scores", "scores late", "pairs"] = False
+    ahead: bool | Literal["pairs"] = False
 
 
 # By family, head dimension and how scores are shaped, the bits of modes.RESHAPED.
@@ -45,25 +45,15 @@ KEYS: dict[tuple[str, int, int], Way] = {
     ("softpick", 64, SCALED): Way(6, 0, ahead=True),
     ("softpick", 64, CAPPED): Way(4, 0, ahead=True),
     ("softpick", 64, SLOPED): Way(4, 2),
-}
-
-# Not in use, as they were not timed on a GPU: by name, entries of QUERIES and of KEYS. Those for
-# which the assembler has too few registers are left out: ALiBi's, scalable-softpick's in pairs.
-Ways = dict[tuple[str, int, int], Way]
-WIDE = [(family, 128, shape) for family in FAMILIES for shape in (PLAIN, CAPPED)]
-WIDE += [("softmax", 128, SCALED), ("softpick", 128, SCALED)]
-CANDIDATES: dict[str, tuple[Ways, Ways]] = {
-    "keys ahead": ({}, {place: Way(4, 0.5, ahead=True) for place in WIDE}),
-    "pairs": ({}, {place: Way(4, 0.5, ahead="pairs") for place in WIDE[:-1]}),
-    "scores": ({place: Way(4, 1, ahead="scores") for place in WIDE}, {}),
-    "scores late": (
-        {
-            (family, width, shape): Way(4, 0 if shape == CAPPED else 1, ahead="scores late")
-            for family, width, shape in WIDE
-            if family in ("softmax", "sigmoid")
-        },
-        {},
-    ),
+    ("softmax", 128, PLAIN): Way(4, 0.5, ahead="pairs"),
+    ("softmax", 128, SCALED): Way(4, 0.5, ahead="pairs"),
+    ("softmax", 128, CAPPED): Way(4, 0.5, ahead="pairs"),
+    ("softmax", 128, SLOPED): Way(4, 0.5, ahead="pairs"),
+    ("softpick", 128, PLAIN): Way(4, 0.5, ahead="pairs"),
+    ("softpick", 128, SCALED): Way(4, 0.5, ahead="pairs"),
+    ("rectified", 128, PLAIN): Way(4, 0.5, ahead="pairs"),
+    ("sigmoid", 128, CAPPED): Way(4, 0.5, ahead="pairs"),
+    ("sigmoid", 128, SLOPED): Way(4, 0.5, ahead="pairs"),
 }
 
 

@@ -98,7 +98,7 @@ def kernels():
         launch._forward(query, key, value, None, None, NONE, settings("softmax", width, 50.0))
         yield f"soft cap {width}"
     gluon_backward.ENOUGH = 0
-    for family, width, shape in gluon_ways.QUERIES:
+    for family, width, shape in {**gluon_ways.QUERIES, **gluon_ways.KEYS}:
         prefix, parameters, softcap = SHAPES[shape]
         query, key, value, gradient = inputs(width)
         output, lse = launch.empty_output(query, value, covered=True)

@@ -173,28 +173,32 @@ def test_which_ways_the_backward_kernels_go():
         assert of("softmax", 64, plain | learning) == of("softmax", 64, plain)
         assert of("softmax", 64, sloped | modes.LEARNING_SLOPES.value) == of("softmax", 64, sloped)
         assert not of("sigmoid", 64, modes.BIASED.value | modes.SUMLESS.value).ahead
-        for family in FAMILIES:
-            assert not of(family, 128, plain).ahead
+    for family in FAMILIES:
+        assert not gluon_ways.of_queries(family, 128, plain).ahead
+    assert gluon_ways.of_keys("softpick", 128, plain).ahead == "pairs"
+    assert not gluon_ways.of_keys("sigmoid", 128, modes.SUMLESS.value).ahead
     assert gluon_ways.of_keys("rectified", 64, CAPPED).held == 1
-    assert gluon_ways.of_keys("softpick", 128, modes.SCALED.value).held == 1
+    assert gluon_ways.of_keys("softpick", 128, sloped).held == 1
 
 
 def test_ways_are_of_kernels_that_there_are():
-    assert set(gluon_ways.KEYS) <= set(gluon_ways.QUERIES)  # whose keys' kernels are compiled below
-    for queries, keys in ((gluon_ways.QUERIES, gluon_ways.KEYS), *gluon_ways.CANDIDATES.values()):
-        for (family, *_), way in (*queries.items(), *keys.items()):
+    for table in (gluon_ways.QUERIES, gluon_ways.KEYS):
+        for (family, *_), way in table.items():
             assert family in FAMILIES
             assert way.held in (0, 0.5, 1, 2)
             if way.ahead:  # the tile before, this one and the next are in the ring at once
                 assert way.slots >= 3
-        for way in queries.values():
-            assert way.held != 0.5
-            assert way.ahead in (True, False, "scores", "scores late")
-        for (_, width, _), way in keys.items():
-            assert way.held != 0.5 or way.ahead
-            assert way.ahead in (True, False, "pairs")
-            if way.ahead == "pairs":
-                assert 2 * gluon_ways.BLOCK_Q[width] == ROWS.value
+    for (_, width, _), way in gluon_ways.QUERIES.items():
+        assert way.held != 0.5
+        assert way.ahead != "pairs"
+        assert width == 64 or not way.ahead
+    for (_, width, _), way in gluon_ways.KEYS.items():
+        assert (way.held == 0.5) == (way.ahead == "pairs")
+        if way.ahead:
+            queries = (
+                2 * gluon_ways.BLOCK_Q[width] if way.held == 0.5 else gluon_ways.BLOCK_Q[width]
+            )
+            assert queries == ROWS.value
 
 
 SPILLED = 150  # bytes of a thread: in softpick's keys' kernel, where scores are scaled
@@ -204,7 +208,7 @@ SPILLED = 150  # bytes of a thread: in softpick's keys' kernel, where scores are
 def test_the_kernels_compile_for_hopper_and_no_product_waits_for_another():
     lines = lines_of("compiled.py")
     names = {line[0] for line in lines}
-    assert len(names) == len(tiles.LASTING) + len(gluon_ways.QUERIES)
+    assert len(names) == len(tiles.LASTING) + len({**gluon_ways.QUERIES, **gluon_ways.KEYS})
     assert [line for line in lines if line[4] != "False"] == []
     # The second of softpick's keys' kernels is for few blocks.
     usual = [line for line in lines if line[5] != "precise"]
