@@ -21,6 +21,7 @@ LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖
 
 
 OF_PARAMETERS = 5  # times the limit: sums of both signs over all rows
+SIGNS = 2  # draws that say how large such a sum usually is
 LONG = 2048  # queries
 NEAR_ZERO = 1e-6  # of scores of standard deviation 1, in float32
 ATTEMPTS = 200
@@ -177,12 +178,30 @@ def errors(case: Case, normalizer: str, dtype: torch.dtype, seed: int) -> dict[s
     }
     truth = reference.attention(*wide, parameters=parameters, **settings)
     sources = [*wide, *(parameters[name] for name in learned)]
-    truths = (truth, *torch.autograd.grad(truth, sources, gradient.double()))
+    truths = (truth, *torch.autograd.grad(truth, sources, gradient.double(), retain_graph=True))
+    least = [0.0] * 4 + usual_sizes(truth, sources[3:], gradient.double(), generator)
     names = ("output", "query gradient", "key gradient", "value gradient")
     names += tuple(f"gradient of {name}" for name in learned)
     if keys == 1:  # the weight of a single key does not depend on its score: only rounding is left
-        got, truths, names = got[::3], truths[::3], names[::3]
-    return {name: relative_error(a, b) for name, a, b in zip(names, got, truths, strict=True)}
+        got, truths, names, least = got[::3], truths[::3], names[::3], least[::3]
+    found = zip(names, got, truths, least, strict=True)
+    return {name: relative_error(a, b, least=size) for name, a, b, size in found}
+
+
+def usual_sizes(
+    output: Tensor, parameters: list[Tensor], gradient: Tensor, generator: torch.Generator
+) -> list[float]:
+    """How large the gradients of ``parameters`` usually are (the root of the mean of ‖·‖²) when
+    every row of ``gradient`` [B, H, T, D] gets a sign of its own by ``generator``. A sum over rows
+    that happens to be next to nothing has the rounding of one that is not."""
+    squares = [0.0] * len(parameters)
+    for _ in range(SIGNS if parameters else 0):
+        rows = torch.rand(gradient.shape[:3], device=gradient.device, generator=generator)
+        signs = torch.where(rows < 0.5, -1.0, 1.0)[..., None]
+        found = torch.autograd.grad(output, parameters, gradient * signs, retain_graph=True)
+        for i, one in enumerate(found):
+            squares[i] += one.double().norm().item() ** 2
+    return [(total / SIGNS) ** 0.5 for total in squares]
 
 
 def _draw(case: Case, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
@@ -204,9 +223,10 @@ def _clear_of_zero(query: Tensor, key: Tensor, case: Case) -> bool:
     return bool(scores.abs().min() * query.shape[3] ** -0.5 > NEAR_ZERO * case.scores)
 
 
-def relative_error(got: Tensor, truth: Tensor) -> float:
-    """‖got − truth‖ / ‖truth‖; infinite where anything is not finite."""
+def relative_error(got: Tensor, truth: Tensor, *, least: float = 0.0) -> float:
+    """‖got − truth‖ / ‖truth‖, or of ``least`` where that is more; infinite where anything is not
+    finite."""
     if not got.isfinite().all():
         return float("inf")
-    norm = truth.double().norm().clamp(min=1e-30)
+    norm = truth.double().norm().clamp(min=max(least, 1e-30))
     return ((got.double() - truth.double()).norm() / norm).item()

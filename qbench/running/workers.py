@@ -75,7 +75,7 @@ class Worker:
         return True
 
     def call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What ``fn`` returns there, or raises. Raises BrokenExecutor where the process has died."""
+        """What ``fn`` returns there, or raises. Raises BrokenExecutor where the process died."""
         request = pickle.dumps((fn, args, kwargs))
         try:
             self._connection.send_bytes(request)

@@ -11,7 +11,16 @@ import torch
 from qbench.attention.kernels.families import computed
 from qbench.bench import attention_checks
 from qbench.bench.attention import bench_attention, table
-from qbench.bench.attention_checks import CASES, LIMITS, QUICK, check_kernels, checks, errors
+from qbench.bench.attention_checks import (
+    CASES,
+    LIMITS,
+    QUICK,
+    check_kernels,
+    checks,
+    errors,
+    relative_error,
+    usual_sizes,
+)
 from qbench.bench.attention_prefill import (
     CUDNN,
     FLASH,
@@ -187,3 +196,23 @@ def test_torchs_compiler_keeps_kernels_where_triton_does(monkeypatch, named):
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
     assert triton_cache_dir(0) == before
+
+
+def test_a_sum_that_happens_to_be_nothing_is_held_to_what_it_usually_is():
+    """Rounding of 1 in 700 rows' sum of both signs is no wrong gradient where the sum is 0."""
+    torch.manual_seed(0)
+    rows = torch.randn(2, 350, dtype=torch.float64)
+    rows = torch.cat([rows, -rows], dim=1)  # what each row adds, by head
+    scale = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    output = (rows * scale[:, None])[None, :, :, None]
+    gradient = torch.ones(1, 2, 700, 1, dtype=torch.float64)
+    (truth,) = torch.autograd.grad(output, [scale], gradient, retain_graph=True)
+    assert truth.norm() < 1e-12
+    (size,) = usual_sizes(output, [scale], gradient, torch.Generator().manual_seed(0))
+    expected = float(rows.square().sum().sqrt())
+    assert expected / 3 < size < expected * 3
+    off = truth + torch.tensor([0.1, 0.0])
+    assert relative_error(off, truth) > 1
+    assert relative_error(off, truth, least=size) < 0.01
+    assert relative_error(off + size, truth, least=size) > 1
+    assert usual_sizes(output, [], gradient, torch.Generator()) == []
