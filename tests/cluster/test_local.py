@@ -18,7 +18,7 @@ from qbench.machine import devices
     ("cluster", "gpus", "workers", "device", "slots"),
     [
         ("local:2", None, None, "cuda", [0, 1]),
-        ("local:5", None, None, "cuda", [0, 1, 2, 0, 1]),
+        ("local:5", None, None, "cuda", [0, 1, 2, 2, 1]),
         ("local:3", "1", None, "cuda", [0, 0, 0]),
         ("local", None, None, "cuda", [0, 1, 2] * 3),
         ("local", "2", 1, "cuda", [0, 1]),

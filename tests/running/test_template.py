@@ -179,14 +179,14 @@ def multiply():
     """Products and sums that PyTorch computes with several threads."""
     import torch
 
+    torch.set_num_threads(2)
     torch.manual_seed(0)
     a = torch.randn(600, 600)
-    return torch.get_num_threads(), float((a @ a).sum() + a.exp().sum())
+    return float((a @ a).sum() + a.exp().sum())
 
 
-def test_forks_compute_with_several_threads_and_to_the_same_bits(monkeypatch):
+def test_forks_compute_with_several_threads_and_to_the_same_bits():
     """A fork of a process whose OpenMP has threads already would wait for ever."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     found = []
     for slots in ([0], [0, 0]):
         executor = Processes(slots, device="cpu", first=First(share_torch, share_torch, arrive))
@@ -196,7 +196,6 @@ def test_forks_compute_with_several_threads_and_to_the_same_bits(monkeypatch):
         finally:
             executor.shutdown(cancel_futures=True)
     assert len(set(found)) == 1
-    assert found[0][0] == 2
 
 
 SCRIPT = """
