@@ -48,7 +48,8 @@ class Processes(Executor):
 
     ``slots`` holds the GPU of each process; on the CPU its numbers play no part. Every process
     starts now and does ``first``; where there is none, it starts with its first call. Several that
-    start at once are forked from one that has done what they share. There will be ``at_most``
+    start at once are forked from one that has done what they share, and end if that is killed.
+    There will be ``at_most``
     processes, which share the cores (None: as many as ``slots``).
 
     With ``idle_ends`` a process ends once no call is left for it while others are at work: a GPU

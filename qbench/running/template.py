@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from multiprocessing import get_context, parent_process
@@ -53,9 +55,11 @@ class Template:
         return Worker(Connection(ours.detach()))
 
     def lives(self) -> bool:
-        """False where it has ended, too, by a moment ago."""
-        self.process.join(SECONDS_TO_SETTLE)
-        return self.process.is_alive()
+        """False where it has ended, too, by a moment ago. Of its end of the requests: several
+        threads that ask the system for the process itself take each other's answer."""
+        look = select.poll()
+        look.register(self._requests, 0)
+        return not look.poll(SECONDS_TO_SETTLE * 1000)
 
     def terminate(self) -> None:
         """All its workers end with it."""
@@ -68,7 +72,17 @@ class Template:
 
 
 def _serve(requests: socket.socket, settings: Settings) -> None:
-    settings.settle()
+    """Whatever happens, it ends at once: nobody is to wait for an answer that never comes."""
+    try:
+        _serve_until_the_end(requests, settings)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve_until_the_end(requests: socket.socket, settings: Settings) -> None:
+    settings.divide_cores()
     first = settings.first
     assert first is not None
     assert first.shared is not None
@@ -76,7 +90,9 @@ def _serve(requests: socket.socket, settings: Settings) -> None:
         first.shared()
     if driver_has_started():
         mark("an import has started the GPU's driver: each worker process imports by itself")
-        os._exit(0)
+        return
+    # Python warns of threads, which may hold a lock: those here are of libraries that see to it
+    warnings.filterwarnings("ignore", r".*fork\(\) may lead to deadlocks", DeprecationWarning)
     mark("worker processes fork")
     context, parent = get_context("fork"), parent_process()
     assert parent is not None
@@ -85,26 +101,33 @@ def _serve(requests: socket.socket, settings: Settings) -> None:
         wait([requests, parent.sentinel, *(child.sentinel for child in children)])
         children = [child for child in children if child.is_alive()]  # frees those that ended
         if wait([parent.sentinel], 0):
-            os._exit(0)
+            return
         if not wait([requests], 0):
             continue
         request, descriptors, _, _ = socket.recv_fds(requests, LONGEST, 1)
         if not request:  # the other end is closed
-            os._exit(0)
-        (descriptor,) = descriptors
+            return
+        if not descriptors:  # too many open files: its worker is seen to be dead
+            continue
         gpu = None if request == b"None" else int(request)
-        child = context.Process(target=_forked, args=(requests, descriptor, gpu, settings))
-        with warnings.catch_warnings():
-            # of threads, which may hold a lock: those here are of libraries that see to it
-            warnings.simplefilter("ignore", DeprecationWarning)
+        arguments = (requests, descriptors[0], gpu, settings)
+        child = context.Process(target=_forked, args=arguments)
+        try:
             child.start()
-        os.close(descriptor)
-        children.append(child)
+            children.append(child)
+        except OSError:  # no room: its worker is seen to be dead
+            pass
+        finally:
+            os.close(descriptors[0])
 
 
 def _forked(requests: socket.socket, descriptor: int, gpu: int | None, settings: Settings) -> None:
     end_with_template()
     requests.close()
+    os.set_inheritable(descriptor, False)
+    settings.load_plugins()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # else all forks would draw the same
     assert settings.first is not None
     work(Connection(descriptor), gpu, settings.first.forked)
 

@@ -26,7 +26,7 @@ from qbench.machine.devices import VISIBLE, gpu_of_environment
 from qbench.machine.interrupt import interrupts_blocked
 from qbench.plugins import Plugin, load, load_packages
 
-SECONDS_TO_END = 2.0  # that a worker process has after SIGTERM
+SECONDS_TO_END = 2.0  # that a worker process has to be gone once it was told to end
 THREADS = "OMP_NUM_THREADS"
 GONE = (EOFError, OSError)
 
@@ -48,12 +48,15 @@ class Settings:
     plugins: tuple[Plugin, ...]
     first: First | None
 
-    def settle(self) -> None:
-        """In a process that was just started, before anything imports torch."""
+    def divide_cores(self) -> None:
+        """In a process that was just started, before anything imports torch, which reads it.
+        Threads that wait for a core slow all of them down."""
+        os.environ.setdefault(THREADS, str(self.threads))
+
+    def load_plugins(self) -> None:
+        """In each worker process by itself: who knows what they start."""
         load(self.plugins)
         load_packages()
-        # threads that wait for a core slow all of them down; read when torch is imported
-        os.environ.setdefault(THREADS, str(self.threads))
 
 
 class Worker:
@@ -123,7 +126,8 @@ def spawned(settings: Settings, gpu: int | None) -> Worker:
 
 
 def _work_alone(connection: Connection, settings: Settings, gpu: int | None) -> None:
-    settings.settle()
+    settings.load_plugins()
+    settings.divide_cores()
     work(connection, gpu, settings.first.alone if settings.first else None)
 
 

@@ -1,7 +1,7 @@
 """A process that is killed at any moment breaks its own call, and nobody waits for it.
 
 No lock is shared that it could take with it: progress has a connection for each cell, and each
-process a pool, with its queues, of its own.
+process a connection of its own.
 """
 
 from __future__ import annotations

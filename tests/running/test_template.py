@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from qbench import plugins
 from qbench.running import template
 from qbench.running.executors import Processes
 from qbench.running.template import FORKS
@@ -196,6 +197,85 @@ def test_forks_compute_with_several_threads_and_to_the_same_bits():
         finally:
             executor.shutdown(cancel_futures=True)
     assert len(set(found)) == 1
+
+
+PLUGIN = """
+import torch
+TABLE = float((torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum())
+"""
+
+
+def test_a_plugin_that_computes_when_it_is_imported_stops_no_fork(tmp_path, monkeypatch):
+    """Each worker imports it by itself: a fork of OpenMP's threads would wait for ever."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(plugins, "_loaded", {})
+    path = tmp_path / "computes_at_once.py"
+    path.write_text(PLUGIN)
+    plugins.load_file(path)
+    executor = Processes([0, 0], device="cpu", first=First(share_torch, share_torch, arrive))
+    try:
+        calls = [executor.submit(multiply) for _ in range(2)]
+        assert len({call.result(timeout=PATIENCE) for call in calls}) == 1
+    finally:
+        executor.shutdown(cancel_futures=True)
+        sys.modules.pop("qbench_plugin_computes_at_once", None)
+
+
+def fail_to_fork():
+    real, left = os.fork, [2]
+
+    def fork():
+        left[0] -= 1
+        if left[0] == -1:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return real()
+
+    os.fork = fork
+
+
+def test_a_fork_that_fails_breaks_its_call_alone():
+    executor = Processes([0, 0], device="cpu", first=First(alone, fail_to_fork, arrive))
+    try:
+        before = both(executor)
+        os.kill(before[0]["pid"], signal.SIGKILL)
+        wait_for(lambda: not there(before[0]["pid"]))
+        ended = [outcome(executor.submit(told, 0.5)) for _ in range(2)]
+        assert sum(isinstance(one, BrokenExecutor) for one in ended) == 1
+        assert {found["shared"] for found in both(executor)} == {before[0]["shared"]}
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def test_where_the_template_has_ended_no_call_of_many_breaks():
+    for _ in range(3):
+        executor = Processes([0] * 6, device="cpu", first=First(alone, start_the_driver, arrive))
+        try:
+            calls = [executor.submit(told) for _ in range(6)]
+            assert not [one for one in map(outcome, calls) if isinstance(one, BrokenExecutor)]
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def draw():
+    import numpy as np
+
+    time.sleep(0.5)
+    return float(np.random.random())
+
+
+def share_numpy():
+    import numpy as np
+
+    np.random.seed()
+
+
+def test_forks_draw_each_for_itself():
+    executor = Processes([0, 0], device="cpu", first=First(alone, share_numpy, arrive))
+    try:
+        calls = [executor.submit(draw) for _ in range(2)]
+        assert len({call.result(timeout=PATIENCE) for call in calls}) == 2
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 SCRIPT = """
