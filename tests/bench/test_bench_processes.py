@@ -78,7 +78,8 @@ def test_an_error_or_an_interrupt_leaves_no_process(body, error, words):
     with pytest.raises(error, match=words):
         run()
     assert set(active_children()) <= before
-    assert all(call.exception(timeout=PATIENCE) is not None for call in waiting)
+    for call in waiting:  # one that no thread had taken up is cancelled
+        assert call.cancelled() or call.exception(timeout=PATIENCE) is not None
     assert time.monotonic() - begun < PATIENCE
 
 
