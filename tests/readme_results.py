@@ -1,4 +1,5 @@
-"""README, and what results it names, as the tests of its numbers read them."""
+"""The pages of findings and speed, and what results they name, as the tests of their numbers
+read them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import pandas as pd
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+FINDINGS = (ROOT / "docs" / "findings.md").read_text()
+SPEED = (ROOT / "docs" / "speed.md").read_text()
 RESULTS = ROOT / "results"
 TASKS = {
     "WikiText": ("wikitext [test_document_level]", "Word Perplexity ↓"),
@@ -22,9 +24,9 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
 
 
-def part(begin: str, end: str) -> str:
-    start = README.index(begin)
-    return README[start : README.index(end, start)]
+def part(begin: str, end: str, page: str = FINDINGS) -> str:
+    start = page.index(begin)
+    return page[start : page.index(end, start)]
 
 
 def differences(folder: str) -> pd.DataFrame:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qbench"
 NAMED = re.compile(r"`([a-z_]+(?:/|\.py))`")
-LAYOUT = {"README.md": "## Layout", "docs/architecture.md": "## Rooms"}
+LAYOUT = {"docs/architecture.md": "## Rooms"}
 
 
 def named(document: str) -> set[str]:

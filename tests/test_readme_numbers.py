@@ -1,4 +1,4 @@
-"""Every number of README's tables of real results stands in the files that it names."""
+"""Every number on the pages of findings and speed stands in the files that it names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pandas as pd
 import pytest
-from readme_results import README, RESULTS, TASKS, differences, divergences, part, rows
+from readme_results import FINDINGS, RESULTS, SPEED, TASKS, differences, divergences, part, rows
 
 METHODS = {"bf16": "BNB", "bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ"}
 # README's row → folder, quantizer
@@ -133,7 +133,8 @@ def test_significant_differences_are_counted_right():
         if (float(text[1:].strip(" ‡")) > 1 if text.startswith("×") else text.startswith("−"))
     ]
     assert (len(marked), len(worse)) == (11, 9)
-    assert "is significant after Holm's correction in 11, and in nine of" in README
+    told = "after Holm's correction in 11. In nine of them softpick is hurt *more*"
+    assert told in " ".join(FINDINGS.split())
 
 
 def test_ratios_of_activations_and_the_kv_cache_are_those_of_their_tables():
@@ -179,7 +180,7 @@ def test_two_trainings_of_one_recipe_are_told_as_their_tables_have_them():
     calibrated = {"w4a8", "w4a4"}  # GPTQ's weights, and nothing more to say of calibration
     assert {quantizer for quantizer, _ in known} == set(folders) - calibrated
     assert len(known) == 2 * (21 + 7)
-    told = " ".join(part("**Two trainings", "## Running it").split())
+    told = " ".join(part("## Two trainings", "## What would change").split())
     page = " ".join((RESULTS / "bench" / "sinks.md").read_text().split())
     assert "48 of 189 differences are significant in one training at least; 27 of these" in told
     assert "have the same sign in both, and 17 of the 21 that are significant in both" in told
@@ -211,7 +212,7 @@ def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
         first, _ = NEARER[f"pair-27m{folder}"]
         expected[row] = [str(count) for count in (near, EARLIER_NEARER[folder], first)]
     assert counted == expected
-    text = " ".join(part("**With sinks", "## Running it").split())
+    text = " ".join(part("**With sinks", "## Two trainings").split())
     marked = pd.concat(differences(f"sinks-27m{folder}").query("significant") for folder in KINDS)
     hqq = marked[marked.method == "hqq"]
     assert (len(hqq), (hqq.favour > 0).all()) == (3, True)
@@ -253,7 +254,7 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
             if row[0] in known:
                 known[row[0]] |= dict(zip(head, row, strict=True))
     softmax, softpick = known.values()
-    told = " ".join(part("**And with real sinks?**", "| | task |").split())
+    told = " ".join(part("## With real sinks", "| | task |").split())
     theirs, ours = "Sink rate of Gu et al. %, ε 0.3", "Sink rate %, ε 0.3"
     assert (softmax[theirs], softpick[theirs]) == ("69.31", "2.01")
     assert (softmax[ours], softpick[ours]) == ("54.05", "0.00")
@@ -283,14 +284,14 @@ def test_table_4_is_that_of_the_analysis():
 
 @pytest.mark.parametrize(("number", "name", "words"), SPEEDS)
 def test_speeds_are_those_of_the_bench(number, name, words):
-    assert number in part("| what | against | H200 |", "\n\\* values")
+    assert number in part("| what | against | H200 |", "\n\\* values", SPEED)
     lines = (RESULTS / "bench" / f"{name}.md").read_text().splitlines()
     assert any(all(word in line for word in words) for line in lines)
 
 
 def test_short_steps_are_those_of_the_profile():
     shown = re.search(
-        r"softmax is at (\S+) × cuDNN, softpick at\s(\S+) × and\ssigmoid at (\S+) ×", README
+        r"softmax is at (\S+) × cuDNN, softpick at\s(\S+) × and\ssigmoid at (\S+) ×", SPEED
     )
     lines = (RESULTS / "bench" / "attention-h200-profile.md").read_text()
     (row,) = (row for row in rows(lines) if row[:2] == ["idle", "Triton (in use)"])

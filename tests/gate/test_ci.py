@@ -1,4 +1,4 @@
-"""The README's own commands: green on the same results, red on a broken quantizer."""
+"""The page's own commands: green on the same results, red on a broken quantizer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CELL = "softpick/hqq-3bit"
 
 
 def section() -> str:
-    text = (ROOT / "README.md").read_text()
-    return re.search(r"^## In CI\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]
+    text = (ROOT / "docs" / "ci.md").read_text()
+    return re.search(r"^# In CI\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]
 
 
 def commands() -> str:
