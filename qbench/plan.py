@@ -21,8 +21,8 @@ from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.shapes import Shapes, linear_shapes
 from qbench.code import code_digest
 from qbench.errors import CheckpointError, CheckpointProblems, RecipeError
-from qbench.evaluation.planned import PlannedTask
 from qbench.evaluation.settings import ScoringSettings, resolve
+from qbench.evaluation.tasks import TaskSpec
 from qbench.machine.environment import hardware, versions
 from qbench.plugins import Plugin, loaded
 from qbench.preflight import (
@@ -79,7 +79,7 @@ class Plan:
     recipe: Recipe
     device: str
     hardware: str | None  # the GPU's name; None on the CPU, where it is in no key
-    tasks: tuple[PlannedTask, ...]
+    tasks: tuple[TaskSpec, ...]
     calibration: CalibrationText | None
     cells: tuple[Cell, ...]
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed

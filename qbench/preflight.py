@@ -17,7 +17,7 @@ from qbench.quantizers.texts import read_texts
 if TYPE_CHECKING:
     from qbench.checkpoints import Checkpoint
     from qbench.checkpoints.shapes import Shapes
-    from qbench.evaluation.planned import PlannedTask
+    from qbench.evaluation.tasks import TaskSpec
     from qbench.plan import Cell
     from qbench.quantizers import Quantizer
     from qbench.recipe import Evaluation
@@ -87,7 +87,7 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
     if checkpoint.format != "transformers" and _file_adds_bos(checkpoint.folder):
         return
     from qbench.checkpoints import load_tokenizer
-    from qbench.evaluation.scoring.tokenization import check_bos
+    from qbench.evaluation.scoring.requests import check_bos
 
     try:
         check_bos(load_tokenizer(checkpoint), add_bos)
@@ -156,7 +156,7 @@ def _file_adds_bos(folder: Path) -> bool:
         return False
 
 
-def require_room(name: str, tasks: Sequence[PlannedTask], max_length: int) -> None:
+def require_room(name: str, tasks: Sequence[TaskSpec], max_length: int) -> None:
     """Raises RecipeError for a task that generates as many tokens as ``max_length``, or more:
     no room would be left for its prompt."""
     for task in tasks:

@@ -20,8 +20,7 @@ from pydantic import (
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import QbenchError, RecipeError, RecipeProblems, shown
-from qbench.evaluation.settings import FEWSHOT_SEED
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
 from qbench.overrides import Overrides
 from qbench.plugins import load_packages
 from qbench.quantizers import Quantizer, quantizer_of, unquantized_dtype

@@ -11,7 +11,7 @@ from pathlib import Path
 from qbench.checkpoints import Checkpoint
 from qbench.errors import DataError, DataProblems, MissingDataError, RecipeError
 from qbench.evaluation.definitions import expand
-from qbench.evaluation.planned import PlannedTask, plan_task
+from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.preflight import require_texts
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text
 from qbench.recipe import Recipe, Task
@@ -20,7 +20,7 @@ from qbench.record import passkey
 
 def find_tasks(
     recipe: Recipe, checkpoints: Iterable[Checkpoint]
-) -> tuple[tuple[PlannedTask, ...], tuple[str, ...]]:
+) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     """The tasks, and with ``skip_missing`` the names of those whose data are missing.
 
     Raises DataProblems with all that is wrong with their data, not the first of it alone.

@@ -10,8 +10,8 @@ import torch
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, ResultsError
+from qbench.evaluation.evaluate import responses_of
 from qbench.evaluation.passkey import key, scores
-from qbench.evaluation.responses import responses_of
 from qbench.record import ANSWER_CHARACTERS, RESPONSE_DEFAULTS
 from qbench.store import Store
 

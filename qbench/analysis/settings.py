@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench.errors import DataError, RecipeError, shown
-from qbench.evaluation.data import read_rows
-from qbench.evaluation.planned import PlannedTask
+from qbench.evaluation.tasks import TaskSpec, read_rows
 
 LENGTH = 512  # tokens of a text, unless a checkpoint has a shorter context
 FIELD = "text"
@@ -42,7 +41,7 @@ class TextFile:
 class TaskText:
     """The documents of a task that scores whole texts, each as the task scores it."""
 
-    task: PlannedTask
+    task: TaskSpec
 
     @property
     def name(self) -> str:
@@ -106,7 +105,7 @@ def text_file(path: Path, field: str) -> TextFile:
     return TextFile(path=path, field=field, digest=digest)
 
 
-def task_text(tasks: tuple[PlannedTask, ...]) -> TaskText:
+def task_text(tasks: tuple[TaskSpec, ...]) -> TaskText:
     """The recipe's first task that scores whole texts; RecipeError where there is none."""
     for task in tasks:
         if task.output_type == ROLLING:

@@ -156,7 +156,7 @@ def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) ->
 def _decoding(model: PreTrainedModel, normalizer: str, prompts: int, length: int) -> Iterator[Row]:
     import torch
 
-    from qbench.evaluation.scoring.greedy import at_once, greedy
+    from qbench.evaluation.scoring.generate import at_once, greedy
 
     kind = model.device.type
     ids = torch.randint(3, model.config.vocab_size, (prompts, length)).tolist()

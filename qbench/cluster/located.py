@@ -19,7 +19,7 @@ from qbench.checkpoints.files import digest as folder_digest
 from qbench.checkpoints.files import stamps
 from qbench.errors import QbenchError
 from qbench.evaluation.definitions import definition_file, read_definition
-from qbench.evaluation.planned import PlannedTask
+from qbench.evaluation.tasks import TaskSpec
 from qbench.plan import Plan
 from qbench.quantizers.texts import CalibrationText, file_digest
 
@@ -111,7 +111,7 @@ def _from_hub(source: str, commit: str, normalizer: str) -> Checkpoint | None:
         return None
 
 
-def _task(task: PlannedTask, plan: Plan, cache: Path, missing: list[Wanted]) -> PlannedTask:
+def _task(task: TaskSpec, plan: Plan, cache: Path, missing: list[Wanted]) -> TaskSpec:
     files = tuple(
         dataclasses.replace(file, path=_file(file.path, file.digest, cache, missing))
         for file in task.files
@@ -121,7 +121,7 @@ def _task(task: PlannedTask, plan: Plan, cache: Path, missing: list[Wanted]) -> 
     )
 
 
-def _definition(task: PlannedTask, plan: Plan, cache: Path, missing: list[Wanted]) -> Path:
+def _definition(task: TaskSpec, plan: Plan, cache: Path, missing: list[Wanted]) -> Path:
     """lm-eval's own is that of this host's lm-eval; a definition of the user's comes with the
     whole folder, since it may include others and name code beside it."""
     if not task.own:

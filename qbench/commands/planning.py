@@ -11,7 +11,7 @@ from qbench.running.estimates import duration, earlier, estimate
 from qbench.running.work import passes
 
 if TYPE_CHECKING:
-    from qbench.evaluation.planned import PlannedTask
+    from qbench.evaluation.tasks import TaskSpec
     from qbench.plan import Cell, Plan
     from qbench.store import Store
 
@@ -97,7 +97,7 @@ def _shown(count: int) -> str:
     return f"{count:,}"
 
 
-def _documents(task: PlannedTask, limit: int | None) -> str:
+def _documents(task: TaskSpec, limit: int | None) -> str:
     if task.hub_data is not None:
         data = task.hub_data
         first = f"the first {limit}" if limit else "all"

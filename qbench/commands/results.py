@@ -164,7 +164,7 @@ def _asked(
     planned, _ = find_tasks(wanted, ())
     settle()
     with redirected(Path(os.devnull)):  # what lm-eval says while it makes requests
-        from qbench.evaluation.asked import asked
+        from qbench.evaluation.evaluate import asked
 
         return asked(record, planned, document, task)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from qbench.evaluation import passkey
-from qbench.evaluation.planned import PlannedTask
 from qbench.evaluation.settings import ScoringSettings
+from qbench.evaluation.tasks import TaskSpec
 
 if TYPE_CHECKING:
     from qbench.checkpoints import Checkpoint
@@ -32,7 +32,7 @@ class Ahead:
     """
 
     def __init__(
-        self, tasks: Sequence[PlannedTask], settings: ScoringSettings, checkpoint: Checkpoint
+        self, tasks: Sequence[TaskSpec], settings: ScoringSettings, checkpoint: Checkpoint
     ) -> None:
         self._tasks = tasks
         self._settings, self._checkpoint = settings, checkpoint

@@ -1,8 +1,12 @@
-"""One task through lm-eval, its results parsed into our words. The border to lm-eval's strings."""
+"""One task through lm-eval's Task API, its results parsed into our words. The border to lm-eval's
+strings."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -10,17 +14,131 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from qbench.errors import EvaluationError
+from qbench.errors import DataError, EvaluationError
 from qbench.evaluation import passkey
-from qbench.evaluation.labels import check_labels
-from qbench.evaluation.responses import answers_table, responses_of
-from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED, ScoringSettings
-from qbench.evaluation.tasks import LoadedTask
-from qbench.record import OUTCOME_COLUMNS, Score
+from qbench.evaluation.settings import (
+    FEWSHOT_SEED,
+    NUMPY_SEED,
+    RANDOM_SEED,
+    TORCH_SEED,
+    ScoringSettings,
+)
+from qbench.evaluation.tasks import LoadedTask, TaskSpec, check_labels, load_task
+from qbench.record import ANSWER_CHARACTERS, OUTCOME_COLUMNS, RESPONSE_COLUMNS, Record, Score
 
 if TYPE_CHECKING:
+    from qbench.evaluation.scoring.hflm import Yardstick
     from qbench.evaluation.scoring.scorer import Scorer
-    from qbench.evaluation.scoring.yardstick import Yardstick
+
+
+KINDS = {
+    "document": "int64", "request": "int64", "log_likelihood": "float64", "greedy": bool,
+    "cut": "int64",
+}  # fmt: skip
+Row = tuple[str, int, int, float, bool, str | None, str | None, int]
+
+
+def responses_of(task: str, samples: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Of lm-eval's samples, one for each document and filter, in its order of requests."""
+    rows: list[Row] = []
+    asked = {sample["filter"]: None for sample in samples}
+    for sample in samples:
+        document = sample["doc_id"]
+        if sample["filter"] == next(iter(asked)):
+            rows += _given(task, document, sample["resps"])
+        if sample["resps"] and isinstance(sample["resps"][0][0], str):
+            rows += _taken(task, document, sample)
+    return _table(rows)
+
+
+def answers_table(task: str, answers: Sequence[str]) -> pd.DataFrame:
+    """One generated answer a document."""
+    return _table([_text(task, document, 0, None, text) for document, text in enumerate(answers)])
+
+
+def _given(task: str, document: int, responses: Sequence[Sequence[Any]]) -> Iterable[Row]:
+    """As the model gave them; an answer that was asked for several times has a row each."""
+    for request, response in enumerate(responses):
+        for repeat, answer in enumerate(response):
+            number = request * len(response) + repeat
+            if isinstance(answer, str):
+                yield _text(task, document, number, None, answer)
+            elif repeat == 0 and isinstance(answer, float | int):
+                yield (task, document, request, float(answer), False, None, None, 0)
+            elif repeat == 0 and isinstance(answer, list | tuple):
+                value, greedy = float(answer[0]), bool(answer[1])
+                yield (task, document, request, value, greedy, None, None, 0)
+
+
+def _taken(task: str, document: int, sample: dict[str, Any]) -> Iterable[Row]:
+    """What a filter took from generated answers, where that is not the answer itself."""
+    pairs = zip(sample["filtered_resps"], sample["resps"], strict=True)
+    for request, (taken, answers) in enumerate(pairs):
+        if taken != answers[0]:
+            text = taken if isinstance(taken, str) else json.dumps(taken, default=str)
+            number = request * len(answers)
+            yield _text(task, document, number, str(sample["filter"]), text)
+
+
+def _text(task: str, document: int, request: int, filter_: str | None, text: str) -> Row:
+    kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
+    return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))
+
+
+def _table(rows: Sequence[Row]) -> pd.DataFrame:
+    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(KINDS)
+    return table.astype({"answer": object, "filter": object})
+
+
+Requests = tuple[tuple[str, ...], ...]  # of each request its texts: context and continuation
+
+
+def asked(
+    record: Record, planned: Sequence[TaskSpec], document: int, task: str | None = None
+) -> dict[str, Requests]:
+    """By task, the requests of ``document``. Left out are tasks that have no such document, and
+    passkey retrieval, whose prompts are made for a tokenizer.
+
+    Raises DataError where recipe and data ask something else than the record's cell was asked.
+    """
+    found = {}
+    for one in planned:
+        if one.name not in record.documents or task not in (None, one.name):
+            continue
+        if one.output_type == passkey.KIND:
+            continue
+        loaded = load_task(one)
+        if loaded.digest != record.documents[one.name]:
+            raise DataError(
+                f"{one.name}: this recipe and its data ask something else than {record.cell} was "
+                "asked; name those that it was run with"
+            )
+        if document < loaded.documents:
+            found[one.name] = _requests(loaded, record, document)
+    return found
+
+
+def _requests(loaded: LoadedTask, record: Record, document: int) -> Requests:
+    """Built by lm-eval as for a model: it draws with its own seeds, and before the task does."""
+    from qbench.evaluation.scoring.asked import Known, Nobody
+
+    scoring = record.key_parts.get("scoring") or {}
+    settings = ScoringSettings(
+        mode="exact",
+        max_length=1,
+        batch_size=1,
+        window_batch_size=1,
+        limit=document + 1,  # from the first on: a generator that goes on draws the examples
+        seed=scoring.get("seed", 0),
+        fewshot_seed=scoring.get("fewshot_seed", FEWSHOT_SEED),
+    )
+    with suppress(Known):
+        evaluate(Nobody(), loaded, settings)
+    return tuple(
+        tuple(text for text in one.args if isinstance(text, str))
+        for one in loaded.task.instances
+        if one.doc_id == document
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

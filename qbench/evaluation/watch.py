@@ -13,7 +13,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from qbench.evaluation.base_file import Parts, base_rows_file, making
-from qbench.evaluation.damage import Outcomes, correct_requests, damage
+from qbench.evaluation.degradation import Outcomes, correct_requests, damage
 from qbench.evaluation.settings import ScoringSettings
 from qbench.files import write_atomically
 from qbench.record import Damage, GridCell, Score, Unavailable

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from qbench.errors import ResultsError
 from qbench.evaluation.base_file import base_rows_file, verified
-from qbench.evaluation.tolerance import exceeded
+from qbench.evaluation.settings import exceeded
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages
 from qbench.record import Record, Unavailable

@@ -11,12 +11,10 @@ from lm_eval.api.model import LM
 from small_recipe import DEMO
 
 from qbench.checkpoints import find, load_tokenizer
-from qbench.evaluation.asked import asked
-from qbench.evaluation.evaluate import evaluate
-from qbench.evaluation.planned import plan_task
+from qbench.evaluation.evaluate import asked, evaluate
 from qbench.evaluation.scoring.asked import Asked, Ids, Known
 from qbench.evaluation.settings import FEWSHOT_SEED
-from qbench.evaluation.tasks import load_task
+from qbench.evaluation.tasks import load_task, plan_task
 
 DRAWN = """
 task: drawn

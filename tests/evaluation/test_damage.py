@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qbench.evaluation.damage import (
+from qbench.evaluation.degradation import (
     Outcomes,
     answer_change,
     damage,

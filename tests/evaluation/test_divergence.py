@@ -11,10 +11,10 @@ from recorded_rows import KEY, recorded, watch
 from scoring_models import choices, instance, llama, pages, scorer, text
 
 from qbench.errors import EvaluationError
-from qbench.evaluation.damage import distributions
+from qbench.evaluation.degradation import distributions
 from qbench.evaluation.scoring.base_rows import Recorder
 from qbench.evaluation.scoring.divergence import Meter
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import Tolerance
 
 
 def quantized_like(model: torch.nn.Module, noise: float) -> torch.nn.Module:

@@ -6,8 +6,8 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from lm_eval import utils
 
-from qbench.evaluation.documents import listed
 from qbench.evaluation.scoring.overhead import less_overhead
+from qbench.evaluation.tasks import listed
 
 ROWS = [
     {"question": "two\nlines", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "gold": 1},

@@ -11,8 +11,7 @@ from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text
 
 from qbench.evaluation.evaluate import evaluate
-from qbench.evaluation.planned import plan_task
-from qbench.evaluation.tasks import load_task
+from qbench.evaluation.tasks import load_task, plan_task
 
 TASK = """
 task: quiz

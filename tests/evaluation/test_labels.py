@@ -9,9 +9,7 @@ from scoring_models import llama, scorer, settings
 
 from qbench.errors import DataError
 from qbench.evaluation import evaluate as evaluation
-from qbench.evaluation.labels import check_labels
-from qbench.evaluation.planned import plan_task
-from qbench.evaluation.tasks import load_task
+from qbench.evaluation.tasks import check_labels, load_task, plan_task
 
 COPA = {
     "premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",

@@ -8,9 +8,9 @@ from scoring_models import choices, llama, pages, scorer
 
 from qbench.attention.interface import attend
 from qbench.attention.kv_cache import KV_CACHE
-from qbench.evaluation.scoring.greedy import greedy
-from qbench.evaluation.scoring.unrounded import unrounded
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.scoring.forward import unrounded
+from qbench.evaluation.scoring.generate import greedy
+from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.parts import quantizer_of
 
 SCHEMES = {

@@ -9,13 +9,12 @@ import scoring_models
 import torch
 
 from qbench.checkpoints import find, load_model, load_tokenizer
-from qbench.evaluation.damage import correct_requests
+from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.noise import Variation, measure_noise, scorer_of
-from qbench.evaluation.planned import plan_task
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.overhead import less_overhead
-from qbench.evaluation.tasks import load_task
+from qbench.evaluation.tasks import load_task, plan_task
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 TASKS = ("demo_choice", "demo_lastword", "demo_pages")

@@ -19,7 +19,7 @@ from scoring_models import (
 
 from qbench.errors import EvaluationError, RecipeError, UnavailableError
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.head import Product, try_out
+from qbench.evaluation.scoring.logits import Product, try_out
 
 
 def both(model, **changes):

@@ -8,10 +8,10 @@ from scoring_models import KINDS, choices, instance, llama, pages, scorer, text,
 
 from qbench.attention.interface import attend
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring.check import Check
-from qbench.evaluation.scoring.packing import Packing
+from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.requests import Request
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.scoring.scorer import Check
+from qbench.evaluation.settings import Tolerance
 
 ATTENTIONS = ["sdpa", "softmax", "rectified"]
 

@@ -14,7 +14,7 @@ from recorded_rows import recorded, watch
 from scoring_models import choices, llama, pages
 
 from qbench.evaluation.scoring.divergence import Meter
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import bnb_layers, parse
 from qbench.quantizers.quantization import quantize
 

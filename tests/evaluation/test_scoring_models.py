@@ -8,7 +8,7 @@ import transformers
 from scoring_models import choices, scorer
 
 from qbench.errors import UnavailableError
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import Tolerance
 
 SMALL = {
     "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

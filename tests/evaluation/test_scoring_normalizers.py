@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from qbench.attention.interface import attend
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.parts import quantizer_of
 
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)

@@ -5,8 +5,8 @@ import torch
 from quantizer_models import DIGEST
 from treated_models import decoder
 
+from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.forward import PackedForward
-from qbench.evaluation.scoring.packing import Packing
 from qbench.evaluation.scoring.requests import Request
 from qbench.quantizers import quantizer_of
 from qbench.quantizers.quantization import quantize

@@ -12,7 +12,7 @@ from scoring_models import choices, llama, scorer
 
 from qbench.attention.interface import attend
 from qbench.evaluation.scoring import side_by_side
-from qbench.evaluation.scoring.packed_attention import Stopped
+from qbench.evaluation.scoring.forward import Stopped
 
 
 def packed_scorer(**changes):

@@ -8,8 +8,13 @@ import json
 import pytest
 
 from qbench.errors import RecipeError
-from qbench.evaluation.settings import ScoringSettings, batch_tokens, hidden_size, resolve
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import (
+    ScoringSettings,
+    Tolerance,
+    batch_tokens,
+    hidden_size,
+    resolve,
+)
 from qbench.recipe import Evaluation
 
 SMALL = {"hidden_size": 1024}

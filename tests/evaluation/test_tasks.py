@@ -9,10 +9,8 @@ import pytest
 
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation import tasks
-from qbench.evaluation.data import read_rows
 from qbench.evaluation.definitions import definition_file
-from qbench.evaluation.planned import plan_task
-from qbench.evaluation.tasks import load_task
+from qbench.evaluation.tasks import load_task, plan_task, read_rows
 
 COPA = [
     {"premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
@@ -111,7 +109,7 @@ def test_the_digest_is_the_same_in_another_process(tmp_path):
     here = load_task(plan_task("wikitext", data=tmp_path, definitions=None)).digest
     code = (
         "from pathlib import Path; from qbench.evaluation.tasks import load_task; "
-        "from qbench.evaluation.planned import plan_task; x = [object() for _ in range(999)]; "
+        "from qbench.evaluation.tasks import plan_task; x = [object() for _ in range(999)]; "
         f"print(load_task(plan_task('wikitext', data=Path({str(tmp_path)!r}), "
         "definitions=None)).digest)"
     )
@@ -158,7 +156,7 @@ def planned(folder, name, **settings):
 def test_planning_imports_nothing_that_scoring_needs(tmp_path):
     write(tmp_path, "sciq", "test", [SCIQ])
     code = (
-        "import sys; from pathlib import Path; from qbench.evaluation.planned import plan_task; "
+        "import sys; from pathlib import Path; from qbench.evaluation.tasks import plan_task; "
         f"plan_task('sciq', data=Path({str(tmp_path)!r}), definitions=None); "
         "print({'torch', 'transformers', 'lm_eval', 'datasets', 'numpy'} & set(sys.modules))"
     )

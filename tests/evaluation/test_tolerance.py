@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qbench.evaluation.scoring.check import Check
-from qbench.evaluation.tolerance import Tolerance, beyond, exceeded
+from qbench.evaluation.scoring.scorer import Check
+from qbench.evaluation.settings import Tolerance, beyond, exceeded
 from qbench.record import DifferenceFromExact, SampleDifference, ScoringReport
 
 

@@ -8,7 +8,7 @@ import torch
 from qbench.analysis.measure import measure
 from qbench.bench.analysis import bench_analysis, random_model
 from qbench.checkpoints import find, load_model, load_tokenizer
-from qbench.evaluation.scoring.greedy import greedy
+from qbench.evaluation.scoring.generate import greedy
 from qbench.quantizers.linears import linears
 
 pytestmark = pytest.mark.gpu

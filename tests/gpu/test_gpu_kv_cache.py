@@ -23,7 +23,7 @@ from qbench.attention.kernels.spans import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.kv_cache import kernels, rounding
 from qbench.quantizers.kv_cache.audit import measure_kv
 from qbench.quantizers.kv_cache.rounding import Format

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.classes import CLASSES
-from qbench.evaluation.settings import MODES
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import MODES, Tolerance
 from qbench.quantizers import parse
 from qbench.quantizers.audit import audit
 from qbench.quantizers.calibration import Calibration

@@ -19,7 +19,7 @@ from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.base_rows import Recorder
 from qbench.evaluation.scoring.divergence import Meter
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import Tolerance
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,7 @@ from qbench.checkpoints import find, load_model
 from qbench.checkpoints.abilities import class_names
 from qbench.checkpoints.classes import CLASSES
 from qbench.errors import UnavailableError
-from qbench.evaluation.settings import MODES
-from qbench.evaluation.tolerance import Tolerance
+from qbench.evaluation.settings import MODES, Tolerance
 
 # Of GPT-BigCode in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -9,7 +9,7 @@ from typing import Any
 from lm_eval.api.model import LM
 from transformers import PreTrainedTokenizerBase
 
-from qbench.evaluation.scoring.tokenization import Encoded, encode_pairs, encode_texts
+from qbench.evaluation.scoring.requests import Encoded, encode_pairs, encode_texts
 
 
 class Known(Exception):

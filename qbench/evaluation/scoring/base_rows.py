@@ -33,7 +33,7 @@ from qbench.evaluation.base_file import (
     write_checksum,
 )
 from qbench.evaluation.scoring.digested import save_digested
-from qbench.evaluation.scoring.head import Projection
+from qbench.evaluation.scoring.logits import Projection
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import clean_temporaries, temporary
 

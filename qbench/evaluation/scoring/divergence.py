@@ -19,9 +19,8 @@ from torch.nn import functional
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.base_rows import BaseRows, Call, TaskRows
-from qbench.evaluation.scoring.head import Projection
+from qbench.evaluation.scoring.logits import Part, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
-from qbench.evaluation.scoring.rows import Part, to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval import evaluator, utils
 from lm_eval.api.task import Task
 
-from qbench.evaluation.documents import listed
+from qbench.evaluation.tasks import listed
 
 TEMPLATES = 4096  # compiled ones that are kept; a task has about three, or one a document
 BUILT = "_qbench_built_with"  # what a task's requests were built from

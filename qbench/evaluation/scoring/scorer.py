@@ -1,18 +1,13 @@
-"""The scorer: a batching plan and a forward. One request's way through it, top to bottom.
-
-1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
-2. ``_score`` plans batches of them (``padding``: HFLM's own; ``packing``: shared prefixes);
-3. ``_run`` lays out one batch and halves it where it does not fit the device;
-4. ``_rows`` makes its hidden states (``forward``) and, of the rows that are scored, the
-   log-probabilities (``rows``);
-5. ``answers`` adds them up, request by request.
-"""
+"""The scorer: batches, a forward, and what its log-probabilities add up to."""
 
 from __future__ import annotations
 
+import math
+import random
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -20,40 +15,190 @@ import torch
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from qbench.errors import EvaluationError
-from qbench.evaluation.scoring.answers import Answer, in_order
+from qbench.errors import EvaluationError, RecipeError
 from qbench.evaluation.scoring.asked import Ids
-from qbench.evaluation.scoring.check import Check
-from qbench.evaluation.scoring.forward import decoder_and_head
-from qbench.evaluation.scoring.generation import generate, pinned_hflm
-from qbench.evaluation.scoring.greedy import greedy
-from qbench.evaluation.scoring.head import Projection, try_out
-from qbench.evaluation.scoring.memory import (
+from qbench.evaluation.scoring.batching import Packing, Padding
+from qbench.evaluation.scoring.forward import (
+    Forward,
+    PackedForward,
+    PaddedForward,
+    decoder_and_head,
+)
+from qbench.evaluation.scoring.generate import generate, greedy, pinned_hflm
+from qbench.evaluation.scoring.hflm import Yardstick, report
+from qbench.evaluation.scoring.logits import (
+    Answer,
+    Observer,
+    Projection,
+    RowScores,
+    Total,
+    as_hflm,
     free_cached_memory,
+    in_float64,
+    in_order,
     is_out_of_memory,
     peak_memory_gib,
     reset_peak_memory,
+    rows_at_once,
+    score_rows,
+    to_device,
+    try_out,
 )
 from qbench.evaluation.scoring.requests import (
     Batch,
+    Batching,
     Planned,
     Request,
     check_lengths,
     check_tokens,
+    encode_pairs,
+    encode_texts,
 )
-from qbench.evaluation.scoring.rows import (
-    Observer,
-    RowScores,
-    rows_at_once,
-    score_rows,
-    to_device,
-)
-from qbench.evaluation.scoring.side_by_side import side_by_side
-from qbench.evaluation.scoring.tokenization import encode_pairs, encode_texts
-from qbench.evaluation.scoring.ways import Way, exact_way, fast_way
-from qbench.evaluation.scoring.yardstick import report
-from qbench.evaluation.settings import ScoringSettings
-from qbench.record import ScoringReport
+from qbench.evaluation.scoring.side_by_side import packs_at_once, side_by_side
+from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
+from qbench.record import DifferenceFromExact, SampleDifference, ScoringReport
+
+
+@dataclass(slots=True)
+class Check:
+    """Differences so far. ``by_bias``: judged by their mean with its sign."""
+
+    tolerance: Tolerance
+    by_bias: bool = False
+    samples: list[SampleDifference] = field(default_factory=list)
+    largest: float = 0.0
+    total: float = 0.0
+
+    def draw(self, documents: Sequence[Hashable], count: int, seed: int) -> list[int]:
+        """Indexes of all requests of ``count`` documents, drawn with ``seed``, in order."""
+        distinct = list(dict.fromkeys(documents))
+        chosen = set(random.Random(seed).sample(distinct, min(count, len(distinct))))
+        return [i for i, document in enumerate(documents) if document in chosen]
+
+    def add(
+        self,
+        *,
+        task: str,
+        documents: Sequence[Hashable],
+        tokens: Sequence[int],
+        fast: Sequence[Answer],
+        exact: Sequence[Answer],
+    ) -> None:
+        """One entry a request. Raises EvaluationError where they leave the tolerance."""
+        if not tokens:
+            return
+        if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
+            raise EvaluationError(
+                f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
+                "infinite logits, which no scoring mode can mend"
+            )
+        differences = [abs(a - b) for (a, _), (b, _) in zip(fast, exact, strict=True)]
+        per_token = [d / count for d, count in zip(differences, tokens, strict=True)]
+        groups: dict[Hashable, list[int]] = {}
+        for i, document in enumerate(documents):
+            groups.setdefault(document, []).append(i)
+        signed = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
+        bias, stderr = _bias([d / n for d, n in zip(signed, tokens, strict=True)], groups)
+        sample = SampleDifference(
+            task=task,
+            documents=len(groups),
+            requests=len(tokens),
+            mean_per_token=sum(per_token) / len(per_token),
+            largest_per_token=max(per_token),
+            changed_answers=sum(_answer(fast, at) != _answer(exact, at) for at in groups.values()),
+            bias_per_token=bias,
+            bias_stderr=stderr,
+            by_bias=self.by_bias,
+        )
+        if reason := beyond(self.tolerance, sample):
+            raise EvaluationError(f"{reason}; use scoring: exact or raise it")
+        self.samples.append(sample)
+        self.largest = max(self.largest, *differences)
+        self.total += sum(differences)
+
+    def report(self) -> DifferenceFromExact:
+        """For the record; differences in nats, of whole requests and per scored token."""
+        samples = self.samples
+        requests = sum(sample.requests for sample in samples)
+        count = max(1, requests)
+        return DifferenceFromExact(
+            documents=sum(sample.documents for sample in samples),
+            requests=requests,
+            largest=self.largest,
+            mean=self.total / count,
+            largest_per_token=max((s.largest_per_token for s in samples), default=0.0),
+            mean_per_token=sum(s.mean_per_token * s.requests for s in samples) / count,
+            changed_answers=sum(sample.changed_answers for sample in samples),
+            samples=tuple(samples),
+        )
+
+
+def _bias(
+    values: Sequence[float], groups: Mapping[Hashable, Sequence[int]]
+) -> tuple[float, float | None]:
+    """Mean over documents, whose requests go together, and its standard error."""
+    means = [fmean(values[i] for i in at) for at in groups.values()]
+    stderr = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return fmean(means), stderr
+
+
+def _answer(scores: Sequence[Answer], indexes: Sequence[int]) -> int | bool:
+    """The likeliest choice, or for a single request whether it is the greedy continuation."""
+    if len(indexes) == 1:
+        return scores[indexes[0]][1]
+    return max(indexes, key=lambda i: scores[i][0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """``as_whole``: the LM head must round as it does over the whole batch."""
+
+    batching: Batching
+    forward: Forward
+    total: Total
+    as_whole: bool
+    at_once: int  # batches side by side
+
+
+def exact_way(settings: ScoringSettings, decoder: torch.nn.Module, device: torch.device) -> Way:
+    """HFLM's scores to the bit, without what does not change them: the LM head and log-softmax
+    of rows that nobody scores, the KV cache, a [B, L, V] tensor, one tokenizer call a request,
+    and two waits for the device a request.
+
+    For the sample of fast scoring the right scores, even where HFLM misreads.
+    """
+    sample = settings.mode == "fast"
+    padding = Padding(
+        max_length=settings.max_length,
+        batch_size=settings.batch_size,
+        window_batch_size=1 if sample else settings.window_batch_size,
+        misread=not sample,
+        shuffle=None if sample else settings.shuffle,
+    )
+    forward = PaddedForward(decoder, device)
+    return Way(batching=padding, forward=forward, total=as_hflm, as_whole=True, at_once=1)
+
+
+def fast_way(settings: ScoringSettings, model: Any, decoder: torch.nn.Module) -> Way:
+    """Shared prefixes once and no padding. Batch-mates change rounding only, so that a pack that
+    was halved for want of memory gives the same scores but for rounding.
+
+    Raises UnavailableError where the model cannot be scored so.
+    """
+    assert settings.batch_tokens is not None
+    packing = Packing(
+        max_length=settings.max_length,
+        batch_tokens=settings.batch_tokens,
+        shuffle=settings.shuffle,
+    )
+    return Way(
+        batching=packing,
+        forward=PackedForward(model, decoder),
+        total=in_float64,
+        as_whole=False,
+        at_once=packs_at_once(model.device),
+    )
+
 
 Progress = Callable[[int, int], None]  # requests (or windows) done, and how many there are
 
@@ -293,3 +438,32 @@ class Scorer(LM):
                 at_once=self._rows_at_once // way.at_once,
                 observer=observer,
             )
+
+
+def language_model(
+    model: Any,
+    tokenizer: Any,
+    settings: ScoringSettings,
+    *,
+    progress: Progress | None = None,
+    observer: Observer | None = None,
+    known: Ids | None = None,
+) -> Scorer | Yardstick:
+    """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
+
+    Mode ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
+    ``fast`` gives scores that lie within ``settings.tolerance`` of exact ones.
+    ``progress(done, total)`` counts requests; ``observer`` sees hidden states, logits and
+    log-probabilities of every scored token; ``known`` are token ids of requests, if there are any
+    by now. ``report()`` of what is returned says how it ran.
+
+    Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
+    scoring do not fit the model; scoring itself raises EvaluationError.
+    """
+    if settings.mode != "lm-eval":
+        return Scorer(model, tokenizer, settings, progress=progress, observer=observer, known=known)
+    if observer is not None:
+        raise RecipeError(
+            "scoring: lm-eval shows nobody its log-probabilities; use exact or fast for damage"
+        )
+    return Yardstick(model, tokenizer, settings)

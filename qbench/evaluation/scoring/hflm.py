@@ -1,4 +1,4 @@
-"""lm-eval's own scoring, as it is: what exact and fast scoring are compared with."""
+"""HFLM itself: what exact and fast scoring are compared with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 from lm_eval.api.model import LM
 
 from qbench.errors import RecipeError
-from qbench.evaluation.scoring.generation import generate, pinned_hflm
-from qbench.evaluation.scoring.greedy import greedy
-from qbench.evaluation.scoring.memory import peak_memory_gib, reset_peak_memory
+from qbench.evaluation.scoring.generate import generate, greedy, pinned_hflm
+from qbench.evaluation.scoring.logits import peak_memory_gib, reset_peak_memory
 from qbench.evaluation.settings import ScoringSettings
 from qbench.record import ScoringReport
 

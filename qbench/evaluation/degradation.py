@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from qbench.evaluation.documents import listed
+from qbench.evaluation.tasks import listed
 from qbench.record import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring.divergence import Measured
     from qbench.evaluation.tasks import LoadedTask
     from qbench.record import Score
+
 
 PERCENTILES = (90, 99, 99.9)
 PERPLEXITIES = ("perplexity", "weighted_perplexity")

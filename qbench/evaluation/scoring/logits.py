@@ -1,0 +1,256 @@
+"""From hidden states to log-likelihoods of requests, only for the rows that are scored."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qbench.evaluation.scoring.requests import Batch, Scored
+
+WHOLE_BYTES = 2**30  # the most that a batch's whole logits may take; beyond, rows are taken out
+SIZES = (65, 71, 100, 131, 160, 193)  # rows of products whose first rows are compared
+PARTS = ((1, 1), (3, 2), (17, 1), (45, 3), (101, 1))  # first row, multiples of ``multiple``
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How to take rows out: only from batches of more than ``rows`` rows, filled up to a
+    ``multiple``; never where ``stable`` is False."""
+
+    rows: int
+    multiple: int
+    stable: bool
+
+    def projection(self, total: int, chosen: Tensor, row_bytes: int) -> Projection:
+        """For the rows ``chosen`` [R] of a batch of ``total`` rows, of which each gives
+        ``row_bytes`` of logits."""
+        few = 0 < total <= self.rows
+        if (few or not self.stable) and total * row_bytes <= WHOLE_BYTES:
+            return Projection(total=total, chosen=chosen)
+        return Projection(multiple=self.multiple)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """How rows [R, H] go through an LM head: filled up to a ``multiple``, or where ``chosen`` [R]
+    is given at these indexes of a product of ``total`` rows."""
+
+    multiple: int = 1
+    total: int = 0
+    chosen: Tensor | None = None
+
+    def parts(self, count: int, at_once: int) -> Iterator[tuple[int, int]]:
+        """First and last row of each part of ``count`` rows, ``at_once`` or a few more each."""
+        at_once += -at_once % self.multiple
+        for first in range(0, count, at_once):
+            yield first, min(first + at_once, count)
+
+    def of(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[int, int], Tensor]:
+        """Gives the logits [last − first, vocabulary] of a part. The product's shape depends on
+        the part alone, so that two heads round alike."""
+        if self.chosen is not None:
+            whole = rows.new_zeros(self.total, rows.shape[1]).index_copy_(0, self.chosen, rows)
+            logits = head(whole)[self.chosen]
+            return lambda first, last: logits[first:last]
+        missing = -len(rows) % self.multiple
+        filled = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+        def part(first: int, last: int) -> Tensor:
+            end = last + (first - last) % self.multiple
+            return head(filled[first:end])[: last - first]
+
+        return part
+
+
+def try_out(
+    head: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device
+) -> Product:
+    """Compares parts of a random product [200, width] with the same rows of the whole."""
+    if device.type != "cpu":  # no claim to the bit there
+        return Product(rows=0, multiple=1, stable=True)
+    threads = torch.get_num_threads()
+    multiple = 16 * threads
+    generator = torch.Generator().manual_seed(0)
+    longest = max(200, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
+    x = torch.randn(longest, width, generator=generator).to(dtype)
+    with torch.no_grad():
+        whole = head(x)
+        stable = all(torch.equal(head(x[:n]), whole[:n]) for n in SIZES) and all(
+            torch.equal(head(x[i : i + n * multiple]), whole[i : i + n * multiple])
+            for i, n in PARTS
+        )
+    return Product(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)
+
+
+LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilities take
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows ``first`` to ``last`` of a batch's: ``logits`` and ``log_probabilities``
+    [last − first, vocabulary] on the model's device, to be neither changed nor kept."""
+
+    first: int
+    last: int
+    logits: Tensor
+    log_probabilities: Tensor
+
+
+class Observer(Protocol):
+    """Sees every scored row in the forward that scores it.
+
+    ``begin`` comes before a call's rows, with its requests in order (lm-eval ``Instance``
+    objects: ``task_name``, ``doc_id``, ``idx``), how many tokens of each are scored, and the LM
+    head; ``end`` comes when the call is scored.
+
+    ``batch`` comes once a forward: ``hidden`` [R, H] are the LM head's input rows, still being
+    computed where the device is asynchronous, ``projection`` how they go through it. What it
+    returns is called with each part of their logits.
+
+    Rows come in no particular order, on CPUs from several threads at once. Each (request, index)
+    comes at least once: again where a batch ran out of memory and was repeated, so that what is
+    kept must be kept by index.
+    """
+
+    def begin(
+        self, instances: Sequence[object], lengths: Sequence[int], head: torch.nn.Module
+    ) -> None: ...
+
+    def batch(
+        self, scored: Scored, hidden: Tensor, projection: Projection
+    ) -> Callable[[Part], None] | None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Still on the device, one value a scored token: its log-probability in nats and whether
+    it was the likeliest token."""
+
+    log_probability: Tensor
+    likeliest: Tensor
+
+
+def rows_at_once(vocabulary: int, budget_bytes: int = LOG_PROBABILITY_BYTES) -> int:
+    """Rows whose logits and log-probabilities (4 bytes each, one copy) fit the budget."""
+    return max(16, budget_bytes // (12 * vocabulary))
+
+
+def score_rows(
+    head: torch.nn.Module,
+    hidden: Tensor,
+    scored: Scored,
+    projection: Projection,
+    *,
+    read: np.ndarray | None,
+    softmax_dtype: torch.dtype | None,
+    at_once: int,
+    observer: Observer | None,
+) -> RowScores:
+    """LM head and log-softmax of ``hidden`` [R, H], ``at_once`` rows at a time.
+
+    ``read`` [M], where given, are the rows to read log-probabilities from in place of
+    ``scored.row``. ``softmax_dtype`` None means the logits' own dtype.
+    """
+    watch = None if observer is None else observer.batch(scored, hidden, projection)
+    read = scored.row if read is None else read
+    order = np.argsort(read, kind="stable")
+    rows = read[order]
+    indices = to_device(
+        np.stack((rows, scored.token[order], np.argsort(order), scored.row, scored.token)),
+        hidden.device,
+    )
+    count, logits_of = len(hidden), projection.of(head, hidden)
+    picked, tops = [], []
+    for first, last in projection.parts(count, at_once):
+        logits = logits_of(first, last)
+        log_probabilities = functional.log_softmax(logits, dim=-1, dtype=softmax_dtype)
+        low, high = np.searchsorted(rows, (first, last))
+        picked.append(log_probabilities[indices[0, low:high] - first, indices[1, low:high]])
+        tops.append(log_probabilities.argmax(dim=-1))
+        if watch is not None:
+            watch(Part(first, last, logits, log_probabilities))
+    return RowScores(torch.cat(picked)[indices[2]], torch.cat(tops)[indices[3]] == indices[4])
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy that does not wait for the work already queued on the device."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+Answer = tuple[float, bool]  # log-likelihood in nats, and whether every token was the likeliest
+# Sums of the runs of values that begin at ``firsts`` [K] and are ``counts`` [K] long.
+Total = Callable[[Tensor, np.ndarray, np.ndarray], list[float]]
+
+
+def in_order(results: Sequence[tuple[Batch, RowScores]], count: int, total: Total) -> list[Answer]:
+    """To host memory in one copy, added up by request, and back into input order."""
+    values = torch.cat([scores.log_probability for _, scores in results]).cpu()
+    likeliest = torch.cat([scores.likeliest for _, scores in results]).cpu().numpy()
+    members = np.concatenate([batch.members for batch, _ in results])
+    counts = np.concatenate([batch.counts for batch, _ in results])
+    firsts = np.cumsum(counts) - counts
+    greedy = np.logical_and.reduceat(likeliest, firsts)
+    answers: list[Answer | None] = [None] * count
+    for i, log_likelihood, all_likeliest in zip(
+        members.tolist(), total(values, firsts, counts), greedy.tolist(), strict=True
+    ):
+        answers[i] = (log_likelihood, all_likeliest)
+    assert all(answer is not None for answer in answers)
+    return answers  # type: ignore[return-value]
+
+
+def as_hflm(values: Tensor, firsts: np.ndarray, counts: np.ndarray) -> list[float]:
+    """torch's own sum, in the dtype of the log-probabilities: HFLM's rounding."""
+    ends = (firsts + counts).tolist()
+    return [float(values[a:b].sum()) for a, b in zip(firsts.tolist(), ends, strict=True)]
+
+
+def in_float64(values: Tensor, firsts: np.ndarray, counts: np.ndarray) -> list[float]:
+    return np.add.reduceat(values.double().numpy(), firsts).tolist()
+
+
+GIB = 1024**3
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for CUDA's own class and for the CPU allocator's plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "out of memory" in text
+    )
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Gives cached blocks back, so that a smaller batch is not beaten by fragmentation."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """CUDA: most memory allocated since the last reset; CPU: most the process ever held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
