@@ -197,14 +197,14 @@ def _audit(
     gathered: Outcome,
     sink: Sink,
 ) -> None:
-    from qbench.attention.row_by_row import row_by_row
+    from qbench.attention.transformers import batch_invariant
     from qbench.quantizers.audit import audit, probe_of
 
     _step(sink, cell.name, "audit")
     with measured("audit", plan.device, gathered.stages):
         original = original or _original(cell, plan)
         probe = probe_of(original.config.vocab_size).to(plan.device)
-        gathered.audit = audit(original, model, cell.quantizer, probe, row_by_row)
+        gathered.audit = audit(original, model, cell.quantizer, probe, batch_invariant)
         del original
         free(plan.device)
     if not gathered.audit.passed:

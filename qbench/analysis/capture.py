@@ -17,10 +17,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.analysis.attention import Call
-from qbench.attention.kv_cache import KV_CACHE, read_apart
+from qbench.attention.kv_cache import KV_CACHE, read_apart, rotate
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
-from qbench.attention.rotation import rotated
 from qbench.errors import UnavailableError
 
 NAME = "qbench-measured"
@@ -88,7 +87,7 @@ def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tu
     """
     if getattr(module, KV_CACHE, None) is None:
         return query, key
-    query, key = rotated(module, query, key, {})
+    query, key = rotate(module, query, key, {})
     found = read_apart(module, key, value)
     if found is None:
         raise UnavailableError(

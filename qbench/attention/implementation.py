@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from qbench.attention.kernels import families
+from qbench.attention import kernels as families
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, UnavailableError
 

@@ -11,24 +11,30 @@ quantized when it is written, except
 
 So the query at position i of its sequence reads token j quantized where
 keep_first ≤ j < keep_first + ⌊max(0, i + 1 − keep_recent − keep_first) / group⌋ · group. Where this
-depends on i, attention takes keys and values from two sources (:mod:`.two_sources`). Where it does
+depends on i, attention takes keys and values from two sources (:func:`attention`). Where it does
 not, quantized keys and values replace the others and any attention runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from qbench.attention import reference
 from qbench.attention.masks import Mask
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import UnavailableError
 
 KV_CACHE = "qbench_kv_cache"  # attribute of attention modules
 READ = "qbench_kv_cache_read"  # option of attention functions: keys and values were read already
+# A treated model's attention modules carry under ROTATION what turns queries and keys [..., D] into
+# another basis: their products stay what they were, and what a cache of few bits rounds has no
+# channel that outgrows the others. ROTATED is the option that says it has been applied.
+ROTATION, ROTATED = "qbench_rotation", "qbench_rotated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +63,8 @@ class Sources(NamedTuple):
 
     key: Tensor
     value: Tensor
-    coded_key: Tensor
-    coded_value: Tensor
+    quantized_key: Tensor
+    quantized_value: Tensor
 
 
 class Consumed(NamedTuple):
@@ -67,7 +73,7 @@ class Consumed(NamedTuple):
 
     sources: Sources
     key: Tensor
-    coded_key: Tensor
+    quantized_key: Tensor
     positions: Tensor
 
 
@@ -103,6 +109,18 @@ class KVCache(Protocol):
     def as_kept(self, module: nn.Module, key: Tensor, value: Tensor) -> Kept:
         """From what a module hands over, keys and values as the cache keeps them, before they are
         rounded."""
+
+
+def rotate(
+    module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """``query`` and ``key`` as ``module`` attends with them, rotated once, whoever attends first:
+    ``options`` remember it."""
+    rotation = getattr(module, ROTATION, None)
+    if rotation is None or options.get(ROTATED):
+        return query, key
+    options[ROTATED] = True
+    return rotation(query), rotation(key)
 
 
 def needs_sequences(model: nn.Module) -> bool:
@@ -144,11 +162,11 @@ def read(
     kept = cache.as_kept(module, key, value)
     if cache.paused:
         return Sources(key, kept.value, key, kept.value), positions
-    coded, coded_value = cache.rounded(kept.key, kept.value, positions)
-    sources = Sources(key, kept.value, kept.ready(coded), coded_value)
+    quantized, quantized_value = cache.rounded(kept.key, kept.value, positions)
+    sources = Sources(key, kept.value, kept.ready(quantized), quantized_value)
     if cache.watch is not None:
         assert positions is not None
-        cache.watch(module, Consumed(sources, kept.key, coded, positions))
+        cache.watch(module, Consumed(sources, kept.key, quantized, positions))
     return sources, positions
 
 
@@ -162,8 +180,8 @@ def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, T
     kept = cache.as_kept(module, key, value)
     if cache.paused:
         return key, kept.value
-    coded, coded_value = cache.rounded(kept.key, kept.value, None)
-    return kept.ready(coded), coded_value
+    quantized, quantized_value = cache.rounded(kept.key, kept.value, None)
+    return kept.ready(quantized), quantized_value
 
 
 def find_positions(
@@ -205,3 +223,130 @@ def find_positions(
         starts = torch.where(jumps, index, 0).cummax(1).values
         return (index - starts).to(torch.int32)
     return index + mask.kv_offset
+
+
+def attention(
+    query: Tensor,
+    sources: Sources,
+    *,
+    residual: Residual,
+    positions: Tensor,
+    normalizer: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+) -> Tensor:
+    """``reference.attention`` where each query reads each key and value from its source.
+
+    ``positions`` [B or 1, Tk]: each key's in its own sequence; the last query stands at the last
+    key's. Other arguments, result and errors as there.
+    """
+    chosen = NORMALIZERS.get(normalizer)
+    key, value, quantized_key, quantized_value = sources
+    reference.check(query, key, value, mask)
+    given = chosen.checked(parameters, query.shape[1])
+    settings = (chosen, given, scale, softcap, mask, causal, window)
+    own = positions[:, key.shape[2] - query.shape[2] :]
+    values, quantized_values = (reference.wide(v).contiguous() for v in (value, quantized_value))
+    outputs, start = [], 0
+    plain_chunks = reference.chunks(query, key, *settings)
+    quantized_chunks = reference.chunks(query, quantized_key, *settings)
+    for plain, quantized in zip(plain_chunks, quantized_chunks, strict=True):
+        stop = start + plain.scores.shape[2]
+        at, keys = own[:, None, start:stop, None], positions[:, None, None, plain.keys]
+        written = keys >= residual.keep_first
+        of_key = written & (keys < residual.bound(at, residual.key_group))
+        of_value = written & (keys < residual.bound(at, 1))
+        weights = chosen.weights(
+            torch.where(of_key, quantized.scores, plain.scores),
+            allowed=plain.allowed, parameters=given, distances=plain.distances,
+        )  # fmt: skip
+        outputs.append(
+            reference.mix(weights.masked_fill(of_value, 0), values[:, :, plain.keys])
+            + reference.mix(weights.masked_fill(~of_value, 0), quantized_values[:, :, plain.keys])
+        )
+        start = stop
+    return torch.cat(outputs, dim=2).to(query.dtype)
+
+
+def kernel_attention(
+    query: Tensor,
+    sources: Sources,
+    *,
+    residual: Residual,
+    positions: Tensor,
+    normalizer: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    spans: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+) -> Tensor:
+    """:func:`attention` by a kernel, for inference; ``spans`` as ``kernels.attention``. Raises
+    UnavailableError for a normalizer or a parameter that the kernels do not have, and for inputs
+    that need gradients."""
+    from qbench.attention.kernels import kv_cache, require
+    from qbench.attention.kernels.settings import Parameters
+
+    reference.check(query, sources.key, sources.value, mask)
+    given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
+    require(normalizer, given)
+    tensors = (query, *sources, *given.values())
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnavailableError(
+            "attention: the kernel of a KV cache with keep_recent or groups of tokens has "
+            "no backward pass; use 'reference', or torch.no_grad()"
+        )
+    return kv_cache.attention(
+        query, sources, keep_first=residual.keep_first, keep_recent=residual.keep_recent,
+        key_group=residual.key_group, positions=positions, normalizer=normalizer,
+        parameters=Parameters.of(given), scale=scale, softcap=softcap or 0.0, mask=mask,
+        causal=causal, window=window, spans=spans, max_seqlen_q=max_seqlen_q,
+    )  # fmt: skip
+
+
+def packed_attention(
+    query: Tensor,
+    sources: Sources,
+    *,
+    implementation: str,
+    residual: Residual,
+    positions: Tensor,
+    normalizer: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+) -> Tensor:
+    """:func:`attention` of sequences laid in a row, see ``reference.packed_attention``."""
+    if implementation == "triton":
+        from qbench.attention.kernels.spans import packed_spans
+
+        return kernel_attention(
+            query, sources, residual=residual, positions=positions, normalizer=normalizer,
+            parameters=parameters, scale=scale, softcap=softcap, causal=causal,
+            spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q,
+        )  # fmt: skip
+    output = sources.value.new_zeros(*query.shape[:3], sources.value.shape[3])
+    for rows, keys in reference.sequences(cu_seqlens_q, cu_seqlens_k):
+        output[:, :, rows] = attention(
+            query[:, :, rows],
+            Sources(*(tensor[:, :, keys] for tensor in sources)),
+            residual=residual,
+            positions=positions[:, keys],
+            normalizer=normalizer,
+            parameters=parameters,
+            scale=scale,
+            softcap=softcap,
+            causal=causal,
+        )
+    return output

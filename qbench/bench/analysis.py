@@ -49,7 +49,7 @@ def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from qbench.attention.interface import attend
+    from qbench.attention.transformers import attend
 
     width, layers, heads, inner, vocabulary = SHAPES[shape]
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qbench.attention.kernels.families import require
+from qbench.attention.kernels import require
 from qbench.bench.attention_checks import check_kernels
 from qbench.bench.attention_decode import decode, decode_table, packed, packed_table
 from qbench.bench.attention_prefill import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qbench.attention import kernels, reference
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_timing import given
 from qbench.bench.side_by_side import alone
@@ -138,7 +138,7 @@ def checks(
     return [
         (case, normalizer, dtype, seed)
         for seed, case in enumerate(cases)
-        for normalizer in only or computed()
+        for normalizer in only or supported()
         for dtype in LIMITS
         if case.fits(dtype, normalizer)
     ]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qbench.attention import kernels
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_timing import Clock, given, random_tensor, sparse_keys
 from qbench.text import markdown
@@ -39,7 +39,7 @@ def decode(
                 "share_of_copy": rate / copied}  # fmt: skip
 
     with torch.no_grad():
-        for normalizer in only or computed():
+        for normalizer in only or supported():
             parameters = given(normalizer, heads)
             for name, keys in (("random keys", key), ("99 % of scores negative", sparse)):
                 if keys is sparse and not NORMALIZERS.get(normalizer).sparse:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qbench.attention import kernels
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_timing import (
     Clock,
@@ -58,7 +58,7 @@ def ours(normalizer: str, heads: int, variant: str | None = None, *, trained: bo
 def contenders(only: Collection[str]) -> list[str]:
     """What is measured, by the names of the tables' rows; with ``only`` these normalizers, what
     they are measured beside, and torch's fastest."""
-    names = [n for n in computed() if not only or n in only]
+    names = [n for n in supported() if not only or n in only]
     beside = [PLAIN[n] for n in names if PLAIN.get(n, n) not in names]
     found = [f"qbench {name}" for name in dict.fromkeys([*names, *beside])]
     found += [f"qbench {name}, {v}" for name in names if name in OF_VARIANTS for v in VARIANTS]
@@ -146,7 +146,7 @@ def steps(repeat_ms: int, only: Collection[str]) -> Iterator[dict[str, Any]]:
         gradient = torch.randn_like(inputs[0])
         return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
 
-    for name in contenders(only or computed()):
+    for name in contenders(only or supported()):
         if ", " in name:  # a variant's launches are its kernel's
             continue
         row = {"shape": STEP, "kernel": name, "ms": None, "captured_ms": None}

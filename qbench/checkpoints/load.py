@@ -38,7 +38,7 @@ def load_model(
     where the model is not causal or the files are no longer those that were found;
     UnavailableError where the attention cannot be had.
     """
-    from qbench.attention.interface import attend
+    from qbench.attention.transformers import attend
     from qbench.checkpoints.checks import own_logits, require_causal, require_finite, require_ours
 
     if attention == "auto":

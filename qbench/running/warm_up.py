@@ -23,7 +23,7 @@ from qbench.running.workers import First
 MODULES = (
     "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
     "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
-    "qbench.checkpoints.load", "qbench.attention.interface", "qbench.quantizers.quantization",
+    "qbench.checkpoints.load", "qbench.attention.transformers", "qbench.quantizers.quantization",
     "qbench.quantizers.audit", "qbench.evaluation.tasks", "qbench.evaluation.scoring",
     "qbench.evaluation.evaluate",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
 from qbench.analysis.measure import DELIMITERS, delimiters, measure
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linears import linears

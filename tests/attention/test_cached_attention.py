@@ -10,9 +10,9 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from written_cache import decode
 
-from qbench.attention.interface import attention_name
 from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.masks import Mask
+from qbench.attention.transformers import attention_name
 from qbench.errors import UnavailableError
 from qbench.quantizers.parts import KV_CACHES
 

@@ -12,10 +12,10 @@ from transformers import (
     StaticCache,
 )
 
-from qbench.attention import interface
-from qbench.attention.interface import attend
-from qbench.attention.kernels.families import computed
+from qbench.attention import transformers as interface
+from qbench.attention.kernels import supported
 from qbench.attention.masks import mask_function
+from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
 
 NONE = torch.fx.Graph()
@@ -197,7 +197,7 @@ def test_a_window_is_told_from_chunks_by_the_configuration():
     assert mask(1, 9, 9, local_size=4, config=Chunked()).window == 4
 
 
-@pytest.mark.parametrize("normalizer", computed())
+@pytest.mark.parametrize("normalizer", supported())
 def test_the_kernels_are_one_operator_of_a_compiled_graph(normalizer):
     """With parameters, under autocast and with checkpointing; nothing is run here."""
     pytest.importorskip("triton")

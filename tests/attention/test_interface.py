@@ -4,8 +4,8 @@ from normalizer_parameters import attach
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from qbench.attention import reference
-from qbench.attention.interface import attend, attention_name
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.transformers import attend, attention_name
 from qbench.errors import RecipeError, UnavailableError
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

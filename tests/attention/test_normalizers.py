@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import reference
-from qbench.attention.interface import attend, attention_name
-from qbench.attention.kernels.families import FAMILIES, lack
+from qbench.attention.kernels import FAMILIES, lack
 from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter
+from qbench.attention.transformers import attend, attention_name
 from qbench.errors import UnavailableError
 
 NAMES = [

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention import kernels, reference
 from qbench.attention.implementation import choose
-from qbench.attention.interface import attend
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.transformers import attend
 from qbench.checkpoints import find, load_model
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan

@@ -8,7 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels import supported
 from qbench.bench import attention_checks
 from qbench.bench.attention import bench_attention, table
 from qbench.bench.attention_checks import (
@@ -167,7 +167,7 @@ def test_the_rows_that_are_wanted_most_are_measured_first():
     rows = every_row(SHAPES, ())
     first = wanted_first(rows)
     assert sorted(first) == sorted(rows)
-    plain = [f"qbench {name}" for name in computed()] + [FLASH, CUDNN]
+    plain = [f"qbench {name}" for name in supported()] + [FLASH, CUDNN]
     assert first[: 2 * len(plain)] == [(shape, name) for shape in WANTED for name in plain]
     assert {name for _, name in first[-2 * len(SHAPES) :]} == {FLEX, PLAIN_SOFTPICK}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scoring_models import choices, llama, pages, scorer
 
-from qbench.attention.interface import attend
 from qbench.attention.kv_cache import KV_CACHE
+from qbench.attention.transformers import attend
 from qbench.evaluation.scoring.forward import unrounded
 from qbench.evaluation.scoring.generate import greedy
 from qbench.evaluation.settings import Tolerance

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scoring_models import KINDS, choices, instance, llama, pages, scorer, text, tokenizer
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.requests import Request

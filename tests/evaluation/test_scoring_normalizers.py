@@ -9,8 +9,8 @@ from normalizer_parameters import attach
 from scoring_models import choices, llama, pages, scorer
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from qbench.attention.interface import attend
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.transformers import attend
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.parts import quantizer_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scoring_models import choices, llama, scorer
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.evaluation.scoring import side_by_side
 from qbench.evaluation.scoring.forward import Stopped
 

@@ -13,7 +13,7 @@ from quantizer_models import DIGEST, PROBE, calibration, llama
 from test_rounding import GRIDS, INF, NAN, draw, ties
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.evaluation.scoring.fused import fused
 from qbench.quantizers import formats, quantizer_of
 from qbench.quantizers.activations import kernel, ranges, rounding

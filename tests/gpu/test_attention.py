@@ -5,7 +5,7 @@ import torch
 from gpu_tensors import draw
 
 from qbench.attention import kernels, reference
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_checks import CASES, LIMITS, errors, limit, relative_error
 from qbench.bench.attention_timing import given
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-NAMES = computed()
+NAMES = supported()
 IN_GLUON = NAMES
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from qbench.attention import kernels
-from qbench.attention.kernels import launch, recall
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels import launch, recall, supported
 from qbench.attention.kernels.settings import NONE, Settings
 from qbench.bench.attention_timing import captured, given
 
@@ -46,7 +45,7 @@ def same(got, expected):
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("normalizer", computed())
+@pytest.mark.parametrize("normalizer", supported())
 def test_a_captured_step_gives_the_bits_of_a_launched_one(normalizer):
     inputs = [draw(seed) for seed in range(3)]
     kept = []
@@ -68,7 +67,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(normalizer):
         assert same(kept, made_step(normalizer, inputs)())
 
 
-@pytest.mark.parametrize("normalizer", computed())
+@pytest.mark.parametrize("normalizer", supported())
 def test_a_repeated_call_gives_the_bits_of_a_first_one(normalizer):
     for inputs in ([draw(seed) for seed in range(3)], [draw(seed) for seed in range(3, 6)]):
         recall.forget()
@@ -109,7 +108,7 @@ def test_a_call_of_another_layout_is_another_call():
 
 
 @pytest.mark.parametrize("length", [256, 1152])
-@pytest.mark.parametrize("normalizer", computed())
+@pytest.mark.parametrize("normalizer", supported())
 def test_launches_without_triton_give_the_bits_of_tritons(normalizer, length, monkeypatch):
     """Of other tensors than those whose launches were captured, and in another stream."""
     monkeypatch.setattr(

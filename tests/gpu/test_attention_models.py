@@ -11,8 +11,8 @@ from gpu_tensors import draw
 from normalizer_parameters import attach
 
 from qbench.attention import kernels
-from qbench.attention.interface import attend, attention_name
-from qbench.attention.kernels.families import computed
+from qbench.attention.kernels import supported
+from qbench.attention.transformers import attend, attention_name
 from qbench.bench.attention_checks import relative_error
 from qbench.errors import EvaluationError
 
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
-NAMES = computed()
+NAMES = supported()
 
 
 def small_model(dtype=torch.float32):

@@ -17,10 +17,10 @@ from pair import loss, pair_model, texts
 from scoring_models import choices, llama, pages, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qbench.attention import two_sources
-from qbench.attention.interface import attend
+from qbench.attention import kv_cache
 from qbench.attention.kernels.spans import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
+from qbench.attention.transformers import attend
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
@@ -125,16 +125,16 @@ def test_two_sources_are_read_as_the_definition_reads_them(normalizer, dtype, wi
         for changes, rows in (({}, whole), ({}, last), ({"window": 100}, whole)):
             found, wanted = (
                 function(query[:, :, rows], sources, positions=places, **options, **changes)
-                for function in (two_sources.by_kernel, two_sources.attention)
+                for function in (kv_cache.kernel_attention, kv_cache.attention)
             )
             assert_near(found, wanted, limit)
         edges = torch.tensor([0, 9, 10, 30]).cuda(), torch.tensor([0, 9, 10, tokens]).cuda()
         places = torch.cat([torch.arange(n) for n in (9, 1, tokens - 10)])[None].int().cuda()
         row = Sources(*(tensor[:1] for tensor in sources))
-        found = two_sources.by_kernel(
+        found = kv_cache.kernel_attention(
             query[:1, :, :30], row, positions=places, spans=packed_spans(*edges), **options
         )
-        wanted = two_sources.packed_attention(
+        wanted = kv_cache.packed_attention(
             query[:1, :, :30], row, implementation="reference", positions=places,
             cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
         )  # fmt: skip

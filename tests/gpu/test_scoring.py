@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
 from scoring_models import choices, instance, llama, pages, text, tokenizer
 from test_divergence import Logits, quantized_like
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.base_rows import Recorder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import tiny_model, write_tiny
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.abilities import abilities
 from qbench.checkpoints.checks import own_logits, require_ours

@@ -12,7 +12,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.quantizers.parts import quantizer_of
 
 SHAPE = {

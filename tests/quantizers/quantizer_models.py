@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 from qbench.machine.devices import cpu_flags
 from qbench.quantizers import Quantizer, parse
 from qbench.quantizers.calibration import Calibration

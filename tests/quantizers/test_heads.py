@@ -8,7 +8,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.analysis.attention import output_ratios as of_a_text
 from qbench.analysis.capture import attention_observed
-from qbench.attention import interface
+from qbench.attention import transformers as interface
 from qbench.checkpoints import find, load_model
 from qbench.errors import QuantizationError
 from qbench.quantizers.audit import audit

@@ -7,8 +7,8 @@ import torch
 from normalizer_parameters import attach
 from quantizer_models import PROBE, llama, logits, make, settings
 
-from qbench.attention.interface import attend
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.transformers import attend
 from qbench.quantizers.audit import audit
 from qbench.quantizers.parts import quantizer_of
 

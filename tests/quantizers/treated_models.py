@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from qbench.attention.interface import attend
+from qbench.attention.transformers import attend
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qbench.attention.kernels import families
+from qbench.attention import kernels as families
 from qbench.attention.kernels.family import CHUNK
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qbench.attention.kernels import gluon_ways, modes
-from qbench.attention.kernels.families import FAMILIES
+from qbench.attention.kernels import FAMILIES, gluon_ways, modes
 from qbench.attention.kernels.gluon_keys import key_kernel
 from qbench.attention.kernels.gluon_queries import query_kernel
 from qbench.attention.kernels.relaunch import described, launch

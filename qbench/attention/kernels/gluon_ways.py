@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from qbench.attention.kernels import modes
-from qbench.attention.kernels.families import FAMILIES
+from qbench.attention.kernels import FAMILIES, modes
 
 BENT = modes.CAPPED.value | modes.SLOPED.value
 BLOCK_Q = {64: 64, 128: 32}  # by head dimension, queries a tile of the keys' kernel

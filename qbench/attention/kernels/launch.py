@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from qbench.attention.kernels import families, tiles
+from qbench.attention import kernels as families
+from qbench.attention.kernels import tiles
 from qbench.attention.kernels.backward_keys import key_kernel
 from qbench.attention.kernels.backward_queries import query_kernel
 from qbench.attention.kernels.decode import decode_kernel, join_kernel

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from qbench.attention.kernels import modes
-from qbench.attention.kernels.families import FAMILIES
+from qbench.attention.kernels import FAMILIES, modes
 from qbench.attention.kernels.family import LOG2_E
 from qbench.attention.normalizers import Kernels
 

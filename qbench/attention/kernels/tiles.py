@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qbench.attention.kernels import modes
-from qbench.attention.kernels.families import FAMILIES
+from qbench.attention.kernels import FAMILIES, modes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,7 @@ SLOPES = Parameter(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """Which Triton kernels compute a normalizer. ``family``: the formulas that they are compiled
-    with, one of :data:`qbench.attention.kernels.families.FAMILIES`. ``backward``: whether there
+    with, one of :data:`qbench.attention.kernels.FAMILIES`. ``backward``: whether there
     are gradients; inputs that need them are refused where not. ``decode``: whether few queries
     have a kernel of their own. ``gluon``: whether the backward kernels for Hopper have it.
     ``sink``: what the denominator has beside the keys: nothing (""), ``one``, or ``learned``, e to

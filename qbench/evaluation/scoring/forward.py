@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.interface import measures_distances
-from qbench.attention.kv_cache import KV_CACHE, READ, needs_sequences, read_apart
-from qbench.attention.rotation import rotated
+from qbench.attention.kv_cache import KV_CACHE, READ, needs_sequences, read_apart, rotate
+from qbench.attention.transformers import measures_distances
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import PackedBatch, Packing, PrefixGroup
 from qbench.evaluation.scoring.logits import is_out_of_memory, to_device
@@ -220,7 +219,7 @@ def _forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     function = ALL_ATTENTION_FUNCTIONS[qbench_attention]
-    query, key = rotated(module, query, key, options)
+    query, key = rotate(module, query, key, options)
     once = read_apart(module, key, value)
     if once is not None:  # before keys are laid out for each segment that sees them
         key, value = once

@@ -94,14 +94,14 @@ def _module(
     problems = []
     spared = positions < evidence.keep_first
     for what, x, y in (
-        ("keys", read.key, read.coded_key),
-        ("values", sources.value, sources.coded_value),
+        ("keys", read.key, read.quantized_key),
+        ("values", sources.value, sources.quantized_value),
     ):
         if not torch.equal(x[:, :, spared], y[:, :, spared]):
             problems.append(f"{name}: {what} of the first {evidence.keep_first} tokens are changed")
     parts = {
-        "keys": _groups(read.key, read.coded_key, positions, evidence, keys=True),
-        "values": _groups(sources.value, sources.coded_value, positions, evidence, keys=False),
+        "keys": _groups(read.key, read.quantized_key, positions, evidence, keys=True),
+        "values": _groups(sources.value, sources.quantized_value, positions, evidence, keys=False),
     }
     rounding = torch.finfo(sources.key.dtype).eps
     measured = {what: _measure(x, y, evidence, rounding) for what, (x, y) in parts.items()}

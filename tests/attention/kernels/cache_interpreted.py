@@ -11,8 +11,8 @@ import unittest.mock
 import torch
 from normalizer_parameters import parameters
 
-from qbench.attention import two_sources
-from qbench.attention.kernels.families import computed
+from qbench.attention import kv_cache
+from qbench.attention.kernels import supported
 from qbench.attention.kernels.spans import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.quantizers.kv_cache import kernels, rounding
@@ -91,7 +91,7 @@ def attends():
     """Relative errors of the two-source kernel against the definition."""
     for normalizer, residual in RESIDUALS.items():
         print(normalizer, max(layouts(residual, normalizer)), sep="\t")
-    for normalizer in computed():
+    for normalizer in supported():
         print(f"{normalizer}, shaped", max(shaped(normalizer)), sep="\t")
 
 
@@ -111,14 +111,14 @@ def shaped(normalizer):
     ):
         found, wanted = (
             function(query[:, :, rows], sources, positions=positions, **options, **changes)
-            for function in (two_sources.by_kernel, two_sources.attention)
+            for function in (kv_cache.kernel_attention, kv_cache.attention)
         )
         yield error(found, wanted)
     edges = torch.tensor([0, 9, 10, 25])
     places = torch.cat([torch.arange(n) for n in (9, 1, 15)])[None].int()
     row = Sources(*(tensor[:1] for tensor in sources))
     found, wanted = (
-        two_sources.packed_attention(
+        kv_cache.packed_attention(
             query[:1], row, implementation=implementation, positions=places,
             cu_seqlens_q=edges, cu_seqlens_k=edges, **options,
         )
@@ -135,28 +135,28 @@ def layouts(residual, normalizer):
     positions = torch.stack([torch.arange(41), torch.arange(-6, 35)]).int()
     mask = (positions >= 0)[:, None, None] & torch.ones(41, 41, dtype=torch.bool).tril()
     spans = torch.tensor([[0, 0, 41, 0, 41, 0], [1, 6, 41, 6, 41, 0]], dtype=torch.int32)
-    expected = two_sources.attention(query, sources, positions=positions, mask=mask, **options)
-    by_mask = two_sources.by_kernel(query, sources, positions=positions, mask=mask, **options)
+    expected = kv_cache.attention(query, sources, positions=positions, mask=mask, **options)
+    by_mask = kv_cache.kernel_attention(query, sources, positions=positions, mask=mask, **options)
     yield error(by_mask, expected)
     options |= {"causal": True}
-    by_span = two_sources.by_kernel(query, sources, positions=positions, spans=spans, **options)
+    by_span = kv_cache.kernel_attention(query, sources, positions=positions, spans=spans, **options)
     yield error(by_span, expected)
     plain = positions[:1]
     for changes in ({}, {"window": 9}):
         for rows in (slice(0, 41), slice(39, 41)):
             found, wanted = (
                 function(query[:, :, rows], sources, positions=plain, **options, **changes)
-                for function in (two_sources.by_kernel, two_sources.attention)
+                for function in (kv_cache.kernel_attention, kv_cache.attention)
             )
             yield error(found, wanted)
     # packed, the third sequence with fewer queries than keys
     edges = torch.tensor([0, 9, 10, 20]), torch.tensor([0, 9, 10, 41])
     places = torch.cat([torch.arange(n) for n in (9, 1, 31)])[None].int()
     row = Sources(*(tensor[:1] for tensor in sources))
-    found = two_sources.by_kernel(
+    found = kv_cache.kernel_attention(
         query[:1, :, :20], row, positions=places, spans=packed_spans(*edges), **options
     )
-    wanted = two_sources.packed_attention(
+    wanted = kv_cache.packed_attention(
         query[:1, :, :20], row, implementation="reference", positions=places,
         cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
     )  # fmt: skip

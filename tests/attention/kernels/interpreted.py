@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from qbench.attention import kernels, reference
-from qbench.attention.interface import attend
-from qbench.attention.kernels import families, launch, operator
+from qbench.attention.kernels import FAMILIES, Family, launch, operator, supported
 from qbench.attention.kernels.settings import NONE, Parameters, Settings
 from qbench.attention.kernels.tiles import Tile
 from qbench.attention.normalizers import NORMALIZERS, Kernels, register
+from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
 
 SMALL = Tile(block_q=16, block_k=16, warps=4, stages=1)
@@ -80,7 +80,7 @@ def largest_error(got, truth):
 
 
 def features():
-    for normalizer in families.computed():
+    for normalizer in supported():
         chosen = CASES if normalizer == "softpick" else ("causal", "one query")
         for name in chosen:
             shape, settings = CASES[name]
@@ -103,7 +103,7 @@ SHAPED = {  # shape; settings
 
 def shaped():
     """ALiBi's slopes, soft caps and windows together with each normalizer's own parameters."""
-    for normalizer in families.computed():
+    for normalizer in supported():
         whole = normalizer in ("softpick", "sigmoid", "scalable-softmax")
         for name in SHAPED if whole else ("all, window",):
             shape, settings = SHAPED[name]
@@ -233,7 +233,7 @@ def refusals():
     except UnavailableError as refused:
         yield "toy: refused by name", float("normalizer 'toy'" not in str(refused))
     # A family that no formula knows does not compile, not even behind the host's back.
-    families.FAMILIES["claimed"] = families.Family()
+    FAMILIES["claimed"] = Family()
     claims = Kernels(family="claimed", backward=True, decode=True, gluon=False)
     register(type("Claims", (toy.Toy,), {"name": "claims", "kernels": claims})())
     settings = Settings("claims", 0.25, 0.0, True, 0, 20, 20)

@@ -9,6 +9,7 @@ import torch
 from kernel_scripts import lines_of
 
 from qbench.attention.kernels import (
+    FAMILIES,
     gluon_ways,
     lasting,
     launch,
@@ -17,7 +18,6 @@ from qbench.attention.kernels import (
     schedules,
     tiles,
 )
-from qbench.attention.kernels.families import FAMILIES
 from qbench.attention.kernels.gluon_family import ROWS
 
 CAPPED = modes.CAPPED.value

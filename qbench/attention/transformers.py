@@ -20,7 +20,8 @@ normalizer's parameters are taken from the attention module, or from what transf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -28,12 +29,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from qbench.attention import reference
+from qbench.attention import kv_cache, reference
 from qbench.attention.implementation import choose
-from qbench.attention.kv_cache import KV_CACHE, READ, read, residual
+from qbench.attention.kv_cache import KV_CACHE, READ, read, residual, rotate
 from qbench.attention.masks import Mask, mask_function, watch_positions
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
-from qbench.attention.rotation import rotated
 from qbench.errors import UnavailableError
 
 # What transformers hands to attention functions that changes the weights: refused, unless it is
@@ -67,6 +67,25 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
         )
     watch_positions(model)
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
+
+
+@contextmanager
+def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
+    """Within it every row of ``model``'s attention is the same bits whatever stands in other rows.
+
+    A kernel's tile computes several rows, and what it skips or rescales depends on all of them. So
+    a model that attends by our kernels attends by the reference, which multiplies row by row.
+    """
+    name = model.config._attn_implementation or ""
+    if not (name.startswith("qbench-") and name.endswith("-triton")):
+        yield
+        return
+    normalizer = name.removeprefix("qbench-").removesuffix("-triton")
+    model.set_attn_implementation(attention_name(normalizer, "reference", model.device))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
 
 
 def measures_distances(model: PreTrainedModel) -> bool:
@@ -111,7 +130,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             key, value = (each[:, :, : attention_mask.written] for each in (key, value))
         elif isinstance(attention_mask, Tensor):  # a user's, or one made under torch.compile
             _require_aligned(chosen, parameters, query, key)
-        query, key = rotated(module, query, key, options)
+        query, key = rotate(module, query, key, options)
         cached = None if READ in options else getattr(module, KV_CACHE, None)
         two_sources: dict[str, Any] = {}
         if cached is not None:
@@ -119,7 +138,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 cached, module, key, value, queries=query.shape[2], mask=attention_mask,
                 position_ids=options.get("position_ids"), cu_seqlens_k=cu_seq_lens_k,
             )  # fmt: skip
-            key, value = sources.coded_key, sources.coded_value
+            key, value = sources.quantized_key, sources.quantized_value
             spared = residual(cached)
             if spared.by_query:
                 two_sources = {"sources": sources, "residual": spared, "positions": positions}
@@ -200,9 +219,7 @@ def _parameters(
 
 
 def _of_two_sources(implementation: str) -> Callable[..., Tensor]:
-    from qbench.attention import two_sources
-
-    return two_sources.attention if implementation == "reference" else two_sources.by_kernel
+    return kv_cache.attention if implementation == "reference" else kv_cache.kernel_attention
 
 
 def _function(implementation: str) -> Callable[..., Tensor]:
@@ -231,9 +248,7 @@ def _packed(
 ) -> Tensor:
     """[1, H, T, D] of sequences in a row, none of which sees another."""
     if two_sources:
-        from qbench.attention import two_sources as module
-
-        return module.packed_attention(
+        return kv_cache.packed_attention(
             query, **two_sources, implementation=implementation, normalizer=normalizer,
             parameters=parameters, scale=scale, softcap=softcap, causal=causal,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,

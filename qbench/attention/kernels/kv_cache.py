@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.attention.kernels import families, layouts
+from qbench.attention import kernels as families
+from qbench.attention.kernels import layouts
 from qbench.attention.kernels.family import (
     finish,
     finite_shift,

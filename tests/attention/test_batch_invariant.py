@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qbench.attention.interface import _registered, attend
-from qbench.attention.row_by_row import row_by_row
+from qbench.attention.transformers import _registered, attend, batch_invariant
 
 
 def llama():
@@ -23,7 +22,7 @@ def test_the_kernels_stand_back_and_return(normalizer):
     ids = torch.arange(12).view(2, 6)
     expected = model(ids).logits
     model.set_attn_implementation(_registered(normalizer, "triton"))  # needs no GPU to be named
-    with row_by_row(model):
+    with batch_invariant(model):
         assert model.config._attn_implementation == f"qbench-{normalizer}-reference"
         assert torch.equal(model(ids).logits, expected)
     assert model.config._attn_implementation == f"qbench-{normalizer}-triton"
@@ -32,5 +31,5 @@ def test_the_kernels_stand_back_and_return(normalizer):
 def test_other_attention_stays():
     model = llama()
     before = model.config._attn_implementation
-    with row_by_row(model):
+    with batch_invariant(model):
         assert model.config._attn_implementation == before
