@@ -39,7 +39,7 @@ class Outcome:
 
     def record(self, cell: Cell, plan: Plan, error: str | None) -> Record:
         """The record of ``cell``, finished now: failed with ``error``, where there is one."""
-        settings = cell.quantizer
+        settings = cell.quantization
         return Record(
             key=cell.key,
             key_parts=cell.key_parts,
@@ -59,7 +59,7 @@ class Outcome:
             scoring=self.scoring,
             damage=self.damage,
             stages=tuple(self.stages),
-            environment=environment(plan.device, settings.requirements(), plan.hardware),
+            environment=environment(plan.device, settings.requirements, plan.hardware),
             started=self.started,
             finished=datetime.now(UTC),
         )

@@ -33,7 +33,7 @@ from qbench.preflight import (
     require_runnable,
     resolved,
 )
-from qbench.quantizers import Quantizer
+from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Column, Recipe
 from qbench.recipe_inputs import find_calibration, find_tasks
@@ -47,7 +47,7 @@ class Cell:
     checkpoint_name: str
     checkpoint: Checkpoint
     label: str  # of the quantizer in its recipe
-    quantizer: Quantizer
+    quantization: QuantizationConfig
     attention: str  # "reference" or "triton"; of a native checkpoint "sdpa" or "eager"
     scoring: ScoringSettings
     key: str
@@ -65,9 +65,9 @@ class Cell:
         return GridCell(
             checkpoint=self.checkpoint_name,
             quantizer=self.label,
-            method=self.quantizer.method,
-            title=self.quantizer.title,
-            precision=self.quantizer.precision,
+            method=self.quantization.method,
+            title=self.quantization.title,
+            precision=self.quantization.precision,
             key=self.key,
         )
 
@@ -201,7 +201,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
 
 
 def _quantized(column: Column) -> bool:
-    return column.quantizer.precision.quantized
+    return column.quantization.precision.quantized
 
 
 def _cell(
@@ -216,7 +216,7 @@ def _cell(
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
-    quantizer, reason = resolved(checkpoint, column.quantizer, device)
+    quantization, chosen, reason = resolved(checkpoint, column.quantization, device)
     model = model_choices(name, checkpoint, recipe.evaluation, device)
     checkpoint, attention = model.checkpoint, model.attention
     scoring = resolve(
@@ -224,8 +224,8 @@ def _cell(
         device=device,
         config=checkpoint.config,
         max_length=checkpoint.max_length,
-        mixes_batches=quantizer.mixes_batches,
-        amplifies_rounding=quantizer.amplifies_rounding,
+        mixes_batches=not quantization.batch_invariant,
+        amplifies_rounding=quantization.amplifies_rounding,
         fastest=model.fastest,
         slower=f"checkpoints.{name}: {model.slower}",
     )
@@ -233,12 +233,12 @@ def _cell(
     parts: dict[str, Any] = {
         "weights": checkpoint.digest,
         "normalizer": checkpoint.normalizer,
-        "quantizer": quantizer.settings,
+        "quantizer": quantization.to_dict(),
         **shared,
         "scoring": scoring.key_parts(),
         "attention": attention,
         "device": device,
-        "versions": {**versions((*quantizer.requirements(), *compiled)), "qbench": __version__},
+        "versions": {**versions((*quantization.requirements, *compiled)), "qbench": __version__},
         "code": code_digest(),
     }
     if checkpoint.normalizer != NATIVE:
@@ -247,7 +247,7 @@ def _cell(
             parts["normalizer source"] = source
     if gpu is not None:
         parts["gpu"] = gpu
-    if quantizer.needs_calibration:
+    if quantization.needs_calibration:
         assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
         parts["calibration"] = {
             "samples": calibration.samples,
@@ -263,15 +263,15 @@ def _cell(
         checkpoint_name=name,
         checkpoint=checkpoint,
         label=column.label,
-        quantizer=quantizer,
+        quantization=quantization,
         attention=attention,
         scoring=scoring,
         key=content_key(parts),
         key_parts=parts,
-        refusal=reason or refusal(checkpoint, shapes, quantizer),
+        refusal=reason or refusal(checkpoint, shapes, quantization),
         notes=(
             *model.notes(scoring.mode, device),
-            *([f"{column.label}: {quantizer.chosen}"] if quantizer.chosen else []),
+            *([f"{column.label}: {chosen}"] if chosen else []),
         ),
     )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qbench.checkpoints.shapes import Shapes
     from qbench.evaluation.tasks import TaskSpec
     from qbench.plan import Cell
-    from qbench.quantizers import Quantizer
+    from qbench.quantizers import QuantizationConfig
     from qbench.recipe import Evaluation
 
 CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
@@ -96,35 +96,34 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
 
 
 def resolved(
-    checkpoint: Checkpoint, quantizer: Quantizer, device: str
-) -> tuple[Quantizer, str | None]:
-    """``quantizer`` with every open choice made, or why it cannot run on ``device`` ("cpu" or
-    "cuda"), or not with this checkpoint."""
+    checkpoint: Checkpoint, quantization: QuantizationConfig, device: str
+) -> tuple[QuantizationConfig, str, str | None]:
+    """``quantization`` with every open choice made, a line on what was chosen, and why it cannot
+    run on ``device`` ("cpu" or "cuda"), or not with this checkpoint."""
     try:
-        found = quantizer.resolved(checkpoint.config, device)
-        found.check(checkpoint.config, device)
+        return *quantization.resolved(checkpoint.config, device), None
     except RecipeError as error:
-        return quantizer, str(error)
-    return found, None
+        return quantization, "", str(error)
 
 
-def refusal(checkpoint: Checkpoint, shapes: Shapes, quantizer: Quantizer) -> str | None:
+def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig) -> str | None:
     """Why a quantizer can never run with this checkpoint, whose linear layers have these
     ``shapes``; None where nothing speaks against it."""
+    weights = quantization.weights
     try:
-        if quantizer.precision.weights is not None:
-            quantizer.of_weights.check_layers(shapes)
+        if weights is not None:
+            weights.check_layers(shapes)
     except QuantizationError as error:
         return str(error)
-    if quantizer.precision.kv_cache is not None and checkpoint.normalizer == NATIVE:
+    if quantization.kv_cache is not None and checkpoint.normalizer == NATIVE:
         return (
             f"{checkpoint.abilities.name} runs on its own attention, and the KV cache is quantized "
             "in ours"
         )
     spared = checkpoint.abilities.spared
-    if spared and quantizer.precision.weights is not None and spared not in quantizer.leave_out:
+    if spared and weights is not None and spared not in weights.ignore:
         return (
-            f"{checkpoint.abilities.name} reads the weight of {spared} by itself; say leave_out: "
+            f"{checkpoint.abilities.name} reads the weight of {spared} by itself; say ignore: "
             f"[{spared}]"
         )
     return None

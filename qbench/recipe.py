@@ -23,7 +23,7 @@ from qbench.errors import QbenchError, RecipeError, RecipeProblems, shown
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
 from qbench.overrides import Overrides
 from qbench.plugins import load_packages
-from qbench.quantizers import Quantizer, quantizer_of, unquantized_dtype
+from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.texts import HUB_FILE
 from qbench.recipe_fields import (
     MOST_TOKENS,
@@ -103,7 +103,7 @@ class Column:
     """One column of the grid: a quantizer under a label that is unique in its recipe."""
 
     label: str
-    quantizer: InstanceOf[Quantizer]
+    quantization: InstanceOf[QuantizationConfig]
 
 
 class Recipe(Strict):
@@ -211,7 +211,7 @@ class Recipe(Strict):
             for number, name in enumerate(names):
                 if name in names[:number]:
                     raise problem((what, number), f"{name} stands there twice{remedy}")
-        calibrated = [c.label for c in self.quantizers if c.quantizer.needs_calibration]
+        calibrated = [c.label for c in self.quantizers if c.quantization.needs_calibration]
         if calibrated and self.calibration is None:
             raise problem(
                 ("quantizers", labels.index(calibrated[0])),
@@ -262,13 +262,13 @@ def _column(index: int, entry: Any, compute_dtype: str) -> Column:
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
         raise problem((index,), f"label {shown(label)}: letters, digits and . _ + - only")
     try:
-        quantizer = quantizer_of(options, compute_dtype=compute_dtype)
+        quantization = config_of(options, compute_dtype=compute_dtype)
     except QbenchError as error:
         raise problem((index,), str(error)) from None
-    label = label or options.get("name") or quantizer.name
+    label = label or options.get("name") or quantization.name
     if not LABEL.fullmatch(label):
         raise problem((index,), f"{label} is too long a name; give it a label")
-    return Column(label=label, quantizer=quantizer)
+    return Column(label=label, quantization=quantization)
 
 
 def _known_keys(location: tuple[int | str, ...]) -> str:

@@ -86,7 +86,7 @@ def _members(name: str, definitions: Path | None, trained: int) -> list[str]:
 def find_calibration(recipe: Recipe) -> CalibrationText | None:
     """The text that calibrated quantizers see; None where the recipe has none of them."""
     source = recipe.calibration
-    if source is None or not any(c.quantizer.needs_calibration for c in recipe.quantizers):
+    if source is None or not any(c.quantization.needs_calibration for c in recipe.quantizers):
         return None
     data = recipe.resolve(recipe.data) if recipe.data else None
     path = find_text(source.path, base=recipe.folder, data=data)

@@ -74,7 +74,7 @@ def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink, ca
     with Ahead(plan.tasks, cell.scoring, cell.checkpoint).at_work() as ahead:
         model, tokenizer = _load(cell, plan, gathered, sink)
         gathered.documents = ahead.documents()
-        if cell.quantizer.precision.quantized:  # libraries may draw, and tasks' own code, too
+        if cell.quantization.precision.quantized:  # libraries may draw, and tasks' own code, too
             ahead.finish()
         model = quantized(cell, plan, model, tokenizer, gathered, sink, cache)
         known = ahead.finish()
@@ -126,7 +126,7 @@ def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
 
     return load_model(
         cell.checkpoint,
-        dtype=getattr(torch, cell.quantizer.compute_dtype),
+        dtype=getattr(torch, cell.quantization.compute_dtype),
         device=plan.device,
         attention=cell.attention,
     )
@@ -143,7 +143,7 @@ def quantized(
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
     # Where nothing is to change, a copy of now will do; else memory is needed for quantizing.
-    original = None if cell.quantizer.precision.quantized else copy.deepcopy(model)
+    original = None if cell.quantization.precision.quantized else copy.deepcopy(model)
     model = _quantize(cell, plan, model, tokenizer, gathered, sink, cache)
     _audit(cell, plan, model, original, gathered, sink)
     return model
@@ -159,9 +159,9 @@ def _quantize(
     cache: Path,
 ) -> PreTrainedModel:
     from qbench.quantizers.calibration import read_calibration
-    from qbench.quantizers.quantization import quantize
+    from qbench.quantizers.quantize import quantize
 
-    settings = cell.quantizer
+    settings = cell.quantization
     _step(sink, cell.name, "quantize", total=1)
     with measured("quantize", plan.device, gathered.stages) as detail:
         calibration = None
@@ -198,13 +198,13 @@ def _audit(
     sink: Sink,
 ) -> None:
     from qbench.attention.transformers import batch_invariant
-    from qbench.quantizers.audit import audit, probe_of
+    from qbench.quantizers.audit.cell import audit, probe_of
 
     _step(sink, cell.name, "audit")
     with measured("audit", plan.device, gathered.stages):
         original = original or _original(cell, plan)
         probe = probe_of(original.config.vocab_size).to(plan.device)
-        gathered.audit = audit(original, model, cell.quantizer, probe, batch_invariant)
+        gathered.audit = audit(original, model, cell.quantization, probe, batch_invariant)
         del original
         free(plan.device)
     if not gathered.audit.passed:
@@ -235,7 +235,7 @@ def _evaluate(
         watch = watcher(
             scoring,
             cell=cell.grid_cell,
-            quantized=cell.quantizer.precision.quantized,
+            quantized=cell.quantization.precision.quantized,
             base=cell.base,
             store=store,
             folder=distributions_folder(cache),

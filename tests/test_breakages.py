@@ -90,10 +90,10 @@ def test_the_same_quantizer_passes_with_the_same_bits(gates_of, cell):
 @pytest.fixture(params=[(RTN, 1.05), (GPTQ, 1.03), (HQQ, 1.03)], ids=["rtn", "gptq", "hqq"])
 def scaled(request, monkeypatch):
     """A cell whose scales are all too large by a few per cent."""
-    from qbench.quantizers import hqq_layers, packed
+    from qbench.quantizers import hqq, packed
 
     cell, factor = request.param
-    whole, stored = packed.tensors_of, hqq_layers.store
+    whole, stored = packed.tensors_of, hqq.store
 
     def store(*of):
         tensors = stored(*of)
@@ -102,7 +102,7 @@ def scaled(request, monkeypatch):
     monkeypatch.setattr(
         packed, "tensors_of", lambda codes, scale, *rest: whole(codes, scale * factor, *rest)
     )
-    monkeypatch.setattr(hqq_layers, "store", store)
+    monkeypatch.setattr(hqq, "store", store)
     return cell
 
 
@@ -114,7 +114,7 @@ def test_scales_off_by_a_few_per_cent_fail(gates_of, scaled):
 
 
 def test_one_layer_with_its_scales_rolled_fails_and_is_named(gates_of, monkeypatch):
-    from qbench.quantizers.rtn import Rtn
+    from qbench.quantizers.weights import Rtn
 
     whole = Rtn.store
 

@@ -57,13 +57,13 @@ def plan_sensitivities(
         raise RecipeError(
             f"--sensitivity {shown(label)}: the recipe has no such quantizer; it has {labels}"
         )
-    precision = cells[0].quantizer.precision
+    precision = cells[0].quantization.precision
     if precision.weights is None and precision.activations is None:
         raise RecipeError(
             f"--sensitivity {label}: quantizes neither weights nor activations of linear layers; "
             "name another quantizer of the recipe"
         )
-    if cells[0].quantizer.treats:
+    if cells[0].quantization.transform is not None:
         raise RecipeError(
             f"--sensitivity {label}: treats outliers of the whole model at once, so that no layer "
             "can be quantized alone; name a quantizer without"
@@ -91,7 +91,7 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     """The cells that a glob names; without one the unquantized ones. RecipeError for none."""
     if only is not None:
         return plan.select(only)
-    cells = tuple(cell for cell in plan.cells if not cell.quantizer.precision.quantized)
+    cells = tuple(cell for cell in plan.cells if not cell.quantization.precision.quantized)
     if not cells:
         names = ", ".join(cell.name for cell in plan.cells)
         raise RecipeError(

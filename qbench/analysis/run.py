@@ -76,9 +76,9 @@ def _record(
         key_parts=cell.key_parts,
         checkpoint=of.checkpoint_name,
         quantizer=of.label,
-        method=of.quantizer.method,
-        title=of.quantizer.title,
-        precision=of.quantizer.precision,
+        method=of.quantization.method,
+        title=of.quantization.title,
+        precision=of.quantization.precision,
         normalizer=of.checkpoint.normalizer,
         attention=f"{of.checkpoint.normalizer}/{of.attention}",
         status="failed" if error else "ok",
@@ -86,7 +86,7 @@ def _record(
         text=text,
         measured=found,
         stages=tuple(gathered.stages),
-        environment=environment(plan.device, of.quantizer.requirements(), plan.hardware),
+        environment=environment(plan.device, of.quantization.requirements, plan.hardware),
         started=gathered.started,
         finished=datetime.now(UTC),
     )
@@ -98,7 +98,7 @@ def _analyze(
     from qbench.analysis.maps import attention_maps, choose
     from qbench.analysis.measure import measure
     from qbench.analysis.tokens import read_tokens
-    from qbench.quantizers.linears import linearize, linears
+    from qbench.quantizers.linear import linearize, linears
 
     of = cell.cell
     sink.step(cell.name, "load")
@@ -107,7 +107,7 @@ def _analyze(
         tokens = read_tokens(cell.settings, tokenizer)
     linearize(model)  # GPT-2's Conv1D too; other models stay as they are
     names = list(linears(model))
-    if of.quantizer.precision.quantized:
+    if of.quantization.precision.quantized:
         del model
         free(plan.device)
         model, tokenizer = load(of, plan)

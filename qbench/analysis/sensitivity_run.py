@@ -85,7 +85,7 @@ def _measure(
     # What they import says much, which belongs into the log.
     from qbench.analysis.sensitivity import Baseline, Unit, units
     from qbench.analysis.tokens import read_tokens
-    from qbench.quantizers.linears import linearize, linears_of
+    from qbench.quantizers.linear import linearize, linears
 
     of, stages = cell.cell, state.gathered.stages
     sink.step(cell.name, "load")
@@ -96,7 +96,7 @@ def _measure(
     changed, _ = load(of, plan)
     changed = quantized(of, plan, changed, tokenizer, state.gathered, sink, cache_folder())
     linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
-    names = list(linears_of(model, of.quantizer))
+    names = list(linears(model, of.quantization.ignore))
     wanted = units(model, names, blocks=cell.settings.blocks)
     wanted.append(Unit(name=TOGETHER, layer=None, modules=tuple(names)))
     sink.step(cell.name, "sensitivity", total=len(wanted), unit="layers")
@@ -122,9 +122,9 @@ def _record(
         key_parts=cell.key_parts,
         checkpoint=of.checkpoint_name,
         quantizer=of.label,
-        method=of.quantizer.method,
-        title=of.quantizer.title,
-        precision=of.quantizer.precision,
+        method=of.quantization.method,
+        title=of.quantization.title,
+        precision=of.quantization.precision,
         normalizer=of.checkpoint.normalizer,
         unit="block" if cell.settings.blocks else "linear",
         status=status,
@@ -134,7 +134,7 @@ def _record(
         together=state.known.get(TOGETHER),
         units=tuple(one for name, one in state.known.items() if name != TOGETHER),
         stages=tuple(state.gathered.stages),
-        environment=environment(plan.device, of.quantizer.requirements(), plan.hardware),
+        environment=environment(plan.device, of.quantization.requirements, plan.hardware),
         started=state.gathered.started,
         finished=datetime.now(UTC),
     )

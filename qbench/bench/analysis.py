@@ -114,7 +114,7 @@ def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) ->
     from qbench.analysis.inputs import look
     from qbench.analysis.measure import measure
     from qbench.analysis.settings import BATCH_TOKENS
-    from qbench.quantizers.linears import linears
+    from qbench.quantizers.linear import linears
 
     kind = model.device.type
     batch = max(1, BATCH_TOKENS[kind] // length)

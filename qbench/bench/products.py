@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qbench.bench.attention_timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import write_atomically
-from qbench.quantizers.linears import plain
+from qbench.quantizers.linear import plain
 from qbench.quantizers.products import codes, kernels, layers, real
 from qbench.text import markdown
 

@@ -144,7 +144,7 @@ class ClusterExecutor(Executor):
         record = unit.adopt(cell.name, found.made)
         self._kept.learn(found.artifacts)
         kept = [unit.kept(cell.name)]
-        if cell.quantizer.precision.quantized:
+        if cell.quantization.precision.quantized:
             with self._lock:
                 self._done.setdefault(found.worker, []).extend(kept)
                 if len(self._done[found.worker]) < MOST_KEPT:

@@ -131,18 +131,18 @@ def _release(lock: Any) -> None:
 def stages_of(cell: Cell, plan: Plan) -> tuple[str, ...]:
     """What is made and kept of a cell's quantized weights: a name of each that is the same on all
     hosts and for all cells that share it; in a fixed order."""
-    if not cell.quantizer.precision.quantized:
+    if not cell.quantization.precision.quantized:
         return ()
     device = plan.hardware if plan.device == "cuda" else plan.device
     found = set()
-    for _, stage in cell.quantizer.stages:
-        libraries = ("torch", "transformers", "triton", *stage.requirements())
+    for stage in cell.quantization.stages:
+        libraries = ("torch", "transformers", "triton", *stage.requirements)
         installed = versions(libraries)
         found.add(
             _identity(
                 {
                     "original": cell.checkpoint.digest,
-                    "quantizer": stage.settings,
+                    "quantizer": stage.to_dict(),
                     "versions": {name: installed[name] for name in libraries},
                     "code": cell.key_parts["code"],
                     "device": device,

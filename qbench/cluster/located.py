@@ -57,7 +57,7 @@ def located(
         for task in plan.tasks
     )
     text = plan.calibration
-    if text is not None and cell.quantizer.needs_calibration:
+    if text is not None and cell.quantization.needs_calibration:
         text = _text(text, cache, missing)
     here = {digest: _file(path, digest, cache, missing) for path, digest in texts}
     cells = tuple(

@@ -187,7 +187,7 @@ def _run(
         worker=worker,
         made=made,
         artifacts=artifacts_here(cell.checkpoint.digest),
-        rows=None if cell.quantizer.precision.quantized else rows_here(cell.key),
+        rows=None if cell.quantization.precision.quantized else rows_here(cell.key),
     )
 
 

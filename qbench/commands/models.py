@@ -73,6 +73,6 @@ def _scoring(row: ModelClass) -> str:
 
 
 def _weights(row: ModelClass) -> str:
-    spared = f"{row.spared} (say leave_out: [{row.spared}])" if row.spared else ""
+    spared = f"{row.spared} (say ignore: [{row.spared}])" if row.spared else ""
     not_quantized = ", ".join(filter(None, [row.left_out, spared]))
     return f"{row.weights}; not {not_quantized}" if not_quantized else row.weights

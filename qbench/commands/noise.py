@@ -66,7 +66,7 @@ def noise(
             most = len(cell_names(job.recipe))
             place = stack.enter_context(on_cluster(job, device, cluster, cells=most))
         planned = place.job.plan(show=True)  # of which only unquantized cells are scored
-        chosen = [cell for cell in planned.cells if not cell.quantizer.precision.quantized]
+        chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
         if not chosen:
             raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
         found = {}

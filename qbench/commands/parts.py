@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from qbench.quantizers.names import QUANTIZERS, Preset, Presets
-from qbench.quantizers.parts import ACTIVATIONS, COMBINATIONS, HEADS, KV_CACHES, OUTLIERS
+from qbench.quantizers.names import (
+    ACTIVATIONS,
+    COMBINATIONS,
+    KV_CACHES,
+    PRUNINGS,
+    QUANTIZERS,
+    TRANSFORMS,
+    Preset,
+    Presets,
+)
 
 WIDTH = 22
 PARTS = (
     ("weights", QUANTIZERS, "by its name alone, or as weights: of an entry in parts"),
     ("activations", ACTIVATIONS, "what linear layers take in, the LM head aside"),
     ("kv", KV_CACHES, "keys and values that attention reads"),
-    ("outliers", OUTLIERS, "changes the model to an equal one that is easier to quantize"),
-    ("prune_heads", HEADS, "attention heads that are cut out"),
+    ("outliers", TRANSFORMS, "changes the model to an equal one that is easier to quantize"),
+    ("prune_heads", PRUNINGS, "attention heads that are cut out"),
 )
 EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
 

@@ -83,10 +83,10 @@ def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
             continue
         seen.add(cell.checkpoint_name)
         count = elements(read_headers(cell.checkpoint.folder))
-        size = count * BYTES[cell.quantizer.compute_dtype] / GIB
+        size = count * BYTES[cell.quantization.compute_dtype] / GIB
         yield (
             f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.abilities.name}, "
-            f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantizer.compute_dtype}"
+            f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantization.compute_dtype}"
         )
 
 

@@ -1,25 +1,33 @@
 """Quantizers: settings by name, quantized models, and the audit that proves them.
 
 What is named here imports no torch: ``qbench plan`` and ``qbench list`` start at once. The work
-is in ``quantization.quantize``, ``calibration.read_calibration`` and ``audit.audit``.
+is in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audit``.
 """
 
-from qbench.quantizers import unquantized, bnb, gptq, hqq, rtn, parts  # noqa: F401, I001 (they register)
-from qbench.quantizers.names import QUANTIZERS, parse, register
-from qbench.quantizers.parts import quantizer_of, unquantized_dtype
-from qbench.quantizers.quantizer import SETTINGS, Evidence, Made, Quantizer, Stored
-from qbench.quantizers.weight_quantizer import WeightQuantizer
+from qbench.quantizers import heads, weights  # noqa: F401  (they register)
+from qbench.quantizers.activations import floats, integers  # noqa: F401  (they register)
+from qbench.quantizers.config import (
+    SETTINGS,
+    Evidence,
+    PackedWeight,
+    QuantizationConfig,
+    WeightSettings,
+)
+from qbench.quantizers.kv_cache import settings as _kv_settings  # noqa: F401  (it registers)
+from qbench.quantizers.names import QUANTIZERS, config_of, parse, register, unquantized_dtype
+from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
+from qbench.quantizers.products import combinations  # noqa: F401  (they register)
+from qbench.quantizers.products import weights as _scaled_weights  # noqa: F401
 
 __all__ = [
     "QUANTIZERS",
     "SETTINGS",
     "Evidence",
-    "Made",
-    "Quantizer",
-    "Stored",
-    "WeightQuantizer",
+    "PackedWeight",
+    "QuantizationConfig",
+    "WeightSettings",
+    "config_of",
     "parse",
-    "quantizer_of",
     "register",
     "unquantized_dtype",
 ]

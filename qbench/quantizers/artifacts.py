@@ -1,7 +1,7 @@
 """Quantized weights on disk, by content key, so that nothing is quantized twice.
 
-    ROOT/<digest of the original, 16 digits>/<quantizer>-<key, 16 digits>/
-        weights.safetensors     tensors, named as the quantizer says
+    ROOT/<digest of the original, 16 digits>/<config>-<key, 16 digits>/
+        weights.safetensors     tensors, named as ``quantize.make`` says
         manifest.json           key, its parts, and every file's size and SHA-256
 
 A folder appears in one step, whole. A damaged one is noticed by digest and made again.
@@ -28,9 +28,9 @@ from torch import Tensor
 from qbench.code import code_digest
 from qbench.files import clean_temporaries, mark_used, temporary
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.quantizer import Quantizer
+from qbench.quantizers.config import QuantizationConfig
 
-FORMAT = 2
+FORMAT = 3
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 DIGITS = 16
 
@@ -41,7 +41,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Artifact:
-    """Where the weights of one checkpoint under one quantizer lie. ``parts`` are all that can
+    """Where the weights of one checkpoint under one config lie. ``parts`` are all that can
     change them."""
 
     folder: Path
@@ -119,26 +119,26 @@ def artifact(
     root: Path,
     *,
     digest: str,
-    quantizer: Quantizer,
+    config: QuantizationConfig,
     calibration: Calibration | None,
     attention: str,
     device: torch.device,
 ) -> Artifact:
-    """The artifact of the original weights ``digest`` under ``quantizer``.
+    """The artifact of the original weights ``digest`` under ``config``.
 
     ``attention`` is the name of what ran while calibrating; it plays no part without calibration.
     """
-    libraries = ("torch", "transformers", "triton", *quantizer.requirements())
+    libraries = ("torch", "transformers", "triton", *config.requirements)
     parts = {
         "original": digest,
-        "quantizer": quantizer.settings,
+        "quantizer": config.to_dict(),
         "calibration": calibration and {"digest": calibration.digest, "attention": attention},
         "versions": {name: _version(name) for name in libraries},
         "code": code_digest(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "format": FORMAT,
     }
-    name = f"{quantizer.name}-{_key(parts)[:DIGITS]}"
+    name = f"{config.name}-{_key(parts)[:DIGITS]}"
     return Artifact(folder=Path(root) / digest[:DIGITS] / name, parts=parts)
 
 

@@ -1,137 +1,205 @@
-"""bitsandbytes: 4-bit blocks (nf4, fp4) and LLM.int8."""
+"""The layers of bitsandbytes: what they store, and modules over it.
+
+On processors with AVX512-BF16 the library does two things wrong, for 4 bits. It repacks weights at
+the first forward, and what undoes it is garbage; each layer asks at construction whether to do so,
+and here it never does. And its dequantization takes every row to begin a block of ``BLOCK``
+weights, so it is right only where rows are whole blocks; ``Linear4`` decodes other rows itself.
+
+On a GPU the library multiplies few rows of inputs by other kernels than many (up to 4, 7, 32, 320
+or more, by shape and GPU), which round the weights elsewhere. How many rows an expert gets depends
+on the rest of the batch and on later tokens, and so would its results: ``Linear4`` dequantizes the
+weights of experts and multiplies by them, as the library does for many rows.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+import logging
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+import bitsandbytes
+import torch
+from bitsandbytes import functional
+from torch import Tensor, nn
 
-from qbench.quantizers.names import register
-from qbench.quantizers.quantizer import SETTINGS, Stored
-from qbench.quantizers.weight_quantizer import WeightQuantizer
-from qbench.record import Part, Precision
+from qbench.quantizers.bnb_inputs import quantized
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.weights import BNB_BLOCK as BLOCK
+from qbench.quantizers.weights import Bnb4, Bnb8
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+# LLM.int8 computes in float16 whatever the model's dtype, and says so at every call.
+logging.getLogger("bitsandbytes.autograd._functions").addFilter(
+    lambda record: "inputs will be cast" not in record.getMessage()
+)
 
-    from qbench.quantizers.linears import Plain, Tensors
-
-BLOCK = 64  # the library's, for 4 bits: consecutive weights of the flattened matrix
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Bnb4(WeightQuantizer):
-    """Blocks of 64 weights, 16 levels of a fixed table times the largest of the block."""
-
-    method: ClassVar[str] = "bnb"
-    title: ClassVar[str] = "BNB"
-
-    bits: Literal[4]
-    quant_type: Annotated[
-        Literal["nf4", "fp4"],
-        Field(description="table of levels: normal-float or floating point"),
-    ] = "nf4"
-    double_quant: Annotated[
-        bool, Field(description="also quantize the blocks' scales, to 8 bits")
-    ] = False
-
-    @property
-    def scheme(self) -> str:
-        return f"{self.quant_type} in blocks of {BLOCK}"
-
-    @property
-    def note(self) -> str:
-        return "bitsandbytes"
-
-    def requirements(self) -> tuple[str, ...]:
-        return ("bitsandbytes",)
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return 32 / BLOCK
-
-    def store(self, name: str, layer: nn.Linear) -> Tensors:
-        from qbench.quantizers import bnb_layers
-
-        return bnb_layers.blocks(layer.weight.detach().contiguous(), self)
-
-    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
-        from qbench.quantizers import bnb_layers
-
-        return bnb_layers.linear4(shape, tensors, self)
-
-    def read(self, module: nn.Module) -> Stored | None:
-        from qbench.quantizers import bnb_layers
-
-        return bnb_layers.read4(module)
+_OPS = torch.ops.bitsandbytes
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Bnb8(WeightQuantizer):
-    """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
+class Linear4(bitsandbytes.nn.Linear4bit):
+    """The library's layer, right for every width on a CPU too. ``routed``: an expert's."""
 
-    Outlier columns are chosen over the whole batch, so a score depends on its batch-mates, and a
-    token's logits on later tokens.
-    """
+    routed = False
 
-    method: ClassVar[str] = "bnb"
-    title: ClassVar[str] = "BNB"
-    mixes_batches: ClassVar[bool] = True
-    sees_future: ClassVar[bool] = True
+    def forward(self, x: Tensor) -> Tensor:
+        uneven = self.in_features % BLOCK != 0  # a GPU's does as below, and warns that it is slower
+        if not (uneven or self.routed):
+            return super().forward(x)
+        data, state = self.weight.data, self.weight.quant_state
+        broken = uneven and x.device.type == "cpu"
+        weight = decode(self) if broken else functional.dequantize_4bit(data, state)
+        weight = weight.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return nn.functional.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
 
-    bits: Literal[8]
-    threshold: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=65536,  # the largest activation of float16
-            description="activations above this are outliers, computed unquantized; 0: no outliers",
-        ),
-    ] = 6.0
 
-    @property
-    def scheme(self) -> str:
-        return "int8 per row"
+class Linear8(bitsandbytes.nn.Linear8bitLt):
+    """The library's layer, for inputs of more than three dimensions too (DeepSeek's latents), that
+    shares quantized inputs with its neighbours where no gradient is asked for."""
 
-    @property
-    def precision(self) -> Precision:
-        return Precision(
-            weights=Part(bits=8, scheme=self.scheme),
-            activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if self._theirs(x):
+            return super().forward(flat).reshape(*x.shape[:-1], self.out_features)
+        if self.weight.CB is not None:
+            self.init_8bit_state()
+        codes, scales = self.state.CB, self.state.SCB
+        if self.bias is not None and self.bias.dtype != x.dtype:
+            self.bias.data = self.bias.data.to(x.dtype)
+        inputs = quantized(x, self.state.threshold)
+        outputs = _OPS.int8_scaled_mm.default(
+            inputs.codes, codes, inputs.scales, scales, bias=self.bias, dtype=x.dtype
         )
+        if (outliers := inputs.outliers(flat)) is not None:
+            columns, values = outliers
+            weight = _OPS.int8_vectorwise_dequant.default(codes[:, columns].contiguous(), scales)
+            outputs = outputs.addmm(values, weight.to(x.dtype).t())
+        self.weight.data = codes  # one copy, also after a move to another device
+        return outputs.reshape(*x.shape[:-1], self.out_features)
 
-    @property
-    def note(self) -> str:
-        return "bitsandbytes"
-
-    def requirements(self) -> tuple[str, ...]:
-        return ("bitsandbytes",)
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return 32 / columns
-
-    def agreement(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Products are float16 whatever the dtype, and activations are rounded to 127 steps."""
-        import torch
-
-        return (5e-3 if dtype == torch.bfloat16 else 2e-3), 5e-2
-
-    def store(self, name: str, layer: nn.Linear) -> Tensors:
-        from qbench.quantizers import bnb_layers
-
-        return bnb_layers.rows(layer.weight.detach().contiguous())
-
-    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
-        from qbench.quantizers import bnb_layers
-
-        return bnb_layers.linear8(shape, tensors, self)
-
-    def read(self, module: nn.Module) -> Stored | None:
-        from qbench.quantizers import bnb_layers
-
-        return bnb_layers.read8(module)
+    def _theirs(self, x: Tensor) -> bool:
+        """Whether the library is to do it all: its gradients, and where nothing is computed."""
+        asked = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (x, self.weight, self.bias) if tensor is not None
+        )
+        return asked or self.training or not x.numel() or torch.compiler.is_compiling()
 
 
-register("bnb-4bit", Bnb4, "bitsandbytes nf4 or fp4, blocks of 64", bits=4)
-register("bnb-8bit", Bnb8, "bitsandbytes LLM.int8, activations quantized too", bits=8)
+def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
+    """The weight, float32 [out, in], from codes and scales alone: level[code] times the block's
+    scale. A byte holds two codes, the first in its upper half."""
+    state = module.weight.quant_state
+    packed = module.weight.data.reshape(-1)
+    codes = torch.stack([packed >> 4, packed & 15], dim=1).reshape(-1)
+    scales = state.absmax
+    if state.nested:  # the scales are codes of a table of 256 themselves, in blocks of their own
+        second = state.state2
+        sizes = second.absmax.repeat_interleave(second.blocksize)[: scales.numel()]
+        scales = second.code[scales.long()] * sizes + state.offset
+    weights = state.shape.numel()
+    values = state.code[codes[:weights].long()]
+    return (values * scales.repeat_interleave(state.blocksize)[:weights]).reshape(state.shape)
+
+
+def quantize(name: str, layer: nn.Linear, settings: Bnb4 | Bnb8) -> Tensors:
+    weight = layer.weight.detach().contiguous()
+    return _blocks(weight, settings) if isinstance(settings, Bnb4) else _rows(weight)
+
+
+def from_packed(shape: Plain, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
+    if isinstance(settings, Bnb4):
+        return _linear4(shape, tensors, settings)
+    return _linear8(shape, tensors, settings)
+
+
+def unpack(module: nn.Module, settings: Bnb4 | Bnb8) -> PackedWeight | None:
+    return _read4(module) if isinstance(settings, Bnb4) else _read8(module)
+
+
+def _blocks(weight: Tensor, settings: Bnb4) -> Tensors:
+    data, state = functional.quantize_4bit(
+        weight,
+        blocksize=BLOCK,
+        compress_statistics=settings.double_quant,
+        quant_type=settings.quant_type,
+    )
+    return {"weight": data, **state.as_dict(packed=True)}
+
+
+def _linear4(shape: Plain, tensors: Tensors, settings: Bnb4) -> nn.Module:
+    with torch.device("meta"):
+        module = Linear4(
+            shape.in_features,
+            shape.out_features,
+            bias=False,
+            compute_dtype=getattr(torch, settings.compute_dtype),
+            compress_statistics=settings.double_quant,
+            quant_type=settings.quant_type,
+        )
+    module.support_avx512bf16_for_cpu = False
+    module.routed = shape.routed
+    module.weight = bitsandbytes.nn.Params4bit.from_prequantized(
+        tensors["weight"],
+        {name: tensor for name, tensor in tensors.items() if name != "weight"},
+        device=shape.device,
+        module=module,
+    )
+    return _with_bias(module, shape)
+
+
+def _read4(module: nn.Module) -> PackedWeight | None:
+    if not isinstance(module, bitsandbytes.nn.Linear4bit):
+        return None
+    state = module.weight.quant_state
+    tensors = {"weight": module.weight.data, "absmax": state.absmax}
+    if state.nested:
+        tensors |= {"absmax2": state.state2.absmax, "offset": state.offset.reshape(1)}
+    return PackedWeight(tensors=tensors, dequantize=lambda: decode(module), groups=_blocks_of)
+
+
+def _rows(weight: Tensor) -> Tensors:
+    codes, absmax, _ = functional.int8_vectorwise_quant(weight.half())
+    return {"codes": codes, "absmax": absmax}
+
+
+def _linear8(shape: Plain, tensors: Tensors, settings: Bnb8) -> nn.Module:
+    with torch.device("meta"):
+        module = Linear8(
+            shape.in_features,
+            shape.out_features,
+            bias=False,
+            has_fp16_weights=False,
+            threshold=settings.threshold,
+        )
+    module.weight = bitsandbytes.nn.Int8Params(
+        tensors["codes"],
+        requires_grad=False,
+        has_fp16_weights=False,
+        CB=tensors["codes"],
+        SCB=tensors["absmax"],
+    )
+    return _with_bias(module, shape)
+
+
+def _read8(module: nn.Module) -> PackedWeight | None:
+    if not isinstance(module, bitsandbytes.nn.Linear8bitLt):
+        return None
+    held = module.weight if module.weight.SCB is not None else module.state  # moved by a forward
+    codes, absmax = held.CB, held.SCB
+    return PackedWeight(
+        tensors={"codes": codes, "absmax": absmax},
+        dequantize=lambda: codes.float() * (absmax.float() / 127)[:, None],
+        groups=lambda weight: weight,
+    )
+
+
+def _with_bias(module: nn.Module, shape: Plain) -> nn.Module:
+    if shape.bias is not None:
+        module.bias = nn.Parameter(shape.bias, requires_grad=False)
+    return module.eval()
+
+
+def _blocks_of(weight: Tensor) -> Tensor:
+    flat = weight.reshape(-1)
+    padding = -flat.numel() % BLOCK
+    if padding:  # with values that are there already, so that no level is added
+        flat = torch.cat([flat, flat[-1:].expand(padding)])
+    return flat.view(-1, BLOCK)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.quantizer import ActivationEvidence
+from qbench.quantizers.config import ActivationEvidence
 
 
 def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:

@@ -23,15 +23,15 @@ from torch import nn
 from qbench.errors import QuantizationError, UnavailableError
 from qbench.quantizers.blocks import first_states, walk
 from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import PackedWeight, Progress
 from qbench.quantizers.gptq_words import unpacked
 from qbench.quantizers.hessians import collecting
-from qbench.quantizers.linears import Plain, Tensors, linears_of
+from qbench.quantizers.linear import Plain, Tensors, linears
 from qbench.quantizers.optimum_patches import Ran, own_groups, own_packing, reporting, watched
-from qbench.quantizers.quantizer import Progress, Stored
 from qbench.quantizers.replay import replaying
 
 if TYPE_CHECKING:
-    from qbench.quantizers.gptq import Gptq
+    from qbench.quantizers.weights import Gptq
 
 # Read by the library when it is imported or used; what the user set stays.
 ENVIRONMENT = {
@@ -50,8 +50,7 @@ def quantize(
     The model keeps its layers, not their weights. Raises QuantizationError for shapes that the
     library refuses, and where it would fall back to something that was not asked for.
     """
-    layers = linears_of(model, settings)
-    settings.check_shapes(model)
+    layers = linears(model, settings.ignore)
     route = walk(model, layers, calibration, settings.batch_size)
     # Looked at and not kept: that the blocks' arguments are those of the route.
     deque(first_states(model, route, calibration, settings.batch_size), maxlen=0)
@@ -59,7 +58,7 @@ def quantize(
     transformers = importlib.import_module("transformers")
     ones = [1] * calibration.length
     config = transformers.GPTQConfig(
-        bits=settings.bits,
+        bits=settings.num_bits,
         dataset=[
             {"input_ids": [row], "attention_mask": [ones]} for row in calibration.ids.tolist()
         ],
@@ -86,7 +85,7 @@ def quantize(
         route.own_arguments(),
         collecting(replays, final) as hessians,
         watched(optimum, model, ran, hessians),
-        own_packing(quantizer, layers, settings.bits) as packed,
+        own_packing(quantizer, layers, settings.num_bits) as packed,
         own_groups(optimum, quantizer, route),
         reporting(route, progress),
         silenced(),
@@ -109,7 +108,7 @@ def quantize(
 def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> nn.Module:
     kernel = _library("gptqmodel.nn_modules.qlinear.torch")
     module = kernel.TorchLinear(
-        bits=settings.bits,
+        bits=settings.num_bits,
         group_size=settings.group_size,
         sym=settings.symmetric,
         desc_act=settings.desc_act,
@@ -127,12 +126,12 @@ def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> nn.Module:
     return module.eval()
 
 
-def read(module: nn.Module, settings: Gptq) -> Stored | None:
+def read(module: nn.Module, settings: Gptq) -> PackedWeight | None:
     if type(module).__name__ != "TorchLinear":
         return None
     order = torch.argsort(module.g_idx.long(), stable=True)
     size = settings.group_length(module.in_features)
-    return Stored(
+    return PackedWeight(
         tensors={part: getattr(module, part) for part in PARTS},
         dequantize=lambda: decode(module),
         groups=lambda weight: weight[:, order.to(weight.device)].reshape(-1, size),
@@ -145,20 +144,6 @@ def decode(module: nn.Module) -> torch.Tensor:
     zeros = unpacked(module.qzeros.T, module.bits)[: module.out_features].T
     group = module.g_idx.long()
     return ((codes - zeros[group]) * module.scales[group].float()).T
-
-
-def require_auto_gptq() -> None:
-    """Raise UnavailableError, with the reason, for the backend ``auto-gptq``."""
-    try:
-        with silenced():
-            version = getattr(importlib.import_module("auto_gptq"), "__version__", "")
-        reason = f"auto_gptq {version} is here, but GPTQConfig and optimum no longer drive it"
-    except Exception as error:  # its import fails in many ways, none of them documented
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-    raise UnavailableError(
-        f"gptq: backend auto-gptq: {reason}; it is superseded by gptqmodel, which writes the same "
-        "format: set backend: gptqmodel"
-    )
 
 
 @contextmanager

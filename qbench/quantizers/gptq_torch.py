@@ -16,12 +16,12 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import packed
 from qbench.quantizers.blocks import Walk, first_states, forward, hessian, walk
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.linears import Plain, Tensors, linears_of, plain
-from qbench.quantizers.quantizer import Progress, Stored
+from qbench.quantizers.config import Progress
+from qbench.quantizers.linear import Tensors, linears, plain
 from qbench.quantizers.replay import replaying
 
 if TYPE_CHECKING:
-    from qbench.quantizers.gptq import Gptq
+    from qbench.quantizers.weights import Gptq
 
 BLOCK = 128  # columns updated at once; the others lag behind until it is done
 
@@ -33,8 +33,7 @@ def quantize(
 
     Raises QuantizationError for odd shapes, or a Hessian that ``damp`` does not make regular.
     """
-    layers = linears_of(model, settings)
-    settings.check_shapes(model)
+    layers = linears(model, settings.ignore)
     route = walk(model, layers, calibration, settings.batch_size)
     final: set[nn.Module] = set()
     with replaying(route, layers.values(), final):
@@ -67,7 +66,7 @@ def _block_by_block(
                 raise QuantizationError(
                     f"{settings.name}: {path}.{group[0]}: no calibration text reaches it (an "
                     "expert that is never chosen?); calibrate on more samples, or leave it out: "
-                    f"leave_out: [{path}.{group[0]}]"
+                    f"ignore: [{path}.{group[0]}]"
                 )
             factor, order = _factor(moments, settings, f"{path}.{group[0]}")
             layers = [block.get_submodule(name) for name in group]
@@ -76,22 +75,11 @@ def _block_by_block(
             solved = _solve(together, moments, factor, order, settings)
             heights = [layer.out_features for layer in layers]
             for name, layer, tensors in zip(group, layers, _split(solved, heights), strict=True):
-                layer.weight.data = rebuild(plain(layer), tensors, settings).dequantize()
+                layer.weight.data = packed.from_packed(plain(layer), tensors, settings).dequantize()
                 result[f"{path}.{name}"] = tensors
             final.update(layers)
         states.extend(forward(block, hidden, rest) for hidden, rest in batches)
     return result
-
-
-def rebuild(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
-    group_size = settings.group_length(shape.in_features)
-    return packed.rebuild(shape, tensors, bits=settings.bits, group_size=group_size)
-
-
-def read(module: nn.Module, settings: Gptq) -> Stored | None:
-    if not isinstance(module, packed.PackedLinear):
-        return None
-    return packed.read(module, settings.group_length(module.in_features))
 
 
 def _factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, Tensor | None]:
@@ -143,16 +131,16 @@ def _solve(
         for i in range(end - start):
             if i % size == 0:
                 scale, zero = packed.grid(
-                    now[i : i + size].T, settings.bits, symmetric=settings.symmetric
+                    now[i : i + size].T, settings.num_bits, symmetric=settings.symmetric
                 )
                 scales.append(scale)
                 zeros.append(zero)
                 scale, zero = scale[:, 0], zero[:, 0]
-            codes[start + i] = code = packed.nearest(now[i], scale, zero, settings.bits)
+            codes[start + i] = code = packed.nearest(now[i], scale, zero, settings.num_bits)
             errors[i] = (now[i] - (code - zero) * scale) / local[i, i]
             now[i + 1 :].addr_(local[i, i + 1 :], errors[i], alpha=-1)
         rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    tensors = packed.tensors_of(codes.T, torch.cat(scales, 1), torch.cat(zeros, 1), settings.bits)
+    tensors = packed.pack(codes.T, torch.cat(scales, 1), torch.cat(zeros, 1), settings.num_bits)
     if order is not None:
         tensors["order"] = torch.argsort(order).to(torch.int32)
     return tensors

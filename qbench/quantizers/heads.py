@@ -15,9 +15,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.parts.registries import HEADS
-from qbench.quantizers.parts.settings import PartSettings
-from qbench.quantizers.quantizer import SETTINGS, Progress
+from qbench.quantizers.config import SETTINGS, Progress, PruningSettings
+from qbench.quantizers.names import PRUNINGS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +28,7 @@ KEPT = "qbench_kept_heads"  # attribute of attention modules: 1 for heads that s
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what attention's output goes to
 
 
-class HeadPruning(PartSettings):
+class HeadPruning(PruningSettings):
     """Which heads go. ``scheme`` in words."""
 
     method: ClassVar[str] = "heads"
@@ -39,7 +38,7 @@ class HeadPruning(PartSettings):
     def scheme(self) -> str: ...
 
     @property
-    def needs_calibration(self) -> bool:
+    def needs_calibration(self) -> bool:  # type: ignore[override]
         return True
 
     @abstractmethod
@@ -184,5 +183,5 @@ def evidence(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-HEADS.register("dormant", Dormant, "heads that give about nothing on the calibration text")
-HEADS.register("weakest", Weakest, "a share of all heads, those that give least on that text")
+PRUNINGS.register("dormant", Dormant, "heads that give about nothing on the calibration text")
+PRUNINGS.register("weakest", Weakest, "a share of all heads, those that give least on that text")

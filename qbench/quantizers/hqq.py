@@ -1,80 +1,102 @@
-"""Half-quadratic quantization (Badri & Shaji 2023): zero points fitted, no calibration."""
+"""The layers of the hqq library: what they store, and modules over it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+import torch
+from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+from torch import Tensor, nn
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-
-from qbench.quantizers.names import register
-from qbench.quantizers.patterns import require_whole_groups
-from qbench.quantizers.quantizer import SETTINGS, Stored
-from qbench.quantizers.weight_quantizer import WIDEST, WeightQuantizer
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from qbench.quantizers.linears import Plain, Tensors
+from qbench.errors import QuantizationError
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.weights import Hqq
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Hqq(WeightQuantizer):
-    """Through the hqq library. Zeros are whole numbers at 4 bits alone, as the library has it."""
-
-    method: ClassVar[str] = "hqq"
-    title: ClassVar[str] = "HQQ"
-
-    bits: Literal[2, 3, 4, 8]
-    group_size: Annotated[
-        int,
-        Field(
-            ge=8,
-            le=WIDEST,
-            description="weights that share a scale and a zero along `axis`; a multiple of 8",
-        ),
-    ] = 64
-    axis: Annotated[
-        Literal[0, 1], Field(description="1: groups along a row; 0: groups across rows")
-    ] = 1
-    optimize: Annotated[
-        bool, Field(description="fit the zero points; without it, plain rounding")
-    ] = True
-
-    @property
-    def scheme(self) -> str:
-        return f"int{self.bits} in groups of {self.group_size}" + (
-            "" if self.axis == 1 else " across rows"
-        )
-
-    def requirements(self) -> tuple[str, ...]:
-        return ("hqq",)
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero
-        padding = 0.2 if self.bits == 3 else 0  # ten codes in 32 bits
-        return 2 * wide / self.group_size + padding
-
-    def check_layer(self, name: str, rows: int, columns: int) -> None:
-        features, what = (columns, "inputs") if self.axis else (rows, "outputs")
-        require_whole_groups(self.name, name, features, what, self.group_size)
-
-    def store(self, name: str, layer: nn.Linear) -> Tensors:
-        from qbench.quantizers import hqq_layers
-
-        return hqq_layers.store(name, layer, self)
-
-    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
-        from qbench.quantizers import hqq_layers
-
-        return hqq_layers.rebuild(shape, tensors, self)
-
-    def read(self, module: nn.Module) -> Stored | None:
-        from qbench.quantizers import hqq_layers
-
-        return hqq_layers.read(module, self)
+def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
+    quantized = HQQLinear(
+        _bare(layer),
+        _config(settings),
+        compute_dtype=layer.weight.dtype,
+        device=str(layer.weight.device),
+    )
+    scale, zero = quantized.meta["scale"], quantized.meta["zero"]
+    if not all(torch.isfinite(part).all() for part in (scale, zero)):
+        raise QuantizationError(f"{settings.name}: {name}: hqq gave scales that are not finite")
+    return {"codes": quantized.W_q.data, "scale": scale, "zero": zero}
 
 
-for _bits in (2, 3, 4, 8):
-    _line = f"half-quadratic quantization, {_bits} bits, no calibration"
-    register(f"hqq-{_bits}bit", Hqq, _line, bits=_bits)
+def from_packed(shape: Plain, tensors: Tensors, settings: Hqq) -> nn.Module:
+    config = _config(settings)
+    module = HQQLinear(
+        None, config, compute_dtype=shape.dtype, device=str(shape.device), initialize=False
+    )
+    packing = Quantizer.bit_to_packing[settings.num_bits]
+    module.W_q = nn.Parameter(tensors["codes"], requires_grad=False)
+    module.meta = {
+        "nbits": settings.num_bits,
+        "group_size": settings.group_size,
+        "shape": torch.Size((shape.out_features, shape.in_features)),
+        "scale": tensors["scale"],
+        "zero": tensors["zero"],
+        "axis": settings.axis,
+        "packing": packing,
+        "unpack_view_dtype": Quantizer.unpack_view_dtype[packing],
+        "view_as_float": False,
+        "quant_scale": False,
+        "quant_zero": False,
+        "compute_dtype": shape.dtype,
+    }
+    module.in_features, module.out_features = shape.in_features, shape.out_features
+    module.bias = shape.bias
+    module.ready = True
+    return module.eval()
+
+
+def unpack(module: nn.Module, settings: Hqq) -> PackedWeight | None:
+    if not isinstance(module, HQQLinear):
+        return None
+
+    def groups(weight: Tensor) -> Tensor:
+        size = settings.group_size
+        return weight.reshape(-1, size) if settings.axis == 1 else weight.reshape(size, -1).T
+
+    return PackedWeight(
+        tensors={
+            "codes": module.W_q.data,
+            "scale": module.meta["scale"],
+            "zero": module.meta["zero"],
+        },
+        dequantize=lambda: decode(module, settings),
+        groups=groups,
+    )
+
+
+def decode(module: HQQLinear, settings: Hqq) -> Tensor:
+    """The weight, float32 [out, in], from codes, zeros and scales alone.
+
+    The rows of the grouped weight are cut into as many parts as codes fit into a word; the first
+    part lies in the highest bits, but for ten codes of 3 bits in the lower 30 of 32.
+    """
+    words, bits, shape = module.W_q.data, settings.num_bits, module.meta["shape"]
+    fit = 10 if bits == 3 else 8 // bits
+    parts = [(words >> bits * (fit - 1 - index)) & (2**bits - 1) for index in range(fit)]
+    rows = settings.group_size if settings.axis == 0 else shape.numel() // settings.group_size
+    codes = torch.cat(parts)[:rows].float()
+    weight = (codes - module.meta["zero"].float()) * module.meta["scale"].float()
+    return weight.reshape(shape)
+
+
+def _config(settings: Hqq) -> dict:
+    config = BaseQuantizeConfig(
+        nbits=settings.num_bits, group_size=settings.group_size, axis=settings.axis
+    )
+    config["weight_quant_params"]["optimize"] = settings.optimize
+    return config
+
+
+def _bare(layer: nn.Linear) -> nn.Linear:
+    """The layer without its bias, sharing its weight: the library empties what it is given."""
+    with torch.device("meta"):
+        bare = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    bare.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
+    return bare

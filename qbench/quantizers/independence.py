@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.quantizer import Quantizer
+from qbench.quantizers.config import QuantizationConfig
 from qbench.record import Leak
 
 RowByRow = Callable[[Any], AbstractContextManager[None]]
@@ -27,7 +27,7 @@ ROUNDING = 1e-5  # of the largest logit
 def independence(
     original: nn.Module,
     quantized: nn.Module,
-    quantizer: Quantizer,
+    config: QuantizationConfig,
     probe: Tensor,
     row_by_row: RowByRow | None = None,
 ) -> tuple[Leak, Leak, list[str]]:
@@ -38,14 +38,14 @@ def independence(
     both models, where there are none.
     """
     with ExitStack() as stack:
-        if quantizer.amplifies_rounding and row_by_row is not None:
+        if config.amplifies_rounding and row_by_row is not None:
             for model in (original, quantized):
                 stack.enter_context(row_by_row(model))
-        return _independence(original, quantized, quantizer, probe)
+        return _independence(original, quantized, config, probe)
 
 
 def _independence(
-    original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+    original: nn.Module, quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[Leak, Leak, list[str]]:
     ids = probe.to(next(quantized.parameters()).device)
     base = _logits(quantized, ids)
@@ -60,15 +60,15 @@ def _independence(
         tolerance = LEEWAY * (allowed + repeated) + ROUNDING * float(base.abs().max())
         found.append((moved, tolerance))
     (future, allow_future), (mates, allow_mates) = found
-    causality = Leak(moved=future, tolerance=allow_future, declared=quantizer.sees_future)
-    batch_mates = Leak(moved=mates, tolerance=allow_mates, declared=quantizer.mixes_batches)
+    causality = Leak(moved=future, tolerance=allow_future, declared=not config.causal)
+    batch_mates = Leak(moved=mates, tolerance=allow_mates, declared=not config.batch_invariant)
     problems = []
-    if not future <= allow_future and not quantizer.sees_future:
+    if not future <= allow_future and config.causal:
         problems.append(
             f"changing the last token moves earlier logits by {future:.2g} (rounding: "
             f"{allow_future:.2g}): the settings do not declare that tokens see the future"
         )
-    if not mates <= allow_mates and not quantizer.mixes_batches:
+    if not mates <= allow_mates and config.batch_invariant:
         problems.append(
             f"changing the rest of a batch moves a row's logits by {mates:.2g} (rounding: "
             f"{allow_mates:.2g}): the settings do not declare that scores depend on batch-mates"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
+from qbench.quantizers.config import matching
 from qbench.quantizers.experts import is_fused, parts
-from qbench.quantizers.patterns import left_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,16 +93,25 @@ def values(weight: Tensor) -> Tensor:
     return held if type(held) is Tensor else held.dequantize()
 
 
-def require_matches(model: nn.Module, patterns: tuple[str, ...], quantizer: str) -> None:
+def not_finite(model: nn.Module) -> list[str]:
+    """Weights of ``model`` with NaN or infinite values, a line each."""
+    return [
+        f"{name}: {count:,} of {weight.numel():,} values are not finite"
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and (count := int((~torch.isfinite(values(weight))).sum()))
+    ]
+
+
+def require_matches(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
     """Raise QuantizationError for a pattern that names no weight matrix of ``model``."""
     found = matrices(model)
     for pattern in patterns:
-        if not left_out(found, (pattern,)):
+        if not matching(found, (pattern,)):
             parts = dict.fromkeys(
                 part for n in found for part in n.split(".") if not part.isdigit()
             )
             raise QuantizationError(
-                f"{quantizer}: leave_out: {pattern!r} names no weight matrix; their names are made "
+                f"{name}: ignore: {pattern!r} names no weight matrix; their names are made "
                 f"of {', '.join(parts)}"
             )
 

@@ -7,19 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.heads import attention_modules
-from qbench.quantizers.quantizer import Quantizer
+from qbench.quantizers.quantize import evidence_of
 from qbench.record import HeadsAudit
 
 
 @torch.no_grad()
 def measure_heads(
-    quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+    quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[HeadsAudit | None, list[str]]:
     """What reaches the output projections of ``quantized`` on ``probe`` [B, T], and what speaks
     against it; None for cells that prune no heads."""
-    wanted = quantizer.evidence(quantized).heads
-    if quantizer.precision.heads is None:
+    wanted = evidence_of(quantized, config).heads
+    if config.precision.heads is None:
         return None, []
     modules = attention_modules(quantized)
     problems = [f"{name}: no head pruning is installed" for name in modules if name not in wanted]

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers import formats
-from qbench.quantizers.matrices import Matrix, left_out
-from qbench.quantizers.measure import levels
-from qbench.quantizers.quantizer import ActivationEvidence, Quantizer
+from qbench.quantizers.activations.inputs import weights_alone
+from qbench.quantizers.audit.weights import levels
+from qbench.quantizers.config import ActivationEvidence, QuantizationConfig, matching
+from qbench.quantizers.matrices import Matrix
+from qbench.quantizers.quantize import evidence_of
 from qbench.record import ActivationAudit, InputAudit
 
 DIFFERENT = 0.01  # share of values that may differ by a step: ties, and scales rounded otherwise
@@ -35,21 +37,21 @@ class _Sums:
 
 @torch.no_grad()
 def measure_inputs(
-    wanted: Mapping[str, Matrix], quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+    wanted: Mapping[str, Matrix], quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[ActivationAudit | None, list[str]]:
     """The inputs of every module that multiplies by a matrix of ``wanted``, on ``probe`` [B, T],
     and what is wrong with them. None where activations are not quantized, or by a library whose
     own they are."""
-    part = quantizer.precision.activations
-    about = quantizer.evidence(quantized).activations
+    part = config.precision.activations
+    about = evidence_of(quantized, config).activations
     if part is None:
         return None, [f"{name}: its input is quantized, unasked" for name in list(about)[:3]]
-    if not about and quantizer.of_weights.precision.activations is not None:
+    if not about and config.activations is None:
         return None, []
-    spared = left_out(wanted, quantizer.activations_left_out)
+    spared = matching(wanted, config.activations.ignore if config.activations else ())
     problems = _uncovered([m for n, m in wanted.items() if n not in about and n not in spared])
     problems += [f"{n}: its input is quantized, unasked" for n in about if n in spared]
-    sums = _watch(quantized, about, quantizer, probe)
+    sums = _watch(quantized, about, config, probe)
     measured = {name: one for name, one in sums.items() if one.count}
     if about and not measured:
         problems.append("no module whose input is quantized ran on the probe text")
@@ -79,13 +81,16 @@ def measure_inputs(
 
 
 def _watch(
-    model: nn.Module, about: Mapping[str, ActivationEvidence], quantizer: Quantizer, probe: Tensor
+    model: nn.Module,
+    about: Mapping[str, ActivationEvidence],
+    config: QuantizationConfig,
+    probe: Tensor,
 ) -> dict[str, _Sums]:
     sums = {name: _Sums() for name in about}
     with ExitStack() as stack:
         for name, evidence in about.items():
             module = model.get_submodule(name)
-            watch = _Watch(sums[name], evidence, model, quantizer)
+            watch = _Watch(sums[name], evidence, model, config)
             first = module.register_forward_pre_hook(watch.before, prepend=True)
             last = module.register_forward_pre_hook(watch.after)
             end = module.register_forward_hook(watch.output)
@@ -100,9 +105,9 @@ class _Watch:
     """One module's hooks: the first sees what it is called with, the last what it multiplies."""
 
     def __init__(
-        self, sums: _Sums, about: ActivationEvidence, model: nn.Module, quantizer: Quantizer
+        self, sums: _Sums, about: ActivationEvidence, model: nn.Module, config: QuantizationConfig
     ) -> None:
-        self.sums, self.about, self.model, self.quantizer = sums, about, model, quantizer
+        self.sums, self.about, self.model, self.config = sums, about, model, config
         self.called: tuple[Any, ...] = ()
         self.input: Tensor | None = None
 
@@ -117,7 +122,7 @@ class _Watch:
             if getattr(hook, "__self__", None) is not self
         ]
         whole = self.called
-        with self.quantizer.weights_alone(self.model):
+        with weights_alone(self.model):
             for hook in others:
                 result = hook(module, whole)
                 if result is not None:
@@ -168,7 +173,7 @@ class _Watch:
         wanted = self._add(wide).reshape(before.shape)
         self.sums.levels = max(self.sums.levels, levels(formats.groups_of(wanted, self.about)))
         name = next(n for n, one in self.model.named_modules() if one is module)
-        weight = self.quantizer.evidence(self.model).weights[name].dequantize().double()
+        weight = evidence_of(self.model, self.config).weights[name].dequantize().double()
         bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]
         product = wanted @ weight.T + bias
         whole = before.double() @ weight.T + bias
@@ -184,8 +189,7 @@ class _Watch:
 def _uncovered(missing: Iterable[Matrix]) -> list[str]:
     """Linear layers whose inputs nothing quantizes; and, of other matrices, those that weigh."""
     return [
-        f"{matrix.name}: its input is not quantized; say leave_out beside the activations to "
-        "allow it"
+        f"{matrix.name}: its input is not quantized; say ignore beside the activations to allow it"
         for matrix in missing
     ]
 

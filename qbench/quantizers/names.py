@@ -1,17 +1,33 @@
-"""Quantizers by name: ``bf16``, ``bnb-4bit``, ``gptq-3bit``, … Imports no torch."""
+"""Methods by the names that recipes say, and a recipe's entry as a config. Imports no torch.
+
+One registry a field of :class:`~qbench.quantizers.config.QuantizationConfig`. A name stands for a
+class of settings, some of them fixed, and for the backend whose functions do the work (see
+``qbench.quantizers.config``): a module's name, by default that of the module that the class stands
+in, so that a plug-in is one file.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from qbench.errors import RecipeError, shown
-from qbench.quantizers.quantizer import Quantizer
+from qbench.quantizers.config import (
+    RECIPE_KEYS,
+    SETTINGS,
+    UNQUANTIZED,
+    Dtype,
+    QuantizationConfig,
+    Settings,
+)
 from qbench.registry import Registry
+
+OLD_OPTIONS = {"leave_out": "ignore"}  # as older recipes have them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +50,21 @@ class Preset:
         return f"{schema.get('description', option)} ({_possibilities(schema)})"
 
 
+BACKENDS: dict[type, str] = {}  # of each class of settings: the module with its functions
+
+
 class Presets(Registry[Preset]):
     """Names of one kind of settings, and how what a recipe states beside one becomes settings."""
 
-    def register(self, name: str, kind: type, description: str, **fixed: Any) -> None:
+    def register(
+        self, name: str, kind: type, description: str, *, backend: str = "", **fixed: Any
+    ) -> None:
         """Give ``kind`` a name that recipes can say; ``fixed`` are the settings that it stands
-        for."""
+        for, ``backend`` the module with its functions."""
         self.add(name, Preset(name=name, kind=kind, fixed=fixed, description=description))
+        methods = hasattr(kind, "install") or hasattr(kind, "treat")  # they stand in the settings
+        default = "qbench.quantizers.by_method" if methods else kind.__module__
+        BACKENDS[kind] = backend or default
 
     def parse(self, name: str, stated: Mapping[str, Any] | None = None) -> Any:
         """The settings that ``name`` and ``stated`` options give, defaults filled in.
@@ -49,7 +73,8 @@ class Presets(Registry[Preset]):
         saying what is possible.
         """
         preset = self.get(name)
-        stated, known = dict(stated or {}), preset.options
+        known = preset.options
+        stated = {OLD_OPTIONS.get(key, key): value for key, value in (stated or {}).items()}
         for key in stated:
             if key not in known:
                 offer = f"it has {', '.join(known)}" if known else "it has no options"
@@ -61,21 +86,135 @@ class Presets(Registry[Preset]):
 
 
 QUANTIZERS = Presets("quantizer")
+ACTIVATIONS = Presets("activation quantizer")
+KV_CACHES = Presets("KV cache quantizer")
+TRANSFORMS = Presets("outlier treatment")
+PRUNINGS = Presets("pruning of heads")
+# by the keys of a recipe
+PARTS: dict[str, Presets] = {
+    "weights": QUANTIZERS,
+    "activations": ACTIVATIONS,
+    "kv": KV_CACHES,
+    "outliers": TRANSFORMS,
+    "prune_heads": PRUNINGS,
+}
 
 
-def register(name: str, kind: type[Quantizer], description: str, **fixed: Any) -> None:
-    """Give ``kind`` a name that recipes can say; ``fixed`` are the settings that it stands for."""
-    QUANTIZERS.register(name, kind, description, **fixed)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """A name for several parts, as a recipe would state them, and a line about it."""
+
+    name: str
+    parts: Mapping[str, Any]
+    description: str
 
 
-def parse(name: str, stated: Mapping[str, Any] | None = None) -> Quantizer:
-    """The quantizer that ``name`` and ``stated`` options give, defaults filled in.
+COMBINATIONS: Registry[Combination] = Registry("combination")
 
-    Raises RecipeError as ``Presets.parse``.
+
+def register(
+    name: str, kind: type[Settings], description: str, *, backend: str = "", **fixed: Any
+) -> None:
+    """Give settings of weights a name that recipes can say; see ``Presets.register``."""
+    QUANTIZERS.register(name, kind, description, backend=backend, **fixed)
+
+
+def register_combination(name: str, description: str, **parts: Any) -> None:
+    """Give ``parts`` (``weights``, ``activations``, ``kv``, ``outliers``, ``prune_heads``) one
+    name."""
+    COMBINATIONS.add(name, Combination(name=name, parts=parts, description=description))
+
+
+@pydantic_dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Unquantized:
+    """What ``bf16`` and the like stand for: no settings of weights, and a dtype."""
+
+    dtype: Dtype
+
+
+for _dtype, _line in (("bfloat16", ""), ("float16", ""), ("float32", " (for CPUs)")):
+    register(UNQUANTIZED[_dtype], Unquantized, f"unquantized, {_dtype}{_line}", dtype=_dtype)  # type: ignore[arg-type]  # None, in a config
+
+
+def parse(name: str, stated: Mapping[str, Any] | None = None) -> QuantizationConfig:
+    """The config of weights alone that ``name`` and ``stated`` options give, defaults filled in."""
+    return config_of({"name": name, **(stated or {})})
+
+
+def unquantized_dtype(entries: Sequence[Any]) -> str:
+    """Of the one unquantized entry of a recipe's list, so that damage against it is that of
+    quantization alone; bfloat16 where there is none, or more than one."""
+    named = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
+    found = [dtype for dtype, name in UNQUANTIZED.items() if name in named]
+    return found[0] if len(found) == 1 else "bfloat16"
+
+
+def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> QuantizationConfig:
+    """The config that an entry of a recipe gives, its label taken off.
+
+    ``entry``: ``{name: …, option: …}``, or parts (``{weights: …, activations: …, kv: …,
+    outliers: …, prune_heads: …}``), or the name of a combination with parts that replace its own.
+    Each part is a name or ``{name: …, option: …}``. Weights that are left out are not quantized.
+    Computed in ``compute_dtype`` unless an entry says otherwise. Raises RecipeError, one line.
     """
-    if name not in QUANTIZERS:
-        _refuse_bits(str(name))
-    return QUANTIZERS.parse(name, stated)
+    stated = dict(entry)
+    name = stated.pop("name", None)
+    if name is not None and not isinstance(name, str):
+        raise RecipeError("a quantizer is a name, or {name: …, option: value}")
+    if name in COMBINATIONS:
+        stated = {**COMBINATIONS.get(name).parts, **stated}
+    elif name is not None:
+        if both := [kind for kind in stated if kind in PARTS]:
+            raise RecipeError(f"{name}: say weights: {name} where there is {both[0]} beside it")
+        stated = {"weights": {"name": name, **stated}}
+    elif not any(kind in PARTS for kind in stated):
+        raise RecipeError("a quantizer is a name, or {name: …, option: value}")
+    for kind in stated:
+        if kind not in PARTS:
+            raise RecipeError(
+                f"unknown part {shown(kind)}; there are {', '.join(PARTS)}, and label; a part's "
+                f"options stand in its own braces, as activations: {{name: …, {kind}: …}}"
+            )
+    stated.setdefault("weights", UNQUANTIZED[compute_dtype])
+    parts = {
+        kind: _settings(kind, registry, stated[kind], compute_dtype)
+        for kind, registry in PARTS.items()
+        if stated.get(kind) is not None
+    }
+    return _checked(parts, compute_dtype)
+
+
+def _checked(parts: dict[str, Any], compute_dtype: str) -> QuantizationConfig:
+    weights, dtype = parts.pop("weights", None), compute_dtype
+    if isinstance(weights, Unquantized):
+        weights, dtype = None, weights.dtype
+    if weights and weights.precision.activations is not None and "activations" in parts:
+        raise RecipeError(
+            f"weights: {weights.name} quantizes activations itself; leave activations out"
+        )
+    if "outliers" in parts:
+        parts["outliers"].require_fit(parts.get("kv"))
+    fields_of = {key: field for field, key in RECIPE_KEYS.items()}
+    named = {fields_of[kind]: settings for kind, settings in parts.items()}
+    config = QuantizationConfig(weights=weights, dtype=dtype, **named)  # type: ignore[arg-type]  # validated
+    if "outliers" in parts and not config.precision.quantized:
+        raise RecipeError(
+            f"outliers: {parts['outliers'].name} alone quantizes nothing; "
+            "add weights, activations or kv"
+        )
+    return config
+
+
+def _settings(kind: str, registry: Presets, part: Any, compute_dtype: str) -> Any:
+    options = {"name": part} if isinstance(part, str) else dict(part)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise RecipeError(f"{kind}: a name, or {{name: …, option: value}}, not {shown(part)}")
+    if registry is QUANTIZERS and name not in registry:
+        _refuse_bits(name)
+    if name in registry and "compute_dtype" in registry.get(name).options:
+        options = {"compute_dtype": compute_dtype, **options}
+    return registry.parse(name, options)
 
 
 def _refuse_bits(name: str) -> None:

@@ -15,10 +15,10 @@ from torch import nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.blocks import Walk
+from qbench.quantizers.config import Progress
 from qbench.quantizers.gptq_words import packed
 from qbench.quantizers.hessians import Hessians
-from qbench.quantizers.linears import Tensors
-from qbench.quantizers.quantizer import Progress
+from qbench.quantizers.linear import Tensors
 
 
 @dataclass(kw_only=True, slots=True)

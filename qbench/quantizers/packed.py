@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.linears import Plain, Tensors
-from qbench.quantizers.quantizer import Stored
+from qbench.quantizers.config import PackedWeight, WeightSettings
+from qbench.quantizers.linear import Plain, Tensors
 
 # A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 _CODES_A_BYTE = 8  # of the thinnest plane: rows are padded to a multiple of it
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [out, in] in 0 … 2^bits − 1 → bytes uint8 [out, ⌈in / 8⌉ · bits]."""
     codes = nn.functional.pad(codes, (0, -codes.shape[1] % _CODES_A_BYTE))
     planes, taken = [], 0
@@ -32,8 +32,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.cat(planes, dim=1).contiguous()
 
 
-def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
-    """The inverse of ``pack``: uint8 [out, in_features]."""
+def unpack_codes(packed: Tensor, bits: int, in_features: int) -> Tensor:
+    """The inverse of ``pack_codes``: uint8 [out, in_features]."""
     padded = -(-in_features // _CODES_A_BYTE) * _CODES_A_BYTE
     codes, start, taken = None, 0, 0
     for width in _PLANES[bits]:
@@ -75,7 +75,7 @@ class PackedLinear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """The weight, ``dtype`` [out, in]; computed in float32 and rounded once."""
-        codes = unpack(self.codes, self.bits, self.in_features)
+        codes = unpack_codes(self.codes, self.bits, self.in_features)
         groups = codes.reshape(self.out_features, -1, self.group_size).float()
         weight = (groups - self.zero[..., None].float()) * self.scale[..., None].float()
         weight = weight.reshape(self.out_features, self.in_features)
@@ -116,37 +116,41 @@ def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     return (torch.round(weight / scale) + zero).clamp_(0, 2**bits - 1)
 
 
-def tensors_of(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
+def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
     """What is stored: codes [out, in], scale and zero [out, groups]."""
     return {
-        "codes": pack(codes.to(torch.uint8), bits),
+        "codes": pack_codes(codes.to(torch.uint8), bits),
         "scale": scale.half().contiguous(),
         "zero": zero.to(torch.uint8).contiguous(),
     }
 
 
-def rebuild(shape: Plain, tensors: Tensors, *, bits: int, group_size: int) -> PackedLinear:
+def from_packed(shape: Plain, tensors: Tensors, settings: WeightSettings) -> PackedLinear:
+    """The module over what ``pack`` stored, for settings with ``num_bits`` and ``group_size``."""
     return PackedLinear(
         tensors,
-        bits=bits,
-        group_size=group_size,
+        bits=settings.num_bits,
+        group_size=settings.group_length(shape.in_features),
         in_features=shape.in_features,
         out_features=shape.out_features,
         dtype=shape.dtype,
         bias=shape.bias,
-    )
+    ).eval()
 
 
-def read(module: PackedLinear, group_size: int) -> Stored:
-    """What ``module`` stores, its groups of the ``group_size`` that it should have."""
+def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:
+    """What ``module`` stores, its groups of the size that they should have."""
+    if not isinstance(module, PackedLinear):
+        return None
     kept = {"codes": module.codes, "scale": module.scale, "zero": module.zero}
+    size = settings.group_length(module.in_features)
     inverse = None if module.order is None else torch.argsort(module.order.long())
 
     def groups(weight: Tensor) -> Tensor:
         ordered = weight if inverse is None else weight[:, inverse]
-        return ordered.reshape(-1, group_size)
+        return ordered.reshape(-1, size)
 
-    return Stored(
+    return PackedWeight(
         tensors=kept if module.order is None else {**kept, "order": module.order},
         dequantize=module.dequantize,
         groups=groups,

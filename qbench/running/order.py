@@ -22,14 +22,14 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
             cell.base is not None,
             cell.scoring.mode == "fast",
             cell.name in reused,
-            not cell.quantizer.needs_calibration,
+            not cell.quantization.needs_calibration,
         ),
     )
     first = [cell for cell in found if cell.base is None]
     calibrated = [
         cell
         for cell in found[len(first) :]
-        if cell.quantizer.needs_calibration and cell.name not in reused
+        if cell.quantization.needs_calibration and cell.name not in reused
     ]
     first += calibrated[: len(first)]
     begun = {cell.name for cell in first}
@@ -42,8 +42,8 @@ def _calibrated_by_another(cells: Sequence[Cell]) -> set[str]:
     found = set()
     for cell in cells:
         stages = [
-            (cell.checkpoint.digest, json.dumps(stage.settings, sort_keys=True, default=str))
-            for _, stage in cell.quantizer.stages
+            (cell.checkpoint.digest, json.dumps(stage.to_dict(), sort_keys=True, default=str))
+            for stage in cell.quantization.stages
             if stage.needs_calibration
         ]
         if stages and made.issuperset(stages):

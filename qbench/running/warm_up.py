@@ -23,8 +23,8 @@ from qbench.running.workers import First
 MODULES = (
     "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
     "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
-    "qbench.checkpoints.load", "qbench.attention.transformers", "qbench.quantizers.quantization",
-    "qbench.quantizers.audit", "qbench.evaluation.tasks", "qbench.evaluation.scoring",
+    "qbench.checkpoints.load", "qbench.attention.transformers", "qbench.quantizers.quantize",
+    "qbench.quantizers.audit.cell", "qbench.evaluation.tasks", "qbench.evaluation.scoring",
     "qbench.evaluation.evaluate",
 )  # fmt: skip
 # transformers imports these where they are installed: hqq for a quantized cache, torchao for its

@@ -12,8 +12,8 @@ from qbench.analysis.measure import DELIMITERS, delimiters, measure
 from qbench.attention.transformers import attend
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.quantizers.linears import linears
-from qbench.quantizers.parts import KV_CACHES
+from qbench.quantizers.linear import linears
+from qbench.quantizers.names import KV_CACHES
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 

@@ -14,7 +14,7 @@ from qbench.analysis import sensitivity_run
 from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
 from qbench.checkpoints import find, load_model
 from qbench.errors import EvaluationError, RecipeError
-from qbench.quantizers.linears import linears
+from qbench.quantizers.linear import linears
 
 OPTIONS = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "rtn-4bit")
 

@@ -8,7 +8,7 @@ import torch
 
 from qbench.analysis.measure import measure
 from qbench.checkpoints import find, load_model, load_tokenizer
-from qbench.quantizers.linears import linears
+from qbench.quantizers.linear import linears
 
 SHARED = Path(__file__).parents[3] / "shared"
 PAGES = SHARED / "data" / "eval" / "wikitext" / "test_document_level.jsonl"

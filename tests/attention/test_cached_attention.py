@@ -14,7 +14,7 @@ from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.masks import Mask
 from qbench.attention.transformers import attention_name
 from qbench.errors import UnavailableError
-from qbench.quantizers.parts import KV_CACHES
+from qbench.quantizers.names import KV_CACHES
 
 T, HEADS, KV_HEADS, WIDTH = 23, 4, 2, 16
 

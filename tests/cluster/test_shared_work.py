@@ -22,7 +22,7 @@ from qbench.cluster.transfer import Transfers
 from qbench.errors import UnavailableError
 from qbench.machine import environment
 from qbench.plan import plan
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantize import quantize
 from qbench.recipe import Recipe
 from qbench.run import failed, load
 from qbench.running.grid import run_cells
@@ -54,7 +54,7 @@ def test_cells_with_the_same_weights_name_them_alike(planned, tmp_path):
     assert stages["rtn-4bit"] == stages["w4a8"] == stages["w4kv8"]
     cell = planned.cell("softmax/w4a8")
     quantize(
-        load(cell, planned)[0], cell.quantizer, calibration=None, digest=cell.checkpoint.digest,
+        load(cell, planned)[0], cell.quantization, calibration=None, digest=cell.checkpoint.digest,
         artifacts=tmp_path / "cache" / "artifacts",
     )  # fmt: skip
     found = artifacts_here(cell.checkpoint.digest)

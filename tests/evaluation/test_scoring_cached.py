@@ -11,7 +11,8 @@ from qbench.attention.transformers import attend
 from qbench.evaluation.scoring.forward import unrounded
 from qbench.evaluation.scoring.generate import greedy
 from qbench.evaluation.settings import Tolerance
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 SCHEMES = {
     "token": "int4-token",
@@ -31,7 +32,7 @@ def model_with(scheme, normalizer="softpick"):
     attend(model, normalizer=normalizer)
     if scheme is None:
         return model
-    return quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32").apply(model, {})
+    return apply(model, config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32"), {})
 
 
 def assert_close(found, expected):

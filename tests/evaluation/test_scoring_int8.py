@@ -15,8 +15,8 @@ from scoring_models import choices, llama, pages
 
 from qbench.evaluation.scoring.divergence import Meter
 from qbench.evaluation.settings import Tolerance
-from qbench.quantizers import bnb_layers, parse
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers import bnb, parse
+from qbench.quantizers.quantize import quantize
 
 REQUESTS = {"choices": choices(9), "windows": pages((30, 0, 120, 1))}
 LOOSE_BOUNDS = Tolerance(mean=10.0, largest=100.0, changed=1.0)
@@ -40,7 +40,7 @@ def test_answers_and_divergence_are_the_librarys(kind, mode, tmp_path, monkeypat
 
     answers, measured = scored()
     assert measured[0].max() > 0
-    monkeypatch.setattr(bnb_layers.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
+    monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
     expected, same = scored()
     assert answers == expected
     assert all(map(np.array_equal, measured, same))

@@ -12,7 +12,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
 from qbench.evaluation.settings import Tolerance
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
 
@@ -74,8 +75,8 @@ def test_fast_scores_are_the_exact_ones(normalizer):
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 def test_fast_scores_of_a_quantized_cache_are_the_exact_ones(normalizer, cache):
     plain = answers(model_with(normalizer), "exact")
-    quantizer = quantizer_of({"kv": cache}, compute_dtype="float32")
-    model = quantizer.apply(model_with(normalizer), {})
+    quantizer = config_of({"kv": cache}, compute_dtype="float32")
+    model = apply(model_with(normalizer), quantizer, {})
     exact, fast = answers(model, "exact"), answers(model, "fast", tolerance=LOOSE)
     off = sorted(abs(a - b) for (a, _), (b, _) in zip(fast, exact, strict=True))
     # A value may lie on the border between two codes, and rounding then decide: of a few.

@@ -8,8 +8,8 @@ from treated_models import decoder
 from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.forward import PackedForward
 from qbench.evaluation.scoring.requests import Request
-from qbench.quantizers import quantizer_of
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers import config_of
+from qbench.quantizers.quantize import quantize
 
 TEXTS = ([5, 9, 11, 40, 2, 7, 31], [5, 9, 11, 40, 80, 3], [8, 6, 4, 90])  # two share a prefix
 
@@ -18,7 +18,7 @@ def model_of(tmp_path, **rotation):
     entry = {"kv": "int4-token", "outliers": {"name": "rotation", **rotation}}
     return quantize(
         decoder("llama-biases"),
-        quantizer_of(entry, compute_dtype="float32"),
+        config_of(entry, compute_dtype="float32"),
         calibration=None,
         digest=DIGEST,
         artifacts=tmp_path,

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
 from pair import NAMES, checkpoint, loss, pair_model, texts
 
-from qbench.quantizers import quantizer_of
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers import config_of
+from qbench.quantizers.quantize import quantize
 
 BATCH = 4  # texts of 1,024 tokens: those that a scale per tensor is of
 # Nats a token: the input of every linear layer but the LM head, symmetric, float32 weights.
@@ -39,7 +39,7 @@ def damages(name, device, folder):
     """By scheme, each computed when it is asked for: nats a token."""
     before = loss(pair_model(name, device), texts(name), BATCH)
     for scheme in SCHEMES:
-        chosen = quantizer_of({"activations": scheme}, compute_dtype="float32")
+        chosen = config_of({"activations": scheme}, compute_dtype="float32")
         made = quantize(
             pair_model(name, device),
             chosen,

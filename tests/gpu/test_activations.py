@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
 from qbench.evaluation.scoring.fused import fused
-from qbench.quantizers import formats, quantizer_of
+from qbench.quantizers import config_of, formats
 from qbench.quantizers.activations import kernel, ranges, rounding
 from qbench.quantizers.activations.quantize import fixed_by
-from qbench.quantizers.audit import audit
-from qbench.quantizers.quantization import quantize
-from qbench.quantizers.quantizer import ActivationEvidence
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.config import ActivationEvidence
+from qbench.quantizers.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +84,7 @@ def test_the_kernel_and_the_audit_decide_ties_as_the_definition_does(name, dtype
 
 
 def on_gpu(stated, folder, dtype="bfloat16"):
-    chosen = quantizer_of(stated, compute_dtype=dtype)
+    chosen = config_of(stated, compute_dtype=dtype)
     model = llama("softpick", dtype=getattr(torch, dtype), device="cuda")
     made = quantize(
         model,
@@ -153,7 +153,7 @@ def test_what_quantizing_activations_costs(name, tmp_path):
     """Of the unquantized decoder's time, 16 × 2,048 tokens; the issue allows 1.6 of scoring's."""
     ids = torch.randint(0, 1000, (16, 2048), device="cuda")
     plain = seconds(wide(), ids)
-    chosen = quantizer_of({"activations": name}, compute_dtype="bfloat16")
+    chosen = config_of({"activations": name}, compute_dtype="bfloat16")
     text = calibration() if chosen.needs_calibration else None
     made = quantize(wide(), chosen, calibration=text, digest=DIGEST, artifacts=tmp_path)
     ratio = seconds(made.model, ids) / plain

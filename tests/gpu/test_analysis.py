@@ -9,7 +9,7 @@ from qbench.analysis.measure import measure
 from qbench.bench.analysis import bench_analysis, random_model
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.evaluation.scoring.generate import greedy
-from qbench.quantizers.linears import linears
+from qbench.quantizers.linear import linears
 
 pytestmark = pytest.mark.gpu
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"

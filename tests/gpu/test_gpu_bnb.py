@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 from bitsandbytes import functional
 from quantizer_models import DIGEST, PROBE, llama, logits, settings
 
-from qbench.quantizers import bnb_layers
+from qbench.quantizers import bnb
 from qbench.quantizers.bnb_inputs import quantized
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,6 +73,6 @@ def test_logits_are_the_librarys_to_the_bit(threshold, hidden, dtype, tmp_path, 
     ).model
     texts = [PROBE, PROBE.repeat(32, 5), PROBE[:1, :1]]
     ours = [logits(model, tokens) for tokens in texts]
-    monkeypatch.setattr(bnb_layers.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
+    monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
     for tokens, found in zip(texts, ours, strict=True):
         assert torch.equal(found, logits(model, tokens))

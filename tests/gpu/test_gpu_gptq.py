@@ -16,7 +16,7 @@ from test_gptq_words import rounded
 from qbench.quantizers.gptq_columns import block_update
 from qbench.quantizers.gptq_words import packed
 from qbench.quantizers.optimum_patches import find_scales
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,7 +27,8 @@ from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.kv_cache import kernels, rounding
 from qbench.quantizers.kv_cache.audit import measure_kv
 from qbench.quantizers.kv_cache.rounding import Format
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,8 +151,8 @@ def model_with(scheme, normalizer="softpick", dtype=torch.float32):
     assert attend(model, normalizer=normalizer) == f"{normalizer}/triton"
     if scheme is None:
         return model
-    return quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype=str(dtype).split(".")[1]).apply(
-        model, {}
+    return apply(
+        model, config_of({"kv": SCHEMES[scheme]}, compute_dtype=str(dtype).split(".")[1]), {}
     )
 
 
@@ -212,7 +213,7 @@ def test_generation_attends_to_what_scoring_attends_to(scheme, normalizer):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_audit_passes_on_the_kernels(scheme, dtype):
     model = model_with(scheme, dtype=dtype)
-    quantizer = quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype=str(dtype).split(".")[1])
+    quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype=str(dtype).split(".")[1])
     audit, problems = measure_kv(model, quantizer, torch.randint(0, 400, (2, 100)))
     assert problems == []
     assert 1 < audit.levels <= 2**quantizer.precision.kv_cache.bits
@@ -233,8 +234,8 @@ def test_damage_is_what_others_measured_on_the_trained_pair(name, capsys):
     before = loss(pair_model(name, "cuda"), ids, 4)
     found = {}
     for scheme in FLOORS:
-        quantizer = quantizer_of({"kv": scheme}, compute_dtype="float32")
-        model = quantizer.apply(pair_model(name, "cuda"), {})
+        quantizer = config_of({"kv": scheme}, compute_dtype="float32")
+        model = apply(pair_model(name, "cuda"), quantizer, {})
         found[scheme] = loss(model, ids, 4) - before
     with capsys.disabled():
         print(f"\n{name}: loss {before:.4f}, damage {found}")
@@ -279,7 +280,7 @@ def test_a_cell_costs_at_most_1_3_times_its_unquantized_one(normalizer, capsys):
         model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).cuda().eval()
         attend(model, normalizer=normalizer)
         if scheme:
-            model = quantizer_of({"kv": scheme}, compute_dtype="bfloat16").apply(model, {})
+            model = apply(model, config_of({"kv": scheme}, compute_dtype="bfloat16"), {})
         found[name] = seconds(model, requests)
     ratios = {name: round(value / found["bf16"], 3) for name, value in found.items()}
     with capsys.disabled():

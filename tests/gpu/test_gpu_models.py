@@ -13,9 +13,9 @@ from qbench.checkpoints import find, load_model
 from qbench.checkpoints.classes import CLASSES
 from qbench.evaluation.settings import MODES, Tolerance
 from qbench.quantizers import parse
-from qbench.quantizers.audit import audit
+from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +60,7 @@ EXPERTS = ("mixtral", "gpt_oss", "deepseek_v3")
 def test_experts_and_turned_layers_are_quantized(kind, name, tmp_path):
     found = find(str(write_tiny(tmp_path / "model", kind)))
     stated = {"compute_dtype": "bfloat16", "group_size": 32, "backend": "torch"}
-    known = parse(name).settings
+    known = parse(name).to_dict()
     quantizer = parse(name, {k: v for k, v in stated.items() if k in known})
     ids = torch.randint(2, 400, (8, 24), generator=torch.Generator().manual_seed(1))
 

@@ -14,13 +14,13 @@ from quantizer_models import DIGEST, calibration, ids
 from treated_models import decoder
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import quantizer_of
-from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import plain
+from qbench.quantizers import config_of
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.linear import plain
 from qbench.quantizers.outliers import hadamard, rotating
 from qbench.quantizers.outliers import kernel as rotation_kernel
 from qbench.quantizers.products import codes, kernels, layers, real
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,7 +117,7 @@ def test_the_online_rotation_is_the_definition(shape, dtype):
 def cell(weights, activations, arithmetic, dtype="bfloat16", **more):
     named = {"name": activations, "arithmetic": arithmetic}
     entry = {"weights": weights, "activations": named, **more}
-    return quantizer_of(entry, compute_dtype=dtype).resolved(CONFIG, "cuda")
+    return config_of(entry, compute_dtype=dtype).resolved(CONFIG, "cuda")
 
 
 def built(chosen, folder):

@@ -20,11 +20,11 @@ from quantizer_models import (
     settings,
 )
 
-from qbench.quantizers import bnb_layers, parse
-from qbench.quantizers.audit import audit
+from qbench.quantizers import bnb, parse
+from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import read_calibration
-from qbench.quantizers.linears import plain
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.linear import plain
+from qbench.quantizers.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -155,5 +155,5 @@ def test_decoding_4_bit_codes_ourselves_gives_what_the_librarys_gpu_kernel_gives
     state = there.weight.quant_state
     theirs = functional.dequantize_4bit(there.weight.data, state).float().cpu()
     close = {"rtol": 1e-5, "atol": 1e-7} if dtype == "float32" else {"rtol": 5e-3, "atol": 1e-6}
-    torch.testing.assert_close(bnb_layers.decode(there).cpu(), theirs, **close)
-    torch.testing.assert_close(bnb_layers.decode(here), theirs, **close)
+    torch.testing.assert_close(bnb.decode(there).cpu(), theirs, **close)
+    torch.testing.assert_close(bnb.decode(here), theirs, **close)

@@ -11,12 +11,12 @@ from qbench.checkpoints import find, load_model
 from qbench.checkpoints.classes import CLASSES
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse
-from qbench.quantizers.audit import audit
+from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.experts import Experts, is_fused
-from qbench.quantizers.linears import linearize, linears
+from qbench.quantizers.linear import linearize, linears
 from qbench.quantizers.matrices import matrices
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantize import quantize
 
 # Of GPT-BigCode in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -59,10 +59,10 @@ def report(kind, folder, name, **stated):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_all_that_is_left_out_is_named_with_the_reason(kind, tmp_path):
     said = SAID.get(kind, ())
-    found = report(kind, tmp_path, "rtn-4bit", leave_out=said)
+    found = report(kind, tmp_path, "rtn-4bit", ignore=said)
     assert found.problems == ()
     assert found.coverage > (0.85 if said else 0.97)
-    because = "leave_out of the settings" if said else "no linear layer"
+    because = "ignore of the settings" if said else "no linear layer"
     assert all(because in found.left_out_because[name] for name in found.left_out)
     words = {word for name in found.left_out for sign, word in WORDS.items() if sign in name}
     assert words == {word for word in CLASSES[kind].left_out.split(", ") if word}
@@ -151,11 +151,11 @@ def test_an_expert_that_no_calibration_text_reaches_is_named(tmp_path, monkeypat
 
 
 def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):
-    found = report("mixtral", tmp_path, "rtn-4bit", leave_out=("experts",))
+    found = report("mixtral", tmp_path, "rtn-4bit", ignore=("experts",))
     assert found.problems == ()
     assert found.coverage < 0.5
     reasons = {found.left_out_because[name] for name in found.left_out if ".experts." in name}
-    assert reasons == {"leave_out of the settings"}
+    assert reasons == {"ignore of the settings"}
 
 
 @pytest.mark.parametrize(

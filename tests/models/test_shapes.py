@@ -9,7 +9,7 @@ from tiny import tiny_model, write_tiny
 from qbench.checkpoints import find
 from qbench.checkpoints.classes import CLASSES
 from qbench.checkpoints.shapes import linear_shapes
-from qbench.quantizers.linears import linearize, linears
+from qbench.quantizers.linear import linearize, linears
 
 
 def met(model):

@@ -13,13 +13,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from qbench.quantizers import SETTINGS, Stored, WeightQuantizer, register
+from qbench.quantizers import SETTINGS, PackedWeight, WeightSettings, register
 
 PLACES = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Sign(WeightQuantizer):
+class Sign(WeightSettings):
     """One bit a weight."""
 
     method: ClassVar[str] = "sign"
@@ -51,10 +51,10 @@ class Sign(WeightQuantizer):
     def rebuild(self, shape, tensors: dict[str, Tensor]) -> nn.Module:
         return SignLinear(shape, tensors).eval()
 
-    def read(self, module: nn.Module) -> Stored | None:
+    def read(self, module: nn.Module) -> PackedWeight | None:
         if not isinstance(module, SignLinear):
             return None
-        return Stored(
+        return PackedWeight(
             tensors={"codes": module.codes, "scale": module.scale},
             dequantize=module.dequantize,
             groups=lambda weight: weight,

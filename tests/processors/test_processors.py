@@ -25,7 +25,7 @@ LOOK = """
 import json, sys, torch
 from bitsandbytes.nn.modules import has_avx512bf16
 from test_bnb import layer_of
-from qbench.quantizers import bnb_layers
+from qbench.quantizers import bnb
 
 torch.nn.functional.conv2d(torch.ones(1, 64, 32, 32), torch.ones(64, 64, 3, 3))  # by oneDNN
 worst = 0.0
@@ -33,9 +33,9 @@ for width in (16, 32, 48, 64):
     layer, module = layer_of(width, dtype=torch.bfloat16)
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(1)).bfloat16()
     for _ in range(2):
-        expected = x.float() @ bnb_layers.decode(module).T
+        expected = x.float() @ bnb.decode(module).T
         worst = max(worst, float((module(x).float() - expected).norm() / expected.norm()))
-        error = (bnb_layers.decode(module) - layer.weight.float()).norm() / layer.weight.norm()
+        error = (bnb.decode(module) - layer.weight.float()).norm() / layer.weight.norm()
         assert 0.05 < error < 0.15, (width, float(error))
 print(json.dumps({
     "torch": torch.backends.cpu.get_cpu_capability(),

@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from qbench.attention.transformers import attend
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 SHAPE = {
     "vocab_size": 50,
@@ -52,8 +53,8 @@ def model_of(kind="llama", normalizer="softmax", scheme=None):
     attend(model, normalizer=normalizer, implementation="reference")
     if scheme is None:
         return model
-    quantizer = quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
-    return quantizer.apply(model, {})
+    quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
+    return apply(model, quantizer, {})
 
 
 def ids(*shape, seed=0):

@@ -15,7 +15,7 @@ from qbench.machine.devices import cpu_flags
 from qbench.quantizers import Quantizer, parse
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.products.activations import VNNI
-from qbench.quantizers.quantization import Quantized, quantize
+from qbench.quantizers.quantize import Quantized, quantize
 
 needs_vnni = pytest.mark.skipif(
     bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"

@@ -8,12 +8,12 @@ import torch
 from quantizer_models import PROBE, calibration, llama, make
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import formats, parse, quantizer_of
+from qbench.quantizers import config_of, formats, parse
 from qbench.quantizers.activations import inputs, ranges, rounding
 from qbench.quantizers.activations.integers import IntTensor, IntToken
-from qbench.quantizers.audit import audit
-from qbench.quantizers.parts import ACTIVATIONS, Combined
-from qbench.quantizers.quantizer import ActivationEvidence, Grid
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.config import ActivationEvidence, Grid
+from qbench.quantizers.names import ACTIVATIONS, Combined
 from qbench.record import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -31,7 +31,7 @@ def check(model, chosen):
 
 
 def of(activations, weights="fp32", dtype="float32"):
-    return quantizer_of({"weights": weights, "activations": activations}, compute_dtype=dtype)
+    return config_of({"weights": weights, "activations": activations}, compute_dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_layer_that_was_skipped_is_named(folder):
     model.qbench_inputs.names = tuple(n for n in model.qbench_inputs.names if n != LAYER)
     model.get_submodule(LAYER)._forward_pre_hooks.clear()
     assert check(model, chosen).problems == (
-        f"{LAYER}: its input is not quantized; say leave_out beside the activations to allow it",
+        f"{LAYER}: its input is not quantized; say ignore beside the activations to allow it",
     )
 
 
@@ -171,7 +171,7 @@ def test_clipping_is_measured(folder):
 
 
 def test_what_is_left_out_stays_as_it_is(folder):
-    chosen = of({"name": "int4-token", "leave_out": ["down_proj", "*.o_proj"]})
+    chosen = of({"name": "int4-token", "ignore": ["down_proj", "*.o_proj"]})
     report = check(make(chosen, folder).model, chosen)
     assert report.passed
     assert [n for n in report.activations.left_out if n.endswith(("down_proj", "o_proj"))] == list(

@@ -14,7 +14,7 @@ from quantizer_models import DIGEST, calibration, llama, logits, make, settings
 
 from qbench.files import temporary
 from qbench.quantizers.artifacts import artifact
-from qbench.quantizers.rtn import Rtn
+from qbench.quantizers.weights import Rtn
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
                 "backend": "gptqmodel",
                 "compute_dtype": "bfloat16",
                 "threads": 2,
-                "leave_out": ("o_proj",),
+                "ignore": ("o_proj",),
             }.items()
         ),
         folder(tmp_path, chosen, attention="qbench-softpick-reference"),
@@ -97,7 +97,7 @@ def test_attention_plays_no_part_where_nothing_is_calibrated(tmp_path):
 
 
 def test_calibration_plays_no_part_where_none_is_needed(tmp_path):
-    from qbench.quantizers.quantization import quantize
+    from qbench.quantizers.quantize import quantize
 
     for used in (None, calibration()):
         made = quantize(

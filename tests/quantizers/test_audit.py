@@ -10,9 +10,9 @@ from torch import nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import packed, parse
-from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import linears, plain
-from qbench.quantizers.measure import forward_weight, levels
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.weights import forward_weight, levels
+from qbench.quantizers.linear import linears, plain
 from qbench.quantizers.packed import PackedLinear
 from qbench.record import Audit
 
@@ -120,7 +120,7 @@ def test_an_lm_head_that_a_library_quantized_too_is_caught(rtn4):
 
 
 def test_a_layer_that_is_quantized_though_it_is_left_out_is_caught(rtn4):
-    report = check(rtn4, settings("rtn-4bit", leave_out=("*.1.mlp.up_proj",)))
+    report = check(rtn4, settings("rtn-4bit", ignore=("*.1.mlp.up_proj",)))
     assert report.problems == (f"{LAYER}: quantized, though the settings leave it out",)
 
 
@@ -128,7 +128,7 @@ def test_a_layer_that_is_left_out_and_changed_is_caught(rtn4):
     layer = copy.deepcopy(linears(llama())[LAYER])
     layer.weight.data *= 1.01
     model = replace(copy.deepcopy(rtn4), LAYER, layer)
-    report = check(model, settings("rtn-4bit", leave_out=("*.1.mlp.up_proj",)))
+    report = check(model, settings("rtn-4bit", ignore=("*.1.mlp.up_proj",)))
     assert report.problems == (f"{LAYER}: neither quantized nor the original",)
 
 

@@ -16,8 +16,8 @@ from transformers import (
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.blocks import first_states, walk
-from qbench.quantizers.linears import linears
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.linear import linears
+from qbench.quantizers.quantize import quantize
 
 SHAPE = {
     "vocab_size": VOCABULARY,

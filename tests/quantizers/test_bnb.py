@@ -11,10 +11,10 @@ from bitsandbytes import functional
 from quantizer_models import PROBE, llama, make, settings
 from torch import nn
 
-from qbench.quantizers import bnb_layers
-from qbench.quantizers.audit import audit
-from qbench.quantizers.bnb import BLOCK
-from qbench.quantizers.linears import plain
+from qbench.quantizers import bnb
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.linear import plain
+from qbench.quantizers.weights import BNB_BLOCK as BLOCK
 
 WIDTHS = (16, 32, 48, 64, 96, 128, 160, 192)
 LAYER = "model.layers.1.mlp.up_proj"
@@ -52,7 +52,7 @@ def test_decoding_is_the_librarys_where_rows_are_blocks(width, table, double):
     theirs = torch.ops.bitsandbytes.dequantize_4bit(
         module.weight.data, absmax, BLOCK, table, (40 * width // BLOCK, BLOCK), torch.float32
     )
-    ours = bnb_layers.decode(module)
+    ours = bnb.decode(module)
     torch.testing.assert_close(ours, theirs.reshape(40, width), rtol=1e-6, atol=1e-7)
     assert 0.05 < (ours - layer.weight).norm() / layer.weight.norm() < 0.15
 
@@ -61,7 +61,7 @@ def test_decoding_is_the_librarys_where_rows_are_blocks(width, table, double):
 def test_decoding_is_the_librarys_own_of_a_layer_of_whole_blocks(width):
     module = layer_of(width)[1]
     theirs = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-    assert torch.equal(bnb_layers.decode(module), theirs)
+    assert torch.equal(bnb.decode(module), theirs)
 
 
 @pytest.mark.usefixtures("either_processor")
@@ -71,7 +71,7 @@ def test_a_forward_multiplies_by_what_is_stored(width, dtype):
     _, module = layer_of(width, dtype=dtype, bias=True)
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     for _ in range(2):
-        expected = x.float() @ bnb_layers.decode(module).T + module.bias.float()
+        expected = x.float() @ bnb.decode(module).T + module.bias.float()
         off = (module(x).float() - expected).norm() / expected.norm()
         assert off < (1e-5 if dtype == torch.float32 else 1e-2)
     assert module(x).dtype == dtype
@@ -104,7 +104,7 @@ def test_a_forward_with_scales_of_other_blocks_is_caught_on_every_processor(tmp_
     """Relative error 0.2 to 0.3 instead of 0.09: within any bound on errors alone."""
     chosen, shape = settings("bnb-4bit"), {"hidden": 32, "intermediate": 48}
     model = make(chosen, tmp_path, model=llama(**shape)).model
-    monkeypatch.setattr(bnb_layers.Linear4, "forward", rows_begin_blocks)
+    monkeypatch.setattr(bnb.Linear4, "forward", rows_begin_blocks)
     report = audit(llama(**shape), model, chosen, PROBE)
     assert not report.passed
     assert report.weight_error < chosen.error_bound()
@@ -115,7 +115,7 @@ def test_a_forward_with_scales_of_other_blocks_is_caught_on_every_processor(tmp_
 def test_the_librarys_own_forward_is_caught_where_it_is_wrong(tmp_path, monkeypatch):
     chosen, shape = settings("bnb-4bit"), {"hidden": 32, "intermediate": 48}
     model = make(chosen, tmp_path, model=llama(**shape)).model
-    monkeypatch.delattr(bnb_layers.Linear4, "forward")
+    monkeypatch.delattr(bnb.Linear4, "forward")
     report = audit(llama(**shape), model, chosen, PROBE)
     assert any("off the stored ones" in problem for problem in report.problems)
 
@@ -127,7 +127,7 @@ def blocks_of_64():
 
 @pytest.fixture
 def bnb4(tmp_path):
-    from qbench.quantizers.quantization import quantize
+    from qbench.quantizers.quantize import quantize
 
     return quantize(
         blocks_of_64(),

@@ -11,7 +11,7 @@ from bitsandbytes import functional
 from quantizer_models import logits, make, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qbench.quantizers import bnb_inputs, bnb_layers
+from qbench.quantizers import bnb, bnb_inputs
 from qbench.quantizers.bnb_inputs import quantized
 
 
@@ -37,7 +37,7 @@ def outlying(inputs, x):
 
 def librarys(monkeypatch):
     """The layers as the library has them."""
-    monkeypatch.setattr(bnb_layers.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
+    monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 2.0, 6.0])

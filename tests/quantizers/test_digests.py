@@ -6,8 +6,8 @@ import pytest
 import torch
 from quantizer_models import PROBE, llama, make, settings
 
-from qbench.quantizers.audit import audit
-from qbench.quantizers.measure import digest
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.weights import digest
 
 LAYER = "model.layers.1.mlp.up_proj"
 

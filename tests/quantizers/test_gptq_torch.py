@@ -7,7 +7,7 @@ from quantizer_models import calibration, ids, llama, make, settings
 from qbench.errors import QuantizationError
 from qbench.quantizers import gptq_torch, packed
 from qbench.quantizers.blocks import first_states, hessian, walk
-from qbench.quantizers.linears import Plain, linears
+from qbench.quantizers.linear import Plain, linears
 
 
 def problem(outputs: int, inputs: int, seed: int = 0):

@@ -11,9 +11,9 @@ from qbench.analysis.capture import attention_observed
 from qbench.attention import transformers as interface
 from qbench.checkpoints import find, load_model
 from qbench.errors import QuantizationError
-from qbench.quantizers.audit import audit
+from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.heads import KEPT, Dormant, Weakest, output_ratios
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.names import config_of
 from qbench.store import Store
 
 
@@ -69,7 +69,7 @@ def test_a_model_without_some_heads_is_one_whose_projection_does_not_read_them(t
 
 
 def cell(**options):
-    return quantizer_of({"prune_heads": {"name": "weakest", **options}}, compute_dtype="float32")
+    return config_of({"prune_heads": {"name": "weakest", **options}}, compute_dtype="float32")
 
 
 def test_the_audit_counts_pruned_heads_and_fails_where_one_still_speaks(texts, monkeypatch):
@@ -94,7 +94,7 @@ def test_heads_that_gave_nothing_may_go_without_a_trace(texts):
     found = audit(softpick(), pruned([[1] * 4] * 4), cell(), texts)
     assert found.passed, found.problems
     assert found.logits_moved == 0
-    both = quantizer_of(
+    both = config_of(
         {"weights": {"name": "rtn-4bit", "group_size": 64}, "prune_heads": "dormant"},
         compute_dtype="float32",
     )

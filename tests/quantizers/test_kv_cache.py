@@ -14,7 +14,8 @@ from transformers import (
 
 from qbench.errors import QuantizationError, RecipeError, UnavailableError
 from qbench.quantizers.kv_cache import rounding
-from qbench.quantizers.parts import KV_CACHES, quantizer_of
+from qbench.quantizers.names import KV_CACHES, config_of
+from qbench.quantizers.quantize import apply
 
 
 def assert_equal(found, expected):
@@ -70,10 +71,10 @@ def test_a_sliding_window_refuses_groups_of_tokens():
 
 
 def test_scales_of_a_tensor_are_declared():
-    quantizer = quantizer_of({"kv": "int4-tensor"}, compute_dtype="float32")
+    quantizer = config_of({"kv": "int4-tensor"}, compute_dtype="float32")
     assert quantizer.mixes_batches
     assert quantizer.sees_future
-    assert not quantizer_of({"kv": "int4-channel"}, compute_dtype="float32").mixes_batches
+    assert not config_of({"kv": "int4-channel"}, compute_dtype="float32").mixes_batches
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_scales_of_a_tensor_are_declared():
     ],
 )
 def test_what_is_rounded_while_a_model_runs_amplifies_rounding(entry, amplifies):
-    assert quantizer_of(entry, compute_dtype="float32").amplifies_rounding == amplifies
+    assert config_of(entry, compute_dtype="float32").amplifies_rounding == amplifies
 
 
 REFUSED = {
@@ -143,7 +144,7 @@ def test_attention_that_reads_no_cache_is_refused():
     torch.manual_seed(0)
     model = MODELS["llama"]()
     with pytest.raises(QuantizationError, match="only attention of qbench"):
-        quantizer_of({"kv": "int4-token"}, compute_dtype="float32").apply(model, {})
+        apply(model, config_of({"kv": "int4-token"}, compute_dtype="float32"), {})
 
 
 def test_a_rotation_that_is_another_one_is_found():

@@ -6,11 +6,11 @@ import pytest
 import torch
 from kv_cache_models import SCHEMES, ids, model_of
 
-from qbench.quantizers.audit import audit
+from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.kv_cache import rounding
 from qbench.quantizers.kv_cache.audit import measure_kv
 from qbench.quantizers.kv_cache.cache import ATTRIBUTE
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.names import config_of
 
 BITS = {  # of a stored value: the code, and its share of scales and lowest values in float16
     "token": 4 + 16 / 16,
@@ -24,7 +24,7 @@ BITS = {  # of a stored value: the code, and its share of scales and lowest valu
 @pytest.mark.parametrize("scheme", BITS)
 def test_the_audit_counts_levels_and_bits(scheme):
     model = model_of("llama", "softpick", scheme)
-    quantizer = quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
+    quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
     audit, problems = measure_kv(model, quantizer, ids(2, 40))
     assert problems == []
     assert [m.name for m in audit.modules] == [f"model.layers.{i}.self_attn" for i in (0, 1)]
@@ -43,7 +43,7 @@ def test_the_audit_counts_levels_and_bits(scheme):
 
 def broken_audit(monkeypatch, method, replacement, scheme="token"):
     model = model_of("llama", "softmax", scheme)
-    quantizer = quantizer_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
+    quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
     monkeypatch.setattr(rounding, method, replacement)
     return measure_kv(model, quantizer, ids(2, 40))[1]
 
@@ -85,17 +85,17 @@ def _from_zero(positions, first, group):
 
 def test_the_audit_finds_an_attention_without_a_cache():
     model = model_of("llama", "softmax", "token")
-    quantizer = quantizer_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
+    quantizer = config_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
     delattr(model.model.layers[1].self_attn, ATTRIBUTE)
     problems = measure_kv(model, quantizer, ids(2, 40))[1]
     assert problems == ["model.layers.1.self_attn: its KV cache is not quantized"]
-    unquantized = quantizer_of({"name": "fp32"}, compute_dtype="float32")
+    unquantized = config_of({"name": "fp32"}, compute_dtype="float32")
     assert measure_kv(model_of(), unquantized, ids(2, 40)) == (None, [])
 
 
 def test_a_cell_whose_cache_is_no_cache_fails(monkeypatch):
     model = model_of("llama", "softmax", "token")
-    quantizer = quantizer_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
+    quantizer = config_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
     passed = audit(model_of(), model, quantizer, ids(2, 40))
     assert passed.problems == ()
     assert 8 < passed.kv_cache.levels <= 15

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 from pair import loss, pair_model, texts
 
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 FLOOR = {"softmax": 0.143, "softpick": 0.104}  # nats a token, int3 per head and token
 
@@ -17,6 +18,6 @@ def test_three_bits_cost_about_what_others_measured(name):
     ids = texts(name)[1:3]
     model = pair_model(name)
     before = loss(model, ids, 2)
-    quantizer = quantizer_of({"kv": "int3-token"}, compute_dtype="float32")
-    damage = loss(quantizer.apply(model, {}), ids, 2) - before
+    quantizer = config_of({"kv": "int3-token"}, compute_dtype="float32")
+    damage = loss(apply(model, quantizer, {}), ids, 2) - before
     assert damage == pytest.approx(FLOOR[name], rel=0.3)

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import gptq_library
-from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import linears, plain
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.linear import linears, plain
+from qbench.quantizers.quantize import quantize
 
 
 @pytest.fixture

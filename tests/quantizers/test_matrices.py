@@ -6,8 +6,8 @@ import transformers as T
 from quantizer_models import PROBE, VOCABULARY, llama, make, settings
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import linears
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.linear import linears
 from qbench.quantizers.matrices import left_out, matrices
 
 SHAPE = {
@@ -79,7 +79,7 @@ def tiny(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_that_a_quantizer_does_not_reach_are_named_with_their_size(name, tmp_path):
     """As if they had been left out without saying so."""
-    made = make(settings("rtn-4bit", leave_out=("experts",)), tmp_path, model=tiny(name)).model
+    made = make(settings("rtn-4bit", ignore=("experts",)), tmp_path, model=tiny(name)).model
     report = audit(tiny(name), made, settings("rtn-4bit"), PROBE)
     experts = [m for m in matrices(tiny(name)).values() if ".experts." in m.name]
     assert len(experts) in (8, 16)  # two an expert; DeepSeek's first layer is dense
@@ -93,7 +93,7 @@ def test_experts_that_a_quantizer_does_not_reach_are_named_with_their_size(name,
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("quantizer", "stated"), [("rtn-4bit", {}), ("gptq-4bit", {})])
 def test_leaving_experts_out_has_to_be_said(name, quantizer, stated, tmp_path):
-    spared = {"leave_out": ("experts", "gate")}
+    spared = {"ignore": ("experts", "gate")}
     if quantizer.startswith("gptq"):
         spared["backend"] = "torch"
     if name == "deepseek-v3":
@@ -103,7 +103,7 @@ def test_leaving_experts_out_has_to_be_said(name, quantizer, stated, tmp_path):
     assert report.problems == ()
     assert any(name.endswith("experts.0.down_proj") for name in report.left_out)
     assert report.coverage < 0.75
-    assert chosen.settings["leave_out"] == ["experts", "gate"]
+    assert chosen.to_dict()["ignore"] == ["experts", "gate"]
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -132,8 +132,8 @@ def test_every_parameter_of_two_dimensions_is_a_matrix_but_embeddings_norms_and_
     assert not matrices(tiny("opt")).keys() & {"model.decoder.embed_positions", "lm_head"}
 
 
-def test_what_the_settings_leave_out_stays_as_it_was(tmp_path):
-    chosen = settings("rtn-4bit", leave_out=("*.1.mlp.down_proj", "o_proj"))
+def test_what_the_settings_ignore_stays_as_it_was(tmp_path):
+    chosen = settings("rtn-4bit", ignore=("*.1.mlp.down_proj", "o_proj"))
     made = make(chosen, tmp_path).model
     report = audit(llama(), made, chosen, PROBE)
     names = [f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)] + [
@@ -146,14 +146,14 @@ def test_what_the_settings_leave_out_stays_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("backend", ["torch", "gptqmodel"])
 def test_gptq_leaves_out_what_it_is_told_to(backend, tmp_path):
-    chosen = settings("gptq-8bit", backend=backend, leave_out=("k_proj", "mlp.down_proj"))
+    chosen = settings("gptq-8bit", backend=backend, ignore=("k_proj", "mlp.down_proj"))
     report = audit(llama(), make(chosen, tmp_path).model, chosen, PROBE)
     assert report.problems == ()
     assert {name.rpartition(".")[2] for name in report.left_out} == {"k_proj", "down_proj"}
 
 
 def test_a_linear_layer_that_the_settings_do_not_name_must_be_quantized(tmp_path):
-    made = make(settings("rtn-4bit", leave_out=("o_proj",)), tmp_path).model
+    made = make(settings("rtn-4bit", ignore=("o_proj",)), tmp_path).model
     report = audit(llama(), made, settings("rtn-4bit"), PROBE)
     assert [p for p in report.problems if p.startswith("not quantized")] == [
         "not quantized: model.layers.0.self_attn.o_proj [64, 64], "
@@ -163,8 +163,8 @@ def test_a_linear_layer_that_the_settings_do_not_name_must_be_quantized(tmp_path
 
 def test_a_pattern_that_names_nothing_is_refused_with_what_there_is(tmp_path):
     with pytest.raises(QuantizationError) as raised:
-        make(settings("rtn-4bit", leave_out=("experts",)), tmp_path)
-    assert "leave_out: 'experts' names no weight matrix" in str(raised.value)
+        make(settings("rtn-4bit", ignore=("experts",)), tmp_path)
+    assert "ignore: 'experts' names no weight matrix" in str(raised.value)
     assert "gate_proj, up_proj, down_proj" in str(raised.value)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from qbench.errors import RecipeError
 from qbench.quantizers import QUANTIZERS, parse
-from qbench.quantizers.gptq import Gptq
+from qbench.quantizers.weights import Gptq
 
 
 @pytest.mark.parametrize("name", list(QUANTIZERS))
@@ -27,7 +27,7 @@ def test_the_names_are_those_of_the_paper_and_its_yardsticks():
 
 @pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_settings_are_plain_json_and_hold_every_default(name):
-    plain = parse(name, {}).settings
+    plain = parse(name, {}).to_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert (plain["name"], plain["method"]) == (name, parse(name, {}).method)
     assert set(QUANTIZERS.get(name).options) <= set(plain)
@@ -49,9 +49,9 @@ def test_options_reach_the_settings():
 
 
 def test_a_list_of_a_recipe_is_kept_and_written_as_one():
-    chosen = parse("rtn-4bit", {"leave_out": ["experts", "*.o_proj"]})
-    assert chosen.leave_out == ("experts", "*.o_proj")
-    assert chosen.settings["leave_out"] == ["experts", "*.o_proj"]
+    chosen = parse("rtn-4bit", {"ignore": ["experts", "*.o_proj"]})
+    assert chosen.ignore == ("experts", "*.o_proj")
+    assert chosen.to_dict()["ignore"] == ["experts", "*.o_proj"]
     assert hash(chosen) != hash(parse("rtn-4bit"))
 
 
@@ -94,9 +94,9 @@ def test_precision_has_its_parts(name, precision):
         ("bnb-4bit", {"threshold": 6.0}, ["'threshold'", "quant_type, double_quant"]),
         ("hqq-2bit", {"axis": 2}, ["axis must be 0 or 1, not 2"]),
         ("hqq-2bit", {"group_size": -1}, ["group_size", "not -1"]),
-        ("rtn-2bit", {"leave_out": "experts"}, ["leave_out must be a list", "'experts'"]),
-        ("rtn-2bit", {"leave_out": ["a b"]}, ["leave_out[0] must be a part of names", "'a b'"]),
-        ("rtn-2bit", {"leave_out": ["a", 3]}, ["leave_out[1] must be text, not 3"]),
+        ("rtn-2bit", {"ignore": "experts"}, ["ignore must be a list", "'experts'"]),
+        ("rtn-2bit", {"ignore": ["a b"]}, ["ignore[0] must be a part of names", "'a b'"]),
+        ("rtn-2bit", {"ignore": ["a", 3]}, ["ignore[1] must be text, not 3"]),
         ("rtn-2bit", {"threads": 0}, ["threads must be a whole number of at least 1", "not 0"]),
         ("rtn-2bit", {"compute_dtype": "bf16"}, ["compute_dtype", "bfloat16", "'bf16'"]),
     ],
@@ -128,14 +128,14 @@ def test_settings_made_directly_are_checked_as_well():
     ],
 )
 def test_the_libraries_that_can_change_a_result_are_named(name, stated, expected):
-    assert parse(name, stated).requirements() == expected
+    assert parse(name, stated).requirements == expected
 
 
 def test_planning_with_quantizers_imports_no_torch():
     program = (
         "import sys; from qbench.quantizers import QUANTIZERS, parse\n"
         "for name in QUANTIZERS:\n"
-        "    one = parse(name, {}); (one.settings, one.precision, one.requirements(), one.title)\n"
+        "    one = parse(name, {}); (one.settings, one.precision, one.requirements, one.title)\n"
         "    [QUANTIZERS.get(name).explain(o) for o in QUANTIZERS.get(name).options]\n"
         "print({'torch', 'transformers', 'bitsandbytes', 'hqq'} & set(sys.modules))"
     )

@@ -9,12 +9,13 @@ from quantizer_models import PROBE, llama, logits, make, settings
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
-from qbench.quantizers.audit import audit
-from qbench.quantizers.parts import quantizer_of
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 QUANTIZERS = {
     "gptq": settings("gptq-4bit", backend="torch"),
-    "parts": quantizer_of(
+    "parts": config_of(
         {
             "weights": {"name": "rtn-4bit", "group_size": 32},
             "activations": "int8-token",
@@ -22,9 +23,7 @@ QUANTIZERS = {
         },
         compute_dtype="float32",
     ),
-    "kivi": quantizer_of(
-        {"kv": {"name": "int4-channel", "group_size": 8}}, compute_dtype="float32"
-    ),
+    "kivi": config_of({"kv": {"name": "int4-channel", "group_size": 8}}, compute_dtype="float32"),
 }
 
 

@@ -7,7 +7,7 @@ from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHead
 from treated_models import CONFIGS, decoder
 
 from qbench.errors import QuantizationError, RecipeError
-from qbench.quantizers import quantizer_of
+from qbench.quantizers import config_of
 from qbench.quantizers.outliers import Rotation, SmoothQuant
 
 TEXT = ids(3, 2, 40)
@@ -202,7 +202,7 @@ def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
 def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
     entry = {"weights": "rtn-4bit", "outliers": {"name": "rotation", "queries_keys": True}}
     with pytest.raises(RecipeError) as raised:
-        quantizer_of(entry | ({} if kv is None else {"kv": kv}), compute_dtype="float32")
+        config_of(entry | ({} if kv is None else {"kv": kv}), compute_dtype="float32")
     assert str(raised.value) == says
 
 
@@ -229,11 +229,11 @@ def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
 def test_what_can_be_seen_in_a_config_is_refused_before_work(outliers, config, says):
     entry = {"activations": "int8-token", "outliers": outliers}
     with pytest.raises(RecipeError) as raised:
-        quantizer_of(entry, compute_dtype="float32").check(config, "cpu")
+        config_of(entry, compute_dtype="float32").check(config, "cpu")
     assert str(raised.value) == says
 
 
 def test_a_width_that_only_the_online_rotation_needs_may_be_any_without_it():
     entry = {"activations": "int8-token", "outliers": {"name": "rotation", "online": False}}
     config = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 92}
-    quantizer_of(entry, compute_dtype="float32").check(config, "cpu")
+    config_of(entry, compute_dtype="float32").check(config, "cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qbench.quantizers import packed
-from qbench.quantizers.linears import Plain
+from qbench.quantizers.linear import Plain
 
 
 def draw(seed: int = 0) -> torch.Generator:

@@ -7,8 +7,8 @@ import pytest
 from quantizer_models import llama, make
 
 from qbench.errors import RecipeError
-from qbench.quantizers import parse, quantizer_of
-from qbench.quantizers.parts import ACTIVATIONS, COMBINATIONS, KV_CACHES, OUTLIERS, Combined
+from qbench.quantizers import config_of, parse
+from qbench.quantizers.names import ACTIVATIONS, COMBINATIONS, KV_CACHES, TRANSFORMS, Combined
 from qbench.recipe import Recipe
 
 STATED = {
@@ -23,7 +23,7 @@ STATED = {
 REFUSED = {
     "{activations: int5-token}": "unknown activation quantizer 'int5-token'; known: ",
     "{activations: {name: int8-token, percentile: 3}}": "int8-token: unknown option 'percentile'; "
-    "it has leave_out, arithmetic, group_size",
+    "it has ignore, arithmetic, group_size",
     "{activations: {name: int8-static, percentile: 20}}": "percentile must be a number of at least "
     "50 and at most 100, not 20",
     "{activations: {name: int8-static, percentile: .nan}}": "percentile must be a number",
@@ -69,8 +69,8 @@ def test_what_cannot_be_is_refused_in_a_line_that_says_where(entry, tmp_path):
 def test_weights_that_are_left_out_are_computed_in_the_recipes_dtype(tmp_path):
     path = recipe(tmp_path, "{activations: int8-token}", more="compute_dtype: float16\n")
     (column,) = Recipe.load(path).quantizers
-    assert column.quantizer.compute_dtype == "float16"
-    assert column.quantizer.precision.weights is None
+    assert column.quantization.compute_dtype == "float16"
+    assert column.quantization.precision.weights is None
 
 
 def test_another_dtype_reaches_the_weights_of_parts(tmp_path):
@@ -79,20 +79,20 @@ def test_another_dtype_reaches_the_weights_of_parts(tmp_path):
     entries = ("{weights: bf16, activations: int8-token}", "{weights: {name: rtn-4bit, "
                "compute_dtype: bfloat16}, activations: int4-token}")  # fmt: skip
     loaded = Recipe.load(recipe(tmp_path, *entries), Overrides(dtype="float32"))
-    assert [c.quantizer.compute_dtype for c in loaded.quantizers] == ["float32", "float32"]
+    assert [c.quantization.compute_dtype for c in loaded.quantizers] == ["float32", "float32"]
 
 
 def test_the_parts_settings_are_all_in_the_key():
     stated = {"weights": "rtn-4bit", "activations": {"name": "int8-static", "percentile": 99.9}}
-    settings = quantizer_of(stated, compute_dtype="float32").settings
-    assert settings["weights"] == parse("rtn-4bit", {"compute_dtype": "float32"}).settings
+    settings = config_of(stated, compute_dtype="float32").to_dict()
+    assert settings["weights"] == parse("rtn-4bit", {"compute_dtype": "float32"}).to_dict()
     assert settings["activations"] == {
-        "name": "int8-static", "leave_out": [], "bits": 8, "symmetric": True, "percentile": 99.9,
+        "name": "int8-static", "ignore": [], "bits": 8, "symmetric": True, "percentile": 99.9,
         "arithmetic": "simulated",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("registry", [ACTIVATIONS, KV_CACHES, OUTLIERS])
+@pytest.mark.parametrize("registry", [ACTIVATIONS, KV_CACHES, TRANSFORMS])
 def test_every_part_says_what_it_is(registry):
     for name in registry:
         preset = registry.get(name)
@@ -105,26 +105,26 @@ def test_every_part_says_what_it_is(registry):
 
 def test_every_combination_is_one():
     for name in COMBINATIONS:
-        found = quantizer_of({"name": name}, compute_dtype="float32")
+        found = config_of({"name": name}, compute_dtype="float32")
         assert isinstance(found, Combined)
         assert COMBINATIONS.get(name).description
 
 
 def test_a_group_that_does_not_divide_the_width_is_refused_before_work(tmp_path):
-    chosen = quantizer_of({"activations": "mxfp4"}, compute_dtype="float32")
+    chosen = config_of({"activations": "mxfp4"}, compute_dtype="float32")
     with pytest.raises(RecipeError, match="hidden_size is 100, no multiple of the 32 values"):
         chosen.check({"hidden_size": 100, "intermediate_size": 64}, "cpu")
     chosen.check({"hidden_size": 96, "intermediate_size": 64}, "cpu")
 
 
 def test_a_pattern_that_names_no_layer_is_refused(tmp_path):
-    stated = {"activations": {"name": "int8-token", "leave_out": ["experts"]}}
-    with pytest.raises(Exception, match="leave_out: 'experts' names no layer; they end in q_proj"):
-        make(quantizer_of(stated, compute_dtype="float32"), tmp_path)
+    stated = {"activations": {"name": "int8-token", "ignore": ["experts"]}}
+    with pytest.raises(Exception, match="ignore: 'experts' names no layer; they end in q_proj"):
+        make(config_of(stated, compute_dtype="float32"), tmp_path)
 
 
 def test_combined_cells_come_from_their_artifact_the_second_time(tmp_path):
-    chosen = quantizer_of({"activations": "int8-static"}, compute_dtype="float32")
+    chosen = config_of({"activations": "int8-static"}, compute_dtype="float32")
     first = make(chosen, tmp_path)
     again = make(chosen, tmp_path)
     assert again.detail.startswith("artifact reused")
@@ -139,7 +139,7 @@ def test_cells_that_share_weights_quantize_them_once(tmp_path):
     """And what is calibrated beside them, with whatever weights."""
     stated = {"weights": {"name": "gptq-4bit", "group_size": 32, "backend": "torch"}}
     details = [
-        make(quantizer_of({**stated, **more}, compute_dtype="float32"), tmp_path).detail
+        make(config_of({**stated, **more}, compute_dtype="float32"), tmp_path).detail
         for more in (
             {"activations": "int8-static"},
             {},

@@ -14,9 +14,9 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import formats
 from qbench.quantizers.activations.quantize import Fixed
 from qbench.quantizers.activations.rounding import rounded
-from qbench.quantizers.linears import plain
+from qbench.quantizers.config import ActivationEvidence, Grid
+from qbench.quantizers.linear import plain
 from qbench.quantizers.products import codes, layers, real
-from qbench.quantizers.quantizer import ActivationEvidence, Grid
 
 GRIDS = {"int8": Grid(kind="symmetric", bits=8), "e4m3": Grid(kind="e4m3", bits=8)}
 
@@ -147,7 +147,7 @@ def test_a_cpu_whose_sums_saturate_is_refused_not_believed():
     script = (
         "import torch\n"
         "from torch import nn\n"
-        "from qbench.quantizers.linears import plain\n"
+        "from qbench.quantizers.linear import plain\n"
         "from qbench.quantizers.products import layers, real\n"
         "layer = nn.Linear(64, 64).requires_grad_(False)\n"
         "it = layers.ScaledLinear(plain(layer), layers.store(layer.weight, 'int8', 'row'))\n"

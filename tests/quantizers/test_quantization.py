@@ -17,11 +17,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from qbench.errors import QuantizationError, UnavailableError
 from qbench.quantizers import parse
-from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import linearize, linears
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.linear import linearize, linears
 from qbench.quantizers.matrices import matrices
-from qbench.quantizers.quantization import quantize
-from qbench.quantizers.rtn import Rtn
+from qbench.quantizers.quantize import quantize
+from qbench.quantizers.weights import Rtn
 
 OWN = {"backend": "torch"}
 CASES = [
@@ -140,9 +140,9 @@ def test_a_group_size_that_does_not_divide_a_layer_is_named_with_what_does(name,
 
 def test_a_layer_that_no_group_size_divides_can_be_left_out(tmp_path):
     narrow = llama(intermediate=36)
-    with pytest.raises(QuantizationError, match=r"36 inputs.*say leave_out: \[down_proj\]"):
+    with pytest.raises(QuantizationError, match=r"36 inputs.*say ignore: \[down_proj\]"):
         make(settings("rtn-4bit"), tmp_path, model=narrow)
-    chosen = settings("rtn-4bit", leave_out=("down_proj",))
+    chosen = settings("rtn-4bit", ignore=("down_proj",))
     made = make(chosen, tmp_path, model=llama(intermediate=36)).model
     assert audit(llama(intermediate=36), made, chosen, PROBE).problems == ()
 

@@ -8,7 +8,7 @@ from torch import nn
 from treated_models import decoder
 
 from qbench.errors import QuantizationError, RecipeError
-from qbench.quantizers import quantizer_of
+from qbench.quantizers import config_of
 from qbench.quantizers.products import real
 from qbench.quantizers.products.layers import ScaledLinear
 
@@ -18,7 +18,7 @@ CONFIG = {"hidden_size": 64, "intermediate_size": 96}
 
 def cell(entry, device="cpu", dtype="float32", config=CONFIG):
     entry = {"name": entry} if isinstance(entry, str) else entry
-    return quantizer_of(entry, compute_dtype=dtype).resolved(config, device)
+    return config_of(entry, compute_dtype=dtype).resolved(config, device)
 
 
 def parts(weights, activations, arithmetic, **more):
@@ -84,10 +84,10 @@ def test_auto_is_decided_when_planned_and_says_why(entry, device, dtype, config,
     monkeypatch.setattr("qbench.machine.devices.cpu_flags", lambda: frozenset({"avx_vnni"}))
     chosen = cell(entry, device, dtype, config)
     assert chosen.chosen == says
-    assert chosen.settings["activations"]["arithmetic"] == (
+    assert chosen.to_dict()["activations"]["arithmetic"] == (
         "real" if says.endswith("real") else "simulated"
     )
-    assert ("torchao" in chosen.requirements()) == says.endswith("real")
+    assert ("torchao" in chosen.requirements) == says.endswith("real")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_real_that_cannot_be_is_refused_before_work():
 
 
 def test_an_undecided_choice_does_not_run(tmp_path):
-    undecided = quantizer_of({"name": "w8a8-int8"}, compute_dtype="float32")
+    undecided = config_of({"name": "w8a8-int8"}, compute_dtype="float32")
     assert undecided.precision.activations.simulated is None
     with pytest.raises(QuantizationError, match="auto is decided where a run is planned"):
         make(undecided, tmp_path, WHICH)
@@ -135,8 +135,8 @@ def test_an_undecided_choice_does_not_run(tmp_path):
 @needs_vnni
 def test_a_layer_left_out_of_both_parts_stays_whole(tmp_path):
     entry = {
-        "weights": {"name": "int8-row", "leave_out": ["down_proj"]},
-        "activations": {"name": "int8-token", "arithmetic": "real", "leave_out": ["down_proj"]},
+        "weights": {"name": "int8-row", "ignore": ["down_proj"]},
+        "activations": {"name": "int8-token", "arithmetic": "real", "ignore": ["down_proj"]},
     }
     chosen = cell(entry)
     model = make(chosen, tmp_path, WHICH).model

@@ -21,7 +21,7 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import gptq_library, gptq_torch, replay
 from qbench.quantizers.blocks import walk
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.linears import linears
+from qbench.quantizers.linear import linears
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 SAMPLES, BLOCKS = 8, 2

@@ -11,8 +11,8 @@ import torch
 from qbench.quantizers import formats
 from qbench.quantizers.activations.quantize import by_group, by_tensor, fixed_by
 from qbench.quantizers.activations.rounding import ELEMENTS, nearest, rounded
-from qbench.quantizers.measure import levels
-from qbench.quantizers.quantizer import ActivationEvidence, Grid
+from qbench.quantizers.audit.weights import levels
+from qbench.quantizers.config import ActivationEvidence, Grid
 
 INF, NAN = torch.inf, torch.nan
 GRIDS = {

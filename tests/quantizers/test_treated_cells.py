@@ -5,10 +5,10 @@ import torch
 from quantizer_models import DIGEST, calibration, damage, ids
 from treated_models import decoder
 
-from qbench.quantizers import quantizer_of
-from qbench.quantizers.audit import audit
+from qbench.quantizers import config_of
+from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.outliers.rotating import RotatedMlp
-from qbench.quantizers.quantization import quantize
+from qbench.quantizers.quantize import quantize
 
 PROBE = ids(2, 2, 23)
 GPTQ = {"name": "gptq-4bit", "backend": "torch", "group_size": 16}
@@ -20,12 +20,12 @@ WEIGHTS = {
     "hqq": {"name": "hqq-4bit", "group_size": 16},
     "bnb": "bnb-4bit",
 }
-OUTLIERS = {"smoothquant": "smoothquant", "rotation": {"name": "rotation", "seed": 5}}
+TRANSFORMS = {"smoothquant": "smoothquant", "rotation": {"name": "rotation", "seed": 5}}
 
 
 def quantizer(weights, outliers, activations="int8-token", dtype="float32"):
     entry = {"weights": weights, "activations": activations, "outliers": outliers}
-    return quantizer_of({k: v for k, v in entry.items() if v is not None}, compute_dtype=dtype)
+    return config_of({k: v for k, v in entry.items() if v is not None}, compute_dtype=dtype)
 
 
 def make(chosen, folder, which="llama-biases", normalizer="softmax"):
@@ -44,11 +44,11 @@ def judged(chosen, model, which="llama-biases", normalizer="softmax"):
     return audit(decoder(which, normalizer, dtype=dtype), model, chosen, PROBE)
 
 
-@pytest.mark.parametrize("outliers", OUTLIERS)
+@pytest.mark.parametrize("outliers", TRANSFORMS)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(weights, outliers, tmp_path):
     which = "llama-wide"  # gptqmodel takes multiples of 32
-    chosen = quantizer(WEIGHTS[weights], OUTLIERS[outliers])
+    chosen = quantizer(WEIGHTS[weights], TRANSFORMS[outliers])
     report = judged(chosen, make(chosen, tmp_path, which).model, which)
     assert report.problems == ()
     assert report.coverage == (0.0 if weights == "unquantized" else 1.0)
@@ -57,7 +57,7 @@ def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(weights, o
 
 
 def test_against_the_untreated_weights_the_audit_would_fail(tmp_path):
-    chosen = quantizer(WEIGHTS["rtn"], OUTLIERS["rotation"])
+    chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
     model = make(chosen, tmp_path).model
     without = quantizer(WEIGHTS["rtn"], None)
     report = judged(without, model)
@@ -65,17 +65,17 @@ def test_against_the_untreated_weights_the_audit_would_fail(tmp_path):
     assert report.weight_error > 1
 
 
-@pytest.mark.parametrize("outliers", OUTLIERS)
+@pytest.mark.parametrize("outliers", TRANSFORMS)
 @pytest.mark.parametrize("which", ["llama-tied", "qwen3-head-norms"])
 def test_other_classes_and_tied_heads_pass_in_bfloat16(which, outliers, tmp_path):
-    chosen = quantizer(WEIGHTS["gptq"], OUTLIERS[outliers], dtype="bfloat16")
+    chosen = quantizer(WEIGHTS["gptq"], TRANSFORMS[outliers], dtype="bfloat16")
     report = judged(chosen, make(chosen, tmp_path, which, "softpick").model, which, "softpick")
     assert report.problems == ()
     assert 0 < report.treatment_error < 0.05
 
 
 def test_an_artifact_is_used_again_and_gives_the_same_model(tmp_path):
-    chosen = quantizer(WEIGHTS["gptq"], OUTLIERS["rotation"])
+    chosen = quantizer(WEIGHTS["gptq"], TRANSFORMS["rotation"])
     first, second = make(chosen, tmp_path), make(chosen, tmp_path)
     assert second.detail.startswith("artifact reused")
     for (name, one), two in zip(
@@ -87,7 +87,7 @@ def test_an_artifact_is_used_again_and_gives_the_same_model(tmp_path):
 
 @pytest.mark.parametrize("part", ["norm", "embeddings", "head"])
 def test_a_part_that_is_not_the_treated_original_fails(part, tmp_path):
-    chosen = quantizer(WEIGHTS["rtn"], OUTLIERS["rotation"])
+    chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
     model = make(chosen, tmp_path).model
     tensor = {
         "norm": model.model.layers[1].input_layernorm.weight,
@@ -103,18 +103,18 @@ def test_a_treatment_that_changes_the_function_fails(tmp_path, monkeypatch):
     from qbench.quantizers.outliers import rotating
 
     monkeypatch.setattr(rotating, "_values", lambda *of: of[0].v_proj.weight.data.mul_(1.01))
-    chosen = quantizer(WEIGHTS["rtn"], OUTLIERS["rotation"])
+    chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
     report = judged(chosen, make(chosen, tmp_path).model)
     assert any("treating outliers moved" in line for line in report.problems)
 
 
 @pytest.mark.parametrize("weights", [None, GPTQ])
-@pytest.mark.parametrize("outliers", OUTLIERS)
+@pytest.mark.parametrize("outliers", TRANSFORMS)
 def test_treating_outliers_spares_four_bit_activations(weights, outliers, tmp_path):
     """Damage is against the untreated, unquantized model."""
     original = decoder("llama-biases")
     harm = [
         damage(make(quantizer(weights, each, "int4-token"), tmp_path).model, original)
-        for each in (None, OUTLIERS[outliers])
+        for each in (None, TRANSFORMS[outliers])
     ]
     assert harm[1] < 0.8 * harm[0]

@@ -13,9 +13,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.quantizers.activations.simulated import Percentile, Simulated
-from qbench.quantizers.parts.registries import ACTIVATIONS
+from qbench.quantizers.config import SETTINGS, Grid
+from qbench.quantizers.names import ACTIVATIONS
 from qbench.quantizers.products.activations import Multiplied
-from qbench.quantizers.quantizer import SETTINGS, Grid
 
 MX_BLOCK, NVFP4_BLOCK = 32, 16
 

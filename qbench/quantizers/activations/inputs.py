@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.activations.quantize import Fixed, fixed_by
-from qbench.quantizers.matrices import left_out
-from qbench.quantizers.quantizer import ActivationEvidence, Grid
+from qbench.quantizers.config import ActivationEvidence, Grid, matching
 
 Quantize = Callable[[Tensor, Fixed | None], Any]  # a tensor, or codes and scales
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
@@ -76,12 +75,12 @@ def multipliers(model: nn.Module, spared: tuple[str, ...] = ()) -> dict[str, nn.
         if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
     }
     for one in spared:
-        if not left_out(found, (one,)):
+        if not matching(found, (one,)):
             last = dict.fromkeys(name.rpartition(".")[2] for name in found)
             raise QuantizationError(
-                f"activations: leave_out: {one!r} names no layer; they end in {', '.join(last)}"
+                f"activations: ignore: {one!r} names no layer; they end in {', '.join(last)}"
             )
-    out = left_out(found, spared)
+    out = matching(found, spared)
     return {name: module for name, module in found.items() if name not in out}
 
 

@@ -12,10 +12,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.quantizers.activations.simulated import Percentile
-from qbench.quantizers.parts.registries import ACTIVATIONS
+from qbench.quantizers.config import SETTINGS, WHOLE_ROW, Grid, GroupSize, strategy
+from qbench.quantizers.names import ACTIVATIONS
 from qbench.quantizers.products.activations import Multiplied
-from qbench.quantizers.quantizer import SETTINGS, Grid
-from qbench.quantizers.weight_quantizer import WHOLE_ROW, GroupSize, groups_of
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -57,7 +56,7 @@ class IntToken(_Integers):
     @property
     def scheme(self) -> str:
         whole = self.group_size == WHOLE_ROW
-        return self._scheme("per token" if whole else groups_of(self.group_size))
+        return self._scheme("per token" if whole else strategy(self.group_size))
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qbench.quantizers.activations.rounding import ELEMENTS, LEAST_E4M3, LEAST_EXPONENT
-from qbench.quantizers.quantizer import Grid
+from qbench.quantizers.config import Grid
 
 TILE = 4096  # values a program takes, unless a group is longer
 LONGEST = 65536  # values in a group

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qbench.quantizers.activations import rounding
-from qbench.quantizers.quantizer import Grid
+from qbench.quantizers.config import Grid
 
 WHOLE_ROW = -1
 

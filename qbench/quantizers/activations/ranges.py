@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qbench.errors import QuantizationError
 from qbench.quantizers.activations.inputs import multipliers
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.quantizer import Progress
+from qbench.quantizers.config import Progress
 
 PATTERNS = 2**16  # of the upper half of a float32: sign, exponent, 7 bits of mantissa
 SIGN = 2**15

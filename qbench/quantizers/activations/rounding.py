@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qbench.quantizers.quantizer import Grid
+from qbench.quantizers.config import Grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,15 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import QuantizationError, RecipeError
-from qbench.quantizers.parts.settings import ActivationQuantizer
-from qbench.quantizers.quantizer import SETTINGS, ActivationEvidence, Grid, Progress
-from qbench.quantizers.weight_quantizer import WHOLE_ROW, pattern
+from qbench.quantizers.config import (
+    SETTINGS,
+    WHOLE_ROW,
+    ActivationEvidence,
+    ActivationSettings,
+    Grid,
+    Progress,
+    pattern,
+)
 from qbench.record import Part
 
 if TYPE_CHECKING:
@@ -33,7 +39,7 @@ Percentile = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Simulated(ActivationQuantizer):
+class Simulated(ActivationSettings):
     """A format, and what shares a scale.
 
     ``scale_of``: every group of values along a token, the whole input (all tokens of a batch), or
@@ -42,7 +48,7 @@ class Simulated(ActivationQuantizer):
 
     scale_of: ClassVar[Literal["group", "tensor", "text"]]
 
-    leave_out: Annotated[
+    ignore: Annotated[
         tuple[Annotated[str, AfterValidator(pattern)], ...],
         Field(
             strict=False,
@@ -75,16 +81,16 @@ class Simulated(ActivationQuantizer):
         return Part(bits=self.grid.bits, scheme=self.scheme, simulated=True)
 
     @property
-    def needs_calibration(self) -> bool:
+    def needs_calibration(self) -> bool:  # type: ignore[override]
         return self.scale_of == "text"
 
     @property
-    def mixes_batches(self) -> bool:
-        return self.scale_of == "tensor"
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return self.scale_of != "tensor"
 
     @property
-    def sees_future(self) -> bool:
-        return self.scale_of == "tensor"
+    def causal(self) -> bool:  # type: ignore[override]
+        return self.scale_of != "tensor"
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         for width in ("hidden_size", "intermediate_size"):
@@ -105,7 +111,7 @@ class Simulated(ActivationQuantizer):
             calibration,
             percentile=self.calibrated_share,
             symmetric=self.grid.kind != "asymmetric",
-            spared=self.leave_out,
+            spared=self.ignore,
             progress=progress,
         )
 
@@ -113,7 +119,7 @@ class Simulated(ActivationQuantizer):
         from qbench.quantizers.activations import inputs
         from qbench.quantizers.activations.quantize import by_group, by_tensor
 
-        modules = inputs.multipliers(model, self.leave_out)
+        modules = inputs.multipliers(model, self.ignore)
         for name, module in modules.items():
             if self.group != WHOLE_ROW and module.in_features % self.group:  # type: ignore[operator]
                 raise QuantizationError(
@@ -134,5 +140,5 @@ class Simulated(ActivationQuantizer):
     def _not_whole(self, what: str, size: int) -> str:
         return (
             f"{what} is {size}, no multiple of the {self.group} values that share a scale; leave "
-            "out what does not fit (leave_out), or choose another format"
+            "out what does not fit (ignore), or choose another format"
         )

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.audit.weights import levels
+from qbench.quantizers.config import KVEvidence, QuantizationConfig
 from qbench.quantizers.kv_cache.cache import ATTRIBUTE, attention_modules
 from qbench.quantizers.kv_cache.settings import context_length
-from qbench.quantizers.measure import levels
-from qbench.quantizers.quantizer import KVEvidence, Quantizer
+from qbench.quantizers.quantize import evidence_of
 from qbench.record import KVAudit, KVModuleAudit
 
 CLIPPED = 1e-3  # share of values outside their group's levels, which come from the values
@@ -28,12 +29,12 @@ FULL_BITS = 16
 
 @torch.no_grad()
 def measure_kv(
-    quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+    quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[KVAudit | None, list[str]]:
     """What ``quantized`` reads of its cache on ``probe`` (token ids [B, T]), and what is wrong with
     it, a line each. None where the cache is not to be quantized."""
-    found = quantizer.evidence(quantized).kv_cache
-    if quantizer.precision.kv_cache is None:
+    found = evidence_of(quantized, config).kv_cache
+    if config.precision.kv_cache is None:
         return None, [
             f"{name}: its KV cache is quantized, which nobody asked for" for name in found
         ]
@@ -51,7 +52,7 @@ def measure_kv(
         for name in found
         if name not in consumed
     ]
-    modules, bits = [], quantizer.precision.kv_cache.bits
+    modules, bits = [], config.precision.kv_cache.bits
     for name, read in consumed.items():
         module, wrong = _module(name, read, found[name], bits)
         modules.append(module)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
+from qbench.quantizers.config import KVEvidence
 from qbench.quantizers.kv_cache import rounding
 from qbench.quantizers.kv_cache.rounding import Format
 from qbench.quantizers.kv_cache.unrotated import Unrotated, carry
-from qbench.quantizers.quantizer import KVEvidence
 
 if TYPE_CHECKING:
     from qbench.quantizers.kv_cache.settings import KVCache

@@ -14,9 +14,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
-from qbench.quantizers.parts.registries import KV_CACHES
-from qbench.quantizers.parts.settings import KVQuantizer
-from qbench.quantizers.quantizer import SETTINGS, KVEvidence
+from qbench.quantizers.config import SETTINGS, KVCacheSettings, KVEvidence
+from qbench.quantizers.names import KV_CACHES
 from qbench.record import Part
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ Kept = Annotated[int, Field(ge=0, le=LONGEST)]
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class KVCache(KVQuantizer):
+class KVCache(KVCacheSettings):
     """What all of them have. Scales are dynamic: taken from the keys and values themselves."""
 
     method: ClassVar[str] = "kv"
@@ -227,12 +226,12 @@ class ByTensor(KVCache):
     scales: ClassVar[str] = "tensor"
 
     @property
-    def mixes_batches(self) -> bool:
-        return True
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return False
 
     @property
-    def sees_future(self) -> bool:
-        return True
+    def causal(self) -> bool:  # type: ignore[override]
+        return False
 
     def channels(self, head_dim: int) -> int:
         return head_dim

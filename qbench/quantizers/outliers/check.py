@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.quantizer import Quantizer
+from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.quantize import transform_as
 
 # Of the logits' norm. Treated weights are rounded anew, and so is what passes between layers: as
 # much as another order of sums gives: 0.008 was seen in bfloat16 through 12 layers.
@@ -14,7 +15,7 @@ MOST = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 @torch.no_grad()
 def treat(
-    original: nn.Module, quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+    original: nn.Module, quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[float, list[str]]:
     """Treat ``original`` as ``quantized`` was, in place: how far its logits on ``probe`` moved,
     relative to their norm, and what is wrong with that.
@@ -24,7 +25,7 @@ def treat(
     """
     ids = probe.to(next(original.parameters()).device)
     before = original(input_ids=ids, use_cache=False).logits.float()
-    quantizer.treat(original, quantized)  # type: ignore[arg-type]
+    transform_as(original, quantized, config)  # type: ignore[arg-type]
     after = original(input_ids=ids, use_cache=False).logits.float()
     off = float((after - before).norm() / before.norm())
     most, problems = MOST[next(original.parameters()).dtype], []

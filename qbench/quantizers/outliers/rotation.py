@@ -9,11 +9,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
+from qbench.quantizers.config import SETTINGS, KVCacheSettings, Progress, TransformSettings
+from qbench.quantizers.names import TRANSFORMS
 from qbench.quantizers.outliers.classes import require_known
 from qbench.quantizers.outliers.orders import factors, no_matrix
-from qbench.quantizers.parts.registries import OUTLIERS
-from qbench.quantizers.parts.settings import KVQuantizer, OutlierTreatment
-from qbench.quantizers.quantizer import SETTINGS, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Rotation(OutlierTreatment):
+class Rotation(TransformSettings):
     """The residual stream in another basis, by a Hadamard matrix with random signs.
 
     Norms' weights go into the layers after them; embeddings, linear layers and the LM head are
@@ -61,7 +60,7 @@ class Rotation(OutlierTreatment):
             if needed and isinstance(size, int) and size > 0 and factors(size) is None:
                 raise RecipeError(f"outliers: {self.name}: {no_matrix(width, size)}")
 
-    def require_fit(self, kv: KVQuantizer | None) -> None:
+    def require_fit(self, kv: KVCacheSettings | None) -> None:
         if self.queries_keys and getattr(kv, "before_rope", False):
             raise RecipeError(
                 "outliers: rotation: queries_keys rotates keys after RoPE, and kv: "
@@ -86,6 +85,6 @@ class Rotation(OutlierTreatment):
         rotate(model, self, tensors["signs"])
 
 
-OUTLIERS.register(
+TRANSFORMS.register(
     "rotation", Rotation, "the residual stream in a Hadamard basis, QuaRot's: outliers spread out"
 )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import Progress
 from qbench.quantizers.outliers.anatomy import Anatomy, Block, anatomy
-from qbench.quantizers.quantizer import Progress
 
 if TYPE_CHECKING:
     from qbench.quantizers.outliers.smoothquant import SmoothQuant

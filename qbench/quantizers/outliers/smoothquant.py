@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qbench.quantizers.config import SETTINGS, Progress, TransformSettings
+from qbench.quantizers.names import TRANSFORMS
 from qbench.quantizers.outliers.classes import require_known
-from qbench.quantizers.parts.registries import OUTLIERS
-from qbench.quantizers.parts.settings import OutlierTreatment
-from qbench.quantizers.quantizer import SETTINGS, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,7 @@ Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class SmoothQuant(OutlierTreatment):
+class SmoothQuant(TransformSettings):
     """Inputs of linear layers divided by a scale a channel, their weights multiplied by it.
 
     The scales of q, k, v and of gate and up go into the norm before them, those of o_proj into
@@ -58,7 +57,7 @@ class SmoothQuant(OutlierTreatment):
         return self.method
 
     @property
-    def needs_calibration(self) -> bool:
+    def needs_calibration(self) -> bool:  # type: ignore[override]
         return True
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
@@ -78,6 +77,6 @@ class SmoothQuant(OutlierTreatment):
         fold(model, self, tensors)
 
 
-OUTLIERS.register(
+TRANSFORMS.register(
     "smoothquant", SmoothQuant, "activation outliers moved into weights by a scale a channel"
 )

@@ -12,8 +12,8 @@ from pydantic.dataclasses import dataclass
 
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers.activations.simulated import Simulated
+from qbench.quantizers.config import SETTINGS, ActivationEvidence, Grid, WeightSettings
 from qbench.quantizers.products.weights import ScaledWeights
-from qbench.quantizers.quantizer import SETTINGS, ActivationEvidence, Grid, Quantizer
 from qbench.record import Part
 
 if TYPE_CHECKING:
@@ -44,18 +44,12 @@ class Multiplied(Simulated):
         simulated = {"simulated": True, "real": False, "auto": None}[self.arithmetic]
         return Part(bits=self.grid.bits, scheme=self.scheme, simulated=simulated)
 
-    def requirements(self) -> tuple[str, ...]:
+    @property
+    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("torchao",) if self.arithmetic == "real" else ()
 
-    def require(self) -> None:
-        if self.arithmetic == "auto":
-            raise QuantizationError(
-                f"{self.name}: arithmetic: auto is decided where a run is planned; say real or "
-                "simulated here"
-            )
-
     def resolved(
-        self, weights: Quantizer, config: Mapping[str, Any], device: str
+        self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
     ) -> tuple[Multiplied, str]:
         if self.arithmetic == "simulated":
             return self, ""
@@ -70,7 +64,12 @@ class Multiplied(Simulated):
         return self, ""
 
     def install(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        if self.arithmetic != "real":
+        if self.arithmetic == "auto":
+            raise QuantizationError(
+                f"{self.name}: arithmetic: auto is decided where a run is planned; say real or "
+                "simulated here"
+            )
+        if self.arithmetic == "simulated":
             super().install(model, tensors)
             return
         from qbench.quantizers.activations.inputs import fixed_ranges, multipliers
@@ -78,7 +77,7 @@ class Multiplied(Simulated):
 
         real.install(
             model,
-            multipliers(model, self.leave_out),
+            multipliers(model, self.ignore),
             CODES[self.grid.kind, self.grid.bits],
             "tensor" if self.scale_of == "tensor" else "row",
             fixed_ranges(tensors, self.grid),
@@ -90,14 +89,17 @@ class Multiplied(Simulated):
             return found
         return {name: dataclasses.replace(one, inside=True) for name, one in found.items()}
 
-    def _obstacle(self, weights: Quantizer, config: Mapping[str, Any], device: str) -> str | None:
+    def _obstacle(
+        self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
+    ) -> str | None:
         """Why codes cannot be multiplied by codes; None where they can."""
         kind = _codes(self.grid) if self.group == -1 else None
         if kind is None:
             return f"products of hardware take no {self.scheme}"
         if not isinstance(weights, ScaledWeights) or weights.codes != kind:
-            return f"it takes weights: {WEIGHTS[kind]}, not {weights.name}"
-        if spared := [name for name in weights.leave_out if name not in self.leave_out]:
+            found = weights.name if weights else "unquantized ones"
+            return f"it takes weights: {WEIGHTS[kind]}, not {found}"
+        if spared := [name for name in weights.ignore if name not in self.ignore]:
             return f"weights leave {spared[0]} out and activations do not"
         if kind == "e4m3" and weights.compute_dtype != "bfloat16":
             return f"fp8 products give bfloat16, not {weights.compute_dtype}"

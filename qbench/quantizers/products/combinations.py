@@ -1,6 +1,6 @@
 """Ready combinations of weights and activations that hardware multiplies. Imports no torch."""
 
-from qbench.quantizers.parts.registries import register_combination
+from qbench.quantizers.names import register_combination
 
 for _name, _weights, _activations, _line in (
     ("w8a8-int8", "int8-row", "int8-token", "int8: weights a row, activations a token"),

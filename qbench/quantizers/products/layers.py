@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.linears import Plain, Tensors
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.linear import Plain, Tensors
 from qbench.quantizers.products.codes import decode, encode
-from qbench.quantizers.quantizer import Stored
+from qbench.quantizers.products.weights import ScaledWeights
 
 
 class Product(Protocol):
@@ -54,19 +55,24 @@ class RealLinear(ScaledLinear):
         return super().forward(x) if self.product.paused else self.product(x, self)
 
 
-def store(weight: Tensor, kind: str, per: str) -> Tensors:
-    """What is kept of a weight [out, in]."""
-    codes, scale = encode(weight, kind, per)
+def quantize(name: str, layer: nn.Linear, settings: ScaledWeights) -> Tensors:
+    codes, scale = encode(layer.weight.detach(), settings.codes, settings.per)
     return {"codes": codes, "scale": scale}
 
 
-def read(module: ScaledLinear) -> Stored:
+def from_packed(shape: Plain, tensors: Tensors, settings: ScaledWeights) -> nn.Module:
+    return ScaledLinear(shape, tensors).eval()
+
+
+def unpack(module: nn.Module, settings: ScaledWeights) -> PackedWeight | None:
+    if not isinstance(module, ScaledLinear):
+        return None
     by_row = module.scale.numel() > 1
 
     def groups(weight: Tensor) -> Tensor:
         return weight if by_row else weight.reshape(1, -1)
 
-    return Stored(
+    return PackedWeight(
         tensors={"codes": module.codes, "scale": module.scale},
         dequantize=lambda: decode(module.codes, module.scale).to(torch.float32),
         groups=groups,

@@ -1,31 +1,25 @@
 """Weights as int8 or fp8 codes times a float32 scale, a row's or the matrix's: round to nearest.
 
 The formats that int8 and fp8 matrix products take in. With activations of the same format the
-products can be real; without, weights are dequantized first.
+products can be real; without, weights are dequantized first. Imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
+from qbench.quantizers.config import SETTINGS, WeightSettings
 from qbench.quantizers.names import register
-from qbench.quantizers.quantizer import SETTINGS, Stored
-from qbench.quantizers.weight_quantizer import WeightQuantizer
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from qbench.quantizers.linears import Plain, Tensors
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class ScaledWeights(WeightQuantizer):
+class ScaledWeights(WeightSettings):
     """One scale, so that the largest magnitude is the largest code: nothing is clipped."""
 
     codes: ClassVar[str]  # int8 or e4m3
-    bits: Literal[8]
+    num_bits: Literal[8]
     per: Literal["row", "tensor"]
 
     @property
@@ -42,21 +36,6 @@ class ScaledWeights(WeightQuantizer):
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return 32 / columns if self.per == "row" else 32 / (rows * columns)
-
-    def store(self, name: str, layer: nn.Linear) -> Tensors:
-        from qbench.quantizers.products import layers
-
-        return layers.store(layer.weight.detach(), self.codes, self.per)
-
-    def rebuild(self, shape: Plain, tensors: Tensors) -> nn.Module:
-        from qbench.quantizers.products import layers
-
-        return layers.ScaledLinear(shape, tensors).eval()
-
-    def read(self, module: nn.Module) -> Stored | None:
-        from qbench.quantizers.products import layers
-
-        return layers.read(module) if isinstance(module, layers.ScaledLinear) else None
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -77,10 +56,9 @@ class Fp8Weights(ScaledWeights):
     title: ClassVar[str] = "FP8 weights"
 
 
-register("int8-row", Int8Weights, "int8, a scale a row: what int8 products take", bits=8, per="row")
-register(
-    "fp8-row", Fp8Weights, "fp8 e4m3, a scale a row: what fp8 products take", bits=8, per="row"
-)
-register(
-    "fp8-tensor", Fp8Weights, "fp8 e4m3, one scale a matrix, for fp8 products", bits=8, per="tensor"
-)
+for _name, _kind, _per, _line in (
+    ("int8-row", Int8Weights, "row", "int8, a scale a row: what int8 products take"),
+    ("fp8-row", Fp8Weights, "row", "fp8 e4m3, a scale a row: what fp8 products take"),
+    ("fp8-tensor", Fp8Weights, "tensor", "fp8 e4m3, one scale a matrix, for fp8 products"),
+):
+    register(_name, _kind, _line, backend="qbench.quantizers.products.layers", num_bits=8, per=_per)

@@ -17,7 +17,7 @@ from qbench.attention.kernels.spans import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.quantizers.kv_cache import kernels, rounding
 from qbench.quantizers.kv_cache.rounding import Format
-from qbench.quantizers.parts import KV_CACHES
+from qbench.quantizers.names import KV_CACHES
 
 FORMATS = {
     "int4": (4, False, True, torch.float16),

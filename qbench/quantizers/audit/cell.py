@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.activations.inputs import weights_alone
+from qbench.quantizers.audit.weights import Measured, measure
+from qbench.quantizers.config import QuantizationConfig, matching
 from qbench.quantizers.independence import RowByRow, independence
 from qbench.quantizers.kv_cache.audit import measure_kv
-from qbench.quantizers.matrices import Matrix, matrices, values
-from qbench.quantizers.measure import Measured, measure
+from qbench.quantizers.matrices import Matrix, matrices, not_finite, values
 from qbench.quantizers.measure_heads import measure_heads
 from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
-from qbench.quantizers.patterns import left_out
-from qbench.quantizers.quantizer import Quantizer
+from qbench.quantizers.quantize import evidence_of
 from qbench.record import Audit, KVAudit
 
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
@@ -40,7 +41,7 @@ def probe_of(vocabulary: int) -> Tensor:
 def audit(
     original: nn.Module,
     quantized: nn.Module,
-    quantizer: Quantizer,
+    config: QuantizationConfig,
     probe: Tensor,
     row_by_row: RowByRow | None = None,
 ) -> Audit:
@@ -55,36 +56,36 @@ def audit(
     problems = problems or not_finite(quantized)
     moved, wrong = _logits(original, quantized, probe)
     problems += wrong
-    if quantizer.precision.quantized and moved == 0 and not quantizer.may_change_nothing:
+    if config.precision.quantized and moved == 0 and set(config.parts) != {"pruning"}:
         problems.append("the logits are those of the unquantized model")
     sound = not wrong
     more: dict[str, Any] = {}
     if sound:
         more["causality"], more["batch_mates"], wrong = independence(
-            original, quantized, quantizer, probe, row_by_row
+            original, quantized, config, probe, row_by_row
         )
         problems += wrong
-    if quantizer.treats:
-        more["treatment_error"], wrong = treat(original, quantized, quantizer, probe)
+    if config.transform is not None:
+        more["treatment_error"], wrong = treat(original, quantized, config, probe)
         problems += wrong
     wanted = matrices(original)
     if sound:
-        more["activations"], wrong = measure_inputs(wanted, quantized, quantizer, probe)
+        more["activations"], wrong = measure_inputs(wanted, quantized, config, probe)
         problems += wrong
-        more["kv_cache"], wrong = _of_cache(quantized, quantizer, probe)
+        more["kv_cache"], wrong = _of_cache(quantized, config, probe)
         problems += wrong
-        more["heads"], wrong = measure_heads(quantized, quantizer, probe)
+        more["heads"], wrong = measure_heads(quantized, config, probe)
         problems += wrong
-    with quantizer.weights_alone(quantized):
-        found = _of_weights(wanted, quantized, quantizer, moved, problems)
+    with weights_alone(quantized):
+        found = _of_weights(wanted, quantized, config, moved, problems)
     return found.model_copy(update=more)
 
 
 def _of_cache(
-    quantized: nn.Module, quantizer: Quantizer, probe: Tensor
+    quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[KVAudit | None, list[str]]:
     try:
-        return measure_kv(quantized, quantizer, probe)
+        return measure_kv(quantized, config, probe)
     except Exception as error:  # as for the weights
         return None, [f"the KV cache cannot be measured: {_line(error)}"]
 
@@ -92,23 +93,23 @@ def _of_cache(
 def _of_weights(
     wanted: Mapping[str, Matrix],
     quantized: nn.Module,
-    quantizer: Quantizer,
+    config: QuantizationConfig,
     moved: float,
     problems: list[str],
 ) -> Audit:
-    if quantizer.precision.weights is None:
-        return _audit_unquantized(wanted, quantized, quantizer, moved, problems)
-    stored = quantizer.evidence(quantized).weights
+    if config.weights is None:
+        return _audit_unquantized(wanted, quantized, config, moved, problems)
+    stored = evidence_of(quantized, config).weights
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
-    problems += _uncovered(remaining, wanted.values(), quantizer)
-    problems += _unasked(stored.keys(), remaining, wanted, quantized, quantizer)
+    problems += _uncovered(remaining, wanted.values(), config)
+    problems += _unasked(stored.keys(), remaining, wanted, quantized, config)
     measured: list[Measured] = []
     for name in wanted:
         if name not in stored:
             continue
         try:
             module = quantized.get_submodule(name)
-            measured.append(measure(wanted[name], module, stored[name], quantizer.of_weights))
+            measured.append(measure(wanted[name], module, stored[name], config.weights))
             problems += measured[-1].problems
         except Exception as error:  # whatever a broken layer raises is what is wrong with it
             problems.append(f"{name}: cannot be measured: {_line(error)}")
@@ -117,7 +118,7 @@ def _of_weights(
     bits = sum(one.module.bits_per_weight * one.module.parameters for one in measured)
     return Audit(
         passed=not problems,
-        bits=quantizer.precision.weights.bits,
+        bits=config.weights.num_bits,
         coverage=covered / weights if weights else 0.0,
         bits_per_weight=bits / covered if covered else 0.0,
         weight_error=_ratio(
@@ -126,28 +127,19 @@ def _of_weights(
         levels=max((one.module.levels for one in measured), default=0),
         logits_moved=moved,
         left_out=tuple(matrix.name for matrix in remaining),
-        left_out_because=_because(remaining, quantizer),
+        left_out_because=_because(remaining, config),
         problems=tuple(problems),
         modules=tuple(one.module for one in measured),
         digest=_digest({one.module.name: one.module.digest for one in measured}),
     )
 
 
-def not_finite(model: nn.Module) -> list[str]:
-    """Weights of ``model`` with NaN or infinite values, a line each."""
-    return [
-        f"{name}: {count:,} of {weight.numel():,} values are not finite"
-        for name, weight in model.named_parameters()
-        if weight.is_floating_point() and (count := int((~torch.isfinite(values(weight))).sum()))
-    ]
-
-
 def _uncovered(
-    remaining: list[Matrix], wanted: Iterable[Matrix], quantizer: Quantizer
+    remaining: list[Matrix], wanted: Iterable[Matrix], config: QuantizationConfig
 ) -> list[str]:
     """What is not quantized though the settings ask for it: any linear layer, and other matrices
     that are more than ``SPARE`` of all weights together."""
-    allowed = left_out((matrix.name for matrix in remaining), quantizer.leave_out)
+    allowed = matching((matrix.name for matrix in remaining), config.ignore)
     missing = [matrix for matrix in remaining if matrix.name not in allowed]
     missing.sort(key=lambda matrix: -matrix.weight.numel())
     layers = [matrix for matrix in missing if matrix.linear]
@@ -156,17 +148,17 @@ def _uncovered(
     if _size(others) > SPARE * weights:
         problems.append(
             f"not quantized: {_some(others)}, {_size(others) / weights:.1%} of all weights; "
-            f"{quantizer.method} takes linear layers only: say leave_out: "
+            f"{config.method} takes linear layers only: say ignore: "
             f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
         )
     return problems
 
 
-def _because(remaining: list[Matrix], quantizer: Quantizer) -> dict[str, str]:
+def _because(remaining: list[Matrix], config: QuantizationConfig) -> dict[str, str]:
     """Why each of these matrices is not quantized."""
-    spared = left_out((matrix.name for matrix in remaining), quantizer.leave_out)
+    spared = matching((matrix.name for matrix in remaining), config.ignore)
     return {
-        matrix.name: "leave_out of the settings"
+        matrix.name: "ignore of the settings"
         if matrix.name in spared
         else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
         for matrix in remaining
@@ -178,11 +170,11 @@ def _unasked(
     remaining: list[Matrix],
     wanted: Mapping[str, Matrix],
     quantized: nn.Module,
-    quantizer: Quantizer,
+    config: QuantizationConfig,
 ) -> list[str]:
     """What was done to layers that the settings do not ask for: embeddings, the LM head, and what
     they leave out, which must be the original's."""
-    spared = left_out(wanted, quantizer.leave_out)
+    spared = matching(wanted, config.ignore)
     more = [name for name in stored if name not in wanted or name in spared]
     problems = [f"{name}: quantized, though the settings leave it out" for name in more]
     after = matrices(quantized)
@@ -205,19 +197,19 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
 def _audit_unquantized(
     wanted: Mapping[str, Matrix],
     quantized: nn.Module,
-    quantizer: Quantizer,
+    config: QuantizationConfig,
     moved: float,
     problems: list[str],
 ) -> Audit:
     """The weights are the original's, but for the cast to the dtype that is computed in."""
-    dtype = getattr(torch, quantizer.compute_dtype)
+    dtype = getattr(torch, config.compute_dtype)
     after = matrices(quantized)
     error_squared = norm_squared = 0.0
     for name, matrix in wanted.items():
         found = after[name].weight if name in after else None
         plain = found is not None and type(found.data) is Tensor
         if not plain or found.dtype != dtype or found.shape != matrix.weight.shape:
-            problems.append(f"{name}: not a plain weight in {quantizer.compute_dtype}")
+            problems.append(f"{name}: not a plain weight in {config.compute_dtype}")
             continue
         if not _same(found, matrix.weight):
             problems.append(f"{name}: not the original weights")
@@ -269,7 +261,7 @@ def _size(matrices: Iterable[Matrix]) -> int:
 
 
 def _word(name: str) -> str:
-    """What ``leave_out`` would call a matrix: ``experts`` for fused ones, else its last part."""
+    """What ``ignore`` would call a matrix: ``experts`` for fused ones, else its last part."""
     parts = name.split(".")
     return "experts" if "experts" in parts else parts[-1]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.matrices import Matrix
-from qbench.quantizers.quantizer import Quantizer, Stored
 from qbench.record import ModuleAudit
 
 ROWS = 512  # of the identity at once
@@ -30,7 +30,9 @@ class Measured:
 
 
 @torch.no_grad()
-def measure(matrix: Matrix, module: nn.Module, stored: Stored, quantizer: Quantizer) -> Measured:
+def measure(
+    matrix: Matrix, module: nn.Module, stored: PackedWeight, settings: WeightSettings
+) -> Measured:
     """``module``, and what it says that it stores, against the unquantized ``matrix``."""
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
@@ -54,12 +56,12 @@ def measure(matrix: Matrix, module: nn.Module, stored: Stored, quantizer: Quanti
         dead_inputs=int(dead.sum()),
         digest=digest(stored.tensors),
     )
-    problems = _wrong_storage(result, rows, columns, quantizer)
+    problems = _wrong_storage(result, rows, columns, settings)
     if not finite:
         problems.append(f"{matrix.name}: weights that are not finite")
     else:
-        problems += _wrong_weight(result, wanted, difference, dead, quantizer)
-        problems += _disagreement(matrix, module, weight, stored, quantizer)
+        problems += _wrong_weight(result, wanted, difference, dead, settings)
+        problems += _disagreement(matrix, module, weight, stored, settings)
     return Measured(
         module=result,
         error_squared=error_squared if finite else math.inf,
@@ -109,39 +111,40 @@ def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> T
     return torch.cat(rows).T
 
 
-def _wrong_storage(result: ModuleAudit, rows: int, columns: int, quantizer: Quantizer) -> list[str]:
-    assert quantizer.precision.weights is not None
-    problems, bits = [], quantizer.precision.weights.bits
+def _wrong_storage(
+    result: ModuleAudit, rows: int, columns: int, settings: WeightSettings
+) -> list[str]:
+    problems, bits = [], settings.num_bits
     if result.levels > 2**bits:
         problems.append(
             f"{result.name}: {result.levels} levels in a group, {bits:g} bits have {2**bits:g}"
         )
-    least, most = quantizer.bits_bounds(rows, columns)
+    least, most = settings.bits_bounds(rows, columns)
     if not least <= result.bits_per_weight <= most:
         problems.append(
             f"{result.name}: stores {result.bits_per_weight:.2f} bits a weight, "
-            f"{quantizer.name} should take {bits:g} to {most:.2f}"
+            f"{settings.name} should take {bits:g} to {most:.2f}"
         )
     return problems
 
 
 def _wrong_weight(
-    result: ModuleAudit, wanted: Tensor, difference: Tensor, dead: Tensor, quantizer: Quantizer
+    result: ModuleAudit, wanted: Tensor, difference: Tensor, dead: Tensor, settings: WeightSettings
 ) -> list[str]:
     if result.weight_error == 0 and wanted.any():
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
     error = result.weight_error
-    if quantizer.needs_calibration and dead.any():
+    if settings.needs_calibration and dead.any():
         # Inputs that are zero on all calibration text get zeros, whatever their weights were.
         if dead.float().mean() > MOST_DEAD:
             problems.append(f"{result.name}: {int(dead.sum())} of {len(dead)} columns are zeros")
         wanted, difference = wanted[:, ~dead], difference[:, ~dead]
         error = float(difference.norm() / wanted.norm()) if wanted.any() else 0.0
-    worst = quantizer.error_bound()
+    worst = settings.error_bound()
     if error > worst:
         problems.append(
-            f"{result.name}: weight error {error:.2f}; {quantizer.name} should stay under {worst:g}"
+            f"{result.name}: weight error {error:.2f}; {settings.name} should stay under {worst:g}"
         )
     spread = float(difference.square().mean().sqrt())
     lean = abs(float(difference.mean())) / spread if spread else 0.0
@@ -154,10 +157,14 @@ def _wrong_weight(
 
 
 def _disagreement(
-    matrix: Matrix, module: nn.Module, weight: Tensor, stored: Stored, quantizer: Quantizer
+    matrix: Matrix,
+    module: nn.Module,
+    weight: Tensor,
+    stored: PackedWeight,
+    settings: WeightSettings,
 ) -> list[str]:
     """The forward's weight against the stored one, and against another forward."""
-    on_identity, on_random = quantizer.agreement(matrix.weight.dtype)
+    on_identity, on_random = settings.agreement(str(matrix.weight.dtype).removeprefix("torch."))
     problems = []
     off = _relative(weight, stored.dequantize().to(weight.device))
     if not off <= on_identity:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from qbench.quantizers.config import matching
 from qbench.quantizers.experts import is_routed, split
 from qbench.quantizers.matrices import is_linear
-from qbench.quantizers.patterns import left_out
-from qbench.quantizers.quantizer import Quantizer
 
 Tensors = dict[str, Tensor]
 
@@ -29,21 +28,17 @@ class Plain:
     routed: bool = False
 
 
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every ``nn.Linear`` of ``model`` but the LM head, by name, in the model's order."""
+def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
+    """Every ``nn.Linear`` of ``model`` but the LM head and what ``ignore`` names, by name, in the
+    model's order."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {
+    layers = {
         name: module
         for name, module in model.named_modules()
         if is_linear(module) and module is not head
     }
-
-
-def linears_of(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
-    """Those of them that ``quantizer`` is to replace: all that its ``leave_out`` does not name."""
-    layers = linears(model)
-    spared = left_out(layers, quantizer.leave_out)
-    return {name: layer for name, layer in layers.items() if name not in spared}
+    ignored = matching(layers, ignore)
+    return {name: layer for name, layer in layers.items() if name not in ignored}
 
 
 def linearize(model: nn.Module) -> None:

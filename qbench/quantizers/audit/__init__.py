@@ -1,0 +1,1 @@
+"""Proof that a model was quantized as its cell says."""

@@ -1,0 +1,288 @@
+"""From a config to a quantized model: made once, then always read from disk.
+
+What is scored is what lies on disk, also on the first run: a library whose model differs before
+and after saving cannot give one number today and another tomorrow.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qbench.errors import QbenchError, QuantizationError
+from qbench.quantizers.artifacts import Artifact, Damaged, artifact
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import (
+    Evidence,
+    Progress,
+    QuantizationConfig,
+    Settings,
+    WeightSettings,
+)
+from qbench.quantizers.linear import Tensors, linearize, linears, plain
+from qbench.quantizers.matrices import not_finite, require_matches
+from qbench.quantizers.names import BACKENDS
+
+TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedState:
+    """What is to be stored, and a line on how it came about.
+
+    ``tensors``: ``weights:<module>/<part>`` belong to a module that takes a layer's place, those of
+    other fields of the config are named ``<field>:…`` as their backend pleases.
+    """
+
+    tensors: Tensors
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A model ready to be scored, and a line on how it came about."""
+
+    model: PreTrainedModel
+    detail: str
+
+
+def backend(settings: Settings) -> Any:
+    """The module with the functions of a method, see ``qbench.quantizers.config``."""
+    return importlib.import_module(BACKENDS[type(settings)])
+
+
+def quantize(
+    model: PreTrainedModel,
+    config: QuantizationConfig,
+    *,
+    calibration: Calibration | None,
+    digest: str,
+    artifacts: Path,
+    progress: Progress | None = None,
+) -> Quantized:
+    """``model`` as ``config`` has it.
+
+    ``model`` lies on its device in ``config.compute_dtype`` and is consumed. ``digest`` is of
+    the original weights; ``artifacts`` the root folder of quantized weights. ``progress`` is told
+    what is at work and how far it is, 0 to 1. The model's attention stays what it was.
+
+    Raises QuantizationError where a method refuses the model, UnavailableError where its
+    library is not there.
+    """
+    report = progress or (lambda what, done: None)
+    if not config.precision.quantized:
+        return Quantized(model=model, detail=f"unquantized, {config.compute_dtype}")
+    if config.needs_calibration and calibration is None:
+        raise QuantizationError(f"{config.name}: needs calibration text; the recipe has none")
+    linearize(model)
+    _require_sound(model, config)
+    attention = model.config._attn_implementation
+    tensors: Tensors = {}
+    details = []
+    for stage in config.stages:
+        store = artifact(
+            artifacts,
+            digest=digest,
+            config=stage,
+            calibration=calibration if stage.needs_calibration else None,
+            attention=attention,
+            device=model.device,
+        )
+        with store.locked(lambda: report("waiting for another process at the same weights", 0.0)):
+            found, detail = _obtain(store, model, stage, calibration, report)
+        tensors |= found
+        details.append(detail)
+    model = apply(model, config, tensors)
+    assert model.config._attn_implementation == attention
+    report("quantized", 1.0)
+    return Quantized(model=model.eval(), detail="; ".join(details))
+
+
+def make(
+    model: PreTrainedModel,
+    config: QuantizationConfig,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> QuantizedState:
+    """Quantize ``model``: its weights are consumed, its modules stay in their places.
+
+    Raises QuantizationError where a method refuses the model.
+    """
+    tensors: Tensors = {}
+    if config.transform is not None:
+        # apply() transforms the model that it is given, so that this one must stay as it is
+        model = copy.deepcopy(model)
+        found = _calibrate(config.transform, model, calibration, progress)
+        tensors |= {f"transform:{name}": tensor for name, tensor in found.items()}
+        _transform(config, model, found)
+    for kind, settings in config.beside_weights.items():
+        if kind != "transform":
+            found = _calibrate(settings, model, calibration, progress)
+            tensors |= {f"{kind}:{name}": tensor for name, tensor in found.items()}
+    note = f"unquantized, {config.compute_dtype}"
+    if config.weights is not None:
+        layers, note = _quantize_weights(config.weights, model, calibration, progress)
+        for name, parts in layers.items():
+            tensors |= {f"weights:{name}/{part}": tensor for part, tensor in parts.items()}
+    names = [note, *(settings.name for settings in config.beside_weights.values())]
+    return QuantizedState(tensors=tensors, note=", ".join(names))
+
+
+def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) -> PreTrainedModel:
+    """The quantized model: ``model``, unquantized, with ``tensors`` of ``make`` put in, which are
+    taken out of the dictionary."""
+    by_field: dict[str, Tensors] = {}
+    for name in list(tensors):
+        kind, _, rest = name.partition(":")
+        by_field.setdefault(kind, {})[rest] = tensors.pop(name)
+    if config.transform is not None:
+        backend(config.transform).transform(model, config.transform, by_field.get("transform", {}))
+    if config.weights is not None:
+        _replace_layers(model, config.weights, by_field.pop("weights", {}))
+    for kind, settings in config.beside_weights.items():
+        install = getattr(backend(settings), "install", None)  # a transform may have none
+        if install is not None:
+            install(model, settings, by_field.get(kind, {}))
+    setattr(model, TRANSFORM, by_field.get("transform", {}))
+    return model
+
+
+def transform_as(
+    original: PreTrainedModel, quantized: nn.Module, config: QuantizationConfig
+) -> None:
+    """Change ``original``, in place, to the model that ``quantized`` has its weights from."""
+    _transform(config, original, getattr(quantized, TRANSFORM))
+
+
+def evidence_of(model: nn.Module, config: QuantizationConfig) -> Evidence:
+    """What of ``model`` is quantized as ``config`` has it; the audit measures it."""
+    found: dict[str, Any] = {}
+    if config.weights is not None:
+        unpack = backend(config.weights).unpack
+        seen = ((name, unpack(module, config.weights)) for name, module in model.named_modules())
+        found["weights"] = {name: packed for name, packed in seen if packed is not None}
+    for kind, name in (
+        ("activations", "activations"),
+        ("kv_cache", "kv_cache"),
+        ("pruning", "heads"),
+    ):
+        settings = getattr(config, kind)
+        if settings is not None:
+            found[name] = backend(settings).evidence(model, settings)
+    return Evidence(**found)
+
+
+def _calibrate(
+    settings: Settings,
+    model: PreTrainedModel,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> Tensors:
+    calibrate = getattr(backend(settings), "calibrate", None)
+    return {} if calibrate is None else calibrate(model, settings, calibration, progress)
+
+
+def _transform(config: QuantizationConfig, model: PreTrainedModel, tensors: Tensors) -> None:
+    assert config.transform is not None
+    functions = backend(config.transform)
+    functions.transform(model, config.transform, tensors)
+    if hasattr(functions, "install"):
+        functions.install(model, config.transform, tensors)
+
+
+def _quantize_weights(
+    settings: WeightSettings,
+    model: PreTrainedModel,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> tuple[dict[str, Tensors], str]:
+    settings.check_layers(
+        {name: (one.out_features, one.in_features) for name, one in linears(model).items()}
+    )
+    functions = backend(settings)
+    if hasattr(functions, "quantize_model"):
+        return functions.quantize_model(model, settings, calibration, progress)
+    layers, result = linears(model, settings.ignore), {}
+    for done, (name, layer) in enumerate(layers.items()):
+        progress(name, done / len(layers))
+        result[name] = functions.quantize(name, layer, settings)
+    return result, settings.note
+
+
+def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: Tensors) -> None:
+    modules: dict[str, Tensors] = {}
+    for name in list(tensors):
+        module, _, part = name.rpartition("/")
+        modules.setdefault(module, {})[part] = tensors.pop(name)
+    layers = linears(model, settings.ignore)
+    if set(modules) != set(layers):
+        missing = ", ".join(sorted(set(layers) ^ set(modules)))
+        raise QuantizationError(f"{settings.name}: not what the model has: {missing}")
+    from_packed: Callable[..., nn.Module] = backend(settings).from_packed
+    for name, layer in layers.items():
+        model.set_submodule(name, from_packed(plain(layer), modules.pop(name), settings))
+
+
+def _require_sound(model: PreTrainedModel, config: QuantizationConfig) -> None:
+    dtypes = {layer.weight.dtype for layer in linears(model).values()}
+    if not dtypes and config.weights is not None:
+        raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
+    assert dtypes <= {getattr(torch, config.compute_dtype)}, f"{config.name}: in {dtypes}"
+    if config.weights is not None:
+        require_matches(model, config.weights.ignore, config.name)
+    if broken := not_finite(model):
+        more = f"; and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise QuantizationError(f"{config.name}: the unquantized model: {broken[0]}{more}")
+
+
+def _obtain(
+    store: Artifact,
+    model: PreTrainedModel,
+    config: QuantizationConfig,
+    calibration: Calibration | None,
+    report: Progress,
+) -> tuple[dict[str, Tensor], str]:
+    """Tensors by name, from disk where they are there and whole."""
+    again = ""
+    try:
+        found = store.read(model.device)
+        if found is not None:
+            return found[0], f"artifact reused: {found[1]}"
+    except Damaged as damage:
+        again = f"artifact was damaged ({damage}) and made again: "
+        report(f"artifact damaged ({damage}); quantizing again", 0.0)
+    threads = config.weights.threads if config.weights else 1
+    try:
+        with torch.no_grad(), _threads(threads, model.device):
+            made = make(model, config, calibration, report)
+    except QbenchError:
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise QuantizationError(f"{config.name}: {type(error).__name__}: {line}") from error
+    store.write(made.tensors, made.note)
+    written = store.read(model.device)
+    assert written is not None
+    return written[0], f"{again}{made.note}"
+
+
+@contextmanager
+def _threads(count: int, device: torch.device) -> Iterator[None]:
+    """Compute with ``count`` threads on a CPU: the order of a sum, and with it the last bits that
+    decide a rounding, depends on their number."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

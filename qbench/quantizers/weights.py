@@ -1,0 +1,283 @@
+"""The settings of the methods for weights: round to nearest, bitsandbytes, HQQ, GPTQ. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.config import (
+    SETTINGS,
+    WHOLE_ROW,
+    WIDEST,
+    GroupSize,
+    WeightSettings,
+    strategy,
+)
+from qbench.quantizers.names import register
+from qbench.record import Part, Precision
+
+BNB_BLOCK = 64  # the library's, for 4 bits: consecutive weights of the flattened matrix
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Rtn(WeightSettings):
+    """Round to nearest: evenly spaced levels, a scale and a zero point for each group. The
+    yardstick that every method must beat."""
+
+    method: ClassVar[str] = "rtn"
+    title: ClassVar[str] = "Round to nearest"
+
+    num_bits: Literal[2, 3, 4, 8]
+    group_size: GroupSize = 128
+    symmetric: Annotated[
+        bool, Field(description="zero point fixed in the middle; else one for each group")
+    ] = False
+
+    @property
+    def scheme(self) -> str:
+        return f"int{self.num_bits} {strategy(self.group_size)}"
+
+    @property
+    def note(self) -> str:
+        return "round to nearest"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero in a byte
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        self.require_whole_groups(name, columns, "inputs", self.group_length(columns))
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Bnb4(WeightSettings):
+    """bitsandbytes, blocks of 64 weights: 16 levels of a fixed table times the largest of the
+    block."""
+
+    method: ClassVar[str] = "bnb"
+    title: ClassVar[str] = "BNB"
+    requirements = ("bitsandbytes",)
+
+    num_bits: Literal[4]
+    quant_type: Annotated[
+        Literal["nf4", "fp4"],
+        Field(description="table of levels: normal-float or floating point"),
+    ] = "nf4"
+    double_quant: Annotated[
+        bool, Field(description="also quantize the blocks' scales, to 8 bits")
+    ] = False
+
+    @property
+    def scheme(self) -> str:
+        return f"{self.quant_type} in blocks of {BNB_BLOCK}"
+
+    @property
+    def note(self) -> str:
+        return "bitsandbytes"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / BNB_BLOCK
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Bnb8(WeightSettings):
+    """bitsandbytes, LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
+
+    Outlier columns are chosen over the whole batch, so a score depends on its batch-mates, and a
+    token's logits on later tokens.
+    """
+
+    method: ClassVar[str] = "bnb"
+    title: ClassVar[str] = "BNB"
+    requirements = ("bitsandbytes",)
+    batch_invariant = False
+    causal = False
+
+    num_bits: Literal[8]
+    threshold: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=65536,  # the largest activation of float16
+            description="activations above this are outliers, computed unquantized; 0: no outliers",
+        ),
+    ] = 6.0
+
+    @property
+    def scheme(self) -> str:
+        return "int8 per row"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(
+            weights=Part(bits=8, scheme=self.scheme),
+            activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
+        )
+
+    @property
+    def note(self) -> str:
+        return "bitsandbytes"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / columns
+
+    def agreement(self, dtype: str) -> tuple[float, float]:
+        """Products are float16 whatever the dtype, and activations are rounded to 127 steps."""
+        return (5e-3 if dtype == "bfloat16" else 2e-3), 5e-2
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Hqq(WeightSettings):
+    """Half-quadratic quantization (Badri & Shaji 2023), by the hqq library: zero points fitted, no
+    calibration. Zeros are whole numbers at 4 bits alone, as the library has it."""
+
+    method: ClassVar[str] = "hqq"
+    title: ClassVar[str] = "HQQ"
+    requirements = ("hqq",)
+
+    num_bits: Literal[2, 3, 4, 8]
+    group_size: Annotated[
+        int,
+        Field(
+            ge=8,
+            le=WIDEST,
+            description="weights that share a scale and a zero along `axis`; a multiple of 8",
+        ),
+    ] = 64
+    axis: Annotated[
+        Literal[0, 1], Field(description="1: groups along a row; 0: groups across rows")
+    ] = 1
+    optimize: Annotated[
+        bool, Field(description="fit the zero points; without it, plain rounding")
+    ] = True
+
+    @property
+    def scheme(self) -> str:
+        return f"int{self.num_bits} in groups of {self.group_size}" + (
+            "" if self.axis == 1 else " across rows"
+        )
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero
+        padding = 0.2 if self.num_bits == 3 else 0  # ten codes in 32 bits
+        return 2 * wide / self.group_size + padding
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        features, what = (columns, "inputs") if self.axis else (rows, "outputs")
+        self.require_whole_groups(name, features, what, self.group_size)
+
+
+# Of gptqmodel: its PyTorch kernel's, and inputs and outputs of a layer, for its packing.
+GROUP_SIZES = (WHOLE_ROW, 16, 32, 64, 128, 256, 512, 1024)
+MULTIPLE = 32
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Gptq(WeightSettings):
+    """GPTQ (Frantar et al. 2022): column by column, each error passed on to the columns left."""
+
+    method: ClassVar[str] = "gptq"
+    title: ClassVar[str] = "GPTQ"
+    needs_calibration = True
+
+    num_bits: Literal[2, 3, 4, 8]
+    group_size: GroupSize = 128
+    symmetric: Annotated[
+        bool, Field(description="zero point fixed in the middle; else one for each group")
+    ] = True
+    desc_act: Annotated[
+        bool, Field(description="columns in the order of falling activation size")
+    ] = False
+    group_aware: Annotated[
+        bool,
+        Field(
+            description="that order within groups and among groups alone (GPTQModel's); "
+            "not with desc_act"
+        ),
+    ] = False
+    damp: Annotated[
+        float,
+        Field(gt=0, lt=1, description="added to the Hessian's diagonal, in units of its mean"),
+    ] = 0.01
+    true_sequential: Annotated[
+        bool,
+        Field(
+            description="inside a block, each layer sees inputs that earlier layers' quantization "
+            "has changed"
+        ),
+    ] = True
+    batch_size: Annotated[
+        int, Field(ge=1, le=65536, description="calibration samples in one forward")
+    ] = 8
+    backend: Annotated[
+        Literal["gptqmodel", "torch"],
+        Field(description="gptqmodel through optimum; our own in torch"),
+    ] = "gptqmodel"
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Gptq:
+        if self.desc_act and self.group_aware:
+            raise ValueError(
+                "desc_act and group_aware are two orders of the same columns; set one of them"
+            )
+        return self
+
+    @property
+    def scheme(self) -> str:
+        return f"int{self.num_bits} {strategy(self.group_size)}"
+
+    @property
+    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("gptqmodel", "optimum") if self.backend == "gptqmodel" else ()
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        if self.backend == "torch":
+            self.require_whole_groups(name, columns, "inputs", self.group_length(columns))
+            return
+        if self.group_size not in GROUP_SIZES:
+            raise QuantizationError(
+                f"{self.name}: gptqmodel has no group_size {self.group_size}; it has "
+                f"{', '.join(map(str, GROUP_SIZES))}; or set backend: torch"
+            )
+        self.require_whole_groups(name, columns, "inputs", self.group_length(columns))
+        for features, what in ((columns, "inputs"), (rows, "outputs")):
+            if features % MULTIPLE:
+                raise QuantizationError(
+                    f"{self.name}: {name} has {features} {what}; gptqmodel needs multiples of "
+                    f"{MULTIPLE}: set backend: torch"
+                )
+
+    def error_bound(self) -> float:
+        """Twice that of rounding: GPTQ trades weight error for output error; relative errors up
+        to 1.2 were seen at 2 bits, where rounding gives 0.5."""
+        return 2 * super().error_bound()
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero
+
+    def agreement(self, dtype: str) -> tuple[float, float]:
+        """gptqmodel multiplies codes by scales in float16, whatever the dtype."""
+        on_identity, on_random = super().agreement(dtype)
+        return (max(on_identity, 1e-3) if self.backend == "gptqmodel" else on_identity), on_random
+
+
+for _bits, _kind, _line in (
+    (4, Bnb4, "bitsandbytes nf4 or fp4, blocks of 64"),
+    (8, Bnb8, "bitsandbytes LLM.int8, activations quantized too"),
+):
+    register(f"bnb-{_bits}bit", _kind, _line, backend="qbench.quantizers.bnb", num_bits=_bits)
+for _kind, _line in (
+    (Gptq, "GPTQ, {} bits, calibrated"),
+    (Hqq, "half-quadratic quantization, {} bits, no calibration"),
+    (Rtn, "round to nearest in groups, {} bits: the yardstick"),
+):
+    for _bits in (2, 3, 4, 8):
+        register(
+            f"{_kind.method}-{_bits}bit",
+            _kind,
+            _line.format(_bits),
+            backend=f"qbench.quantizers.{_kind.method}",
+            num_bits=_bits,
+        )
