@@ -11,7 +11,6 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.names import config_of
-from qbench.quantizers.quantize import apply
 
 QUANTIZERS = {
     "gptq": settings("gptq-4bit", backend="torch"),

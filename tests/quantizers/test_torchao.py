@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from pydantic.dataclasses import dataclass
+from qbench.quantizers.quantization import quantize
 from quantizer_models import DIGEST, PROBE, llama, needs_vnni
 from torch import nn
 from torchao.quantization import (
@@ -18,7 +19,6 @@ from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
 from qbench.quantizers import SETTINGS, Made, Stored, WeightQuantizer, parse
 from qbench.quantizers.audit import audit
-from qbench.quantizers.quantization import quantize
 from qbench.record import Part, Precision
 
 CONFIGS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from plugins import toy_quantizer  # it registers sign-1bit
 from pydantic.dataclasses import dataclass
+from qbench.quantizers.linears import linears
 from quantizer_models import PROBE, llama, logits, make
 from torch import Tensor, nn
 
@@ -25,7 +26,6 @@ from qbench.quantizers import (
 )
 from qbench.quantizers.artifacts import artifact
 from qbench.quantizers.audit import audit
-from qbench.quantizers.linears import linears
 from qbench.record import Part, Precision
 
 
