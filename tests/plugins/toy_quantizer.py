@@ -25,7 +25,7 @@ class Sign(WeightSettings):
     method: ClassVar[str] = "sign"
     title: ClassVar[str] = "Signs"
 
-    bits: Literal[1]
+    num_bits: Literal[1]
     gain: Annotated[float, Field(gt=0, lt=2, description="times the mean magnitude")] = 1.0
 
     @property
@@ -39,26 +39,29 @@ class Sign(WeightSettings):
         """√(1 − 2/π) = 0.60 for Gaussian weights; heavier tails give more."""
         return 0.9
 
-    def store(self, name: str, layer: nn.Linear) -> dict[str, Tensor]:
-        weight = layer.weight.detach().float()
-        signs = nn.functional.pad((weight > 0).to(torch.uint8), (0, -weight.shape[1] % 8))
-        codes = (signs.view(len(weight), -1, 8) * PLACES.to(weight.device)).sum(-1)
-        return {
-            "codes": codes.to(torch.uint8),
-            "scale": (weight.abs().mean(1) * self.gain).half(),
-        }
 
-    def rebuild(self, shape, tensors: dict[str, Tensor]) -> nn.Module:
-        return SignLinear(shape, tensors).eval()
+def quantize(name: str, layer: nn.Linear, settings: Sign) -> dict[str, Tensor]:
+    weight = layer.weight.detach().float()
+    signs = nn.functional.pad((weight > 0).to(torch.uint8), (0, -weight.shape[1] % 8))
+    codes = (signs.view(len(weight), -1, 8) * PLACES.to(weight.device)).sum(-1)
+    return {
+        "codes": codes.to(torch.uint8),
+        "scale": (weight.abs().mean(1) * settings.gain).half(),
+    }
 
-    def read(self, module: nn.Module) -> PackedWeight | None:
-        if not isinstance(module, SignLinear):
-            return None
-        return PackedWeight(
-            tensors={"codes": module.codes, "scale": module.scale},
-            dequantize=module.dequantize,
-            groups=lambda weight: weight,
-        )
+
+def from_packed(shape, tensors: dict[str, Tensor], settings: Sign) -> nn.Module:
+    return SignLinear(shape, tensors).eval()
+
+
+def unpack(module: nn.Module, settings: Sign) -> PackedWeight | None:
+    if not isinstance(module, SignLinear):
+        return None
+    return PackedWeight(
+        tensors={"codes": module.codes, "scale": module.scale},
+        dequantize=module.dequantize,
+        groups=lambda weight: weight,
+    )
 
 
 class SignLinear(nn.Module):
@@ -80,4 +83,4 @@ class SignLinear(nn.Module):
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
-register("sign-1bit", Sign, "signs of the weights, a scale a row", bits=1)
+register("sign-1bit", Sign, "signs of the weights, a scale a row", num_bits=1)

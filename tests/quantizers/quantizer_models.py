@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
 from qbench.machine.devices import cpu_flags
-from qbench.quantizers import Quantizer, parse
+from qbench.quantizers import QuantizationConfig, parse
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.products.activations import VNNI
 from qbench.quantizers.quantize import Quantized, quantize
@@ -76,7 +76,7 @@ def calibration(seed: int = 1) -> Calibration:
 PROBE = ids(2, 2, 23)
 
 
-def settings(name: str, **stated: object) -> Quantizer:
+def settings(name: str, **stated: object) -> QuantizationConfig:
     """Of a tiny model: groups of 32, float32."""
     chosen: dict[str, object] = {"compute_dtype": "float32", "group_size": 32}
     if name.startswith("bnb"):
@@ -85,7 +85,7 @@ def settings(name: str, **stated: object) -> Quantizer:
 
 
 def make(
-    chosen: Quantizer,
+    chosen: QuantizationConfig,
     artifacts: Path,
     normalizer: str = "softmax",
     *,
