@@ -5,7 +5,7 @@ PYTEST = $(if $(PROCESSOR),tests/processors/as $(PROCESSOR)) $(BIN)/python -m py
   --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all gate baseline test-gpu lint format install clean
+.PHONY: demo test test-all gate baseline test-gpu lint format docs install clean
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 
@@ -38,6 +38,11 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# the pages as a site, in site/
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/mkdocs build --quiet --strict
 
 install: $(INSTALLED)
 

@@ -28,3 +28,8 @@ def test_what_is_named_is_there(document):
 def test_every_room_is_described():
     rooms = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
     assert rooms - named("docs/architecture.md") == set()
+
+
+def test_every_page_stands_in_the_site():
+    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
