@@ -16,7 +16,7 @@ def main() -> None:
     atexit.register(gc.freeze)
     settle_interrupts()
     try:
-        from qbench.cli import main as command
+        from qbench.cli.app import main as command
 
         command()
     except KeyboardInterrupt:  # before, or after, a command is in charge of it

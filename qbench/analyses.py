@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
-from qbench.record.analysis import Analysis, AnalysisGrid, AnalysisGridCell, Sensitivity
-from qbench.sealed import AGAIN
+from qbench.records import AGAIN, Analysis, AnalysisGrid, AnalysisGridCell, Sensitivity
 from qbench.store import KEY_DIGITS, read, write
 
 REMEDY = "name a folder that `qbench analyze` wrote"

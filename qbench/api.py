@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qbench.comparison.lines import Comparison
-    from qbench.record import Record
+    from qbench.records import Record
 
 __all__ = ["Overrides", "Recipe", "compare", "load_records", "plan", "run", "tables"]
 
@@ -62,7 +62,7 @@ def run(
     cells = planned.select(only)
     with _screen() as screen, Display(screen, len(cells)) as display:
         return run_cells(
-            planned, out=Path(out), cells=cells, executor=executor, sink=display, force=force
+            planned, out=Path(out), cells=cells, executor=executor, progress=display, force=force
         )
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 # What these decide stands in the key itself (recipe, plan), or comes after the numbers. Every
 # other module counts, a new one too until it is named here.
 WITHOUT_EFFECT = (
-    "__init__.py", "__main__.py", "analyses.py", "api.py", "cache.py", "cli.py", "code.py",
+    "__init__.py", "__main__.py", "analyses.py", "api.py", "cache.py", "cli", "code.py",
     "errors.py", "files.py", "hub.py", "overrides.py", "plan.py", "plugins.py", "preflight.py",
     "recipe.py", "recipe_fields.py", "recipe_inputs.py", "recipe_override.py",
-    "recipe_plugins.py", "recipe_source.py", "recipe_tasks.py", "registry.py", "runs.py",
-    "sealed.py", "sink.py", "store.py",
+    "recipe_plugins.py", "recipe_source.py", "recipe_tasks.py", "registry.py", "records.py",
+    "passkey.py",
+    "progress.py", "store.py",
     "analysis",  # whose digest its own keys hold
-    "bench", "cluster", "commands", "comparison", "export", "gate", "machine", "published",
-    "record", "report", "running", "show", "tables", "text", "training",
+    "bench", "cluster", "comparison", "export", "gate", "machine", "published",
+    "report", "running", "show", "tables", "text", "training",
 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Column, Recipe
 from qbench.recipe_inputs import find_calibration, find_tasks
-from qbench.record import Grid, GridCell
+from qbench.records import Grid, GridCell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

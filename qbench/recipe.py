@@ -40,8 +40,7 @@ from qbench.recipe_override import folder_of, group_checkpoints, source_of
 from qbench.recipe_plugins import PluginFiles, load_plugins
 from qbench.recipe_source import Source
 from qbench.recipe_tasks import Files, Task
-from qbench.record import Name
-from qbench.record.written import NAME
+from qbench.records import NAME, Name
 
 LABEL = re.compile(NAME)
 MOST_BATCH = 2**16  # requests

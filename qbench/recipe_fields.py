@@ -11,8 +11,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench.errors import shown
 from qbench.recipe_source import Source
-from qbench.record import Line
-from qbench.record.written import DIGEST, LINE, NAME, TASK
+from qbench.records import DIGEST, LINE, NAME, TASK, Line
 
 PATTERNS = {
     f"^{NAME}$": "letters, digits and . _ + - only, at most 64",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from qbench import passkey
 from qbench.checkpoints import Checkpoint
 from qbench.errors import DataError, DataProblems, MissingDataError, RecipeError
 from qbench.evaluation.definitions import expand
@@ -15,7 +16,6 @@ from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.preflight import require_texts
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text
 from qbench.recipe import Recipe, Task
-from qbench.record import passkey
 
 
 def find_tasks(

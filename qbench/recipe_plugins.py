@@ -11,7 +11,7 @@ from qbench.errors import RecipeError, RecipeProblems
 from qbench.plugins import load_file, loaded
 from qbench.recipe_fields import FilePath, Strict, problem_lines
 from qbench.recipe_source import Source
-from qbench.record import Digest
+from qbench.records import Digest
 
 
 class PluginFile(Strict):

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 
 from qbench.errors import shown
 from qbench.recipe_fields import Strict, Whole
-from qbench.record import TaskName
+from qbench.records import TaskName
 
 Stems = Annotated[tuple[TaskName, ...], Field(min_length=1)]
 

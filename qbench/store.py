@@ -26,7 +26,9 @@ from pydantic import ValidationError
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.files import clean_temporaries, digest, write_atomically
-from qbench.record import (
+from qbench.records import (
+    AGAIN,
+    KEY_DIGITS,
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     RESPONSE_DEFAULTS,
@@ -34,20 +36,23 @@ from qbench.record import (
     Grid,
     GridCell,
     Record,
+    RecordModel,
     StoredTable,
-    Written,
+    dump_with_checksum,
+    is_table,
+    load_with_checksum,
+    table_path,
 )
-from qbench.record.table_files import KEY_DIGITS, is_table, table_path
-from qbench.runs import GRIDS, find_run, run_id
-from qbench.sealed import AGAIN, seal, unseal
 
 if TYPE_CHECKING:
     import pandas as pd
 
+GRIDS = "grids"
+
 COLUMNS = {"outcomes": OUTCOME_COLUMNS, "responses": RESPONSE_COLUMNS}
 
 Table = Literal["outcomes", "responses"]
-T = TypeVar("T", bound=Written)
+T = TypeVar("T", bound=RecordModel)
 
 
 class Store:
@@ -268,7 +273,7 @@ def read_record(path: Path, cell: GridCell | None = None) -> Record:
 
 def read(path: Path, kind: type[T]) -> T:
     """What ``write`` wrote. Raises DamagedError or SchemaError."""
-    values = unseal(path, path.read_bytes(), schema=SCHEMA_VERSION)
+    values = load_with_checksum(path, path.read_bytes(), schema=SCHEMA_VERSION)
     try:
         return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -278,9 +283,9 @@ def read(path: Path, kind: type[T]) -> T:
         raise DamagedError(f"{path}: damaged: {location or 'all'}: {message}; {AGAIN}") from None
 
 
-def write(path: Path, thing: Written) -> None:
+def write(path: Path, thing: RecordModel) -> None:
     """Write a record or grid with its checksum, in one step."""
-    write_atomically(path, seal(json.loads(thing.model_dump_json())))
+    write_atomically(path, dump_with_checksum(json.loads(thing.model_dump_json())))
 
 
 def _set_aside(path: Path) -> None:
@@ -295,3 +300,29 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_suffix(".older.json"))
     except DamagedError:
         pass
+
+
+def run_id(grid: Grid) -> str:
+    """Of what a run was of: 8 hexadecimal digits, the same for the same cells and tasks."""
+    content = [grid.tasks, grid.checkpoints, [cell.key for cell in grid.cells]]
+    return digest(json.dumps(content).encode())[:8]
+
+
+def runs(directory: Path) -> list[tuple[str, Path]]:
+    """Id and file of what each run into a folder was of, the newest first."""
+    files = (Path(directory) / GRIDS).glob("*.json")
+    return [(path.stem, path) for path in sorted(files, key=_age)]
+
+
+def find_run(directory: Path, wanted: str) -> Path:
+    """Raises ResultsError where no run, or more than one, begins with ``wanted``."""
+    known = runs(directory)
+    found = [path for name, path in known if wanted and name.startswith(wanted)]
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in known) or "none"
+        raise ResultsError(f"--run {wanted}: {directory} has no such run; it has {names}")
+    return found[0]
+
+
+def _age(path: Path) -> float:
+    return -path.stat().st_mtime

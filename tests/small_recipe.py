@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from qbench.cli import app
+from qbench.cli.app import app
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 

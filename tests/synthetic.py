@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from qbench.record import (
+from qbench.records import (
     Audit,
     Environment,
     Grid,

@@ -49,7 +49,7 @@ def recipe(tmp_path_factory):
 
 def run_recipe(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, only: str = "*") -> Store:
     """Run the cells into ``folder``, with a store of quantized weights of its own."""
-    from qbench.cli import app
+    from qbench.cli.app import app
 
     monkeypatch.setenv("QBENCH_CACHE", str(folder / "cache"))
     arguments = ["run", path, "--out", folder, "--device", "cpu", "--only", only]

@@ -10,7 +10,7 @@ from filelock import FileLock
 from synthetic import make_store
 
 from qbench.cache import entries, prune
-from qbench.cli import app
+from qbench.cli.app import app
 from qbench.files import mark_used
 
 DAY = 86_400

@@ -18,8 +18,7 @@ from qbench import store as store_module
 from qbench.comparison.floors import FILE, read_floors, to_bytes
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline
-from qbench.record import RESPONSE_COLUMNS
-from qbench.sealed import seal
+from qbench.records import RESPONSE_COLUMNS, dump_with_checksum
 from qbench.store import Store
 
 FLIPS = 60  # of each kind of file
@@ -160,7 +159,7 @@ def rewrite(path: Path, **changes: object) -> None:
     """Change a record or grid and give it the right checksum, as another program could."""
     values = json.loads(path.read_bytes())
     del values["checksum"]
-    path.write_bytes(seal({**values, **changes}))
+    path.write_bytes(dump_with_checksum({**values, **changes}))
 
 
 def test_a_record_of_a_newer_qbench_is_neither_read_nor_replaced(results):

@@ -14,7 +14,7 @@ import pytest
 import typer
 from small_recipe import qbench
 
-from qbench.cli import app
+from qbench.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = "plugins.md"  # its file is not there: tests/test_transcripts.py

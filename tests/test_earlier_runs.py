@@ -9,7 +9,7 @@ from small_recipe import qbench
 from synthetic import make_store
 
 from qbench.errors import ResultsError
-from qbench.runs import runs
+from qbench.store import runs
 
 FIRST = {"quantizers": ("bf16", "hqq-2bit"), "sizes": {"arc_easy": 60}}
 LAST = {"quantizers": ("bf16",), "sizes": {"arc_easy": 60}}

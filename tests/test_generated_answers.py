@@ -12,7 +12,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.errors import DataError, ResultsError
 from qbench.evaluation.evaluate import responses_of
 from qbench.evaluation.passkey import key, scores
-from qbench.record import ANSWER_CHARACTERS, RESPONSE_DEFAULTS
+from qbench.records import ANSWER_CHARACTERS, RESPONSE_DEFAULTS
 from qbench.store import Store
 
 # as gsm8k: two filters over one answer

@@ -7,7 +7,7 @@ import re
 import pytest
 import typer
 
-from qbench.cli import app
+from qbench.cli.app import app
 
 
 def commands(group=None, names=()):

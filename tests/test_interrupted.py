@@ -97,7 +97,7 @@ def test_what_is_edited_under_a_run_fails_its_cells_and_leaves_no_score(tmp_path
 def test_a_cell_is_not_run_by_other_code_than_its_key_names(tmp_path, monkeypatch):
     """As where the package is edited while cells wait: worker processes import it later."""
     planned = plan(Recipe.load(small_recipe(tmp_path)), device="cpu")
-    monkeypatch.setattr("qbench.run.code_digest", lambda: "0" * 64)
+    monkeypatch.setattr("qbench.cell.code_digest", lambda: "0" * 64)
     (record,) = run_cells(planned, out=tmp_path / "out", cells=planned.cells[:1])
     assert record.status == "failed"
     assert record.error == "qbench's own code changed after this run began; run again"

@@ -13,8 +13,7 @@ from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
 from qbench.overrides import Overrides
 from qbench.recipe import Recipe
-from qbench.runs import run_id, runs
-from qbench.store import Store
+from qbench.store import Store, run_id, runs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 HERE = ("--definitions", DEMO / "tasks", "--data", DEMO / "data", "--device", "cpu")

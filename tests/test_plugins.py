@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from qbench.checkpoints import find, load_model
-from qbench.cli import app
+from qbench.cli.app import app
 from qbench.store import Store
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"

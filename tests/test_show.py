@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic import make_store
 
-from qbench.cli import app
+from qbench.cli.app import app
 from qbench.comparison.explain import find_cell, flat
 from qbench.errors import ResultsError
 from qbench.show import cell_text, document_text

@@ -47,7 +47,7 @@ def test_reading_results_loads_no_torch():
 def test_what_runs_before_the_first_worker_process_starts_loads_only_the_options():
     """The worker's imports are what a run waits for: all else is imported beside them."""
     loaded = python(
-        "import sys, qbench.cli, qbench.running.executors, qbench.running.warm_up\n"
+        "import sys, qbench.cli.app, qbench.running.executors, qbench.running.warm_up\n"
         "import qbench.machine.devices; print(*sys.modules)"
     ).split()
     assert not {"pydantic", "numpy", "pandas", "safetensors", "yaml"} & set(loaded)
@@ -57,10 +57,10 @@ def test_what_is_imported_before_worker_processes_start_leaves_tables_of_data_as
     """pandas takes as long as all the rest, and a parent of workers needs it at the end alone."""
     loaded = python(
         "import sys, qbench.comparison.floors, qbench.plan, qbench.recipe_override\n"
-        "import qbench.commands.results, qbench.run, qbench.running.grid, qbench.store\n"
+        "import qbench.cli.results, qbench.cell, qbench.running.grid, qbench.store\n"
         "print(*sys.modules)"
     ).split()
-    assert "qbench.outcome" in loaded
+    assert "qbench.cell" in loaded
     assert not {"numpy", "pandas", "pyarrow", *HEAVY} & set(loaded)
 
 
@@ -68,9 +68,9 @@ def test_what_tables_need_is_imported_while_cells_are_at_work(tmp_path):
     """And kept from the garbage collector, which statsmodels calls for every correction."""
     store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
     told = python(
-        "import gc, sys; import qbench.cli, qbench.running.grid; from pathlib import Path\n"
-        "from qbench.commands.results import show_tables\n"
-        "from qbench.commands.running import _import_statistics\n"
+        "import gc, sys; import qbench.cli.app, qbench.running.grid; from pathlib import Path\n"
+        "from qbench.cli.results import show_tables\n"
+        "from qbench.cli.run import _import_statistics\n"
         "from qbench.store import Store\n"
         "_import_statistics(); before, kept = set(sys.modules), gc.get_freeze_count()\n"
         f"show_tables(Store(Path({str(store.directory)!r})))\n"
@@ -175,7 +175,7 @@ def check_clock(lines):
 
 PARENT = """
 import sys
-from qbench.cli import app
+from qbench.cli.app import app
 if __name__ == "__main__":
     code = app(sys.argv[1:], standalone_mode=False)
     heavy = ("torch", "transformers", "lm_eval", "datasets")

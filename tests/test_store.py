@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from qbench.errors import ResultsError
-from qbench.record import (
+from qbench.records import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     Environment,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qbench.analysis.quantiles import counts, quantiles
-from qbench.record.analysis import Hidden
+from qbench.records import Hidden
 
 MASSIVE_VALUE = 100.0  # Sun et al. 2024, section 2
 MASSIVE_TO_MEDIAN = 1000.0

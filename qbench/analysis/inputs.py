@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qbench.record.analysis import LinearInput
+from qbench.records import LinearInput
 
 BITS = (8, 4)
 

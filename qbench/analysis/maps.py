@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qbench.analysis.attention import Call, chunks
 from qbench.analysis.capture import attention_observed
 from qbench.errors import RecipeError
-from qbench.record.analysis import AttentionMap, Measured
+from qbench.records import AttentionMap, Measured
 
 TOKENS = 48  # of each text
 # The softpick paper's appendix E shows maps of an abstract, of prose and of a description. Ours:

@@ -27,7 +27,7 @@ from qbench.analysis.capture import (
 from qbench.analysis.hidden import MASSIVE_KEPT, Found, States, summary
 from qbench.analysis.inputs import Inputs, Look, look
 from qbench.errors import EvaluationError
-from qbench.record.analysis import (
+from qbench.records import (
     Delimiters,
     Head,
     Layer,

@@ -10,7 +10,7 @@ from qbench.analysis.settings import AnalysisSettings
 from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
 from qbench.plan import Cell, Plan, content_key
-from qbench.record.analysis import AnalysisGrid, AnalysisGridCell
+from qbench.records import AnalysisGrid, AnalysisGridCell
 
 # Of a cell's key: what decides the model. Tasks, scoring and damage do not.
 MODEL_PARTS = (

@@ -9,63 +9,62 @@ from filelock import FileLock
 
 from qbench.analyses import Analyses
 from qbench.analysis.plan import AnalysisCell
+from qbench.cell import CellResult, cache_folder, free, load, one_line, quantized
 from qbench.machine.environment import environment, measured
 from qbench.machine.quiet import redirected
-from qbench.outcome import Outcome
 from qbench.plan import Plan
-from qbench.record.analysis import Analysis, AnalyzedText, Measured
-from qbench.run import cache_folder, free, load, one_line, quantized
-from qbench.sink import Sink
+from qbench.progress import Progress
+from qbench.records import Analysis, AnalyzedText, Measured
 
 
 def analyze_if_needed(
-    cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink, *, force: bool
+    cell: AnalysisCell, plan: Plan, analyses: Analyses, progress: Progress, *, force: bool
 ) -> Analysis:
     """The cell's good analysis, made now if need be; where another process is at work on it,
     that one's."""
     asked = datetime.now(UTC)
     with FileLock(analyses.lock_file(cell.grid_cell)):
-        sink.begin(cell.name)
+        progress.begin(cell.name)
         try:
-            known = analyses.whole(cell.grid_cell, sink.say)
+            known = analyses.whole(cell.grid_cell, progress.log)
             made_meanwhile = known is not None and known.started >= asked
             if known is not None and known.status == "ok" and (made_meanwhile or not force):
-                sink.say(f"{cell.name}: already there")
+                progress.log(f"{cell.name}: already there")
                 return known
-            found = analyze(cell, plan, analyses, sink)
-            sink.say(_said(found), "bold red" if found.status == "failed" else "")
+            found = analyze(cell, plan, analyses, progress)
+            progress.log(_said(found), "bold red" if found.status == "failed" else "")
             return found
         finally:
-            sink.end(cell.name)
+            progress.end(cell.name)
 
 
-def analyze(cell: AnalysisCell, plan: Plan, analyses: Analyses, sink: Sink) -> Analysis:
+def analyze(cell: AnalysisCell, plan: Plan, analyses: Analyses, progress: Progress) -> Analysis:
     """Analyze one cell and put the record into its place, whether it worked or not."""
-    gathered = Outcome(started=datetime.now(UTC))
+    result = CellResult(started=datetime.now(UTC))
     log = analyses.log(cell.grid_cell)
     error, text, found = None, None, None
     with redirected(log):
         try:
-            text, found = _analyze(cell, plan, gathered, sink)
+            text, found = _analyze(cell, plan, result, progress)
         except Exception as problem:
             traceback.print_exc()
             error = one_line(problem, log)
         finally:
             free(plan.device)
-    record = _record(cell, plan, gathered, error, text, found)
+    record = _record(cell, plan, result, error, text, found)
     analyses.put(record)
     return record
 
 
 def failed(cell: AnalysisCell, plan: Plan, error: str) -> Analysis:
     """The record of a cell that left none itself."""
-    return _record(cell, plan, Outcome(started=datetime.now(UTC)), error, None, None)
+    return _record(cell, plan, CellResult(started=datetime.now(UTC)), error, None, None)
 
 
 def _record(
     cell: AnalysisCell,
     plan: Plan,
-    gathered: Outcome,
+    result: CellResult,
     error: str | None,
     text: AnalyzedText | None,
     found: Measured | None,
@@ -85,15 +84,15 @@ def _record(
         error=error,
         text=text,
         measured=found,
-        stages=tuple(gathered.stages),
+        stages=tuple(result.stages),
         environment=environment(plan.device, of.quantization.requirements, plan.hardware),
-        started=gathered.started,
+        started=result.started,
         finished=datetime.now(UTC),
     )
 
 
 def _analyze(
-    cell: AnalysisCell, plan: Plan, gathered: Outcome, sink: Sink
+    cell: AnalysisCell, plan: Plan, result: CellResult, progress: Progress
 ) -> tuple[AnalyzedText, Measured]:
     from qbench.analysis.maps import attention_maps, choose
     from qbench.analysis.measure import measure
@@ -101,8 +100,8 @@ def _analyze(
     from qbench.quantizers.linear import linearize, linears
 
     of = cell.cell
-    sink.step(cell.name, "load")
-    with measured("load", plan.device, gathered.stages):
+    progress.stage(cell.name, "load")
+    with measured("load", plan.device, result.stages):
         model, tokenizer = load(of, plan)
         tokens = read_tokens(cell.settings, tokenizer)
     linearize(model)  # GPT-2's Conv1D too; other models stay as they are
@@ -111,16 +110,16 @@ def _analyze(
         del model
         free(plan.device)
         model, tokenizer = load(of, plan)
-        model = quantized(of, plan, model, tokenizer, gathered, sink, cache_folder())
-    sink.step(cell.name, "analyze", total=len(tokens.ids), unit="texts")
-    with measured("analyze", plan.device, gathered.stages):
+        model = quantized(of, plan, model, tokenizer, result, progress, cache_folder())
+    progress.stage(cell.name, "analyze", total=len(tokens.ids), unit="texts")
+    with measured("analyze", plan.device, result.stages):
         found = measure(
             model,
             tokens.ids,
             tokenizer=tokenizer,
             linears=names,
             batch=cell.settings.batch,
-            progress=lambda done, total: sink.advance(cell.name, done, total),
+            progress=lambda done, total: progress.advance(cell.name, done, total),
         )
         heads = choose(found) if cell.settings.heads is None else cell.settings.heads
         maps = attention_maps(model, tokenizer, tokens.ids[0], heads)

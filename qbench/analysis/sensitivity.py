@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from qbench.analysis.capture import decoder_layers
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.forward import decoder_and_head
-from qbench.record.analysis import UnitSensitivity
-from qbench.record.damage import Ratio
+from qbench.records import Ratio, UnitSensitivity
 
 ROWS = 2048  # of logits at once
 

@@ -13,14 +13,13 @@ from filelock import FileLock
 
 from qbench.analyses import Analyses
 from qbench.analysis.plan import AnalysisCell
+from qbench.cell import CellResult, cache_folder, free, load, one_line, quantized
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.machine.environment import environment, measured
 from qbench.machine.quiet import redirected
-from qbench.outcome import Outcome
 from qbench.plan import Plan
-from qbench.record.analysis import AnalysisGrid, AnalyzedText, Sensitivity, UnitSensitivity
-from qbench.run import cache_folder, free, load, one_line, quantized
-from qbench.sink import Sink
+from qbench.progress import Progress
+from qbench.records import AnalysisGrid, AnalyzedText, Sensitivity, UnitSensitivity
 
 SAVE_EVERY = 20.0  # seconds
 TOGETHER = "all"
@@ -28,47 +27,47 @@ Status = Literal["ok", "unfinished", "failed"]
 
 
 @dataclass(kw_only=True, slots=True)
-class Progress:
+class Measuring:
     """What is known so far."""
 
-    gathered: Outcome
+    result: CellResult
     known: dict[str, UnitSensitivity]
     text: AnalyzedText | None = None
     perplexity: float | None = None
 
 
 def measure_if_needed(
-    cell: AnalysisCell, plan: Plan, out: Analyses[Sensitivity], sink: Sink, *, force: bool
+    cell: AnalysisCell, plan: Plan, out: Analyses[Sensitivity], progress: Progress, *, force: bool
 ) -> Sensitivity:
     """The cell's whole record, made or finished now if need be."""
     with FileLock(out.lock_file(cell.grid_cell)):
-        sink.begin(cell.name)
+        progress.begin(cell.name)
         try:
-            known = None if force else out.whole(cell.grid_cell, sink.say)
+            known = None if force else out.whole(cell.grid_cell, progress.log)
             if known is not None and known.status == "ok":
-                sink.say(f"{cell.name}: sensitivity already there")
+                progress.log(f"{cell.name}: sensitivity already there")
                 return known
-            found = _make(cell, plan, out, sink, known)
-            sink.say(_said(found), "bold red" if found.status == "failed" else "")
+            found = _make(cell, plan, out, progress, known)
+            progress.log(_said(found), "bold red" if found.status == "failed" else "")
             return found
         finally:
-            sink.end(cell.name)
+            progress.end(cell.name)
 
 
 def _make(
     cell: AnalysisCell,
     plan: Plan,
     out: Analyses[Sensitivity],
-    sink: Sink,
+    progress: Progress,
     before: Sensitivity | None,
 ) -> Sensitivity:
-    gathered = Outcome(started=datetime.now(UTC))
+    result = CellResult(started=datetime.now(UTC))
     done = [*before.units, *([before.together] if before.together else [])] if before else []
-    state = Progress(gathered=gathered, known={one.name: one for one in done})
+    state = Measuring(result=result, known={one.name: one for one in done})
     log, error = out.log(cell.grid_cell), None
     with redirected(log):
         try:
-            _measure(cell, plan, out, sink, state)
+            _measure(cell, plan, out, progress, state)
         except Exception as problem:
             traceback.print_exc()
             error = one_line(problem, log)
@@ -80,26 +79,26 @@ def _make(
 
 
 def _measure(
-    cell: AnalysisCell, plan: Plan, out: Analyses[Sensitivity], sink: Sink, state: Progress
+    cell: AnalysisCell, plan: Plan, out: Analyses[Sensitivity], progress: Progress, state: Measuring
 ) -> None:
     # What they import says much, which belongs into the log.
     from qbench.analysis.sensitivity import Baseline, Unit, units
     from qbench.analysis.tokens import read_tokens
     from qbench.quantizers.linear import linearize, linears
 
-    of, stages = cell.cell, state.gathered.stages
-    sink.step(cell.name, "load")
+    of, stages = cell.cell, state.result.stages
+    progress.stage(cell.name, "load")
     with measured("load", plan.device, stages):
         model, tokenizer = load(of, plan)
         tokens = read_tokens(cell.settings, tokenizer)
     state.text = tokens.text
     changed, _ = load(of, plan)
-    changed = quantized(of, plan, changed, tokenizer, state.gathered, sink, cache_folder())
+    changed = quantized(of, plan, changed, tokenizer, state.result, progress, cache_folder())
     linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
     names = list(linears(model, of.quantization.ignore))
     wanted = units(model, names, blocks=cell.settings.blocks)
     wanted.append(Unit(name=TOGETHER, layer=None, modules=tuple(names)))
-    sink.step(cell.name, "sensitivity", total=len(wanted), unit="layers")
+    progress.stage(cell.name, "sensitivity", total=len(wanted), unit="layers")
     with measured("sensitivity", plan.device, stages):
         base = Baseline(model, tokens.ids, batch=cell.settings.batch)
         state.perplexity = base.perplexity
@@ -107,14 +106,14 @@ def _measure(
         for index, unit in enumerate(wanted):
             if unit.name not in state.known:
                 state.known[unit.name] = base.against(unit, changed)
-            sink.advance(cell.name, index + 1, len(wanted))
+            progress.advance(cell.name, index + 1, len(wanted))
             if time.monotonic() - saved > SAVE_EVERY:
                 out.put(_record(cell, plan, state, "unfinished", None))
                 saved = time.monotonic()
 
 
 def _record(
-    cell: AnalysisCell, plan: Plan, state: Progress, status: Status, error: str | None
+    cell: AnalysisCell, plan: Plan, state: Measuring, status: Status, error: str | None
 ) -> Sensitivity:
     of = cell.cell
     return Sensitivity(
@@ -133,16 +132,16 @@ def _record(
         perplexity=state.perplexity,
         together=state.known.get(TOGETHER),
         units=tuple(one for name, one in state.known.items() if name != TOGETHER),
-        stages=tuple(state.gathered.stages),
+        stages=tuple(state.result.stages),
         environment=environment(plan.device, of.quantization.requirements, plan.hardware),
-        started=state.gathered.started,
+        started=state.result.started,
         finished=datetime.now(UTC),
     )
 
 
 def failed(cell: AnalysisCell, plan: Plan, error: str) -> Sensitivity:
     """The record of a cell that left none itself."""
-    state = Progress(gathered=Outcome(started=datetime.now(UTC)), known={})
+    state = Measuring(result=CellResult(started=datetime.now(UTC)), known={})
     return _record(cell, plan, state, "failed", error)
 
 

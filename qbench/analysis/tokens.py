@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qbench.analysis.settings import AnalysisSettings
 from qbench.errors import DataError
-from qbench.record.analysis import AnalyzedText
+from qbench.records import AnalyzedText
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from qbench.analysis.plan import AnalysisCell, plan_analyses, plan_sensitivities
 from qbench.analysis.settings import AnalysisSettings, TextFile
 from qbench.files import write_atomically
 from qbench.plan import Plan
-from qbench.record.analysis import Analysis, Sensitivity
+from qbench.records import Analysis, Sensitivity
 from qbench.running.units import Made, Remote, There, Unit
 from qbench.running.work import opened
 
@@ -112,7 +112,7 @@ class RemoteAnalyses(Remote):
         if self.before is not None and analyses.whole(cell.grid_cell, _silent) is None:
             analyses.put(self.before)
         make: Any = analyze_if_needed if self.label is None else measure_if_needed
-        with opened(there.sink) as told:
+        with opened(there.progress) as told:
             record = make(cell, plan, analyses, told, force=there.force)
         log = analyses.log(cell.grid_cell)
         text = log.read_text(errors="replace") if log.is_file() else ""

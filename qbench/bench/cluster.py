@@ -22,10 +22,10 @@ import yaml
 from qbench.bench import cluster_stub as stub
 from qbench.cluster.connect import connected
 from qbench.plan import Plan, plan
+from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.record import Record
+from qbench.records import Record
 from qbench.running.grid import run_cells
-from qbench.sink import Silent
 from qbench.store import Store
 
 TTL = "4s"  # without a sign of life, until a worker is given up
@@ -214,9 +214,11 @@ def stub_plan(folder: Path, cells: int, tasks: int = 1) -> Plan:
     return plan(Recipe.load(stub_recipe(folder, cells, tasks)), device="cpu")
 
 
-def run_on(bed: Bed, planned: Plan, out: Path, sink: object | None = None) -> list[Record]:
+def run_on(bed: Bed, planned: Plan, out: Path, progress: object | None = None) -> list[Record]:
     with connected(bed.address, "cpu") as cluster:
-        return run_cells(planned, out=out, executor=cluster.executor, sink=sink or Silent())
+        return run_cells(
+            planned, out=out, executor=cluster.executor, progress=progress or SilentProgress()
+        )
 
 
 def judged(planned: Plan, out: Path) -> dict[str, str]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-import qbench.run
-from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
+import qbench.cell
+from qbench.records import OUTCOME_COLUMNS, RESPONSE_COLUMNS, Score
 
 SECONDS, STEPS, DOCUMENTS = "QBENCH_STUB_SECONDS", 10, 200
 KILLS, EATS, FILLS = "QBENCH_STUB_KILLS", "QBENCH_STUB_EATS", "QBENCH_STUB_FILLS"
@@ -22,21 +22,21 @@ BEGUN = "QBENCH_STUB_BEGUN"  # a folder: one file for each cell that began, with
 MIB = 2**20
 
 
-def _step(cell: Any, plan: Any, store: Any, gathered: Any, sink: Any, cache: Path) -> None:
+def _step(cell: Any, plan: Any, store: Any, result: Any, progress: Any, cache: Path) -> None:
     begun = Path(os.environ[BEGUN])
     (begun / f"{cell.name.replace('/', '_')}.{os.getpid()}.{time.time_ns()}").touch()
     print(f"{cell.name} begins", flush=True)  # into its log
-    sink.step(cell.name, "stub", total=STEPS)
+    progress.stage(cell.name, "stub", total=STEPS)
     for step in range(STEPS):
         time.sleep(float(os.environ.get(SECONDS, "0.5")) / STEPS)
-        sink.advance(cell.name, step + 1, STEPS)
+        progress.advance(cell.name, step + 1, STEPS)
         if step == STEPS // 2:
             _befall(cell.name, cache)
-    gathered.outcomes, gathered.responses = [], [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
+    result.outcomes, result.responses = [], [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
     for task in plan.tasks:
         outcomes, score = _made_up(cell.name, task)
-        gathered.outcomes.append(outcomes)
-        gathered.scores.append(score)
+        result.outcomes.append(outcomes)
+        result.scores.append(score)
 
 
 def _made_up(cell: str, task: Any) -> tuple[pd.DataFrame, Score]:
@@ -77,4 +77,4 @@ def _befall(cell: str, cache: Path) -> None:
 
 def dask_setup(worker: Any) -> None:
     """Dask calls it where this module is preloaded."""
-    qbench.run._run = _step
+    qbench.cell._run = _step

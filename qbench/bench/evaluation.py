@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from qbench.errors import RecipeError
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine.environment import environment
-from qbench.record import Environment, ScoringReport
+from qbench.records import Environment, ScoringReport
 from qbench.text import markdown
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from qbench.checkpoints import flash_linear_attention as fla
 from qbench.checkpoints.abilities import Abilities, abilities
-from qbench.record.training import FILE, Trained, Training
+from qbench.records import TRAINING_FILE, Trained, Training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Checkpoint:
     def training(self) -> Trained | None:
         """How it was trained, where qbench trained it; other programs' files are no matter."""
         try:
-            payload = (self.folder / FILE).read_bytes()
+            payload = (self.folder / TRAINING_FILE).read_bytes()
             return Training.model_validate_json(payload).summary
         except (OSError, ValueError):
             return None

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qbench.sink import Elsewhere, Sink
+from qbench.progress import Progress, RemoteProgress
 
 if TYPE_CHECKING:
     from distributed import Client, Worker
@@ -50,7 +50,7 @@ class Topic:
 
 
 class Teller:
-    """A Sink on a worker."""
+    """A Progress on a worker."""
 
     def __init__(self, topic: Topic, worker: Worker) -> None:
         self._topic, self._worker, self._last = topic, worker, 0.0
@@ -58,8 +58,8 @@ class Teller:
     def begin(self, cell: str) -> None:
         self._send("begin", cell)
 
-    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
-        self._send("step", cell, name, total, unit)
+    def stage(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
+        self._send("stage", cell, name, total, unit)
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         now = time.monotonic()
@@ -70,8 +70,8 @@ class Teller:
     def end(self, cell: str) -> None:
         self._send("end", cell)
 
-    def say(self, line: str, style: str = "") -> None:
-        self._send("say", line, style)
+    def log(self, line: str, style: str = "") -> None:
+        self._send("log", line, style)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -81,20 +81,20 @@ class Teller:
 
 
 class EventRelay:
-    """Passes on to ``sink`` what workers tell. Use it as a context manager.
+    """Passes on to ``progress`` what workers tell. Use it as a context manager.
 
     What comes from a try that is over, such as one on a worker that was given up, is left out.
     """
 
-    def __init__(self, client: Client, run: str, sink: Sink) -> None:
-        self._client, self.run, self._sink = client, run, sink
+    def __init__(self, client: Client, run: str, progress: Progress) -> None:
+        self._client, self.run, self._progress = client, run, progress
         self._lock = threading.Condition()
         self._open: dict[str, str | None] = {}  # attempt → cell, once it began
         self._ended: set[str] = set()
         self.begun: set[str] = set()
 
     @property
-    def address(self) -> Elsewhere:
+    def address(self) -> RemoteProgress:
         return Topic(run=self.run, cell="", attempt="", most_deaths=0)
 
     def __enter__(self) -> EventRelay:
@@ -111,9 +111,9 @@ class EventRelay:
         """A worker runs one cell at a time: nobody."""
         return frozenset()
 
-    def say(self, line: str, style: str = "") -> None:
+    def log(self, line: str, style: str = "") -> None:
         with self._lock:
-            self._sink.say(line, style)
+            self._progress.log(line, style)
 
     def expect(self, attempt: str) -> None:
         """From now on what ``attempt`` says is passed on."""
@@ -127,7 +127,7 @@ class EventRelay:
                 self._lock.wait_for(lambda: attempt in self._ended, SECONDS_TO_SETTLE)
             cell = self._open.pop(attempt, None)
             if cell is not None:
-                self._sink.end(cell)
+                self._progress.end(cell)
 
     def _hear(self, event: tuple[float, Any]) -> None:
         attempt, method, *arguments = event[1]
@@ -138,10 +138,10 @@ class EventRelay:
             self._lock.notify_all()
 
     def _tell(self, attempt: str, method: str, arguments: list[Any]) -> None:
-        tell: Callable[..., None] = getattr(self._sink, method)
+        tell: Callable[..., None] = getattr(self._progress, method)
         if method == "begin":
             if self._open[attempt] is not None:  # once more, after a death
-                self._sink.end(self._open[attempt])
+                self._progress.end(self._open[attempt])
             self._open[attempt] = arguments[0]
             self.begun.add(arguments[0])
         elif method == "end":
@@ -149,6 +149,6 @@ class EventRelay:
                 return
             self._open[attempt] = None
             self._ended.add(attempt)
-        elif method in ("step", "advance") and self._open[attempt] is None:
+        elif method in ("stage", "advance") and self._open[attempt] is None:
             return
         tell(*arguments)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from qbench.cell import one_line
 from qbench.cluster.events import EventRelay, Topic
 from qbench.cluster.kept import Alone, Kept, stages_of
 from qbench.cluster.located import Wanted
@@ -27,9 +28,8 @@ from qbench.cluster.transfer import Transfers
 from qbench.cluster.workers import Workers
 from qbench.files import digest
 from qbench.plan import Cell, Plan
-from qbench.run import one_line
+from qbench.progress import Progress
 from qbench.running.units import Unit
-from qbench.sink import Sink
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -59,8 +59,8 @@ class ClusterExecutor(Executor):
         self._alone = Alone(client, self._stop_if_ended, self._say)
         self._transfers = Transfers(workers.ask, self._say)
 
-    def relay(self, sink: Sink) -> AbstractContextManager[EventRelay]:
-        self._relay = EventRelay(self._client, f"qbench-{secrets.token_hex(4)}", sink)
+    def relay(self, progress: Progress) -> AbstractContextManager[EventRelay]:
+        self._relay = EventRelay(self._client, f"qbench-{secrets.token_hex(4)}", progress)
         self._workers.tell(self._say)
         return self._relay
 
@@ -265,7 +265,7 @@ class ClusterExecutor(Executor):
 
     def _say(self, line: str, style: str = "") -> None:
         if self._relay is not None:
-            self._relay.say(line, style)
+            self._relay.log(line, style)
 
 
 def _by_value() -> Callable[[bytes, bytes], Any]:

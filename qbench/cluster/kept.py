@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qbench.cell import cache_folder, distributions_folder
 from qbench.cluster.located import WHOLE
 from qbench.evaluation.base_file import (
     base_rows_file,
@@ -23,7 +24,6 @@ from qbench.evaluation.base_file import (
 )
 from qbench.machine.environment import versions
 from qbench.plan import Cell, Plan, content_key
-from qbench.run import cache_folder, distributions_folder
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qbench.cell import cache_folder, distributions_folder
 from qbench.cluster.events import Topic
 from qbench.cluster.kept import artifacts_here, rows_here, usable
 from qbench.cluster.located import WHOLE, Wanted, cache_identity, located
@@ -26,8 +27,7 @@ from qbench.files import clean_temporaries, temporary
 from qbench.machine.environment import hardware, versions
 from qbench.plan import Plan
 from qbench.plugins import load, load_packages
-from qbench.record import GridCell
-from qbench.run import cache_folder, distributions_folder
+from qbench.records import GridCell
 from qbench.running.units import Made, Remote, There
 from qbench.store import Store
 
@@ -170,7 +170,7 @@ def _run(
     plan: Plan, texts: dict[str, Path], asked: Call, cache: Path, worker: str
 ) -> Returned | Refused:
     there = There(
-        texts=texts, out=cache / CELLS, cache=cache, sink=asked.topic, force=asked.force
+        texts=texts, out=cache / CELLS, cache=cache, progress=asked.topic, force=asked.force
     )  # fmt: skip
     made = asked.remote.run(plan, asked.cell, there)
     if made is None:  # a process that does not answer any more may hold the cell

@@ -139,6 +139,6 @@ def _making(target: str) -> Path:
 
 
 def _cache() -> Path:
-    from qbench.run import cache_folder
+    from qbench.cell import cache_folder
 
     return cache_folder()

@@ -14,7 +14,7 @@ from qbench.comparison.seed_changes import SeedChange, seed_changes
 from qbench.comparison.statistics import Effect, Panel, adjust, effect, value
 from qbench.comparison.trainings import differences, unlike
 from qbench.errors import ResultsError
-from qbench.record import Score
+from qbench.records import Score
 from qbench.store import Store
 
 

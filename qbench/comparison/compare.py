@@ -9,9 +9,8 @@ from qbench.comparison.floors import read_floors
 from qbench.comparison.lines import Comparison, Entry, Line, judge
 from qbench.comparison.metrics import rank
 from qbench.errors import ResultsError
-from qbench.record import Grid, GridCell, Record, Score
-from qbench.runs import runs
-from qbench.store import Store, read
+from qbench.records import Grid, GridCell, Record, Score
+from qbench.store import Store, read, runs
 
 
 def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparison:

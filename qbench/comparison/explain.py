@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench.errors import ResultsError
-from qbench.record import Record
+from qbench.records import Record
 from qbench.store import Store, read_record
 from qbench.text.escape import one_line
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qbench.errors import ResultsError
-from qbench.record import SCHEMA_VERSION, Grid
-from qbench.sealed import seal, unseal
+from qbench.records import SCHEMA_VERSION, Grid, dump_with_checksum, load_with_checksum
 from qbench.store import Store
 
 FILE = "noise.json"
@@ -33,7 +32,7 @@ class Floors:
 def to_bytes(cells: Mapping[str, Mapping[str, Any]]) -> bytes:
     """The content of ``noise.json``: by cell its ``key``, its ``floors``, and what else was
     measured."""
-    return seal({"schema_version": SCHEMA_VERSION, "cells": dict(cells)})
+    return dump_with_checksum({"schema_version": SCHEMA_VERSION, "cells": dict(cells)})
 
 
 def read_noise(store: Store) -> dict[str, Any] | None:
@@ -42,7 +41,7 @@ def read_noise(store: Store) -> dict[str, Any] | None:
     path = store.directory / FILE
     if not path.is_file():
         return None
-    return unseal(path, path.read_bytes(), schema=SCHEMA_VERSION, again=AGAIN)
+    return load_with_checksum(path, path.read_bytes(), schema=SCHEMA_VERSION, again=AGAIN)
 
 
 def read_floors(store: Store, grid: Grid) -> Floors:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qbench.comparison.floors import Floors
 from qbench.comparison.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
-from qbench.record import Grid, Precision, Record
+from qbench.records import Grid, Precision, Record
 
 if TYPE_CHECKING:
     from qbench.comparison.seed_lines import SeedLine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from qbench.comparison.lines import judge
 from qbench.comparison.metrics import REDUNDANT
 from qbench.comparison.statistics import Column
-from qbench.record import Precision, Record, Score, Trained
+from qbench.records import Precision, Record, Score, Trained
 from qbench.store import Store
 
 Name = tuple[str, str]  # task, metric

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qbench.comparison.result_sets import CellResults, ResultSet
 from qbench.comparison.statistics import Panel, SeedEffect, adjust, over_seeds
-from qbench.record import Score
+from qbench.records import Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

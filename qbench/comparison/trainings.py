@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from qbench.comparison import explain
 from qbench.comparison.lines import Comparison
-from qbench.record import Trained
+from qbench.records import Trained
 
 
 def training_notes(comparison: Comparison) -> list[str]:

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from qbench.errors import ResultsError
 from qbench.evaluation.base_file import Parts, base_rows_file, handed_over, stated
 from qbench.evaluation.scoring.base_rows import BaseRows
-from qbench.record import GridCell, Record
+from qbench.records import GridCell, Record
 from qbench.store import Store
 
 LOOK_SECONDS = 0.05

@@ -15,12 +15,12 @@ import numpy as np
 import pandas as pd
 
 from qbench.evaluation.tasks import listed
-from qbench.record import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
+from qbench.records import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring.divergence import Measured
     from qbench.evaluation.tasks import LoadedTask
-    from qbench.record import Score
+    from qbench.records import Score
 
 
 PERCENTILES = (90, 99, 99.9)

@@ -24,7 +24,7 @@ from qbench.evaluation.settings import (
     ScoringSettings,
 )
 from qbench.evaluation.tasks import LoadedTask, TaskSpec, check_labels, load_task
-from qbench.record import ANSWER_CHARACTERS, OUTCOME_COLUMNS, RESPONSE_COLUMNS, Record, Score
+from qbench.records import ANSWER_CHARACTERS, OUTCOME_COLUMNS, RESPONSE_COLUMNS, Record, Score
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring.hflm import Yardstick

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qbench.errors import DataError, RecipeError, shown
-from qbench.record.passkey import DIGITS, DOCUMENTS, KEYS, SHORTEST, depth, task_length
+from qbench.passkey import DIGITS, DOCUMENTS, KEYS, SHORTEST, depth, task_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

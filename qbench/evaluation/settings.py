@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from qbench.errors import RecipeError
 
 if TYPE_CHECKING:
-    from qbench.record import SampleDifference, ScoringReport
+    from qbench.records import SampleDifference, ScoringReport
 
 
 # A bias fails that lies farther beyond the bound than chance takes 1 sample in 10,000: a grid makes

@@ -27,7 +27,7 @@ from qbench.evaluation.definitions import (
     require_modules,
 )
 from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
-from qbench.record.passkey import DOCUMENTS, task_length
+from qbench.passkey import DOCUMENTS, task_length
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

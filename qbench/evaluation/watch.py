@@ -16,7 +16,7 @@ from qbench.evaluation.base_file import Parts, base_rows_file, making
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage
 from qbench.evaluation.settings import ScoringSettings
 from qbench.files import write_atomically
-from qbench.record import Damage, GridCell, Score, Unavailable
+from qbench.records import Damage, GridCell, Score, Unavailable
 from qbench.store import Store
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from qbench.files import write_atomically
-from qbench.record import Record, Score
+from qbench.records import Record, Score
 from qbench.store import Store
 
 NO_STDERR = "N/A"  # lm-eval's word for it

@@ -8,7 +8,7 @@ from qbench.comparison.metrics import is_percentage
 from qbench.errors import QbenchError
 from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import write_atomically
-from qbench.record import Record, Score
+from qbench.records import Record, Score
 from qbench.store import Store
 
 

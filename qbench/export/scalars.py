@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qbench.record import Damage, Record
+from qbench.records import Damage, Record
 
 
 def scalars(record: Record) -> dict[str, float]:

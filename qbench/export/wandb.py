@@ -7,7 +7,7 @@ from typing import Any
 
 from qbench.errors import UnavailableError
 from qbench.export.scalars import scalars
-from qbench.record import Record
+from qbench.records import Record
 from qbench.store import KEY_DIGITS, Store
 
 PROJECT = "qbench"

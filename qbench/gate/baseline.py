@@ -28,7 +28,7 @@ from qbench.comparison.statistics import Column
 from qbench.errors import ResultsError
 from qbench.files import write_atomically
 from qbench.gate.layers import Layer, Layers, read_layers
-from qbench.record import Precision, Score
+from qbench.records import Precision, Score
 from qbench.store import Store
 
 VERSION = 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qbench.comparison.statistics import Worsening
 from qbench.gate.gates import AUDIT, Gate, whole
-from qbench.record import Record
+from qbench.records import Record
 from qbench.store import Store
 
 DIGEST_DIGITS = 16  # 64 bits tell layers apart

@@ -12,7 +12,7 @@ from scipy import special
 from qbench.comparison.metrics import LOG_SCALE, base_metric, is_percentage
 from qbench.comparison.statistics import Column, Panel, effect, worsening
 from qbench.errors import RecipeError
-from qbench.record import Score
+from qbench.records import Score
 
 # Percentage points for accuracies, per cent of the perplexity for perplexities.
 LEAST = {"acc": 1.0, "perplexity": 2.0}

@@ -17,7 +17,7 @@ from pathlib import Path
 from qbench import __version__
 from qbench.machine.devices import device_name
 from qbench.plugins import stated
-from qbench.record import Environment, Stage
+from qbench.records import Environment, Stage
 
 GIB = 2**30
 version = functools.cache(metadata.version)  # of who is missing, nothing is remembered

@@ -35,7 +35,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from qbench.errors import QuantizationError
 from qbench.plugins import source_digest
-from qbench.record import Part, Precision
+from qbench.records import Part, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.config import QuantizationConfig
-from qbench.record import Leak
+from qbench.records import Leak
 
 RowByRow = Callable[[Any], AbstractContextManager[None]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many

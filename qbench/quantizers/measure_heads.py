@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.heads import attention_modules
 from qbench.quantizers.quantize import evidence_of
-from qbench.record import HeadsAudit
+from qbench.records import HeadsAudit
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig, matching
 from qbench.quantizers.matrices import Matrix
 from qbench.quantizers.quantize import evidence_of
-from qbench.record import ActivationAudit, InputAudit
+from qbench.records import ActivationAudit, InputAudit
 
 DIFFERENT = 0.01  # share of values that may differ by a step: ties, and scales rounded otherwise
 INSIDE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a product, relative

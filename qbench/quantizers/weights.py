@@ -17,7 +17,7 @@ from qbench.quantizers.config import (
     strategy,
 )
 from qbench.quantizers.names import register
-from qbench.record import Part, Precision
+from qbench.records import Part, Precision
 
 BNB_BLOCK = 64  # the library's, for 4 bits: consecutive weights of the flattened matrix
 

@@ -9,9 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
-from qbench.record import Record
-from qbench.record.analysis import Analysis, Sensitivity, Stretch
-from qbench.record.passkey import depth, task_length
+from qbench.passkey import depth, task_length
+from qbench.records import Analysis, Record, Sensitivity, Stretch
 from qbench.report.costs import Found
 from qbench.report.style import DASHES, MARKERS, SERIES, cut, legend, panels
 from qbench.report.why_figures import BARS, LEFT, few_powers, heat

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from qbench.comparison.lines import Comparison, judge
-from qbench.record import Damage, Flips, Record, TaskDamage
+from qbench.records import Damage, Flips, Record, TaskDamage
 from qbench.report import rows
 from qbench.report.style import HATCHES, INK, SERIES, cut, legend, panels, room_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qbench.comparison.lines import Comparison
-from qbench.record import Leak
+from qbench.records import Leak
 from qbench.report.costs import sound
 from qbench.report.table import Cell, DataTable, build, plain
 from qbench.text.numbers import NO_VALUE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qbench.comparison.lines import Comparison
-from qbench.record import KVModuleAudit
+from qbench.records import KVModuleAudit
 from qbench.report.costs import sound
 from qbench.report.table import Cell, DataTable, build, plain
 

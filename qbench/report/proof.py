@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qbench.comparison.lines import Comparison, judge
-from qbench.record import Audit, Damage, Unavailable
+from qbench.records import Audit, Damage, Unavailable
 from qbench.report.costs import STAGES, bits_per_weight, sound
 from qbench.report.table import Cell, DataTable, build, plain
 from qbench.store import KEY_DIGITS

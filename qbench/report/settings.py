@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import Comparison
-from qbench.record import Record
+from qbench.records import Record
 from qbench.report.table import Cell, DataTable, build, short
 from qbench.text.numbers import NO_VALUE
 

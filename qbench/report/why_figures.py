@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from qbench.record.analysis import Analysis, AttentionMap, Layer, Measured
+from qbench.records import Analysis, AttentionMap, Layer, Measured
 from qbench.report.costs import Found
 from qbench.report.style import INK, cut, legend, panels
 from qbench.report.why_series import Replicates, names, series

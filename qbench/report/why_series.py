@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qbench.record.analysis import Analysis, Sensitivity
+from qbench.records import Analysis, Sensitivity
 from qbench.report.style import DASHES, MARKERS, SERIES
 
 Replicates = Mapping[str, tuple[str, ...]]

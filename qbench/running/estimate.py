@@ -50,7 +50,7 @@ class Estimate:
         self._waiting.pop(cell, None)
         self._begun[cell] = self._clock()
 
-    def step(self, cell: str, name: str) -> None:
+    def stage(self, cell: str, name: str) -> None:
         self._go_on(cell)
         if name.startswith("waits for "):
             self._waits[cell] = self._clock()

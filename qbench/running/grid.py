@@ -10,17 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from qbench.cell import cache_folder, failed
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.plan import Cell, Plan
-from qbench.record import Grid, Record, Unavailable
-from qbench.run import cache_folder, failed
+from qbench.progress import Progress, RemoteProgress, SilentProgress
+from qbench.records import Grid, Record, Unavailable
 from qbench.running.executors import SerialExecutor
 from qbench.running.order import in_order
 from qbench.running.relay import Relay
 from qbench.running.work import Work, complete, give_up, rows_problem, settled
-from qbench.runs import run_id
-from qbench.sink import Elsewhere, Silent, Sink
-from qbench.store import Store
+from qbench.store import Store, run_id
 
 DIED = "its process was killed (out of memory?); see its log"
 BROKEN = "the executor broke before it began; run again"
@@ -32,14 +31,14 @@ def run_cells(
     out: Path,
     cells: Sequence[Cell] | None = None,
     executor: Executor | None = None,
-    sink: Sink | None = None,
+    progress: Progress | None = None,
     force: bool = False,
     cache: Path | None = None,
 ) -> list[Record]:
     """Run the cells that have no good record in the folder ``out``; the records, in order.
 
     ``cells`` are some of the plan's (None: all). ``executor`` is any of ``concurrent.futures``
-    (None: one cell after the other, here); the caller shuts it down. ``sink`` shows progress.
+    (None: one cell after the other, here); the caller shuts it down. ``progress`` shows progress.
     ``force`` makes good records again. ``cache`` is where quantized weights and unquantized
     distributions are kept.
 
@@ -47,7 +46,7 @@ def run_cells(
     kills its process fails. Cells that another run is at work on come last, when it has finished
     them.
     """
-    wanted, shown = plan.cells if cells is None else cells, sink or Silent()
+    wanted, shown = plan.cells if cells is None else cells, progress or SilentProgress()
     store = Store(out)
     remote = executor if isinstance(executor, Remote) else None
     problem = remote.rows_problem if remote else rows_problem(cache or cache_folder())
@@ -58,11 +57,11 @@ def run_cells(
     grid.done |= refused
     missing = grid.take_what_is_there(mine, problem)
     if executor is None:
-        work = Work(plan=plan, out=out, sink=shown, cache=cache)
+        work = Work(plan=plan, out=out, progress=shown, cache=cache)
         grid.run(missing, SerialExecutor(), work, None)
     elif missing:
         with remote.relay(shown) if remote else Relay(shown) as relay:
-            work = Work(plan=plan, out=out, sink=relay.address, cache=cache)
+            work = Work(plan=plan, out=out, progress=relay.address, cache=cache)
             grid.run(in_order(missing), executor, work, relay)
     return [grid.done[cell.name] for cell in wanted]
 
@@ -71,7 +70,7 @@ class Told(Protocol):
     """Where cells elsewhere tell what they do, and what is known from it."""
 
     @property
-    def address(self) -> Elsewhere: ...
+    def address(self) -> RemoteProgress: ...
 
     @property
     def begun(self) -> set[str]:
@@ -86,7 +85,7 @@ class Told(Protocol):
 class Remote(Protocol):
     """An executor over other hosts: progress and caches are not where the run is."""
 
-    def relay(self, sink: Sink) -> AbstractContextManager[Told]: ...
+    def relay(self, progress: Progress) -> AbstractContextManager[Told]: ...
 
     def rows_problem(self, key: str) -> str | None:
         """Why the rows of the unquantized cell ``key`` can be used nowhere; None where they can
@@ -96,8 +95,10 @@ class Remote(Protocol):
 class _Grid:
     """One run's state: what is done, and what died."""
 
-    def __init__(self, plan: Plan, store: Store, sink: Sink, force: bool, again: set[str]) -> None:
-        self.plan, self.store, self.sink = plan, store, sink
+    def __init__(
+        self, plan: Plan, store: Store, progress: Progress, force: bool, again: set[str]
+    ) -> None:
+        self.plan, self.store, self.progress = plan, store, progress
         self.force, self.again = force, again
         self.begun = datetime.now(UTC)
         self.done: dict[str, Record] = {}
@@ -118,9 +119,9 @@ class _Grid:
                 keys.add(cell.key)
                 continue
             assert known is not None
-            self.sink.begin(cell.name)
-            self.sink.say(f"{cell.name}: already there")
-            self.sink.end(cell.name)
+            self.progress.begin(cell.name)
+            self.progress.log(f"{cell.name}: already there")
+            self.progress.end(cell.name)
             self.done[cell.name] = known
         return missing
 
@@ -134,7 +135,7 @@ class _Grid:
         later, more = submit(busy, forced=set(), wait=True)
         assert not later, "a cell that waits is never busy"
         for cell in (*died, *more):
-            self.sink.say(f"{cell.name}: its process died; once more, alone", "bold red")
+            self.progress.log(f"{cell.name}: its process died; once more, alone", "bold red")
             _, again = submit([cell], forced=forced, wait=True)
             for one in again:
                 begun = relay is None or one.name in relay.begun
@@ -192,13 +193,15 @@ class _Grid:
             cell.name,
             why,
             out=self.store.directory,
-            sink=self.sink,
+            progress=self.progress,
             begun=self.begun,
             force=self.force,
         )
 
 
-def _refused(plan: Plan, cells: Sequence[Cell], store: Store, sink: Sink) -> dict[str, Record]:
+def _refused(
+    plan: Plan, cells: Sequence[Cell], store: Store, progress: Progress
+) -> dict[str, Record]:
     """Failed records, which are not written, of cells whose record, or that of the unquantized
     cell that they are measured against, a newer qbench wrote: it is neither read nor replaced."""
     found = {}
@@ -209,7 +212,7 @@ def _refused(plan: Plan, cells: Sequence[Cell], store: Store, sink: Sink) -> dic
                     store.get(one)
         except NewerSchemaError as error:
             found[cell.name] = failed(cell, plan, str(error))
-            sink.say(f"{cell.name}: left alone: {error}", "bold red")
+            progress.log(f"{cell.name}: left alone: {error}", "bold red")
         except ResultsError:
             pass  # damaged or older: made again
     return found
@@ -225,7 +228,7 @@ def readable(grid: Grid, store: Store) -> Grid:
     return grid.model_copy(update={"cells": tuple(cells)})
 
 
-def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
+def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
     """Say what the folder is of from now on; records under other keys stay where they are."""
     try:
         other = store.has_grid() and store.grid().cells != plan.grid.cells
@@ -233,10 +236,10 @@ def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
     except NewerSchemaError:
         raise
     except ResultsError as error:  # damaged or old: written anew
-        sink.say(str(error))
+        progress.log(str(error))
         other = False
     if other:
-        sink.say(
+        progress.log(
             f"{store.directory} held results of other settings or versions; they stay, and "
             f"`qbench tables {store.directory} --run {earlier}` shows them"
         )
@@ -244,10 +247,10 @@ def put_grid(plan: Plan, store: Store, sink: Sink) -> None:
 
 
 def _without_distributions(
-    cells: Sequence[Cell], store: Store, problem: Callable[[str], str | None], sink: Sink
+    cells: Sequence[Cell], store: Store, problem: Callable[[str], str | None], progress: Progress
 ) -> set[str]:
     """Unquantized cells to score again, because cells that are still to run measure against
-    their distributions, and those are gone or damaged; ``sink`` is told why."""
+    their distributions, and those are gone or damaged; ``progress`` is told why."""
     needed = {
         cell.base.key: cell.name
         for cell in cells
@@ -259,7 +262,7 @@ def _without_distributions(
             continue
         again.add(cell.name)
         if settled(store.whole(cell.grid_cell), cell):
-            sink.say(f"{cell.name}: made again for {needed[cell.key]}: {why}")
+            progress.log(f"{cell.name}: made again for {needed[cell.key]}: {why}")
     return again
 
 

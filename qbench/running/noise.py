@@ -29,9 +29,9 @@ class Failed:
 
 def noise_of(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
     """Score the cell's checkpoint under every variation of batches. Raises what scoring raises."""
+    from qbench.cell import free, load
     from qbench.evaluation.noise import measure_noise, scorer_of
     from qbench.evaluation.tasks import load_task
-    from qbench.run import free, load
 
     model, tokenizer = load(cell, plan)
     try:
@@ -82,12 +82,12 @@ class RemoteNoise(Remote):
         cell = plan.cell(name)
         log = there.out / f"{_kept(cell)}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with opened(there.sink) as told:
+        with opened(there.progress) as told:
             told.begin(name)
             try:
                 with redirected(log):
-                    noise = noise_of(cell, plan, lambda line: told.step(name, line))
-                told.say(f"{name}: measured")
+                    noise = noise_of(cell, plan, lambda line: told.stage(name, line))
+                told.log(f"{name}: measured")
             finally:
                 told.end(name)
         return Made(record=noise, tables={}, log=log.read_text(errors="replace"))

@@ -75,7 +75,7 @@ class Display:
         if self._bars:
             self._bars.stop()
 
-    def say(self, line: str, style: str = "") -> None:
+    def log(self, line: str, style: str = "") -> None:
         """A line that stays. A reason for which several cells fail is said once."""
         cell, failed, reason = line.partition(FAILED)
         if failed:
@@ -90,10 +90,10 @@ class Display:
         if self._bars:
             self._rows[cell] = self._bars.add_task(cell, total=None, unit="")
 
-    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
+    def stage(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
         """``cell`` begins ``name``, which is ``total`` units of work if that is known."""
         if self._estimate:
-            self._estimate.step(cell, name)
+            self._estimate.stage(cell, name)
         if self._bars:
             self._bars.reset(
                 self._rows[cell], description=f"{cell}: {name}", total=total, unit=unit
@@ -103,7 +103,7 @@ class Display:
             counter = f"[{self._numbers[cell]}/{self._cells}]"
             seconds = self._estimate.left() if self._estimate else None
             left = "" if seconds is None else f" ({in_words(seconds)})"
-            self.say(f"{elapsed:7.1f}s {counter} {cell}: {name}{left}")
+            self.log(f"{elapsed:7.1f}s {counter} {cell}: {name}{left}")
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         """How far the step is; on bars alone, so that plain output stays a line a step."""

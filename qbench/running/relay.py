@@ -23,7 +23,7 @@ from multiprocessing.connection import (
 )
 from pathlib import Path
 
-from qbench.sink import Sink
+from qbench.progress import Progress
 
 SECONDS_BETWEEN_EVENTS = 0.1
 SECONDS_TO_SETTLE = 2.0  # until what was sent before a process died has been read
@@ -47,7 +47,7 @@ class Address:
 
 
 class Sender:
-    """A Sink that connects back, from wherever it is, when it is first used.
+    """A Progress that connects back, from wherever it is, when it is first used.
 
     Where the other end is gone it says nothing: progress is no reason for a cell to fail.
     """
@@ -61,8 +61,8 @@ class Sender:
     def begin(self, cell: str) -> None:
         self._send("begin", cell)
 
-    def step(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
-        self._send("step", cell, name, total, unit)
+    def stage(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
+        self._send("stage", cell, name, total, unit)
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         now = time.monotonic()
@@ -73,8 +73,8 @@ class Sender:
     def end(self, cell: str) -> None:
         self._send("end", cell)
 
-    def say(self, line: str, style: str = "") -> None:
-        self._send("say", line, style)
+    def log(self, line: str, style: str = "") -> None:
+        self._send("log", line, style)
 
     def _send(self, *message: object) -> None:
         if self._gone:
@@ -94,14 +94,14 @@ class Sender:
 
 
 class Relay:
-    """Passes on to ``sink`` what senders tell, and knows which cells are at work.
+    """Passes on to ``progress`` what senders tell, and knows which cells are at work.
 
     ``address`` is what to give them. ``host`` is the name of this host under which others reach
     it; None: senders are processes of this host. Use it as a context manager.
     """
 
-    def __init__(self, sink: Sink, host: str | None = None) -> None:
-        self._sink, self._lock = sink, threading.Lock()
+    def __init__(self, progress: Progress, host: str | None = None) -> None:
+        self._progress, self._lock = progress, threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="qbench-", dir=_short_folder()))
         key = secrets.token_bytes(32)
         socket: Socket = str(self._folder / "progress") if host is None else (host, 0)
@@ -125,7 +125,7 @@ class Relay:
         who send have not ended then."""
         for reader in self._readers if kind is None else ():
             reader.join(SECONDS_TO_SETTLE)
-        with self._lock:  # from now on nothing is passed on: the sink may be closed next
+        with self._lock:  # from now on nothing is passed on: the progress may be closed next
             self._closed = True
         with contextlib.suppress(OSError):  # wakes the thread that accepts
             Client(self.address.socket).close()
@@ -170,7 +170,7 @@ class Relay:
                 self._at_work.discard(cell)
                 self._lost[cell] = frozenset(self._at_work)
                 if not self._closed:
-                    self._sink.end(cell)
+                    self._progress.end(cell)
             self._changed.notify_all()
 
     def _pass_on(self, begun: set[str], method: str, *arguments: object) -> None:
@@ -182,7 +182,7 @@ class Relay:
         elif method == "end":
             begun.discard(cell)
             self._at_work.discard(cell)
-        getattr(self._sink, method)(*arguments)
+        getattr(self._progress, method)(*arguments)
 
 
 def _short_folder() -> str | None:

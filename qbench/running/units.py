@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from qbench.plan import Plan
-from qbench.record import GridCell
-from qbench.sink import Elsewhere, Sink
+from qbench.progress import Progress, RemoteProgress
+from qbench.records import GridCell
 
 DIED = "its process was killed (out of memory?); see its log"
 
@@ -46,7 +46,7 @@ class There:
     texts: Mapping[str, Path]
     out: Path
     cache: Path
-    sink: Sink | Elsewhere
+    progress: Progress | RemoteProgress
     force: bool = False
 
 
@@ -108,17 +108,17 @@ class Unit(Protocol):
 class Hosts(Protocol):
     """An executor over other hosts."""
 
-    def relay(self, sink: Sink) -> AbstractContextManager[object]: ...
+    def relay(self, progress: Progress) -> AbstractContextManager[object]: ...
 
     def submit(self, fn: Unit, name: str, /, *, force: bool = False) -> Future: ...
 
 
 def run_units(
-    unit: Unit, names: Sequence[str], *, executor: Hosts, sink: Sink, force: bool = False
+    unit: Unit, names: Sequence[str], *, executor: Hosts, progress: Progress, force: bool = False
 ) -> list[Any]:
     """Records of the cells ``names``, in order, made on other hosts."""
     found = []
-    with executor.relay(sink):
+    with executor.relay(progress):
         futures = [executor.submit(unit, name, force=force) for name in names]
         for name, future in zip(names, futures, strict=True):
             try:

@@ -15,15 +15,15 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from qbench.cell import cache_folder, distributions_folder, failed, run
 from qbench.errors import ResultsError
 from qbench.evaluation.base_file import base_rows_file, verified
 from qbench.evaluation.settings import exceeded
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages
-from qbench.record import Record, Unavailable
-from qbench.run import cache_folder, distributions_folder, failed, run
+from qbench.progress import Progress, RemoteProgress
+from qbench.records import Record, Unavailable
 from qbench.running.units import Base, Made, Remote, There
-from qbench.sink import Elsewhere, Sink
 from qbench.store import Store
 
 
@@ -35,18 +35,24 @@ class Work:
 
     plan: Plan
     out: Path
-    sink: Sink | Elsewhere
+    progress: Progress | RemoteProgress
     cache: Path | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is from outside the package is loaded first wherever this is unpickled, in an
         executor's own processes too."""
         plan = pickle.dumps(self.plan)
-        return _unpickled, (self.plan.plugins, plan, self.out, self.sink, self.cache)
+        return _unpickled, (self.plan.plugins, plan, self.out, self.progress, self.cache)
 
     def __call__(self, name: str, *, force: bool = False, wait: bool = True) -> Record | None:
         return run_cell(
-            self.plan, name, out=self.out, sink=self.sink, cache=self.cache, force=force, wait=wait
+            self.plan,
+            name,
+            out=self.out,
+            progress=self.progress,
+            cache=self.cache,
+            force=force,
+            wait=wait,
         )
 
     def remote(self, name: str) -> RemoteCells:
@@ -96,7 +102,8 @@ class RemoteCells(Remote):
 
     def run(self, plan: Plan, name: str, there: There) -> Made | None:
         record = run_cell(
-            plan, name, out=there.out, sink=there.sink, cache=there.cache, force=there.force,
+            plan, name, out=there.out, progress=there.progress, cache=there.cache,
+            force=there.force,
             wait=False,
         )  # fmt: skip
         if record is None:
@@ -114,12 +121,12 @@ def _unpickled(
     plugins: tuple[Plugin, ...],
     plan: bytes,
     out: Path,
-    sink: Sink | Elsewhere,
+    progress: Progress | RemoteProgress,
     cache: Path | None,
 ) -> Work:
     load(plugins)
     load_packages()
-    return Work(plan=pickle.loads(plan), out=out, sink=sink, cache=cache)
+    return Work(plan=pickle.loads(plan), out=out, progress=progress, cache=cache)
 
 
 def run_cell(
@@ -127,7 +134,7 @@ def run_cell(
     name: str,
     *,
     out: Path,
-    sink: Sink | Elsewhere,
+    progress: Progress | RemoteProgress,
     cache: Path | None = None,
     force: bool = False,
     wait: bool = True,
@@ -139,26 +146,33 @@ def run_cell(
     None where another run is at work on the cell and ``wait`` is false.
     """
     cell, store, kept = plan.cell(name), Store(out), cache or cache_folder()
-    with opened(sink) as told:
+    with opened(progress) as told:
         try:
             with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
                 known = store.whole(cell.grid_cell, told.say)
                 told.begin(cell.name)
                 if not force and complete(known, cell, store, rows_problem(kept)):
-                    told.say(f"{cell.name}: already there")
+                    told.log(f"{cell.name}: already there")
                     record = known
                 else:
                     record = run(cell, plan, store, told, kept)
-                    told.say(summary(record), "bold red" if record.status == "failed" else "")
+                    told.log(summary(record), "bold red" if record.status == "failed" else "")
                 told.end(cell.name)
                 return record
         except Timeout:
-            told.say(f"{cell.name}: another run is at work on it; later")
+            told.log(f"{cell.name}: another run is at work on it; later")
             return None
 
 
 def give_up(
-    plan: Plan, name: str, error: str, *, out: Path, sink: Sink, begun: datetime, force: bool
+    plan: Plan,
+    name: str,
+    error: str,
+    *,
+    out: Path,
+    progress: Progress,
+    begun: datetime,
+    force: bool,
 ) -> Record:
     """The record of a cell whose process died in a run that began at ``begun``.
 
@@ -174,7 +188,7 @@ def give_up(
         record = failed(cell, plan, error)
         if not good:
             store.put(record, None, None)
-    sink.say(summary(record), "bold red")
+    progress.log(summary(record), "bold red")
     return record
 
 
@@ -243,12 +257,12 @@ def _measured(record: Record) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def opened(sink: Sink | Elsewhere) -> Iterator[Sink]:
+def opened(progress: Progress | RemoteProgress) -> Iterator[Progress]:
     """A connection is the cell's own and ends with it: all that it said has been read by then."""
-    if not isinstance(sink, Elsewhere):
-        yield sink
+    if not isinstance(progress, RemoteProgress):
+        yield progress
         return
-    sender = sink.open()
+    sender = progress.open()
     try:
         yield sender
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 from qbench.comparison.explain import flat
 from qbench.comparison.metrics import is_percentage
-from qbench.record import Audit, Damage, Record, ScoringReport, Unavailable, Written
+from qbench.records import Audit, Damage, Record, RecordModel, ScoringReport, Unavailable
 from qbench.show.layout import pairs, table
 from qbench.text.numbers import NO_VALUE, metric_title, number, significant
 
@@ -115,7 +115,7 @@ def _audit(audit: Audit | None) -> str:
     return "\n\n".join([*text, *([table(head, rows)] if rows else [])])
 
 
-def _part(part: Written | None) -> str:
+def _part(part: RecordModel | None) -> str:
     """All that a part of a record says; nothing where there is none."""
     return _said(part.model_dump(exclude_none=True, mode="json")) if part is not None else ""
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from qbench.comparison.metrics import LOG_SCALE
 from qbench.errors import ResultsError
-from qbench.record import GridCell, Record
+from qbench.records import GridCell, Record
 from qbench.show.layout import table
 from qbench.store import Store
 from qbench.text.numbers import NO_VALUE, metric_title

@@ -5,11 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 
 from qbench.comparison.lines import judge
-from qbench.record import Grid
-from qbench.runs import run_id, runs
+from qbench.records import Grid
 from qbench.show.cell import took
 from qbench.show.layout import table
-from qbench.store import KEY_DIGITS, Store, read
+from qbench.store import KEY_DIGITS, Store, read, run_id, runs
 from qbench.text.numbers import NO_VALUE
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from qbench.record import Record, Score
-from qbench.record.analysis import Analysis, Sensitivity
-from qbench.record.passkey import task_length
+from qbench.passkey import task_length
+from qbench.records import Analysis, Record, Score, Sensitivity
 from qbench.tables.analyses import Section, Why
 from qbench.tables.chance import AT_CHANCE, at_chance
 from qbench.tables.pruned import pruned

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.errors import ResultsError
-from qbench.record import Record
-from qbench.record.analysis import Analysis, LinearInput, Measured, Sensitivity
+from qbench.records import Analysis, LinearInput, Measured, Record, Sensitivity
 from qbench.store import Store
 from qbench.text.numbers import NO_VALUE, number
 from qbench.text.reasons import together

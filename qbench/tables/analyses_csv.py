@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from qbench.record.analysis import Analysis, Delimiters, Hidden, Sensitivity, Sinks
+from qbench.records import Analysis, Delimiters, Hidden, Sensitivity, Sinks
 from qbench.text.escape import for_csv
 
 Row = dict[str, object]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from qbench.record import Damage, Record
-from qbench.record.analysis import Analysis
+from qbench.records import Analysis, Damage, Record
 from qbench.tables.analyses import Section, Why, paper_values
 from qbench.text.numbers import NO_VALUE, number
 

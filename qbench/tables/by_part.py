@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qbench.comparison.lines import Comparison, Line
-from qbench.record import Record
+from qbench.records import Record
 
 PART_HEADS = {"weights": "weights", "activations": "activations", "kv": "KV cache"}
 TREATMENT = "outliers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qbench.comparison.lines import Comparison
-from qbench.record import KVAudit
+from qbench.records import KVAudit
 from qbench.tables.table import Table
 
 

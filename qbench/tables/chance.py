@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qbench.record.passkey import CHANCE, DIGITS, task_length
+from qbench.passkey import CHANCE, DIGITS, task_length
 from qbench.tables.table import Table
 from qbench.text.numbers import metric_title
 

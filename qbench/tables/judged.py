@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qbench.comparison.lines import Comparison
-from qbench.record import SampleDifference
+from qbench.records import SampleDifference
 from qbench.tables.table import Table
 from qbench.text.numbers import MINUS
 

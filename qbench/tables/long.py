@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
-from qbench.record import Precision
+from qbench.records import Precision
 from qbench.tables.beside import find_printed, standard_errors_away
 from qbench.text.escape import for_csv
 

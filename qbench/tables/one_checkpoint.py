@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qbench.comparison.lines import Comparison, Line
 from qbench.comparison.wording import effect_text, interval_text
-from qbench.record import Damage, Record, TaskDamage
+from qbench.records import Damage, Record, TaskDamage
 from qbench.text.numbers import NO_VALUE, significant
 
 KL_NOTE = (

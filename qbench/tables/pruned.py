@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from qbench.record import Damage, Record
+from qbench.records import Damage, Record
 from qbench.tables.analyses import Section
 from qbench.tables.beside_damage import kl
 from qbench.tables.written import per_cent_text, value_text

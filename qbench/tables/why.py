@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qbench import published as papers
-from qbench.record import Record
-from qbench.record.passkey import task_length
+from qbench.passkey import task_length
+from qbench.records import Record
 from qbench.tables import along, analyses
 from qbench.tables.along import passkey_text
 from qbench.tables.analyses import Section, Why, texts

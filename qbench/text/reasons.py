@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-LOG = re.compile(r" \(the traceback is in [^()]*\)$")  # as qbench.run writes it
+LOG = re.compile(r" \(the traceback is in [^()]*\)$")  # as qbench.cell writes it
 NAMES = 8  # that are written out; of more the number is
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from qbench.errors import EvaluationError, TrainingError
 from qbench.machine.environment import environment
-from qbench.record.training import Sample, TrainingSession
+from qbench.records import TrainingSample, TrainingSession
 from qbench.training.code import training_code
 from qbench.training.determinism import deterministic
 from qbench.training.feed import batches
@@ -215,7 +215,7 @@ def _watch(run: Run, progress: Progress, window: _Window) -> None:
     if run.processes.first:
         try:
             with deterministic(False):  # medians have no deterministic kernel
-                sample: Sample = run.watched.look(run.model, progress.step)
+                sample: TrainingSample = run.watched.look(run.model, progress.step)
         except EvaluationError as error:
             raise TrainingError(f"step {progress.step}: on held-out text {error}") from None
         assert window.log is not None, "the first process writes"

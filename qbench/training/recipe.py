@@ -13,7 +13,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, RecipeProblems, shown
 from qbench.recipe_fields import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole, problem_lines
 from qbench.recipe_source import Source, read
-from qbench.record import Name
+from qbench.records import Name
 from qbench.training.compute import Compute
 
 T = TypeVar("T")

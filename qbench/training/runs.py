@@ -14,8 +14,14 @@ from filelock import FileLock, Timeout
 
 from qbench.errors import TrainingError
 from qbench.files import clean_temporaries, write_atomically
-from qbench.record.training import FILE, Sample, TrainedOn, Training, TrainingSession
-from qbench.sealed import canonical
+from qbench.records import (
+    TRAINING_FILE,
+    TrainedOn,
+    Training,
+    TrainingSample,
+    TrainingSession,
+    canonical,
+)
 from qbench.training.fit import first_token, require_data, sequences
 from qbench.training.log import FILE as LOG
 from qbench.training.log import Log, read_log, trackers
@@ -89,7 +95,7 @@ def settings_digest(recipe: TrainingRecipe, files: TokenFiles, normalizer: str, 
 
 def finished(folder: Path, settings: str) -> Training | None:
     """The record of what is trained in ``folder`` already; TrainingError for other settings."""
-    path = folder / FILE
+    path = folder / TRAINING_FILE
     if not path.is_file():
         return None
     known = Training.model_validate_json(path.read_bytes())
@@ -177,7 +183,7 @@ def _one(
             if options.weights:
                 keep(model, folder)
             text = record.model_dump_json(indent=1) + "\n"
-            write_atomically(folder / FILE, text.encode())
+            write_atomically(folder / TRAINING_FILE, text.encode())
         processes.wait()
     return record
 
@@ -214,7 +220,7 @@ def _record(
     about = files.about
     lines = read_log(state / LOG) if (state / LOG).is_file() else []
     watched = [
-        Sample(**{key: line[key] for key in Sample.model_fields})
+        TrainingSample(**{key: line[key] for key in TrainingSample.model_fields})
         for line in lines
         if line["kind"] == "watch"
     ]

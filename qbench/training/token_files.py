@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from qbench.checkpoints.files import READ
 from qbench.checkpoints.find import HUB_ID
 from qbench.errors import DataError
-from qbench.record import Digest, Line, Written
+from qbench.records import Digest, Line, RecordModel
 
 ABOUT = "tokens.json"
 PARTS = ("train", "held_out")
@@ -35,7 +35,7 @@ def _without_place(named: str) -> str:
     return named if HUB_ID.fullmatch(named) else PurePath(named).name or named
 
 
-class TokenArray(Written):
+class TokenArray(RecordModel):
     """One of the two arrays."""
 
     tokens: Annotated[int, Field(ge=0)]
@@ -43,7 +43,7 @@ class TokenArray(Written):
     sha256: Digest
 
 
-class TextSource(Written):
+class TextSource(RecordModel):
     """Where documents came from. ``sha256`` None: streamed from the hub."""
 
     name: Line
@@ -51,7 +51,7 @@ class TextSource(Written):
     sha256: Digest | None
 
 
-class AboutTokens(Written):
+class AboutTokens(RecordModel):
     """``tokens.json``. ``vocabulary``: how many ids the tokenizer has."""
 
     schema_version: Literal[1] = 1

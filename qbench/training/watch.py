@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from qbench.analysis.measure import measure
-from qbench.record.training import Sample
+from qbench.records import TrainingSample
 from qbench.training.held_out import watched_rows
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.token_files import TokenFiles
@@ -28,7 +28,7 @@ class Watched:
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
 
-    def look(self, model: LlamaForCausalLM, step: int) -> Sample:
+    def look(self, model: LlamaForCausalLM, step: int) -> TrainingSample:
         """At a copy, in the dtype that the checkpoint will be read in: what is seen is what
         ``qbench analyze`` would see. A model that gives no numbers raises EvaluationError."""
         copied = copy.deepcopy(model).to(self.dtype).eval().requires_grad_(False)
@@ -40,7 +40,7 @@ class Watched:
             batch=max(1, BATCH_TOKENS // self.ids.shape[1]),
         )
         first = found.sinks[0]
-        return Sample(
+        return TrainingSample(
             step=step,
             loss=math.log(found.perplexity),
             sink_rate=first.rates[SINK],

@@ -10,10 +10,8 @@ from synthetic import make_store
 
 from qbench.analyses import Analyses
 from qbench.errors import RecipeError
-from qbench.record import Score
-from qbench.record.analysis import Sensitivity, UnitSensitivity
-from qbench.record.damage import Ratio
-from qbench.record.passkey import CHANCE
+from qbench.passkey import CHANCE
+from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
 from qbench.report.why import why_tables
 from qbench.tables.along import Pair, correlation, pairs, passkey_text, passkeys
 from qbench.tables.analyses import Why, gather

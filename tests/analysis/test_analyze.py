@@ -10,7 +10,7 @@ import pytest
 from small_recipe import DEMO, small_recipe
 
 from qbench.analyses import Analyses, long_contexts
-from qbench.cli import app
+from qbench.cli.app import app
 from qbench.errors import DataError, RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import gather

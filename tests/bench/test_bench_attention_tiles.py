@@ -60,7 +60,7 @@ def test_what_is_not_compiled_in_time_is_not_timed():
 
 
 def test_a_limit_to_compiling_is_for_tiles():
-    from qbench.cli import app
+    from qbench.cli.app import app
 
     ran = CliRunner().invoke(app, ["bench", "attention", "--seconds", "60"])
     assert ran.exit_code != 0

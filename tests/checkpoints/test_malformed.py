@@ -125,7 +125,7 @@ def test_a_config_of_a_hundred_megabytes_is_refused(tmp_path):
 
 def plan(recipe, monkeypatch, tmp_path):
     """Exit code of ``qbench plan``."""
-    from qbench.cli import main
+    from qbench.cli.app import main
 
     monkeypatch.setattr(sys, "argv", ["qbench", "plan", str(recipe), "--out", str(tmp_path / "o")])
     with pytest.raises(SystemExit) as end:

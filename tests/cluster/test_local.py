@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("distributed")
 
+from qbench.cli.job import local_slots
 from qbench.cluster.connect import connected
-from qbench.commands.job import local_slots
 from qbench.errors import RecipeError
 from qbench.machine import devices
 

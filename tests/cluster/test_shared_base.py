@@ -14,6 +14,7 @@ from synthetic import make_store
 
 pytest.importorskip("distributed")
 
+from qbench.cell import distributions_folder
 from qbench.cluster import kept, remote
 from qbench.cluster.located import WHOLE, Wanted
 from qbench.evaluation.base_file import (
@@ -25,7 +26,6 @@ from qbench.evaluation.base_file import (
 )
 from qbench.evaluation.scoring.base_rows import save_index
 from qbench.files import TEMPORARY, temporary
-from qbench.run import distributions_folder
 from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")

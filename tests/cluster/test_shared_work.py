@@ -15,6 +15,7 @@ pytest.importorskip("distributed")
 
 from qbench.bench import cluster_stub as stub
 from qbench.bench.cluster import bed, run_on, stub_plan
+from qbench.cell import failed, load
 from qbench.cluster.kept import Kept, artifacts_here, stages_of
 from qbench.cluster.line import Line
 from qbench.cluster.located import Wanted, _from_hub, located
@@ -24,7 +25,6 @@ from qbench.machine import environment
 from qbench.plan import plan
 from qbench.quantizers.quantize import quantize
 from qbench.recipe import Recipe
-from qbench.run import failed, load
 from qbench.running.grid import run_cells
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -79,7 +79,7 @@ def test_a_plain_run_and_one_on_a_cluster_share_a_results_folder(tmp_path, monke
     """Every cell is made once, by one of them, and both have all records."""
     cells, begun = stub_plan(tmp_path, 8), tmp_path / "begun"
     monkeypatch.setenv(stub.BEGUN, str(begun))
-    monkeypatch.setattr("qbench.run._run", stub._step)
+    monkeypatch.setattr("qbench.cell._run", stub._step)
     found = {}
     with bed(tmp_path, [{}]) as cluster:
         cluster.wait_for_workers(1)

@@ -7,7 +7,7 @@ from synthetic import make_store
 
 from qbench.comparison.changes import compare_results
 from qbench.errors import ResultsError
-from qbench.record import Trained
+from qbench.records import Trained
 from qbench.tables.changes import changes_table
 
 GROUPS = {"softmax": ("softmax.1", "softmax.2", "softmax.3")}

@@ -12,10 +12,10 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.cache import entries, prune
 from qbench.plan import plan
+from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.record import Unavailable
+from qbench.records import Unavailable
 from qbench.running.work import run_cell
-from qbench.sink import Silent
 from qbench.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +28,13 @@ from pathlib import Path
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.running.work import run_cell
-from qbench.sink import Silent
+from qbench.progress import SilentProgress
 
 recipe, out, go, then = sys.argv[1:]
 planned = plan(Recipe.load(Path(recipe)), device="cpu")
 
-class Stops(Silent):
-    def step(self, cell, name, total=None, unit=""):
+class Stops(SilentProgress):
+    def stage(self, cell, name, total=None, unit=""):
         if name == f"evaluate {planned.tasks[-1].name}":
             Path(go).with_name("last").touch()
             deadline = time.monotonic() + 60
@@ -45,18 +45,18 @@ class Stops(Silent):
                 os._exit(1)
             assert then != "fails", "as where memory runs out"
 
-run_cell(planned, "softpick/fp32", out=Path(out), sink=Stops())
+run_cell(planned, "softpick/fp32", out=Path(out), progress=Stops())
 """
 
 
-class Goes(Silent):
+class Goes(SilentProgress):
     """Lets the unquantized cell go on at a step of the quantized one, whose steps it keeps."""
 
     def __init__(self, go: Path, at: str) -> None:
         self.go, self.at = go, at
         self.steps: list[str] = []
 
-    def step(self, cell, name, total=None, unit=""):
+    def stage(self, cell, name, total=None, unit=""):
         self.steps.append(name)
         if name == self.at:
             self.go.touch()
@@ -75,7 +75,7 @@ def small(tmp_path):
 def serial(tmp_path, small, monkeypatch):
     """The records of a run of one cell after the other, by name, and the rows that it left."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "serial"))
-    found = {name: run_cell(small[1], name, out=tmp_path / "whole", sink=Silent())
+    found = {name: run_cell(small[1], name, out=tmp_path / "whole", progress=SilentProgress())
              for name in (BASE, CELL)}  # fmt: skip
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
     return found, kept(tmp_path / "serial")
@@ -94,9 +94,9 @@ def beside(tmp_path, path, planned, then, at):
     with subprocess.Popen(command, cwd=ROOT) as process:
         while process.poll() is None and not (tmp_path / "last").exists():
             time.sleep(0.01)
-        sink = Goes(go, at)
-        record = run_cell(planned, CELL, out=out, sink=sink)
-    return record, process.returncode, sink.steps
+        progress = Goes(go, at)
+        record = run_cell(planned, CELL, out=out, progress=progress)
+    return record, process.returncode, progress.steps
 
 
 def test_tasks_are_scored_before_the_unquantized_cell_is_done_to_the_same_bits(

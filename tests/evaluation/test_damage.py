@@ -16,7 +16,7 @@ from qbench.evaluation.degradation import (
     perplexity_ratio,
 )
 from qbench.evaluation.scoring.divergence import Measured
-from qbench.record import Flips, Score
+from qbench.records import Flips, Score
 
 
 def outcomes(values, metric="acc", weights=None):

@@ -7,7 +7,7 @@ import pytest
 
 from qbench.evaluation.scoring.scorer import Check
 from qbench.evaluation.settings import Tolerance, beyond, exceeded
-from qbench.record import DifferenceFromExact, SampleDifference, ScoringReport
+from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 
 
 def sample(task="a", **changes):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qbench.cli import app
+from qbench.cli.app import app
 from qbench.store import Store
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"

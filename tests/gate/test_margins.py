@@ -9,7 +9,7 @@ from gate_results import changed
 from qbench.comparison.statistics import Column, Panel, effect, worsening
 from qbench.errors import RecipeError
 from qbench.gate import check, margins
-from qbench.record import Score
+from qbench.records import Score
 
 
 def column(values) -> Column:

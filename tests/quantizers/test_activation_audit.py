@@ -14,7 +14,7 @@ from qbench.quantizers.activations.integers import IntTensor, IntToken
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import ActivationEvidence, Grid
 from qbench.quantizers.names import ACTIVATIONS, Combined
-from qbench.record import Audit
+from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
 DYNAMIC = ("int8-token", "int6-token", "int4-token", "int4-token-asymmetric", "fp8-row", "mxfp8",

@@ -14,7 +14,7 @@ from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.weights import forward_weight, levels
 from qbench.quantizers.linear import linears, plain
 from qbench.quantizers.packed import PackedLinear
-from qbench.record import Audit
+from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
 

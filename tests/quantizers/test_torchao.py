@@ -19,7 +19,7 @@ from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
 from qbench.quantizers import SETTINGS, Made, Stored, WeightQuantizer, parse
 from qbench.quantizers.audit import audit
-from qbench.record import Part, Precision
+from qbench.records import Part, Precision
 
 CONFIGS = {
     "int8": Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),

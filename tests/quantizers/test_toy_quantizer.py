@@ -26,7 +26,7 @@ from qbench.quantizers import (
 )
 from qbench.quantizers.artifacts import artifact
 from qbench.quantizers.audit import audit
-from qbench.record import Part, Precision
+from qbench.records import Part, Precision
 
 
 def test_a_toy_quantizer_is_quantized_audited_and_reused(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qbench.record import Damage
+from qbench.records import Damage
 
 ABOUT = {"stderr": 0.01, "documents": 120}
 DAMAGE = Damage.model_validate(

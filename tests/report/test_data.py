@@ -51,7 +51,7 @@ def test_the_difference_of_damages_comes_first_and_follows_its_keys(tables):
 
 def test_a_precision_is_named_whole_in_every_table(store):
     """Weights of four bits may stand beside quantized activations: 4 alone says too little."""
-    from qbench.record import Part, Precision
+    from qbench.records import Part, Precision
 
     comparison = compare(store)
     both = Precision(

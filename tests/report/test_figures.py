@@ -14,7 +14,7 @@ from synthetic import make_store
 
 from qbench import report
 from qbench.comparison.compare import compare
-from qbench.record import Damage, Flips
+from qbench.records import Damage, Flips
 from qbench.report import rows
 from qbench.report.drawing import plates
 from qbench.report.figures import groups

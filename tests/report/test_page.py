@@ -12,7 +12,7 @@ from synthetic import make_store
 from qbench import report
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError
-from qbench.record import Unavailable
+from qbench.records import Unavailable
 from qbench.store import Store
 
 SIZES = {"arc_easy": 120, "lambada_openai": 100, "wikitext": 12}

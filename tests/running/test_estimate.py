@@ -39,12 +39,12 @@ def test_the_first_batches_say_it_where_no_record_does():
     clock, left = estimate(["a", "b"], tasks=2)
     left.begin("a")
     clock.now = 10
-    left.step("a", "evaluate one")
+    left.stage("a", "evaluate one")
     clock.now = 15
     left.advance("a", 50, 100)  # a quarter of all in 5 s: 30 s in all
     assert left.left() == pytest.approx(15 + 30)
     left.advance("a", 100, 100)
-    left.step("a", "evaluate two")
+    left.stage("a", "evaluate two")
     clock.now = 20
     left.advance("a", 0, 100)  # half of it in 10 s
     assert left.left() == pytest.approx(10 + 30)
@@ -56,7 +56,7 @@ def test_a_cell_that_has_ended_says_which_tasks_are_long():
     for cell in "ab":
         left.begin(cell)
         for task, seconds in (("one", 5), ("two", 5), ("long", 90)):
-            left.step(cell, f"evaluate {task}")
+            left.stage(cell, f"evaluate {task}")
             if (cell, task) == ("b", "long"):  # a tenth of it in 10 s, not two thirds
                 assert left.left() == pytest.approx(90)
             clock.now += seconds
@@ -67,18 +67,18 @@ def test_what_a_cell_waits_for_another_is_no_work_of_its_own():
     clock, left = estimate(["a", "b", "c"], tasks=2)
     left.begin("a")
     clock.now = 10
-    left.step("a", "waits for base")
+    left.stage("a", "waits for base")
     clock.now = 50
-    left.step("a", "evaluate one")
+    left.stage("a", "evaluate one")
     clock.now = 60
     left.advance("a", 100, 100)  # half of its scoring in 10 s, after 10 s of other work
     for now in (60, 90):
         clock.now = now
-        left.step("a", "waits for base")
+        left.stage("a", "waits for base")
         assert left.left() == pytest.approx(10 + 30 + 30)
-    left.step("a", "evaluate two")
+    left.stage("a", "evaluate two")
     clock.now = 100
-    left.step("a", "waits for base")
+    left.stage("a", "waits for base")
     clock.now = 500
     left.end("a")
     assert left.left() == pytest.approx(30 + 30)
@@ -90,7 +90,7 @@ def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
     left.end("a")  # was there already: took nothing
     assert left.left() is None
     left.begin("b")
-    left.step("b", "evaluate one")
+    left.stage("b", "evaluate one")
     clock.now = 12
     left.end("b")
     assert left.left() == 12
@@ -100,7 +100,7 @@ def test_lines_without_a_terminal_say_it_too():
     shown = io.StringIO()
     with Display(shown, 1, Estimate(["a/fp32"], earlier={"a/fp32": 300.0})) as display:
         display.begin("a/fp32")
-        display.step("a/fp32", "load")
+        display.stage("a/fp32", "load")
     assert shown.getvalue().endswith("[1/1] a/fp32: load (about 5 min left)\n")
 
 

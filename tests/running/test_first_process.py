@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qbench.commands.job import Job, first_process, placed
+from qbench.cli.job import Job, first_process, placed
 from qbench.errors import UnavailableError
 from qbench.machine import devices
 from qbench.running.executors import Processes

@@ -17,15 +17,15 @@ import pytest
 from filelock import FileLock
 from small_recipe import small_recipe
 
+from qbench.cell import run
 from qbench.plan import plan
+from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.record import OUTCOME_COLUMNS, RESPONSE_COLUMNS
-from qbench.run import run
+from qbench.records import OUTCOME_COLUMNS, RESPONSE_COLUMNS
 from qbench.running.executors import Processes, SerialExecutor
 from qbench.running.grid import run_cells
 from qbench.running.progress import Display
 from qbench.running.work import give_up
-from qbench.sink import Silent
 from qbench.store import Store
 
 TASKS = ["demo_lastword"]
@@ -69,7 +69,7 @@ def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path
     shown = io.StringIO()
     with ThreadPoolExecutor(1) as executor, Display(shown, 4) as display:
         records = run_cells(planned(tmp_path), out=tmp_path / "out", executor=executor,
-                            sink=display)  # fmt: skip
+                            progress=display)  # fmt: skip
     assert {record.cell: record.scores for record in records} == expected
     assert shown.getvalue().count(": done (") == 4
     assert "softpick/rtn-4bit: evaluate demo_lastword" in shown.getvalue()
@@ -104,7 +104,7 @@ def test_a_cell_that_begins_again_keeps_its_number():
     with Display(shown, 2) as display:
         for cell in ("a/fp32", "b/fp32", "a/fp32"):
             display.begin(cell)
-            display.step(cell, "load")
+            display.stage(cell, "load")
             display.end(cell)
     assert [line.split("s ", 1)[1] for line in shown.getvalue().splitlines()] == [
         "[1/2] a/fp32: load", "[2/2] b/fp32: load", "[1/2] a/fp32: load",
@@ -131,18 +131,18 @@ class Quick(Executor):
 def quickly(fn, name, marks, deaths, **settings):
     """In a worker process: a cell of one step, in which the process is killed while there are
     fewer marks than ``deaths``."""
-    import qbench.run
+    import qbench.cell
 
-    def step(cell, plan, store, gathered, sink, cache):
-        sink.step(cell.name, "step")
+    def step(cell, plan, store, result, progress, cache):
+        progress.stage(cell.name, "step")
         marks.mkdir(exist_ok=True)
         if len(list(marks.iterdir())) < deaths:
             (marks / str(time.monotonic_ns())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        gathered.outcomes = [pd.DataFrame(columns=list(OUTCOME_COLUMNS))]
-        gathered.responses = [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
+        result.outcomes = [pd.DataFrame(columns=list(OUTCOME_COLUMNS))]
+        result.responses = [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
 
-    qbench.run._run = step
+    qbench.cell._run = step
     return fn(name, **settings)
 
 
@@ -150,7 +150,9 @@ def run_quickly(folder, inner, doomed=(), times=99, **settings):
     shown, out = io.StringIO(), folder / "out"
     with inner, Display(shown, 4) as display:
         executor = Quick(inner, folder / "marks", doomed, times)
-        records = run_cells(planned(folder), out=out, executor=executor, sink=display, **settings)
+        records = run_cells(
+            planned(folder), out=out, executor=executor, progress=display, **settings
+        )
     return {record.cell: record for record in records}, shown.getvalue(), Store(out)
 
 
@@ -187,7 +189,7 @@ class Together(Quick):
 
 def beside_another(fn, name, marks, **settings):
     """In a worker process: waits until two cells are at work, then the first of them dies."""
-    import qbench.run
+    import qbench.cell
 
     def wait_for(condition):
         end = time.monotonic() + 60
@@ -195,8 +197,8 @@ def beside_another(fn, name, marks, **settings):
             assert time.monotonic() < end
             time.sleep(0.05)
 
-    def step(cell, plan, store, gathered, sink, cache):
-        sink.step(cell.name, "step")
+    def step(cell, plan, store, result, progress, cache):
+        progress.stage(cell.name, "step")
         marks.mkdir(exist_ok=True)
         begun, died = marks / str(time.monotonic_ns()), marks / "died"
         if not died.exists():
@@ -208,10 +210,10 @@ def beside_another(fn, name, marks, **settings):
                 os.kill(os.getpid(), signal.SIGKILL)
             wait_for(died.exists)
             time.sleep(1)
-        gathered.outcomes = [pd.DataFrame(columns=list(OUTCOME_COLUMNS))]
-        gathered.responses = [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
+        result.outcomes = [pd.DataFrame(columns=list(OUTCOME_COLUMNS))]
+        result.responses = [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
 
-    qbench.run._run = step
+    qbench.cell._run = step
     return fn(name, **settings)
 
 
@@ -219,7 +221,7 @@ def test_a_cell_that_dies_beside_another_is_tried_again_alone(tmp_path):
     """It may have been the other one that took all the memory."""
     shown, inner = io.StringIO(), processes()
     with inner, Display(shown, 4) as display:
-        records = run_cells(planned(tmp_path), out=tmp_path / "out", sink=display,
+        records = run_cells(planned(tmp_path), out=tmp_path / "out", progress=display,
                             executor=Together(inner, tmp_path / "marks"))  # fmt: skip
     assert [record.status for record in records] == ["ok"] * 4
     assert shown.getvalue().count("its process died; once more, alone") == 1
@@ -244,10 +246,10 @@ def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     begun = datetime.now(UTC)
     lock = FileLock(Store(out).lock_file(plan_.cell(name).grid_cell))
     with ThreadPoolExecutor(1) as late, lock:
-        giving_up = late.submit(give_up, plan_, name, "killed", out=out, sink=Silent(),
+        giving_up = late.submit(give_up, plan_, name, "killed", out=out, progress=SilentProgress(),
                                 begun=begun, force=False)  # fmt: skip
         time.sleep(0.2)
-        made = run(plan_.cell(name), plan_, Store(out), Silent(), tmp_path / "cache")
+        made = run(plan_.cell(name), plan_, Store(out), SilentProgress(), tmp_path / "cache")
         assert made.status == "ok"
     assert giving_up.result() == made == Store(out).get(plan_.cell(name).grid_cell)
 

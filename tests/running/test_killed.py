@@ -14,10 +14,10 @@ from concurrent.futures import BrokenExecutor
 
 import pytest
 
+from qbench.progress import SilentProgress
 from qbench.running import executors
 from qbench.running.executors import Processes
 from qbench.running.relay import Relay
-from qbench.sink import Silent
 
 KILLS = 40
 LATEST = 0.1  # seconds until the kill
@@ -29,17 +29,17 @@ def talk(address, cell):
     sender = address.open()
     sender.begin(cell)
     while True:
-        sender.step(cell, "step " * 2_000, total=1)
-        sender.say("line")
+        sender.stage(cell, "step " * 2_000, total=1)
+        sender.log("line")
 
 
-class Heard(Silent):
+class Heard(SilentProgress):
     """Counts what a cell said."""
 
     def __init__(self):
         self.steps = 0
 
-    def step(self, *_):
+    def stage(self, *_):
         self.steps += 1
 
 

@@ -12,14 +12,14 @@ from contextlib import suppress
 
 import pytest
 
+from qbench.progress import SilentProgress
 from qbench.running.relay import Relay
-from qbench.sink import Silent
 
 CHILD = """
 import os, pickle, signal, sys
 sender = pickle.loads(bytes.fromhex(sys.argv[1])).open()
 sender.begin("a/b")
-sender.step("a/b", "evaluate", 10, "requests")
+sender.stage("a/b", "evaluate", 10, "requests")
 if sys.argv[2] == "ends":
     sender.end("a/b")
 if sys.argv[2] == "half":  # a message of 4 KiB of which three bytes come
@@ -29,14 +29,14 @@ if sys.argv[2] != "ends":
 """
 
 
-class Heard(Silent):
+class Heard(SilentProgress):
     def __init__(self):
         self.lines = []
 
     def begin(self, cell):
         self.lines.append(f"begin {cell}")
 
-    def step(self, cell, name, total=None, unit=""):
+    def stage(self, cell, name, total=None, unit=""):
         self.lines.append(f"{name} {total} {unit}")
 
     def end(self, cell):
@@ -80,13 +80,13 @@ def test_where_nobody_listens_any_more_nothing_is_said():
     sender.end("a/b")
 
 
-class Closed(Silent):
+class Closed(SilentProgress):
     """As a terminal that is closed once the run has broken off."""
 
     def __init__(self):
         self.heard, self.closed, self.late = threading.Event(), False, []
 
-    def step(self, *message):
+    def stage(self, *message):
         if self.closed:
             self.late.append(message)
         self.heard.set()
@@ -98,24 +98,24 @@ class Closed(Silent):
 
 def test_where_a_run_breaks_off_nothing_is_passed_on_afterwards():
     """Cells that are still at work talk on, for as long as their processes are there."""
-    sink, talks = Closed(), True
+    progress, talks = Closed(), True
 
     def talk(address):
         sender = address.open()
         sender.begin("a/b")
         while talks:
-            sender.step("a/b", "step")
+            sender.stage("a/b", "step")
         sender.close()
 
-    with suppress(KeyboardInterrupt), Relay(sink) as relay:
+    with suppress(KeyboardInterrupt), Relay(progress) as relay:
         talking = threading.Thread(target=talk, args=(relay.address,))
         talking.start()
-        assert sink.heard.wait(60)
+        assert progress.heard.wait(60)
         raise KeyboardInterrupt
-    sink.closed = True
+    progress.closed = True
     time.sleep(0.2)
     talks = False
     talking.join()
     for reader in relay._readers:
         reader.join(60)
-    assert sink.late == []
+    assert progress.late == []

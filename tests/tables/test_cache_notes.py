@@ -6,7 +6,7 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.compare import compare
-from qbench.record import (
+from qbench.records import (
     DifferenceFromExact,
     KVAudit,
     KVModuleAudit,

@@ -14,7 +14,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.wording import effect_text
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
-from qbench.record import ActivationAudit, InputAudit, Leak, Part, Precision
+from qbench.records import ActivationAudit, InputAudit, Leak, Part, Precision
 from qbench.report.content import data_tables
 from qbench.running.work import summary
 from qbench.store import Store

@@ -13,7 +13,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.seed_wording import each_text, ends_text, mean_text
 from qbench.comparison.statistics import SeedEffect
 from qbench.comparison.trainings import training_notes
-from qbench.record import Trained
+from qbench.records import Trained
 from qbench.report import write
 from qbench.tables import render, write_tables
 

@@ -27,7 +27,7 @@ def test_progress_says_a_failure_once():
     stream = io.StringIO()
     with Display(stream, 3) as display:
         for cell in ("a/x", "b/x", "c/x"):
-            display.say(f"{cell}: FAILED: no room", "bold red")
+            display.log(f"{cell}: FAILED: no room", "bold red")
     assert stream.getvalue().splitlines() == [
         "a/x: FAILED: no room", "b/x: FAILED, as a/x", "c/x: FAILED, as a/x"
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_the_file_with_the_traceback_makes_no_other_reason():
     stream = io.StringIO()
     with Display(stream, 2) as display:
         for line in lines:
-            display.say(line.replace("failed", "FAILED"), "bold red")
+            display.log(line.replace("failed", "FAILED"), "bold red")
     assert stream.getvalue().splitlines()[1] == "b/x: FAILED, as a/x"
 
 

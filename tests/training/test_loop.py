@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
-from qbench.record import Training
+from qbench.records import Training
 from qbench.training.log import read_log, require_trackers
 from qbench.training.runs import draw
 

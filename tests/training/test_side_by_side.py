@@ -231,7 +231,7 @@ def test_what_is_trained_is_evaluated_on_the_same_gpus(tmp_path, recipe_file, tr
     settings = {"tokens": 64, "normalizers": ["softmax"]}
     train(tmp_path / "out", **settings)
     evaluated = []
-    monkeypatch.setattr("qbench.commands.running.run", lambda *_, **more: evaluated.append(more))
+    monkeypatch.setattr("qbench.cli.run.run", lambda *_, **more: evaluated.append(more))
     monkeypatch.setattr("qbench.machine.devices.choose_device", lambda _: "cuda")
     monkeypatch.setattr("qbench.machine.devices.device_count", lambda: 2)
     evaluation = small_recipe(tmp_path, checkpoints={"softmax": "nowhere"})
@@ -269,7 +269,7 @@ def test_what_a_run_is_told_is_what_the_command_was_told(tmp_path, recipe_file, 
         seen.extend(parts)
         return []
 
-    monkeypatch.setattr("qbench.commands.training_runs.train_side_by_side", ran)
+    monkeypatch.setattr("qbench.cli.training_runs.train_side_by_side", ran)
     path = recipe_file(seeds=[1, 2])
     out = tmp_path / "out"
     options = ["--tokens", "640", "--sequences", "1", "--stop-after", "3", "--no-weights",
@@ -286,7 +286,7 @@ def test_what_a_run_is_told_is_what_the_command_was_told(tmp_path, recipe_file, 
 
 def test_the_parent_of_runs_loads_no_torch():
     code = (
-        "import sys, qbench.commands.training_runs, qbench.commands.trained, "
+        "import sys, qbench.cli.training_runs, qbench.cli.trained, "
         "qbench.training.fit, qbench.training.held_out; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,

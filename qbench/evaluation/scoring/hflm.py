@@ -11,7 +11,7 @@ from qbench.errors import RecipeError
 from qbench.evaluation.scoring.generate import generate, greedy, pinned_hflm
 from qbench.evaluation.scoring.logits import peak_memory_gib, reset_peak_memory
 from qbench.evaluation.settings import ScoringSettings
-from qbench.record import ScoringReport
+from qbench.records import ScoringReport
 
 
 class Yardstick(LM):

@@ -56,7 +56,7 @@ from qbench.evaluation.scoring.requests import (
 )
 from qbench.evaluation.scoring.side_by_side import packs_at_once, side_by_side
 from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
-from qbench.record import DifferenceFromExact, SampleDifference, ScoringReport
+from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 
 
 @dataclass(slots=True)

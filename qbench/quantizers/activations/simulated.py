@@ -19,7 +19,7 @@ from qbench.quantizers.config import (
     Progress,
     pattern,
 )
-from qbench.record import Part
+from qbench.records import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -25,7 +25,7 @@ from qbench.quantizers.measure_heads import measure_heads
 from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
 from qbench.quantizers.quantize import evidence_of
-from qbench.record import Audit, KVAudit
+from qbench.records import Audit, KVAudit
 
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.matrices import Matrix
-from qbench.record import ModuleAudit
+from qbench.records import ModuleAudit
 
 ROWS = 512  # of the identity at once
 MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text

@@ -20,7 +20,7 @@ from qbench.quantizers.config import KVEvidence, QuantizationConfig
 from qbench.quantizers.kv_cache.cache import ATTRIBUTE, attention_modules
 from qbench.quantizers.kv_cache.settings import context_length
 from qbench.quantizers.quantize import evidence_of
-from qbench.record import KVAudit, KVModuleAudit
+from qbench.records import KVAudit, KVModuleAudit
 
 CLIPPED = 1e-3  # share of values outside their group's levels, which come from the values
 E4M3 = {"relative": 2.0**-4, "least": 2.0**-10}  # half a step: of a number, and below 2^-6

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from qbench.errors import RecipeError
 from qbench.quantizers.config import SETTINGS, KVCacheSettings, KVEvidence
 from qbench.quantizers.names import KV_CACHES
-from qbench.record import Part
+from qbench.records import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -14,7 +14,7 @@ from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers.activations.simulated import Simulated
 from qbench.quantizers.config import SETTINGS, ActivationEvidence, Grid, WeightSettings
 from qbench.quantizers.products.weights import ScaledWeights
-from qbench.record import Part
+from qbench.records import Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 def opened(folder: Path, run: str | None, option: str = "--run") -> Store:
     """The results of a ``run``, or of the last one; where a folder holds several, standard error
     is told which that is."""
-    from qbench.runs import run_id, runs
-    from qbench.store import Store
+    from qbench.store import Store, run_id, runs
 
     store = Store(folder, run=run)
     known = [name for name, _ in runs(folder)]

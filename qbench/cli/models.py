@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.screen import show_written
+from qbench.cli.screen import show_written
 
 if TYPE_CHECKING:
     from qbench.checkpoints.classes import ModelClass

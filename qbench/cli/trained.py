@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from qbench.commands.options import Device
-from qbench.commands.screen import show_written
+from qbench.cli.options import Device
+from qbench.cli.screen import show_written
 from qbench.errors import RecipeError
 from qbench.overrides import Overrides
 
 if TYPE_CHECKING:
-    from qbench.record.training import Training
+    from qbench.records import Training
     from qbench.training.recipe import TrainingRecipe
 
 
@@ -47,7 +47,7 @@ def evaluation(
     """What runs the recipe of ``--evaluate`` on the checkpoints in ``folder``, on ``gpus`` unless
     ``cluster`` runs it; None without one. Raises RecipeError, before anything is trained, where it
     could not."""
-    from qbench.commands.running import run
+    from qbench.cli.run import run
     from qbench.recipe import Recipe
 
     if recipe is None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.job import Place, first_process, listed, make_job, named, placed
-from qbench.commands.options import (
+from qbench.cli.job import Place, first_process, listed, make_job, named, placed
+from qbench.cli.options import (
     Calibration,
     Checkpoints,
     ClusterOption,
@@ -36,7 +36,7 @@ from qbench.commands.options import (
     Tasks,
     to_file,
 )
-from qbench.commands.screen import complain
+from qbench.cli.screen import complain
 from qbench.files import require_folder
 from qbench.machine.clock import mark
 from qbench.machine.quiet import terminal
@@ -45,7 +45,7 @@ from qbench.text.reasons import some
 
 if TYPE_CHECKING:
     from qbench.plan import Cell, Plan
-    from qbench.record import Record
+    from qbench.records import Record
     from qbench.running.progress import Display
 
 FOR_TABLES = (
@@ -109,11 +109,11 @@ def run(
     )
     where = {"gpus": gpus, "workers": workers, "own": executor}
     with first_process(device, cluster, **where) as first:
-        from qbench.commands.results import show_tables  # beside the process's own imports
+        from qbench.cell import cache_folder
+        from qbench.cli.results import show_tables  # beside the process's own imports
         from qbench.comparison.floors import read_noise
         from qbench.plan import cell_names, select
         from qbench.recipe_override import save
-        from qbench.run import cache_folder
         from qbench.running.grid import readable
         from qbench.store import Store
 
@@ -157,16 +157,16 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
     with terminal() as screen, Display(screen, len(cells), estimate) as display:
         _announce(planned, cells, display)
         if place.description:
-            display.say(place.description)
+            display.log(place.description)
         if place.executor is not None:  # what the tables need, while this process only waits
             threading.Thread(target=_import_statistics, daemon=True).start()
         start, begun = time.monotonic(), datetime.now(UTC)
         records = run_cells(
-            planned, out=out, cells=cells, executor=place.executor, sink=display, force=force
+            planned, out=out, cells=cells, executor=place.executor, progress=display, force=force
         )
         mark("cells ended")
         if made := [record for record in records if record.started >= begun]:
-            display.say(total(made, time.monotonic() - start))
+            display.log(total(made, time.monotonic() - start))
     return planned, records
 
 
@@ -199,7 +199,7 @@ def plan(
 
     Exit code 2 where a cell can never run.
     """
-    from qbench.commands.planning import plan_lines
+    from qbench.cli.planning import plan_lines
     from qbench.preflight import require_runnable
     from qbench.store import Store
 
@@ -226,13 +226,13 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     """What this run computes on and reads: nothing is chosen in silence."""
     total = len(planned.cells)
     count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
-    from qbench.commands.planning import how, notes
+    from qbench.cli.planning import how, notes
     from qbench.machine.bytecode import compiled_anew, remedy
 
-    display.say(f"{count} on {how(planned, cells)}")
+    display.log(f"{count} on {how(planned, cells)}")
     if slow := compiled_anew():
-        display.say(remedy(slow))
+        display.log(remedy(slow))
     for line in notes(cells):
-        display.say(line)
+        display.log(line)
     if planned.calibration is not None:
-        display.say(f"calibration text: {planned.calibration.path}")
+        display.log(f"calibration text: {planned.calibration.path}")

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from qbench.commands.opened import opened
-from qbench.commands.options import Folder, Run, to_file
-from qbench.commands.screen import show_written
+from qbench.cli.opened import opened
+from qbench.cli.options import Folder, Run, to_file
+from qbench.cli.screen import show_written
 from qbench.errors import ResultsError
 from qbench.machine.memory import require_memory
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from qbench.commands.job import Place, make_job, named, on_cluster
-from qbench.commands.options import (
+from qbench.cli.job import Place, make_job, named, on_cluster
+from qbench.cli.options import (
     CheckpointsOfRecipe,
     ClusterOption,
     Data,
@@ -22,7 +22,7 @@ from qbench.commands.options import (
     RecipeFile,
     ScoringOption,
 )
-from qbench.commands.screen import show_written
+from qbench.cli.screen import show_written
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder
 from qbench.machine.quiet import terminal
@@ -99,9 +99,9 @@ def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[s
         return
     names = [cell.name for cell in cells]
     with terminal() as screen, Display(screen, len(names)) as display:
-        display.say(place.description)
+        display.log(place.description)
         made = run_units(
-            NoiseUnit(plan=plan, out=out), names, executor=place.executor, sink=display
+            NoiseUnit(plan=plan, out=out), names, executor=place.executor, progress=display
         )  # fmt: skip
     for name, one in zip(names, made, strict=True):
         if isinstance(one, Failed):

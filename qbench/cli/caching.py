@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qbench.commands.worded import WordedGroup
+from qbench.cli.worded import WordedGroup
 
 app = typer.Typer(
     cls=WordedGroup, no_args_is_help=True, help="What runs keep for later ones: list it, bound it."
@@ -25,7 +25,7 @@ def list_entries(
     from tabulate import tabulate
 
     from qbench.cache import entries, in_words
-    from qbench.run import cache_folder
+    from qbench.cell import cache_folder
 
     cache = cache_folder()
     found = entries(cache, results)
@@ -51,7 +51,7 @@ def prune(
     What a run is at work on stays. What is gone is made again by the run that needs it.
     """
     from qbench.cache import GIB, in_words, prune
-    from qbench.run import cache_folder
+    from qbench.cell import cache_folder
 
     removed, leftovers = prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
     word = "would remove" if dry_run else "removed"

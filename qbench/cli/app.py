@@ -9,20 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from qbench import __version__
-from qbench.commands import (
-    analysis,
-    benchmarks,
-    caching,
-    gate,
-    models,
-    noise,
-    results,
-    running,
-    training,
-)
-from qbench.commands.options import PluginOption
-from qbench.commands.screen import complain, refuse
-from qbench.commands.worded import WordedGroup
+from qbench.cli import analyze, bench, caching, gate, models, noise, results, run, train
+from qbench.cli.options import PluginOption
+from qbench.cli.screen import complain, refuse
+from qbench.cli.worded import WordedGroup
 from qbench.errors import QbenchError, RecipeError, shown
 from qbench.machine.interrupt import CODE, STOPPED
 from qbench.machine.memory import settle_memory
@@ -83,7 +73,7 @@ app = typer.Typer(
     help="How much does a quantizer hurt a softpick model, how much a softmax model, and is the "
     "difference real?\n\nStart with `qbench run recipes/demo.yaml`.",
 )
-for _command in (running.run, running.plan, noise.noise, analysis.analyze):
+for _command in (run.run, run.plan, noise.noise, analyze.analyze):
     app.command(rich_help_panel="Run recipes")(_command)
 for _command in (
     results.tables,
@@ -97,11 +87,11 @@ for _command in (
     results.published,
 ):
     app.command(rich_help_panel="Read results")(_command)
-for _command in (training.tokenize, training.train):
+for _command in (train.tokenize, train.train):
     app.command(rich_help_panel="Train pairs")(_command)
 app.command(rich_help_panel="Measure and look up")(models.convert)
 app.add_typer(caching.app, name="cache", rich_help_panel="Measure and look up")
-app.add_typer(benchmarks.app, name="bench", rich_help_panel="Measure and look up")
+app.add_typer(bench.app, name="bench", rich_help_panel="Measure and look up")
 
 
 class Listing(StrEnum):
@@ -131,7 +121,7 @@ def list_command(
     if markdown and what != Listing.models:
         raise RecipeError(f"list {what}: --markdown is for models")
     if markdown:
-        from qbench.commands.models import model_table
+        from qbench.cli.models import model_table
 
         typer.echo(model_table(), nl=False)
         return
@@ -145,7 +135,7 @@ def _listing(what: Listing) -> list[str]:
 
         return ["passkey", "passkey_TOKENS (qbench's own, without data)", *task_names()]
     if what is Listing.models:
-        from qbench.commands.models import model_lines
+        from qbench.cli.models import model_lines
 
         return model_lines()
     if what is Listing.normalizers:
@@ -160,7 +150,7 @@ def _listing(what: Listing) -> list[str]:
         ]
         own = "what a model's own class in transformers computes, by its own code"
         return [*lines, f"{'native':{wide}} {own}"]
-    from qbench.commands.parts import quantizer_lines
+    from qbench.cli.parts import quantizer_lines
 
     return quantizer_lines()
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qbench.commands.options import Json
+from qbench.cli.options import Json
 from qbench.errors import RecipeError
 
 

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from qbench.commands import bench_attention, bench_cluster
-from qbench.commands.job import make_job, named
-from qbench.commands.options import (
+from qbench.cli import bench_attention, bench_cluster
+from qbench.cli.job import make_job, named
+from qbench.cli.options import (
     CheckpointsOfRecipe,
     Data,
     Device,
@@ -21,8 +21,8 @@ from qbench.commands.options import (
     Limit,
     RecipeFile,
 )
-from qbench.commands.screen import show_written
-from qbench.commands.worded import WordedGroup
+from qbench.cli.screen import show_written
+from qbench.cli.worded import WordedGroup
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
 from qbench.machine.quiet import redirected, terminal
@@ -95,9 +95,9 @@ def evaluation(
 ) -> None:
     """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring."""
     from qbench.bench.evaluation import MODES, compare, table
+    from qbench.cell import load
     from qbench.evaluation.settings import resolve
     from qbench.evaluation.tasks import load_task
-    from qbench.run import load
 
     overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
     job = make_job(recipe, overrides, out=None, device=device)

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qbench.commands.job import Place
+from qbench.cli.job import Place
 from qbench.machine.quiet import terminal
 
 if TYPE_CHECKING:
     from qbench.analysis.settings import AnalysisSettings
     from qbench.analysis.units import AnalysisUnit
     from qbench.plan import Plan
-    from qbench.record.analysis import Analysis, Sensitivity
+    from qbench.records import Analysis, Sensitivity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,21 +124,21 @@ def run_part(
     from qbench.running.units import run_units
 
     with terminal() as screen, Display(screen, len(part.names)) as display:
-        display.say(
+        display.log(
             f"{part.counted} on {settings.device}: at most {settings.samples} texts of "
             f"{part.length} tokens of {settings.source.name}{part.apart}"
         )
         if place.description:
-            display.say(place.description)
+            display.log(place.description)
         if part.replaced:
-            display.say(
+            display.log(
                 f"{part.replaced} held analyses of other texts, settings or versions; their "
                 "records stay, its tables now show this one's (say --out to keep both)"
             )
         if place.executor is None:
-            found = [part.make(cell, sink=display, force=force) for cell in part.unit.cells]
+            found = [part.make(cell, progress=display, force=force) for cell in part.unit.cells]
         else:
             found = run_units(
-                part.unit, part.names, executor=place.executor, sink=display, force=force
+                part.unit, part.names, executor=place.executor, progress=display, force=force
             )
     return [one for one in found if one.status != "ok"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.analysis_parts import parts_of, run_part
-from qbench.commands.job import Place, make_job, named, on_cluster
-from qbench.commands.options import (
+from qbench.cli.analysis_parts import parts_of, run_part
+from qbench.cli.job import Place, make_job, named, on_cluster
+from qbench.cli.options import (
     Calibration,
     CheckpointsOfRecipe,
     ClusterOption,
@@ -22,7 +22,7 @@ from qbench.commands.options import (
     PluginOption,
     RecipeFile,
 )
-from qbench.commands.screen import complain, show_written
+from qbench.cli.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.overrides import Overrides

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.options import ClusterOption, Device, DeviceOption, to_folder
-from qbench.commands.screen import complain, show_written
-from qbench.commands.trained import evaluation, show_trained
+from qbench.cli.options import ClusterOption, Device, DeviceOption, to_folder
+from qbench.cli.screen import complain, show_written
+from qbench.cli.trained import evaluation, show_trained
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 
@@ -179,7 +179,7 @@ def train(
     the runs side by side; `torchrun --nproc-per-node 2 -m qbench train RECIPE` spreads one run over
     several GPUs.
     """
-    from qbench.commands.training_runs import MIB, Asked, one_by_one, side_by_side
+    from qbench.cli.training_runs import MIB, Asked, one_by_one, side_by_side
     from qbench.machine.devices import choose_device, gpu_slots
     from qbench.training.log import require_trackers
     from qbench.training.recipe import TrainingOverrides, TrainingRecipe

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import traceback
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +16,15 @@ from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, UnavailableError
 from qbench.evaluation.ahead import Ahead
 from qbench.machine.clock import mark
-from qbench.machine.environment import hardware, measured, without
+from qbench.machine.environment import environment, hardware, measured, without
 from qbench.machine.quiet import redirected
-from qbench.outcome import Outcome
 from qbench.plan import Cell, Plan
-from qbench.record import Record
-from qbench.sink import Sink
+from qbench.progress import Progress
+from qbench.records import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
 from qbench.store import Store
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from qbench.evaluation.scoring.asked import Ids
@@ -40,75 +41,130 @@ def distributions_folder(cache: Path) -> Path:
     return cache / "distributions"
 
 
-def run(cell: Cell, plan: Plan, store: Store, sink: Sink, cache: Path) -> Record:
+@dataclass(kw_only=True, slots=True)
+class CellResult:
+    """What is known of a cell so far; a failure leaves the rest as it is."""
+
+    started: datetime
+    stages: list[Stage] = field(default_factory=list)
+    documents: dict[str, str] = field(default_factory=dict)
+    audit: Audit | None = None
+    scores: list[Score] = field(default_factory=list)
+    outcomes: list[pd.DataFrame] = field(default_factory=list)
+    responses: list[pd.DataFrame] = field(default_factory=list)
+    scoring: ScoringReport | None = None
+    damage: Damage | Unavailable | None = None
+
+    def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Outcomes and responses of all tasks that were scored."""
+        import pandas as pd  # slow: worker processes would start later
+
+        return (
+            pd.concat(self.outcomes, ignore_index=True),
+            pd.concat(self.responses, ignore_index=True),
+        )
+
+    def record(self, cell: Cell, plan: Plan, error: str | None) -> Record:
+        """The record of ``cell``, finished now: failed with ``error``, where there is one."""
+        settings = cell.quantization
+        return Record(
+            key=cell.key,
+            key_parts=cell.key_parts,
+            checkpoint=cell.checkpoint_name,
+            quantizer=cell.label,
+            method=settings.method,
+            title=settings.title,
+            precision=settings.precision,
+            normalizer=cell.checkpoint.normalizer,
+            training=cell.checkpoint.training,
+            attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
+            status="failed" if error else "ok",
+            error=error,
+            scores=() if error else tuple(self.scores),
+            documents=self.documents,
+            audit=self.audit,
+            scoring=self.scoring,
+            damage=self.damage,
+            stages=tuple(self.stages),
+            environment=environment(plan.device, settings.requirements, plan.hardware),
+            started=self.started,
+            finished=datetime.now(UTC),
+        )
+
+
+def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
     """Run one cell and put its record into the store, whether it worked or not.
 
     ``cache`` keeps quantized weights and unquantized distributions.
     """
-    gathered = Outcome(started=datetime.now(UTC))
+    result = CellResult(started=datetime.now(UTC))
     log, handed_over = store.log(cell.grid_cell), store.handed_over(cell.grid_cell)
     handed_over.unlink(missing_ok=True)  # of a process that died
     error = None
     with redirected(log):
         try:
-            _run(cell, plan, store, gathered, sink, cache)
+            _run(cell, plan, store, result, progress, cache)
         except Exception as problem:
             traceback.print_exc()
             error = one_line(problem, log)
         finally:
             free(plan.device)
     mark(f"{cell.name}: write")
-    record = gathered.record(cell, plan, error)
-    record = store.put(record, *(gathered.tables() if error is None else (None, None)))
+    record = result.record(cell, plan, error)
+    record = store.put(record, *(result.tables() if error is None else (None, None)))
     handed_over.unlink(missing_ok=True)
     return record
 
 
 def failed(cell: Cell, plan: Plan, error: str) -> Record:
     """The record of a cell that left none itself."""
-    return Outcome(started=datetime.now(UTC)).record(cell, plan, error)
+    return CellResult(started=datetime.now(UTC)).record(cell, plan, error)
 
 
-def _run(cell: Cell, plan: Plan, store: Store, gathered: Outcome, sink: Sink, cache: Path) -> None:
-    _prepare(cell, plan, sink)
+def _run(
+    cell: Cell, plan: Plan, store: Store, result: CellResult, progress: Progress, cache: Path
+) -> None:
+    _prepare(cell, plan, progress)
     with Ahead(plan.tasks, cell.scoring, cell.checkpoint).at_work() as ahead:
-        model, tokenizer = _load(cell, plan, gathered, sink)
-        gathered.documents = ahead.documents()
+        model, tokenizer = _load(cell, plan, result, progress)
+        result.documents = ahead.documents()
         if cell.quantization.precision.quantized:  # libraries may draw, and tasks' own code, too
             ahead.finish()
-        model = quantized(cell, plan, model, tokenizer, gathered, sink, cache)
+        model = quantized(cell, plan, model, tokenizer, result, progress, cache)
         known = ahead.finish()
-    _evaluate(cell, plan, store, model, tokenizer, gathered, sink, cache, known)
+    _evaluate(cell, plan, store, model, tokenizer, result, progress, cache, known)
 
 
-def _step(sink: Sink, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
+def _step(
+    progress: Progress, cell: str, name: str, total: float | None = None, unit: str = ""
+) -> None:
     mark(f"{cell}: {name}")
-    sink.step(cell, name, total, unit)
+    progress.stage(cell, name, total, unit)
 
 
-def _prepare(cell: Cell, plan: Plan, sink: Sink) -> None:
+def _prepare(cell: Cell, plan: Plan, progress: Progress) -> None:
     """What can fail without a model, first: is this the device that the cell's key speaks of, and
     are its data here?"""
     from qbench.evaluation.tasks import load_task
 
-    _step(sink, cell.name, "prepare")
+    _step(progress, cell.name, "prepare")
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, and this worker has {here}; run on GPUs of one kind"
         )
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
-    with hub.announcing(sink.say):
+    with hub.announcing(progress.say):
         for task in plan.tasks:
             if task.hub_data is not None:
                 load_task(task)
 
 
 def _load(
-    cell: Cell, plan: Plan, gathered: Outcome, sink: Sink
+    cell: Cell, plan: Plan, result: CellResult, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    _step(sink, cell.name, "load")
-    with measured("load", plan.device, gathered.stages):
+    _step(progress, cell.name, "load")
+    with measured("load", plan.device, result.stages):
         return load(cell, plan)
 
 
@@ -137,15 +193,15 @@ def quantized(
     plan: Plan,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    gathered: Outcome,
-    sink: Sink,
+    result: CellResult,
+    progress: Progress,
     cache: Path,
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
     # Where nothing is to change, a copy of now will do; else memory is needed for quantizing.
     original = None if cell.quantization.precision.quantized else copy.deepcopy(model)
-    model = _quantize(cell, plan, model, tokenizer, gathered, sink, cache)
-    _audit(cell, plan, model, original, gathered, sink)
+    model = _quantize(cell, plan, model, tokenizer, result, progress, cache)
+    _audit(cell, plan, model, original, result, progress)
     return model
 
 
@@ -154,16 +210,16 @@ def _quantize(
     plan: Plan,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    gathered: Outcome,
-    sink: Sink,
+    result: CellResult,
+    progress: Progress,
     cache: Path,
 ) -> PreTrainedModel:
     from qbench.quantizers.calibration import read_calibration
     from qbench.quantizers.quantize import quantize
 
     settings = cell.quantization
-    _step(sink, cell.name, "quantize", total=1)
-    with measured("quantize", plan.device, gathered.stages) as detail:
+    _step(progress, cell.name, "quantize", total=1)
+    with measured("quantize", plan.device, result.stages) as detail:
         calibration = None
         if settings.needs_calibration:
             source = plan.calibration
@@ -183,7 +239,7 @@ def _quantize(
             calibration=calibration,
             digest=cell.checkpoint.digest,
             artifacts=cache / "artifacts",
-            progress=lambda _, fraction: sink.advance(cell.name, fraction, 1),
+            progress=lambda _, fraction: progress.advance(cell.name, fraction, 1),
         )
         detail.append(quantized.detail)
     return quantized.model
@@ -194,21 +250,21 @@ def _audit(
     plan: Plan,
     model: PreTrainedModel,
     original: PreTrainedModel | None,
-    gathered: Outcome,
-    sink: Sink,
+    result: CellResult,
+    progress: Progress,
 ) -> None:
     from qbench.attention.transformers import batch_invariant
     from qbench.quantizers.audit.cell import audit, probe_of
 
-    _step(sink, cell.name, "audit")
-    with measured("audit", plan.device, gathered.stages):
+    _step(progress, cell.name, "audit")
+    with measured("audit", plan.device, result.stages):
         original = original or _original(cell, plan)
         probe = probe_of(original.config.vocab_size).to(plan.device)
-        gathered.audit = audit(original, model, cell.quantization, probe, batch_invariant)
+        result.audit = audit(original, model, cell.quantization, probe, batch_invariant)
         del original
         free(plan.device)
-    if not gathered.audit.passed:
-        first, rest = gathered.audit.problems[:3], gathered.audit.problems[3:]
+    if not result.audit.passed:
+        first, rest = result.audit.problems[:3], result.audit.problems[3:]
         more = f"; and {len(rest)} more, all in the record" if rest else ""
         raise AuditError("audit: " + "; ".join(first) + more)
 
@@ -219,8 +275,8 @@ def _evaluate(
     store: Store,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    gathered: Outcome,
-    sink: Sink,
+    result: CellResult,
+    progress: Progress,
     cache: Path,
     known: Ids | None,
 ) -> None:
@@ -239,30 +295,30 @@ def _evaluate(
             base=cell.base,
             store=store,
             folder=distributions_folder(cache),
-            waits=lambda other: _step(sink, cell.name, f"waits for {other}"),
+            waits=lambda other: _step(progress, cell.name, f"waits for {other}"),
         )
-    with measured("evaluate", plan.device, gathered.stages):
+    with measured("evaluate", plan.device, result.stages):
         scorer = language_model(
             model,
             tokenizer,
             scoring,
-            progress=lambda done, total: sink.advance(cell.name, done, total),
+            progress=lambda done, total: progress.advance(cell.name, done, total),
             observer=watch.observer,
             known=known,
         )
         tasks = []
         for planned in plan.tasks:
             watch.begin(planned.name)
-            _step(sink, cell.name, f"evaluate {planned.name}", unit="requests")
+            _step(progress, cell.name, f"evaluate {planned.name}", unit="requests")
             tasks.append(load_task(planned))
-            result = evaluate(scorer, tasks[-1], scoring)
+            scored = evaluate(scorer, tasks[-1], scoring)
             watch.end(planned.name)
-            gathered.scores += result.scores
-            gathered.outcomes.append(result.outcomes)
-            gathered.responses.append(result.responses)
-        gathered.scoring = scorer.report()
-        gathered.damage = watch.finish(*gathered.tables(), tuple(gathered.scores), tasks)
-    gathered.stages[-1] = without(gathered.stages[-1], watch.waited)
+            result.scores += scored.scores
+            result.outcomes.append(scored.outcomes)
+            result.responses.append(scored.responses)
+        result.scoring = scorer.report()
+        result.damage = watch.finish(*result.tables(), tuple(result.scores), tasks)
+    result.stages[-1] = without(result.stages[-1], watch.waited)
 
 
 def one_line(problem: Exception, log: Path) -> str:

@@ -23,7 +23,7 @@ from qbench.training.side_by_side import Broken, Part, train_side_by_side
 from qbench.training.token_files import TokenFiles
 
 if TYPE_CHECKING:
-    from qbench.record.training import Training
+    from qbench.records import Training
 
 MIB = 2**20
 

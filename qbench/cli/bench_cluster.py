@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qbench.commands.options import to_file
-from qbench.commands.screen import show_written
+from qbench.cli.options import to_file
+from qbench.cli.screen import show_written
 from qbench.files import write_atomically
 
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.commands.opened import opened
-from qbench.commands.options import Folder, Published, Run, to_folder
-from qbench.commands.screen import show_written
+from qbench.cli.opened import opened
+from qbench.cli.options import Folder, Published, Run, to_folder
+from qbench.cli.screen import show_written
 from qbench.errors import ResultsError
 from qbench.files import require_folder
 from qbench.machine.clock import mark
 from qbench.machine.memory import require_memory
 
 if TYPE_CHECKING:
-    from qbench.record import Record
+    from qbench.records import Record
     from qbench.store import Store
 
 

@@ -1,1 +1,0 @@
-"""The commands of ``qbench``, a module for each of: running, results, analysis, benchmarks."""

@@ -1,0 +1,924 @@
+"""All that is written to disk, typed to the bottom: docs/records.md. Imports no torch.
+
+A results folder may be somebody else's: names that become paths, and texts that are shown in one
+line, are held to patterns when they are read. JSON objects carry their own checksum under
+``checksum``: SHA-256 of the canonical JSON of all else, so that a changed byte is noticed.
+
+Beside each record lie two Parquet files, one row a fact, which every statistic is built on; the
+record states their SHA-256, and its own file carries one of the record (``dump_with_checksum``):
+
+``outcomes``   task, document, metric, value, weight
+    What lm-eval aggregates into a score. ``value`` is 0/1 for accuracies, the log-likelihood in
+    nats for perplexities; ``weight`` is 1, or the words or bytes of the page where the
+    aggregation divides by them (see ``Score.aggregation``).
+``responses``  task, document, request, log_likelihood, greedy, answer, filter, cut
+    Every scored continuation: ``request`` is its index among the document's requests,
+    ``greedy`` whether it was the most likely one token by token. Of tasks that generate, every
+    text: ``answer`` is what the model wrote, or, where ``filter`` names one of lm-eval's filters,
+    what that took from it (no row where it took all); ``log_likelihood`` is NaN there. Of each
+    text the first ``ANSWER_CHARACTERS`` are kept, and ``cut`` says how many more it had.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qbench.errors import DamagedError, NewerSchemaError, SchemaError
+from qbench.files import digest
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of a checkpoint or quantizer; names folders
+Name = Annotated[str, Field(pattern=f"^{NAME}$")]
+DIGEST = "^[0-9a-f]{64}$"
+Digest = Annotated[str, Field(pattern=DIGEST)]  # SHA-256
+_CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
+LINE, TASK = f"^[^{_CONTROL}]*$", rf"^[^{_CONTROL}/\\]+$"
+Line = Annotated[str, Field(pattern=LINE, max_length=1000)]  # without line breaks
+TaskName = Annotated[str, Field(pattern=TASK, max_length=200)]
+
+
+class RecordModel(BaseModel):
+    """Immutable, unknown keys refused; what is written can be read, infinite numbers too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+# --- checksums
+
+CHECKSUM = "checksum"
+AGAIN = "run the recipe again"
+
+
+def canonical(values: dict[str, Any]) -> bytes:
+    """One spelling of a JSON object: keys sorted, no spaces, ASCII."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def dump_with_checksum(values: dict[str, Any]) -> bytes:
+    """JSON text of ``values`` with their checksum."""
+    checksum = digest(canonical(values))
+    return (json.dumps({**values, CHECKSUM: checksum}, indent=1, ensure_ascii=False) + "\n").encode(
+        errors="surrogatepass"
+    )
+
+
+def load_with_checksum(
+    path: Path, payload: bytes, *, schema: int, again: str = AGAIN
+) -> dict[str, Any]:
+    """What ``dump_with_checksum`` was given, from the content ``payload`` of ``path``.
+
+    Raises SchemaError for another ``schema_version`` than ``schema``, DamagedError for any change
+    of content; ``again`` is the remedy that both name.
+    """
+    try:
+        values = json.loads(payload)
+    except (ValueError, RecursionError):
+        raise DamagedError(f"{path}: damaged: not whole JSON; {again}") from None
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path}: damaged: not a JSON object; {again}")
+    check_schema(path, values.get("schema_version"), schema, again)
+    stated = values.pop(CHECKSUM, None)
+    if stated is None:
+        raise DamagedError(f"{path}: damaged: it has no checksum; {again}")
+    if stated != digest(canonical(values)):
+        raise DamagedError(f"{path}: damaged: its content is not what was written; {again}")
+    return values
+
+
+def check_schema(path: Path, found: object, schema: int, again: str = AGAIN) -> None:
+    """Raise SchemaError where the version ``found`` in ``path`` is not ``schema``."""
+    if type(found) is not int:
+        raise DamagedError(f"{path}: damaged: it has no schema_version; {again}")
+    if found > schema:
+        raise NewerSchemaError(
+            f"{path}: written by a newer qbench (schema {found}, this one reads {schema}): "
+            "update qbench"
+        )
+    if found < schema:
+        kept = "; the old record stays untouched" if again == AGAIN else ""
+        raise SchemaError(
+            f"{path}: written by an older qbench (schema {found}, this one reads {schema}): "
+            f"{again}{kept}"
+        )
+
+
+class Environment(RecordModel):
+    """Where a record was made."""
+
+    python: str
+    platform: str
+    device: str  # "cpu" or "cuda"
+    hardware: str  # name of the processor or GPU
+    versions: dict[str, str]  # distribution name → version
+    git_revision: str | None
+    qbench: str
+    plugins: dict[str, str] = Field(
+        default_factory=dict
+    )  # files with their SHA-256, packages with their version
+
+
+# What of a model is quantized, and to how many bits.
+
+UNQUANTIZED_BITS = 16
+
+
+class Part(RecordModel):
+    """The format of one of the three.
+
+    ``bits`` are those of one code, scales and zeros left out; ``scheme`` says the rest in the
+    field's words, such as ``int4 in groups of 128`` or ``int8 per token``. ``simulated``: values
+    are rounded to the format and computed with in a wider one; None where nothing is said of it.
+    """
+
+    bits: float = Field(gt=0, le=32)
+    scheme: str
+    simulated: bool | None = None
+
+
+class Precision(RecordModel):
+    """The three parts of a cell's precision; None: not quantized. ``heads``: which attention heads
+    were cut out, in words; a cell without them is held against the whole model as quantized ones
+    are."""
+
+    weights: Part | None = None
+    activations: Part | None = None
+    kv_cache: Part | None = None
+    heads: str | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return not (self.weights is self.activations is self.kv_cache is self.heads is None)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether activations or the KV cache are parts of their own: LLM.int8's activations
+        belong to its weights."""
+        activations = self.activations is not None and self.activations.simulated is not None
+        return activations or self.kv_cache is not None
+
+    @property
+    def words(self) -> str:
+        """``W4A8, simulated``: the name, and what multiplied quantized activations."""
+        simulated = self.activations.simulated if self.activations else None
+        return self.name + {None: "", True: ", simulated", False: ", real"}[simulated]
+
+    @property
+    def order(self) -> tuple[float, float, float]:
+        """By which precisions are sorted: weights first."""
+        parts = (self.weights, self.activations, self.kv_cache)
+        weights, activations, kv_cache = (p.bits if p else UNQUANTIZED_BITS for p in parts)
+        return weights, activations, kv_cache
+
+    @property
+    def name(self) -> str:
+        """As the field writes it: ``W4A16``, ``W8A8``, ``W4A8KV4``; ``W16A16`` for none."""
+        weights, activations = (
+            f"{part.bits if part else UNQUANTIZED_BITS:g}"
+            for part in (self.weights, self.activations)
+        )
+        kv_cache = f"KV{self.kv_cache.bits:g}" if self.kv_cache else ""
+        return f"W{weights}A{activations}{kv_cache}{', heads pruned' if self.heads else ''}"
+
+
+# --- audit: proof that a cell was quantized as it says
+
+
+class ModuleAudit(RecordModel):
+    """One quantized module, measured on the weights that scoring used."""
+
+    name: str
+    kind: str  # class of the module that ran, e.g. "Linear4bit"
+    parameters: int  # weights of the original module, bias left out
+    bits_per_weight: float  # stored, scales and zeros counted
+    weight_error: float  # ‖W' − W‖ / ‖W‖ against the unquantized weights, Frobenius
+    gain: float | None = None  # ⟨W', W⟩ / ⟨W, W⟩: about 1, 1.03 where all scales are 3 % too large
+    levels: int  # most distinct values in one group of one row
+    dead_inputs: int = 0  # columns that became zeros: GPTQ does so where calibration never is other
+    digest: str = ""  # SHA-256 of what is stored for it; "" where it is not known
+
+
+class InputAudit(RecordModel):
+    """What one module takes in, measured on a probe text as its product consumes it."""
+
+    name: str
+    levels: int  # most distinct values under one scale
+    clipped: float  # share of values beyond the largest that their scale allows
+    error: float  # ‖x' − x‖ / ‖x‖, Frobenius; infinite where not finite
+
+
+class ActivationAudit(RecordModel):
+    """What products with weight matrices took in."""
+
+    bits: float
+    levels: int  # most distinct values under one scale, over all modules
+    clipped: float  # share over all values
+    error: float  # ‖x' − x‖ / ‖x‖ over all modules
+    left_out: tuple[str, ...] = ()  # layers whose inputs stay unquantized
+    unmeasured: tuple[str, ...] = ()  # modules that the probe text never reached
+    modules: tuple[InputAudit, ...] = ()
+
+
+class Leak(RecordModel):
+    """How far what must not matter moved a logit. ``declared``: the settings say that it does."""
+
+    moved: float  # largest |difference| of a logit
+    tolerance: float  # what rounding may move: from the unquantized model and from a repetition
+    declared: bool
+
+
+class KVModuleAudit(RecordModel):
+    """The KV cache of one attention module, measured on what its attention read."""
+
+    name: str
+    levels: int  # most distinct values that share a scale
+    key_error: float  # ‖K' − K‖ / ‖K‖ over the quantized tokens of the probe, Frobenius
+    value_error: float
+    clipped: float  # share of values farther than half a step from what they stand for
+    bits_per_value: float  # of a quantized token, its share of scales and lowest values counted
+
+
+class KVAudit(RecordModel):
+    """The KV cache of a cell, all modules together. Memory is that of one sequence of ``tokens``
+    tokens, those that are kept unquantized counted with 16 bits a value."""
+
+    levels: int
+    clipped: float
+    key_error: float
+    value_error: float
+    tokens: int  # the context that the checkpoint states
+    bits_per_value: float
+    bytes_per_token: float
+    unquantized_bytes_per_token: float
+    modules: tuple[KVModuleAudit, ...] = ()
+
+
+class HeadsAudit(RecordModel):
+    """Attention heads that were cut out, as layer and head from 0, of ``total``.
+    ``largest_output``: the largest |value| that one of them gave on the probe text."""
+
+    total: int
+    pruned: tuple[tuple[int, int], ...]
+    largest_output: float
+
+    @property
+    def share(self) -> float:
+        return len(self.pruned) / self.total if self.total else 0.0
+
+
+class Audit(RecordModel):
+    """What was measured of a cell's quantized model. ``problems``: why it did not pass."""
+
+    passed: bool
+    bits: float | None  # nominal; None for unquantized cells
+    coverage: float  # quantized weights / weights of all matrices but embeddings and LM head
+    bits_per_weight: float  # mean over quantized modules, weighted by parameters
+    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules; infinite where not finite
+    levels: int  # most distinct values in one group, over all modules
+    logits_moved: float  # largest |difference| from the unquantized model on a probe text
+    left_out: tuple[str, ...] = ()  # weight matrices that were not quantized
+    left_out_because: dict[str, str] = {}
+    problems: tuple[str, ...] = ()  # one line each
+    modules: tuple[ModuleAudit, ...] = ()
+    activations: ActivationAudit | None = None  # None where they are not quantized
+    causality: Leak | None = None  # the last token was changed, earlier logits watched
+    batch_mates: Leak | None = None  # the rest of a batch was changed
+    digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized
+    # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
+    treatment_error: float | None = None
+    kv_cache: KVAudit | None = None  # None where it is not quantized
+    heads: HeadsAudit | None = None  # None where none are pruned
+
+
+# --- how a cell's scores were made
+
+
+class SampleDifference(RecordModel):
+    """Fast scores against exact ones on one task's sample, in nats per scored token: what a
+    tolerance bounds. ``bias_per_token`` is the mean over documents with its sign, and
+    ``bias_stderr`` its standard error (None of a single document)."""
+
+    task: str
+    documents: int
+    requests: int
+    mean_per_token: float
+    largest_per_token: float
+    changed_answers: int
+    bias_per_token: float | None = None
+    bias_stderr: float | None = None
+    by_bias: bool = False  # judged by it: the quantizer amplifies rounding
+
+
+class DifferenceFromExact(RecordModel):
+    """Fast scores against exact ones on all samples: nats of whole requests and per scored
+    token."""
+
+    documents: int
+    requests: int
+    largest: float
+    mean: float
+    largest_per_token: float
+    mean_per_token: float
+    changed_answers: int
+    samples: tuple[SampleDifference, ...] = ()
+
+
+class ScoringReport(RecordModel):
+    """``batch_size`` and ``window_batch_size`` count padded requests and rolling windows,
+    ``batch_tokens`` the tokens of a pack without padding: one or the other is there."""
+
+    mode: Literal["exact", "fast", "lm-eval"]
+    softmax_dtype: str
+    batching: str
+    batch_size: int | None = None
+    window_batch_size: int | None = None
+    batch_tokens: int | None = None
+    shuffle: int | None = None  # seed of an order other than longest first
+    requests: int | None = None  # None where lm-eval counted nothing
+    batches: int | None = None
+    tokens: int | None = None  # computed, padding included
+    truncated: int | None = None  # requests longer than the context
+    halvings: int | None = None  # batches that did not fit and were halved
+    fused_steps: bool | None = None
+    peak_memory_gib: float
+    difference_from_exact: DifferenceFromExact | None = None
+
+
+# --- damage: what quantization changed, against the unquantized cell of the same checkpoint
+
+
+class Ratio(RecordModel):
+    """Σ values / Σ weights over documents, with its standard error; None without documents."""
+
+    value: float | None
+    stderr: float | None
+    documents: int
+
+
+class Divergence(RecordModel):
+    """KL divergence of next-token distributions over the whole vocabulary, in nats a token."""
+
+    mean: float
+    median: float
+    p90: float
+    p99: float
+    p99_9: float
+    largest: float
+
+
+class Distributions(RecordModel):
+    """Over every scored token. ``target_change``: of the scored token's log-probability."""
+
+    tokens: int
+    kl: Divergence
+    top1_agreement: float
+    target_change: Ratio
+
+
+class Flips(RecordModel):
+    """Documents whose answer quantization changed, of one 0/1 metric."""
+
+    documents: int
+    right_to_wrong: int
+    wrong_to_right: int
+
+
+class TaskDamage(RecordModel):
+    """One task. ``correct_answer``: change of the right answer's log-likelihood, in nats."""
+
+    distributions: Distributions | None = None
+    flips: dict[str, Flips] = Field(default_factory=dict)
+    correct_answer: Ratio | None = None
+    ln_perplexity_ratio: dict[str, Ratio] = Field(default_factory=dict)
+
+
+class Damage(RecordModel):
+    """By task."""
+
+    status: Literal["measured"] = "measured"
+    tasks: dict[str, TaskDamage]
+
+
+class Unavailable(RecordModel):
+    """Damage was asked for and could not be had. ``retry``: a later run may have it, since what
+    is missing is only the unquantized cell's distributions."""
+
+    status: Literal["unavailable"] = "unavailable"
+    reason: str
+    retry: bool = False
+
+
+# --- training: how a checkpoint was trained, as it is written beside its weights
+
+TRAINING_FILE = "training.json"
+
+
+class TrainingSession(RecordModel):
+    """One stretch from a start, or a resumption, to an end."""
+
+    first_step: int
+    last_step: int
+    seconds: float
+    processes: int  # GPUs, one each
+    code: Digest  # of qbench's own modules that a training runs
+    environment: Environment
+
+
+class TrainingSample(RecordModel):
+    """One look at the model on the held-out texts."""
+
+    step: int
+    loss: float  # nats a token
+    sink_rate: float  # share of (text, head) whose mean weight on the first token exceeds 0.3
+    sink_rate_gu: float  # the same by Gu et al. 2024
+    kurtosis: float
+    largest: float  # |x| of the hidden states
+
+
+class Trained(RecordModel):
+    """What of a checkpoint's training its cells' records keep."""
+
+    recipe: Name
+    normalizer: Line
+    seed: int
+    attention: Line
+    in_common: dict[str, Any]  # what the runs of a pair must have in common, by part
+
+
+class TrainedOn(RecordModel):
+    """What the token files say of themselves."""
+
+    digest: Digest
+    tokens: int
+    documents: int
+    tokenizer: Line
+    sources: tuple[Line, ...]
+    licences: Line = ""
+
+
+class Training(RecordModel):
+    """One run. Of a pair ``in_common`` is the same: they differ in their normalizers alone."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["training"] = "training"
+    name: Name  # of the recipe
+    normalizer: Line
+    seed: Annotated[int, Field(ge=0)]
+    settings: dict[str, Any]  # all that shapes a run but its normalizer and seed
+    settings_digest: Digest  # of these, the data, the normalizer and the seed
+    data: TrainedOn
+    attention: Line  # what attends, e.g. "softpick/triton"
+    kernels: tuple[Line, ...]  # of attention, as a profile of one step named them
+    compiled: Line  # torch.compile's mode, or "no"
+    parameters: int
+    steps: int
+    tokens: int  # seen
+    final_loss: float | None  # mean training loss of the last logged steps, nats a token
+    best_step: int | None
+    best_loss: float | None  # on the held-out texts
+    watched: tuple[TrainingSample, ...] = ()
+    sessions: tuple[TrainingSession, ...] = ()
+    finished: datetime
+
+    @property
+    def summary(self) -> Trained:
+        return Trained(
+            recipe=self.name,
+            normalizer=self.normalizer,
+            seed=self.seed,
+            attention=self.attention,
+            in_common=self.in_common,
+        )
+
+    @property
+    def in_common(self) -> dict[str, Any]:
+        """What the runs of a pair must have in common, by part."""
+        return {
+            **{f"settings.{part}": value for part, value in self.settings.items()},
+            "seed": self.seed,
+            "data": self.data.digest,
+            "steps": self.steps,
+            "code": sorted({session.code for session in self.sessions}),
+            "processes": sorted({session.processes for session in self.sessions}),
+            "hardware": sorted({session.environment.hardware for session in self.sessions}),
+            "torch": sorted({one.environment.versions.get("torch", "") for one in self.sessions}),
+        }
+
+
+# --- the record and the grid
+
+SCHEMA_VERSION = 2
+
+OUTCOME_COLUMNS = ("task", "document", "metric", "value", "weight")
+RESPONSE_COLUMNS = (
+    "task", "document", "request", "log_likelihood", "greedy", "answer", "filter", "cut",
+)  # fmt: skip
+# of columns that records of earlier versions of qbench lack
+RESPONSE_DEFAULTS = {"answer": None, "filter": None, "cut": 0}
+ANSWER_CHARACTERS = 4096
+
+
+class Score(RecordModel):
+    """One metric of one task.
+
+    ``aggregation`` is lm-eval's name for how documents become the value: ``mean``,
+    ``perplexity`` exp(−mean value), ``weighted_perplexity`` exp(−Σ value / Σ weight),
+    ``bits_per_byte`` −Σ value / (Σ weight · ln 2), or another name, which statistics leave alone.
+    """
+
+    task: TaskName  # as the recipe calls it; the name in the Parquet files
+    label: Line  # as tables show it, e.g. "sciq [validation]"
+    metric: TaskName  # "acc", "acc_norm", "perplexity", "word_perplexity", …
+    value: float
+    stderr: float | None  # lm-eval's, in the units of value; None where it has none
+    higher_is_better: bool
+    aggregation: Line
+    documents: int
+
+
+class Stage(RecordModel):
+    """One step of a cell: what it cost."""
+
+    name: Literal["load", "quantize", "audit", "evaluate", "analyze", "sensitivity"]
+    seconds: float
+    peak_memory_gib: float  # CUDA: of that device's allocator; CPU: resident set of the process
+    detail: str = ""  # e.g. "artifact reused"
+
+
+class StoredTable(RecordModel):
+    """A Parquet file beside a record, as it was written."""
+
+    sha256: Digest
+    bytes: int
+
+
+class Record(RecordModel):
+    """What one cell gave. ``key_parts`` is exactly what ``key`` is the hash of.
+
+    ``files`` is filled when the record is written (``Store.put``).
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    key: Digest
+    key_parts: dict[str, Any]
+    checkpoint: Name
+    quantizer: Name  # label, unique in its recipe
+    method: Line  # of quantization, e.g. "gptq"; "none" for unquantized cells
+    title: Line  # the method as tables write it, e.g. "GPTQ"
+    precision: Precision
+    normalizer: Line
+    training: Trained | None = None  # None where the checkpoint does not say
+    attention: Line  # what ran, e.g. "softpick/triton" or "softpick/reference"
+    status: Literal["ok", "failed"]
+    error: str | None = None
+    scores: tuple[Score, ...] = ()
+    # by task: SHA-256 over the definition and the documents that were scored, the same whether
+    # they came from the hub or from files, so that results of both can be compared
+    documents: dict[TaskName, str] = Field(default_factory=dict)
+    audit: Audit | None = None
+    scoring: ScoringReport | None = None  # None where scoring did not begin
+    damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None
+    files: dict[Literal["outcomes", "responses"], StoredTable] = Field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    environment: Environment
+    started: datetime
+    finished: datetime
+
+    @property
+    def cell(self) -> str:
+        """``<checkpoint>/<quantizer label>``."""
+        return f"{self.checkpoint}/{self.quantizer}"
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision.quantized
+
+
+class GridCell(RecordModel):
+    """One cell of the last run: its place in the grid and the record that it asks for."""
+
+    checkpoint: Name
+    quantizer: Name
+    method: Line
+    title: Line
+    precision: Precision
+    key: Digest
+
+    @property
+    def cell(self) -> str:
+        return f"{self.checkpoint}/{self.quantizer}"
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision.quantized
+
+    @property
+    def bits(self) -> float | None:
+        """Of a stored weight, nominal; None where weights are not quantized."""
+        return self.precision.weights.bits if self.precision.weights else None
+
+
+class Grid(RecordModel):
+    """What a results folder is of: ``grid.json``, written at the start of each run.
+
+    ``checkpoints`` and ``quantizers`` are in the recipe's order; the first checkpoint is the
+    baseline of Δ. A cell without a record is missing, and is shown as such.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    name: Line
+    checkpoints: Annotated[tuple[Name, ...], Field(min_length=1)]
+    quantizers: Annotated[tuple[Name, ...], Field(min_length=1)]
+    tasks: Annotated[tuple[TaskName, ...], Field(min_length=1)]
+    skipped: tuple[TaskName, ...] = ()  # tasks of the recipe whose data were missing
+    limit: int | None = None  # documents of each task that were asked for; None: all
+    cells: Annotated[tuple[GridCell, ...], Field(min_length=1)]
+    # several trainings of one kind: a group's name → its checkpoints
+    replicates: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _cells_are_of_the_grid(self) -> Self:
+        names = [cell.cell for cell in self.cells]
+        for cell in self.cells:
+            if cell.checkpoint not in self.checkpoints or cell.quantizer not in self.quantizers:
+                raise ValueError(f"cell {cell.cell} is not of these checkpoints and quantizers")
+            if names.count(cell.cell) > 1:
+                raise ValueError(f"cell {cell.cell} stands there twice")
+        members = [member for group in self.replicates.values() for member in group]
+        if not set(members) <= set(self.checkpoints) or len(set(members)) < len(members):
+            raise ValueError("replicates: each is one of the grid's checkpoints, in one group")
+        return self
+
+
+KEY_DIGITS = 16  # of keys and checksums in names
+
+
+def table_path(path: Path, record: Record, name: str) -> Path:
+    """Of the table ``name`` of the record at ``path``: its checksum is part of the name, so that
+    a table never replaces one that an older record still states."""
+    return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
+
+
+def is_table(path: Path, name: str) -> bool:
+    """Whether a file is called as a table of the record at ``path``."""
+    parts = name.removeprefix(f"{path.stem}.").split(".")
+    return (
+        name.startswith(f"{path.stem}.")
+        and len(parts) == 3
+        and len(parts[0]) == KEY_DIGITS
+        and parts[2] == "parquet"
+    )
+
+
+# --- analysis: what a cell's model does on a text. Formulas and their sources stand with the code
+# that computes them, in ``qbench.analysis``. A share is a number from 0 to 1. Every mean over texts
+# weighs them alike: all have the same length.
+
+
+class AnalyzedText(RecordModel):
+    """What the model read: ``samples`` texts of ``length`` tokens each, BOS counted."""
+
+    source: str  # the file, or the task whose documents they are
+    digest: str  # of the file's bytes, or of the planned task
+    tokens: Digest  # SHA-256 of the token ids
+    samples: int
+    left_out: int  # texts before the last one taken that were too short
+    length: int
+    bos: bool
+
+
+class Sinks(RecordModel):
+    """Attention on one key position of one head, or the mean of that over heads.
+
+    ``attention``: mean weight on it. ``rates``: by threshold ε, the share of texts (and heads)
+    whose mean weight on it exceeds ε. Both by two definitions: over all queries, and over the
+    first ``GU_LENGTH`` tokens.
+    """
+
+    position: int  # of the key, from 0
+    attention: float
+    rates: dict[str, float]
+    attention_gu: float
+    rates_gu: dict[str, float]
+
+
+class Delimiters(RecordModel):
+    """Attention on tokens that part sentences or lines, the first token left out.
+
+    ``attention``: mean weight on all of them together. ``rates``: by threshold ε, the share of
+    texts (and heads) that weigh one of them more than ε, in the mean over the queries that see it.
+    """
+
+    attention: float
+    rates: dict[str, float]
+
+
+class Head(RecordModel):
+    """One query head."""
+
+    sinks: tuple[Sinks, ...]  # of the first positions, in order
+    zeros: float  # share of weights that are exactly 0, of the pairs that attention allows
+    mass: float  # mean over queries of Σ weights
+    silent: float  # share of queries without any weight
+    entropy: float | None  # nats, mean over queries with any weight; None where there is none
+    output: float  # mean norm of its output, as a ratio to the mean of its layer's heads
+    dormant: float  # share of texts on which that ratio is below DORMANT
+    largest: float | None = None  # mean over queries of their largest weight
+    delimiters: Delimiters | None = None
+
+
+class Hidden(RecordModel):
+    """Hidden states after one decoder layer, or after all of them."""
+
+    kurtosis: float  # of all values at once (the softpick paper)
+    kurtosis_sequence: float  # Bondarenko et al. 2023
+    kurtosis_token: float  # excess, OSP 2025
+    minimum: float
+    maximum: float
+    median: float  # of |x|: the median over texts of each text's
+    largest_to_median: float  # the largest over texts of max |x| / median |x|
+    massive: int  # how many values are massive activations
+    quantiles: dict[str, float] = Field(default_factory=dict)  # by level, of all values at once
+
+
+class Layer(RecordModel):
+    """One decoder layer; ``heads`` is empty where it has no attention."""
+
+    heads: tuple[Head, ...]
+    hidden: Hidden
+
+
+class MassiveActivation(RecordModel):
+    """One value of the hidden states that is far larger than the others (Sun et al. 2024)."""
+
+    layer: int  # after which it stands, from 0
+    sample: int
+    position: int
+    token: int  # id
+    text: str  # what that token stands for
+    channel: int
+    value: float
+    to_median: float  # |value| / median |x| of that layer's hidden states of that text
+
+
+class LinearInput(RecordModel):
+    """What one linear layer receives. Errors are ‖Q(x) − x‖ / ‖x‖ over all tokens, by bits."""
+
+    name: str
+    largest: float  # |x|
+    rms: float
+    error_token: dict[str, float]  # one scale a token
+    error_text: dict[str, float]  # one scale a text
+
+    @property
+    def largest_to_rms(self) -> float | None:
+        return self.largest / self.rms if self.rms else None
+
+
+class Stretch(RecordModel):
+    """A stretch of a text's positions, BOS being 0; means over texts, heads and queries there.
+
+    ``loss`` is that of predicting the tokens at these positions, in nats, with its standard error
+    over texts; None where there is none to predict, or one text only.
+    """
+
+    first: int
+    last: int
+    loss: float | None
+    loss_stderr: float | None
+    mass: float  # Σ weights
+    largest: float  # a query's largest weight
+    entropy: float | None  # nats
+
+
+class AttentionMap(RecordModel):
+    """Weights of one head on one short text: ``rows[q][k]`` for keys k ≤ q, four digits each."""
+
+    text: str  # what kind: prose, code, few-shot
+    layer: int
+    head: int
+    tokens: tuple[str, ...]
+    rows: tuple[tuple[float, ...], ...]
+
+
+class Measured(RecordModel):
+    """All measurements of one pass over the text."""
+
+    perplexity: float  # of tokens, each text by itself, BOS not predicted
+    sinks: tuple[Sinks, ...]  # means over all heads of the model
+    zeros: float
+    mass: float
+    entropy: float | None  # over heads that have one
+    silent_heads: float  # share of (text, head) without any weight at all
+    dormant_heads: float  # share of (text, head)
+    hidden: Hidden  # all layers' hidden states together
+    layers: tuple[Layer, ...]
+    massive: tuple[MassiveActivation, ...]  # the largest first, at most MASSIVE_KEPT
+    inputs: tuple[LinearInput, ...]
+    inputs_left_out: tuple[str, ...] = ()  # linear layers that did not see every token once
+    delimiters: Delimiters | None = None  # means over all heads of the model
+    delimiter_tokens: float | None = None  # share of the tokens after the first that are such
+    stretches: tuple[Stretch, ...] = ()
+    maps: tuple[AttentionMap, ...] = ()
+
+
+class Analysis(RecordModel):
+    """What one cell's analysis gave. ``key_parts`` is exactly what ``key`` is the hash of."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["analysis"] = "analysis"
+    key: Digest
+    key_parts: dict[str, Any]
+    checkpoint: Name
+    quantizer: Name
+    method: Line
+    title: Line
+    precision: Precision
+    normalizer: Line
+    attention: Line
+    status: Literal["ok", "failed"]
+    error: str | None = None
+    text: AnalyzedText | None = None  # None where it failed before the text was read
+    measured: Measured | None = None
+    stages: tuple[Stage, ...] = ()
+    environment: Environment
+    started: datetime
+    finished: datetime
+
+    @property
+    def cell(self) -> str:
+        """``<checkpoint>/<quantizer label>``."""
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+class UnitSensitivity(RecordModel):
+    """What quantizing one linear layer, or all of one decoder layer, does to the model.
+
+    ``kl``: divergence of the unquantized from the changed model's next-token distribution, over
+    the whole vocabulary, nats a token; ``ln_perplexity_ratio``: changed over unquantized. Both
+    means over texts with their standard errors.
+    """
+
+    name: str
+    layer: int | None  # decoder layer that it is in, from 0
+    kl: Ratio
+    ln_perplexity_ratio: Ratio
+
+
+class Sensitivity(RecordModel):
+    """One checkpoint × one quantizer, a unit at a time. ``units`` grows while it is made: it is
+    whole when ``status`` is ok. ``together``: all of them quantized at once."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["sensitivity"] = "sensitivity"
+    key: Digest
+    key_parts: dict[str, Any]
+    checkpoint: Name
+    quantizer: Name
+    method: Line
+    title: Line
+    precision: Precision
+    normalizer: Line
+    unit: Literal["linear", "block"]
+    status: Literal["ok", "unfinished", "failed"]
+    error: str | None = None
+    text: AnalyzedText | None = None
+    perplexity: float | None = None  # of the unquantized model
+    together: UnitSensitivity | None = None
+    units: tuple[UnitSensitivity, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    environment: Environment
+    started: datetime
+    finished: datetime
+
+    @property
+    def cell(self) -> str:
+        """``<checkpoint>/<quantizer label>``."""
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+class AnalysisGridCell(RecordModel):
+    """Where an analysis belongs and which one is meant."""
+
+    checkpoint: Name
+    quantizer: Name
+    key: Digest
+
+    @property
+    def cell(self) -> str:
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+class AnalysisGrid(RecordModel):
+    """The analyses that a results folder's last ``qbench analyze`` asks for, of all cells of the
+    recipe, in its order; those that were never made have no record."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["analysis grid"] = "analysis grid"
+    name: Line
+    cells: tuple[AnalysisGridCell, ...] = Field(min_length=1)
+    # Checkpoints that are trainings of one kind, as of a run's grid.
+    replicates: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
