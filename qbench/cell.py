@@ -154,7 +154,7 @@ def _prepare(cell: Cell, plan: Plan, progress: Progress) -> None:
         )
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
-    with hub.announcing(progress.say):
+    with hub.announcing(progress.log):
         for task in plan.tasks:
             if task.hub_data is not None:
                 load_task(task)

@@ -149,7 +149,7 @@ def run_cell(
     with opened(progress) as told:
         try:
             with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
-                known = store.whole(cell.grid_cell, told.say)
+                known = store.whole(cell.grid_cell, told.log)
                 told.begin(cell.name)
                 if not force and complete(known, cell, store, rows_problem(kept)):
                     told.log(f"{cell.name}: already there")
