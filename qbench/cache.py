@@ -16,7 +16,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from qbench.evaluation.base_file import making
 from qbench.files import clean_temporaries
 from qbench.store import KEY_DIGITS
 
@@ -86,8 +85,6 @@ def prune(cache: Path, *, max_bytes: int, dry_run: bool = False) -> tuple[list[E
 
 def _remove(entry: Entry) -> bool:
     with suppress(Timeout), ExitStack() as locks:
-        if entry.kind == "rows":
-            locks.enter_context(making(entry.path).acquire(timeout=0))
         locks.enter_context(entry.lock.acquire(timeout=0))
         for path in entry.files:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
@@ -109,13 +106,9 @@ def _weights(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
 
 
 def _rows(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
-    """Parts of a cell that a run has not finished have no index yet."""
-    made = [*folder.glob("*.safetensors"), *folder.glob("*.rows")]
-    for stem in sorted({path.name.partition(".")[0] for path in made}):
-        path = folder / f"{stem}.safetensors"
-        files = path, path.with_name(f"{path.name}.sha256"), *folder.glob(f"{stem}.*.rows")
-        users = cells.get(stem, ())
-        yield _entry("rows", path, files, f"unquantized cell {stem}", users)
+    for path in sorted(folder.glob("*.safetensors")):
+        files = path, path.with_name(f"{path.name}.sha256")
+        yield _entry("rows", path, files, f"unquantized cell {path.stem}", cells.get(path.stem, ()))
 
 
 def _entry(

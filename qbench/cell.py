@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from qbench import hub
 from qbench.code import code_digest
-from qbench.errors import AuditError, QbenchError, UnavailableError
-from qbench.evaluation.ahead import Ahead
+from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
 from qbench.machine.clock import mark
-from qbench.machine.environment import environment, hardware, measured, without
+from qbench.machine.environment import environment, hardware, measured
 from qbench.machine.quiet import redirected
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
@@ -26,8 +25,6 @@ from qbench.store import Store
 if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from qbench.evaluation.scoring.asked import Ids
 
 
 def cache_folder() -> Path:
@@ -50,6 +47,7 @@ class CellResult:
     documents: dict[str, str] = field(default_factory=dict)
     audit: Audit | None = None
     scores: list[Score] = field(default_factory=list)
+    failed_tasks: dict[str, str] = field(default_factory=dict)
     outcomes: list[pd.DataFrame] = field(default_factory=list)
     responses: list[pd.DataFrame] = field(default_factory=list)
     scoring: ScoringReport | None = None
@@ -81,6 +79,7 @@ class CellResult:
             status="failed" if error else "ok",
             error=error,
             scores=() if error else tuple(self.scores),
+            failed_tasks={} if error else self.failed_tasks,
             documents=self.documents,
             audit=self.audit,
             scoring=self.scoring,
@@ -98,9 +97,7 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
     ``cache`` keeps quantized weights and unquantized distributions.
     """
     result = CellResult(started=datetime.now(UTC))
-    log, handed_over = store.log(cell.grid_cell), store.handed_over(cell.grid_cell)
-    handed_over.unlink(missing_ok=True)  # of a process that died
-    error = None
+    log, error = store.log(cell.grid_cell), None
     with redirected(log):
         try:
             _run(cell, plan, store, result, progress, cache)
@@ -111,9 +108,7 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
             free(plan.device)
     mark(f"{cell.name}: write")
     record = result.record(cell, plan, error)
-    record = store.put(record, *(result.tables() if error is None else (None, None)))
-    handed_over.unlink(missing_ok=True)
-    return record
+    return store.put(record, *(result.tables() if error is None else (None, None)))
 
 
 def failed(cell: Cell, plan: Plan, error: str) -> Record:
@@ -124,15 +119,11 @@ def failed(cell: Cell, plan: Plan, error: str) -> Record:
 def _run(
     cell: Cell, plan: Plan, store: Store, result: CellResult, progress: Progress, cache: Path
 ) -> None:
-    _prepare(cell, plan, progress)
-    with Ahead(plan.tasks, cell.scoring, cell.checkpoint).at_work() as ahead:
-        model, tokenizer = _load(cell, plan, result, progress)
-        result.documents = ahead.documents()
-        if cell.quantization.precision.quantized:  # libraries may draw, and tasks' own code, too
-            ahead.finish()
-        model = quantized(cell, plan, model, tokenizer, result, progress, cache)
-        known = ahead.finish()
-    _evaluate(cell, plan, store, model, tokenizer, result, progress, cache, known)
+    _prepare(cell, plan, result, progress)
+    model, tokenizer = _load(cell, plan, result, progress)
+    _require_fast(cell, plan, model, tokenizer, progress)
+    model = quantized(cell, plan, model, tokenizer, result, progress, cache)
+    _evaluate(cell, plan, store, model, tokenizer, result, progress, cache)
 
 
 def _step(
@@ -142,10 +133,10 @@ def _step(
     progress.stage(cell, name, total, unit)
 
 
-def _prepare(cell: Cell, plan: Plan, progress: Progress) -> None:
+def _prepare(cell: Cell, plan: Plan, result: CellResult, progress: Progress) -> None:
     """What can fail without a model, first: is this the device that the cell's key speaks of, and
     are its data here?"""
-    from qbench.evaluation.tasks import load_task
+    from qbench.evaluation.loaded import load_task
 
     _step(progress, cell.name, "prepare")
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
@@ -155,9 +146,7 @@ def _prepare(cell: Cell, plan: Plan, progress: Progress) -> None:
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
     with hub.announcing(progress.log):
-        for task in plan.tasks:
-            if task.hub_data is not None:
-                load_task(task)
+        result.documents = {task.name: load_task(task).digest for task in plan.tasks}
 
 
 def _load(
@@ -269,6 +258,28 @@ def _audit(
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
+def _require_fast(
+    cell: Cell,
+    plan: Plan,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+) -> None:
+    """Raises where fast scoring, asked for by name, does not fit the model as it is: known before
+    a quantizer is calibrated, which takes long."""
+    scoring = cell.scoring
+    calibrated = cell.quantization.needs_calibration and not scoring.amplifies_rounding
+    if scoring.mode != "fast" or scoring.fallback or not calibrated:
+        return
+    from qbench.evaluation.evaluate import require_fast
+    from qbench.evaluation.loaded import load_task
+    from qbench.evaluation.scoring import language_model
+
+    _step(progress, cell.name, "check fast scoring")
+    scorer = language_model(model, tokenizer, scoring)
+    require_fast(scorer, [load_task(task) for task in plan.tasks], scoring)
+
+
 def _evaluate(
     cell: Cell,
     plan: Plan,
@@ -278,47 +289,74 @@ def _evaluate(
     result: CellResult,
     progress: Progress,
     cache: Path,
-    known: Ids | None,
 ) -> None:
+    """Scores of every task; a task that cannot be scored is named, and the others are kept."""
+    from qbench.evaluation.baseline import baseline_file, read_baseline
+    from qbench.evaluation.degradation import Outcomes, correct_requests, damage
     from qbench.evaluation.evaluate import evaluate
+    from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
+    from qbench.evaluation.loaded import load_task
     from qbench.evaluation.scoring import language_model
-    from qbench.evaluation.tasks import load_task
-    from qbench.evaluation.watch import Unwatched, watcher
 
-    scoring = cell.scoring
-    watch = Unwatched()
+    scoring, folder = cell.scoring, distributions_folder(cache)
+    writer = base = observer = None
     if plan.recipe.evaluation.damage:
-        watch = watcher(
-            scoring,
-            cell=cell.grid_cell,
-            quantized=cell.quantization.precision.quantized,
-            base=cell.base,
-            store=store,
-            folder=distributions_folder(cache),
-            waits=lambda other: _step(progress, cell.name, f"waits for {other}"),
-        )
+        if scoring.mode == "lm-eval":
+            reason = "scoring: lm-eval shows nobody its log-probabilities"
+            result.damage = Unavailable(reason=reason)
+        elif not cell.quantization.precision.quantized:
+            observer = writer = BaselineWriter()
+        elif cell.base is None:
+            reason = "the recipe has no unquantized cell to compare with"
+            result.damage = Unavailable(reason=reason)
+        else:
+            waits = f"waits for {cell.base.cell}"
+            try:
+                base = read_baseline(
+                    cell.base, store, folder, lambda: _step(progress, cell.name, waits)
+                )
+                observer = KLObserver(BaselineHiddenStates.load(base.hidden_states))
+            except ResultsError as error:
+                result.damage = Unavailable(reason=str(error), retry=True)
     with measured("evaluate", plan.device, result.stages):
         scorer = language_model(
             model,
             tokenizer,
             scoring,
             progress=lambda done, total: progress.advance(cell.name, done, total),
-            observer=watch.observer,
-            known=known,
+            observer=observer,
         )
-        tasks = []
-        for planned in plan.tasks:
-            watch.begin(planned.name)
-            _step(progress, cell.name, f"evaluate {planned.name}", unit="requests")
-            tasks.append(load_task(planned))
-            scored = evaluate(scorer, tasks[-1], scoring)
-            watch.end(planned.name)
+        tasks = [load_task(task) for task in plan.tasks]
+        failure = None
+        for task in tasks:
+            _step(progress, cell.name, f"evaluate {task.name}", unit="requests")
+            try:
+                scored = evaluate(scorer, task, scoring)
+            except QbenchError as error:
+                failure = failure or error
+                result.failed_tasks[task.name] = " ".join(str(error).split())
+                progress.log(f"{cell.name}: {task.name} could not be scored: {error}", "bold red")
+                continue
             result.scores += scored.scores
             result.outcomes.append(scored.outcomes)
             result.responses.append(scored.responses)
+        if failure is not None and not result.scores:
+            raise failure
         result.scoring = scorer.report()
-        result.damage = watch.finish(*result.tables(), tuple(result.scores), tasks)
-    result.stages[-1] = without(result.stages[-1], watch.waited)
+        if writer is not None:
+            writer.hidden_states().save(baseline_file(folder, cell.key), cell.key)
+        if base is not None and isinstance(observer, KLObserver):
+            outcomes, responses = result.tables()
+            result.damage = damage(
+                Outcomes(
+                    outcomes=store.outcomes(base.record),
+                    responses=store.responses(base.record),
+                    scores=base.record.scores,
+                ),
+                Outcomes(outcomes=outcomes, responses=responses, scores=tuple(result.scores)),
+                measured=observer.divergences,
+                correct={task.name: correct_requests(task, scoring.limit) for task in tasks},
+            )
 
 
 def one_line(problem: Exception, log: Path) -> str:

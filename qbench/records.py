@@ -10,7 +10,8 @@ record states their SHA-256, and its own file carries one of the record (``dump_
 ``outcomes``   task, document, metric, value, weight
     What lm-eval aggregates into a score. ``value`` is 0/1 for accuracies, the log-likelihood in
     nats for perplexities; ``weight`` is 1, or the words or bytes of the page where the
-    aggregation divides by them (see ``Score.aggregation``).
+    aggregation divides by them (see ``Score.aggregation``). Of metrics over all documents at once
+    (f1, mcc) ``value`` is the right answer and ``weight`` the prediction.
 ``responses``  task, document, request, log_likelihood, greedy, answer, filter, cut
     Every scored continuation: ``request`` is its index among the document's requests,
     ``greedy`` whether it was the most likely one token by token. Of tasks that generate, every
@@ -342,9 +343,11 @@ class ScoringReport(RecordModel):
     tokens: int | None = None  # computed, padding included
     truncated: int | None = None  # requests longer than the context
     halvings: int | None = None  # batches that did not fit and were halved
-    fused_steps: bool | None = None
+    fused_steps: bool | None = None  # of records of earlier versions
     peak_memory_gib: float
     difference_from_exact: DifferenceFromExact | None = None
+    # tasks that were scored exactly all the same, and why not fast
+    exact_tasks: dict[str, str] = Field(default_factory=dict)
 
 
 # --- damage: what quantization changed, against the unquantized cell of the same checkpoint
@@ -575,6 +578,7 @@ class Record(RecordModel):
     status: Literal["ok", "failed"]
     error: str | None = None
     scores: tuple[Score, ...] = ()
+    failed_tasks: dict[TaskName, str] = Field(default_factory=dict)  # could not be scored, and why
     # by task: SHA-256 over the definition and the documents that were scored, the same whether
     # they came from the hub or from files, so that results of both can be compared
     documents: dict[TaskName, str] = Field(default_factory=dict)

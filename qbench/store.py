@@ -224,10 +224,6 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def handed_over(self, cell: GridCell) -> Path:
-        """Where the unquantized ``cell`` says, while it is at work, which rows it has kept."""
-        return self.path(cell.cell, cell.key).with_suffix(".rows")
-
     def _table(self, record: Record, name: Table) -> pd.DataFrame:
         from pyarrow import parquet
 

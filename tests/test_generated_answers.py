@@ -10,7 +10,7 @@ import torch
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, ResultsError
-from qbench.evaluation.evaluate import responses_of
+from qbench.evaluation import evaluate
 from qbench.evaluation.passkey import key, scores
 from qbench.records import ANSWER_CHARACTERS, RESPONSE_DEFAULTS
 from qbench.store import Store
@@ -135,8 +135,8 @@ def test_the_export_holds_them(ran):
 
 def test_a_long_answer_is_cut_and_says_so():
     text = "ab" * ANSWER_CHARACTERS
-    sample = {"doc_id": 5, "filter": "none", "resps": [[text, "short"]], "filtered_resps": [text]}
-    table = responses_of("t", [sample])
+    sample = evaluate._Sample(5, "none", [[text, "short"]], [text], {})
+    table = evaluate._responses("t", [sample])
     assert table["answer"].str.len().tolist() == [ANSWER_CHARACTERS, 5]
     assert table["cut"].tolist() == [ANSWER_CHARACTERS, 0]
     assert table["request"].tolist() == [0, 1]

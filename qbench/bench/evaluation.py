@@ -21,9 +21,9 @@ from qbench.text import markdown
 if TYPE_CHECKING:
     import pandas as pd
 
+    from qbench.evaluation.kl import BaselineWriter
+    from qbench.evaluation.loaded import LoadedTask
     from qbench.evaluation.scoring import Observer
-    from qbench.evaluation.scoring.base_rows import Recorder
-    from qbench.evaluation.tasks import LoadedTask
 
 MODES = ("lm-eval", "exact", "fast")
 WARM_UP = 4  # documents of each task that every mode scores before the clock starts
@@ -34,9 +34,8 @@ class Row:
     """One mode on one task, or on all of them together (``task`` is "all").
 
     ``seconds`` is all of it: lm-eval's requests and metrics, tokenization, the model, and in
-    fast mode the sample that is compared with exact. lm-eval's mode runs lm-eval as it is, ours
-    with ``scoring.overhead``. ``scoring_seconds`` is the part inside the language model.
-    ``speed`` is times HFLM's ``seconds``. Differences are from HFLM's
+    fast mode the sample that is compared with exact. ``scoring_seconds`` is the part inside the
+    language model. ``speed`` is times HFLM's ``seconds``. Differences are from HFLM's
     log-likelihoods in nats; ``changed_answers`` counts documents whose likeliest choice (or
     greedy hit) is another.
     """
@@ -96,13 +95,13 @@ def compare(
     modes = tuple(settings)
     if not modes or modes[0] != "lm-eval" or set(modes) - set(MODES):
         raise RecipeError(f"--modes {', '.join(modes)}: lm-eval first, then exact and fast")
+    from qbench.evaluation.kl import BaselineWriter
     from qbench.evaluation.scoring import language_model
-    from qbench.evaluation.scoring.base_rows import Recorder
 
     rows: list[Row] = []
     reports: dict[str, ScoringReport] = {}
     yardstick: dict[str, tuple[Row, pd.DataFrame]] = {}
-    kept: Recorder | None = None
+    kept: BaselineWriter | None = None
     for name, chosen, watch in _runs(settings):
         scorer = language_model(model, tokenizer, chosen, observer=watch(kept))
         few = dataclasses.replace(chosen, limit=min(WARM_UP, chosen.limit or WARM_UP))
@@ -117,7 +116,7 @@ def compare(
                 say(f"{task.name} {name}: {row.seconds:.2f} s")
         rows.append(_together([row for row in rows if row.mode == name], rows))
         reports[name] = scorer.report()
-        kept = observer if isinstance(observer, Recorder) else kept
+        kept = observer if isinstance(observer, BaselineWriter) else kept
     return Comparison(
         model=Model(
             name=type(model).__name__,
@@ -134,18 +133,17 @@ def compare(
 
 def _runs(
     settings: Mapping[str, ScoringSettings],
-) -> Iterator[tuple[str, ScoringSettings, Callable[[Recorder | None], Observer | None]]]:
+) -> Iterator[tuple[str, ScoringSettings, Callable[[BaselineWriter | None], Observer | None]]]:
     """Name, settings and observer of each run: the modes, and the last of them again as the
     unquantized and as a quantized cell run it where damage is asked for. The observer is made
     from the rows that an earlier run kept."""
-    from qbench.evaluation.scoring.base_rows import Recorder
-    from qbench.evaluation.scoring.divergence import Meter
+    from qbench.evaluation.kl import BaselineWriter, KLObserver
 
     for mode, chosen in settings.items():
         yield mode, chosen, lambda kept: None
     if mode != "lm-eval":
-        yield f"{mode}, rows kept", chosen, lambda kept: Recorder()
-        yield f"{mode}, damage measured", chosen, lambda kept: Meter(kept.base("bench"))
+        yield f"{mode}, rows kept", chosen, lambda kept: BaselineWriter()
+        yield f"{mode}, damage measured", chosen, lambda kept: KLObserver(kept.hidden_states())
 
 
 def table(comparison: Comparison) -> str:
@@ -218,7 +216,6 @@ def _timed(
     import torch
 
     from qbench.evaluation.evaluate import evaluate
-    from qbench.evaluation.scoring.overhead import less_overhead, usual_overhead
 
     inside = 0.0
     methods = ("loglikelihood", "loglikelihood_rolling")
@@ -240,8 +237,7 @@ def _timed(
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
-        with usual_overhead() if settings.mode == "lm-eval" else less_overhead():
-            result = evaluate(scorer, task, settings)
+        result = evaluate(scorer, task, settings)
         return time.perf_counter() - start, inside, result.responses
     finally:
         for name in methods:

@@ -96,8 +96,8 @@ def evaluation(
     """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring."""
     from qbench.bench.evaluation import MODES, compare, table
     from qbench.cell import load
+    from qbench.evaluation.loaded import load_task
     from qbench.evaluation.settings import resolve
-    from qbench.evaluation.tasks import load_task
 
     overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
     job = make_job(recipe, overrides, out=None, device=device)

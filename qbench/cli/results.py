@@ -164,9 +164,9 @@ def _asked(
     planned, _ = find_tasks(wanted, ())
     settle()
     with redirected(Path(os.devnull)):  # what lm-eval says while it makes requests
-        from qbench.evaluation.evaluate import asked
+        from qbench.evaluation.evaluate import rebuild_requests
 
-        return asked(record, planned, document, task)
+        return rebuild_requests(record, planned, document, task)
 
 
 def export(

@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from qbench.cell import cache_folder, distributions_folder
 from qbench.cluster.located import WHOLE
-from qbench.evaluation.base_file import (
-    base_rows_file,
-    base_rows_usable,
-    checksum_file,
-    part_file,
-    stated,
-)
+from qbench.errors import ResultsError
+from qbench.evaluation.baseline import baseline_file, checksum_file, verify_baseline
 from qbench.machine.environment import versions
 from qbench.plan import Cell, Plan, content_key
 
@@ -175,16 +170,15 @@ def rows_here(key: str) -> str | None:
     """The folder of this worker's cache from which the rows of the unquantized cell ``key`` can be
     read by others; None where they are not here."""
     cache = cache_folder()
-    path = base_rows_file(distributions_folder(cache), key)
+    path = baseline_file(distributions_folder(cache), key)
     if not usable(path, key):
         return None
     sidecar = checksum_file(path)
-    parts = [part_file(path, digest) for digest in stated(path, key).digests]
     target = f"files/rows-{key[:16]}-{sidecar.read_text()[:16]}"
     folder = cache / target
     if not (folder / WHOLE).is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for source in (*parts, path, sidecar):
+        for source in (path, sidecar):
             with suppress(FileExistsError):
                 os.link(source, folder / source.name)
         (folder / WHOLE).touch()
@@ -204,7 +198,9 @@ def usable(path: Path, key: str) -> bool:
     state = found.st_size, found.st_ino
     if _checked.get(path) == state:
         return True
-    good = base_rows_usable(path, key)
-    if good:
-        _checked[path] = state
-    return good
+    try:
+        verify_baseline(path, key)
+    except ResultsError:
+        return False
+    _checked[path] = state
+    return True

@@ -22,7 +22,7 @@ from qbench.cluster.events import Topic
 from qbench.cluster.kept import artifacts_here, rows_here, usable
 from qbench.cluster.located import WHOLE, Wanted, cache_identity, located
 from qbench.code import code_digest
-from qbench.evaluation.base_file import base_rows_file, checksum_file, locked
+from qbench.evaluation.baseline import baseline_file, baseline_lock, checksum_file
 from qbench.files import clean_temporaries, temporary
 from qbench.machine.environment import hardware, versions
 from qbench.plan import Plan
@@ -210,12 +210,12 @@ def _take_base(base: BaseThere | None, cache: Path, wanted: list[Wanted]) -> lis
         else:
             record = store.path(base.cell.cell, base.cell.key)
             _put(cache / base.record.target, record.parent, naming=(record.name,))
-    rows = base_rows_file(distributions_folder(cache), base.cell.key)
+    rows = baseline_file(distributions_folder(cache), base.cell.key)
     if base.rows is None or usable(rows, base.cell.key):
         return []
     if not (cache / base.rows / WHOLE).is_file():
         return [base.rows]
-    with locked(rows):
+    with baseline_lock(rows):
         _put(cache / base.rows, rows.parent, naming=(rows.name, checksum_file(rows).name))
     return []
 

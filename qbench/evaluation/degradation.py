@@ -6,6 +6,7 @@ by document and token. Imports no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from qbench.evaluation.tasks import listed
 from qbench.records import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
 
 if TYPE_CHECKING:
-    from qbench.evaluation.scoring.divergence import Measured
-    from qbench.evaluation.tasks import LoadedTask
+    from qbench.evaluation.kl import TokenDivergences
+    from qbench.evaluation.loaded import LoadedTask
     from qbench.records import Score
 
 
@@ -29,7 +29,7 @@ PERPLEXITIES = ("perplexity", "weighted_perplexity")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
-    """One cell's tables (see ``qbench.record``) and scores."""
+    """One cell's tables (see ``qbench.records``) and scores."""
 
     outcomes: pd.DataFrame
     responses: pd.DataFrame
@@ -40,12 +40,12 @@ def damage(
     base: Outcomes,
     quantized: Outcomes,
     *,
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, TokenDivergences],
     correct: Mapping[str, Mapping[int, int]],
 ) -> Damage:
     """By task.
 
-    ``measured`` comes from a ``Meter`` that observed the quantized cell; ``correct`` maps each
+    ``measured`` comes from a ``KLObserver`` that observed the quantized cell; ``correct`` maps each
     task's documents to the request that scores the right answer (see ``correct_requests``).
     """
     result: dict[str, TaskDamage] = {}
@@ -71,7 +71,7 @@ def damage(
     return Damage(tasks=result)
 
 
-def distributions(measured: Measured) -> Distributions:
+def distributions(measured: TokenDivergences) -> Distributions:
     """KL divergence of the unquantized from the quantized next-token distribution in nats.
 
     ``kl`` is Σ p ln(p/q) over the whole vocabulary. ``target_change`` is that of the scored
@@ -96,19 +96,37 @@ def distributions(measured: Measured) -> Distributions:
 
 
 def flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, Flips]:
-    """For each 0/1 metric the documents that quantization made wrong, and those it made right."""
+    """For each metric whose documents are right or wrong, those that quantization made wrong, and
+    those that it made right."""
     result = {}
-    pairs = _paired(base, quantized, ["metric", "document"], "value")
+    pairs = quantized.merge(
+        base, on=["metric", "document"], suffixes=("", "_base"), validate="one_to_one"
+    )
     for metric, rows in pairs.groupby("metric", sort=False):
-        before, after = rows["value_base"], rows["value"]
-        if not (before.isin((0, 1)).all() and after.isin((0, 1)).all()):
+        before = rows[["value_base", "weight_base"]].set_axis(["value", "weight"], axis=1)
+        found = answers(before, rows[["value", "weight"]])
+        if found is None:
             continue
+        right_before, right_after = found
         result[str(metric)] = Flips(
             documents=len(rows),
-            right_to_wrong=int(((before == 1) & (after == 0)).sum()),
-            wrong_to_right=int(((before == 0) & (after == 1)).sum()),
+            right_to_wrong=int((right_before & ~right_after).sum()),
+            wrong_to_right=int((~right_before & right_after).sum()),
         )
     return result
+
+
+def answers(before: pd.DataFrame, after: pd.DataFrame) -> tuple[pd.Series, pd.Series] | None:
+    """Which documents of one metric are right, in two cells; None where they are neither right nor
+    wrong. ``value`` is 0 or 1 (``weight`` 1), or ``value`` is the right answer, the same in both
+    cells, and ``weight`` the prediction, as f1 and mcc have it."""
+    if (before["weight"] == 1).all() and (after["weight"] == 1).all():
+        binary = before["value"].isin((0, 1)).all() and after["value"].isin((0, 1)).all()
+        return (before["value"] == 1, after["value"] == 1) if binary else None
+    whole = all((one % 1 == 0).all() for table in (before, after) for _, one in table.items())
+    if not whole or (before["value"] != after["value"]).any():
+        return None
+    return before["value"] == before["weight"], after["value"] == after["weight"]
 
 
 def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[int, int]) -> Ratio:
@@ -135,18 +153,14 @@ def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
 
     Where a task accepts several answers, the first counts.
     """
-    from qbench.evaluation.scoring.overhead import less_overhead
-
-    inner = task.task
-    kind = inner.OUTPUT_TYPE
-    documents = listed(inner.eval_docs)[:limit]
+    inner, kind = task.task, task.kind
+    documents = enumerate(itertools.islice(inner.eval_docs, limit))
     if kind == "loglikelihood":
-        return dict.fromkeys(range(len(documents)), 0)
+        return dict.fromkeys((number for number, _ in documents), 0)
     if kind != "multiple_choice":
         return {}
-    with less_overhead():
-        golds = [_gold(inner, document) for document in documents]
-    return {number: gold for number, gold in enumerate(golds) if gold is not None}
+    golds = {number: _gold(inner, document) for number, document in documents}
+    return {number: gold for number, gold in golds.items() if gold is not None}
 
 
 def _gold(inner: Any, document: dict[str, Any]) -> int | None:

@@ -1,21 +1,24 @@
-"""One task through lm-eval's Task API, its results parsed into our words. The border to lm-eval's
-strings."""
+"""One task through lm-eval's Task API, its results parsed into our words: the border to lm-eval's
+strings. Requests, filters, metrics and aggregations are lm-eval's, drawn with its seeds."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation import passkey
+from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.settings import (
     FEWSHOT_SEED,
     NUMPY_SEED,
@@ -23,105 +26,92 @@ from qbench.evaluation.settings import (
     TORCH_SEED,
     ScoringSettings,
 )
-from qbench.evaluation.tasks import LoadedTask, TaskSpec, check_labels, load_task
+from qbench.evaluation.tasks import TaskSpec
 from qbench.records import ANSWER_CHARACTERS, OUTCOME_COLUMNS, RESPONSE_COLUMNS, Record, Score
 
 if TYPE_CHECKING:
-    from qbench.evaluation.scoring.hflm import Yardstick
-    from qbench.evaluation.scoring.scorer import Scorer
+    from qbench.evaluation.scoring import HFLMScorer, Scorer
 
-
-KINDS = {
+RESPONSE_DTYPES = {
     "document": "int64", "request": "int64", "log_likelihood": "float64", "greedy": bool,
     "cut": "int64",
 }  # fmt: skip
-Row = tuple[str, int, int, float, bool, str | None, str | None, int]
+Response = tuple[str, int, int, float, bool, str | None, str | None, int]
 
 
-def responses_of(task: str, samples: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Of lm-eval's samples, one for each document and filter, in its order of requests."""
-    rows: list[Row] = []
-    asked = {sample["filter"]: None for sample in samples}
-    for sample in samples:
-        document = sample["doc_id"]
-        if sample["filter"] == next(iter(asked)):
-            rows += _given(task, document, sample["resps"])
-        if sample["resps"] and isinstance(sample["resps"][0][0], str):
-            rows += _taken(task, document, sample)
-    return _table(rows)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskResult:
+    """What one task gave: scores, and the tables that they aggregate (see ``qbench.records``)."""
+
+    scores: tuple[Score, ...]
+    outcomes: pd.DataFrame
+    responses: pd.DataFrame
 
 
-def answers_table(task: str, answers: Sequence[str]) -> pd.DataFrame:
-    """One generated answer a document."""
-    return _table([_text(task, document, 0, None, text) for document, text in enumerate(answers)])
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One document under one of the task's filters."""
+
+    document: int
+    filter: str
+    resps: list[list[Any]]  # of each request, an answer for each time that it was asked
+    filtered: list[Any]
+    metrics: dict[str, Any]
 
 
-def _given(task: str, document: int, responses: Sequence[Sequence[Any]]) -> Iterable[Row]:
-    """As the model gave them; an answer that was asked for several times has a row each."""
-    for request, response in enumerate(responses):
-        for repeat, answer in enumerate(response):
-            number = request * len(response) + repeat
-            if isinstance(answer, str):
-                yield _text(task, document, number, None, answer)
-            elif repeat == 0 and isinstance(answer, float | int):
-                yield (task, document, request, float(answer), False, None, None, 0)
-            elif repeat == 0 and isinstance(answer, list | tuple):
-                value, greedy = float(answer[0]), bool(answer[1])
-                yield (task, document, request, value, greedy, None, None, 0)
+def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
+    """Score one task with ``model``; requests of one task alone, so batches depend on no other.
+    Passkey retrieval is decoded by our own loop, see :mod:`qbench.evaluation.passkey`.
+
+    Raises DataError where a document asks nothing or has no right answer, or the task is one that
+    is not run here, EvaluationError where a log-likelihood or a score is not a number.
+    """
+    if task.kind == passkey.KIND:
+        return _passkey(model, task, settings)
+    for attribute, what in (("UNSAFE_CODE", "runs code that the model writes"),
+                            ("MULTIMODAL", "asks about images or sound")):  # fmt: skip
+        if getattr(task.task, attribute, False):
+            raise DataError(f"{task.name}: it {what}, which qbench does not; leave the task out")
+    check_documents(task, settings.limit)
+    build_requests(task.task, settings)
+    _answer(model, task.task.instances)
+    samples = list(_samples(task.task, settings.limit))
+    outcomes = _outcomes(task.name, samples)
+    scores = tuple(_scores(task, samples, outcomes))
+    responses = _responses(task.name, samples)
+    _refuse_not_a_number(task.name, scores, responses)
+    return TaskResult(scores=scores, outcomes=outcomes, responses=responses)
 
 
-def _taken(task: str, document: int, sample: dict[str, Any]) -> Iterable[Row]:
-    """What a filter took from generated answers, where that is not the answer itself."""
-    pairs = zip(sample["filtered_resps"], sample["resps"], strict=True)
-    for request, (taken, answers) in enumerate(pairs):
-        if taken != answers[0]:
-            text = taken if isinstance(taken, str) else json.dumps(taken, default=str)
-            number = request * len(answers)
-            yield _text(task, document, number, str(sample["filter"]), text)
+def require_fast(model: Scorer, tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
+    """Raises EvaluationError where fast scores of a sample of a task leave the tolerance."""
+    for task in tasks:
+        if task.kind in ("loglikelihood", "loglikelihood_rolling", "multiple_choice"):
+            build_requests(task.task, settings)
+            model.require_fast(task.task.instances)
 
 
-def _text(task: str, document: int, request: int, filter_: str | None, text: str) -> Row:
-    kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
-    return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))
+def build_requests(task: Any, settings: ScoringSettings) -> None:
+    """The ``instances`` of an lm-eval task, as its ``simple_evaluate`` builds them: counted from
+    lm-eval's seeds, so that seed 0 draws what lm-eval draws."""
+    random.seed(RANDOM_SEED + settings.seed)
+    np.random.seed((NUMPY_SEED + settings.seed) % 2**32)
+    torch.manual_seed(TORCH_SEED + settings.seed)
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=settings.fewshot_seed)
+    task.build_all_requests(limit=settings.limit, rank=0, world_size=1)
 
 
-def _table(rows: Sequence[Row]) -> pd.DataFrame:
-    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(KINDS)
-    return table.astype({"answer": object, "filter": object})
-
-
-Requests = tuple[tuple[str, ...], ...]  # of each request its texts: context and continuation
-
-
-def asked(
-    record: Record, planned: Sequence[TaskSpec], document: int, task: str | None = None
-) -> dict[str, Requests]:
-    """By task, the requests of ``document``. Left out are tasks that have no such document, and
-    passkey retrieval, whose prompts are made for a tokenizer.
+def rebuild_requests(
+    record: Record, specs: Sequence[TaskSpec], document: int, task: str | None = None
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """By task, of each request of ``document`` its texts: context and continuation. Records do not
+    keep them; they are made again from the recipe and its data. Left out are tasks that have no
+    such document, and passkey retrieval, whose prompts are made for a tokenizer.
 
     Raises DataError where recipe and data ask something else than the record's cell was asked.
     """
-    found = {}
-    for one in planned:
-        if one.name not in record.documents or task not in (None, one.name):
-            continue
-        if one.output_type == passkey.KIND:
-            continue
-        loaded = load_task(one)
-        if loaded.digest != record.documents[one.name]:
-            raise DataError(
-                f"{one.name}: this recipe and its data ask something else than {record.cell} was "
-                "asked; name those that it was run with"
-            )
-        if document < loaded.documents:
-            found[one.name] = _requests(loaded, record, document)
-    return found
-
-
-def _requests(loaded: LoadedTask, record: Record, document: int) -> Requests:
-    """Built by lm-eval as for a model: it draws with its own seeds, and before the task does."""
-    from qbench.evaluation.scoring.asked import Known, Nobody
-
     scoring = record.key_parts.get("scoring") or {}
     settings = ScoringSettings(
         mode="exact",
@@ -132,140 +122,97 @@ def _requests(loaded: LoadedTask, record: Record, document: int) -> Requests:
         seed=scoring.get("seed", 0),
         fewshot_seed=scoring.get("fewshot_seed", FEWSHOT_SEED),
     )
-    with suppress(Known):
-        evaluate(Nobody(), loaded, settings)
-    return tuple(
-        tuple(text for text in one.args if isinstance(text, str))
-        for one in loaded.task.instances
-        if one.doc_id == document
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskResult:
-    """What one task gave: scores, and the tables that they aggregate (see ``qbench.record``)."""
-
-    scores: tuple[Score, ...]
-    outcomes: pd.DataFrame
-    responses: pd.DataFrame
-
-
-def evaluate(model: Scorer | Yardstick, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
-    """Score one task with lm-eval; requests of one task alone, so batches depend on no other.
-    Passkey retrieval is decoded by our own loop, see :mod:`qbench.evaluation.passkey`.
-
-    Raises DataError where a document has no right answer, EvaluationError where a
-    log-likelihood or a score is not a number.
-    """
-    if task.kind == passkey.KIND:
-        return _passkey(model, task, settings)
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from qbench.evaluation.scoring.overhead import less_overhead
-
-    check_labels(task, settings.limit)
-    with less_overhead():
-        results = simple_evaluate(
-            model=model,
-            tasks=[task.task],
-            task_manager=TaskManager(include_defaults=False),
-            limit=settings.limit,
-            bootstrap_iters=0,  # the standard errors are computed below, without 100,000 rounds
-            log_samples=True,
-            # Counted from lm-eval's defaults, so that seed 0 draws what lm-eval draws.
-            random_seed=RANDOM_SEED + settings.seed,
-            numpy_random_seed=(NUMPY_SEED + settings.seed) % 2**32,
-            torch_random_seed=TORCH_SEED + settings.seed,
-            fewshot_random_seed=settings.fewshot_seed,
+    found = {}
+    for spec in specs:
+        if spec.name not in record.documents or task not in (None, spec.name):
+            continue
+        if spec.output_type == passkey.KIND:
+            continue
+        loaded = load_task(spec)
+        if loaded.digest != record.documents[spec.name]:
+            raise DataError(
+                f"{spec.name}: this recipe and its data ask something else than {record.cell} was "
+                "asked; name those that it was run with"
+            )
+        if document >= loaded.documents:
+            continue
+        build_requests(loaded.task, settings)
+        found[spec.name] = tuple(
+            tuple(text for text in one.args if isinstance(text, str))
+            for one in loaded.task.instances
+            if one.doc_id == document
         )
-    (own_name,) = results["samples"]
-    samples = results["samples"][own_name]
-    outcomes = _outcomes(task.name, samples)
-    scores = tuple(_scores(task, results["results"][own_name], outcomes))
-    responses = responses_of(task.name, samples)
-    _refuse_not_a_number(task.name, scores, responses)
-    return TaskResult(scores=scores, outcomes=outcomes, responses=responses)
+    return found
 
 
-def _passkey(model: Scorer | Yardstick, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
-    """Exact match of the greedily decoded key, and how many of its digits stand in their places."""
-    tokenizer = model.hflm.tokenizer
-    asked = passkey.prompts(task.task, tokenizer, limit=settings.limit, add_bos=settings.add_bos)
-    tokens = model.greedy(asked.ids, max(asked.answers))
-    answers = [
-        tokenizer.decode(own[:count]) for own, count in zip(tokens, asked.answers, strict=True)
-    ]
-    columns = zip(("exact_match", "acc_digits"), passkey.scores(answers, asked.keys), strict=True)
-    outcomes = pd.DataFrame(
-        [
-            (task.name, document, metric, value, 1.0)
-            for metric, values in columns
-            for document, value in enumerate(values)
-        ],
-        columns=list(OUTCOME_COLUMNS),
-    ).astype({"document": "int64"})
-    scores = []
-    for metric, values in outcomes.groupby("metric", sort=False)["value"]:
-        score = Score(
-            task=task.name,
-            label=task.label,
-            metric=str(metric),
-            value=float(values.mean()),
-            stderr=_standard_error("mean", values),
-            higher_is_better=True,
-            aggregation="mean",
-            documents=len(values),
-        )
-        scores.append(score)
-    responses = answers_table(task.name, answers)
-    return TaskResult(scores=tuple(scores), outcomes=outcomes, responses=responses)
+def _answer(model: Any, instances: Sequence[Any]) -> None:
+    """Requests of one kind together, each as often as it is to be asked."""
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for instance in instances:
+        kinds[instance.request_type] += [instance] * instance.repeats
+    for kind, requests in kinds.items():
+        for answer, request in zip(getattr(model, kind)(requests), requests, strict=True):
+            request.resps.append(answer)
 
 
-def _outcomes(task: str, samples: list[dict[str, Any]]) -> pd.DataFrame:
+def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
+    """Of each filter, in its order, each document with its metrics."""
+    task.apply_filters()
+    requests: dict[int, list[Any]] = defaultdict(list)
+    for instance in task.instances:
+        requests[instance.doc_id].append(instance)
+    for asked in requests.values():
+        asked.sort(key=lambda instance: instance.idx)
+    for name in task.instances[0].filtered_resps:
+        for number, document in task.doc_iterator(rank=0, limit=limit, world_size=1):
+            asked = requests[number]
+            filtered = [instance.filtered_resps[name] for instance in asked]
+            metrics = task.process_results(document, filtered)
+            yield _Sample(number, name, [one.resps for one in asked], filtered, metrics)
+
+
+def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
+    """``value`` and ``weight`` of a metric that gives two numbers, whatever they are: the value
+    and its weight, or right answer and prediction (see ``degradation.answers``)."""
     rows = []
     for sample in samples:
-        for metric in sample["metrics"]:
-            value = sample[metric]
-            weight = 1.0
-            if isinstance(value, list | tuple) and len(value) == 2:
-                value, weight = value
-            if isinstance(value, bool | int | float) and isinstance(weight, int | float):
-                name = _name(metric, sample["filter"])
-                rows.append((task, sample["doc_id"], name, float(value), float(weight)))
+        for metric, value in sample.metrics.items():
+            pair = value if isinstance(value, list | tuple) and len(value) == 2 else (value, 1.0)
+            if all(isinstance(one, bool | int | float | np.number | np.bool_) for one in pair):
+                name = _name(metric, sample.filter)
+                rows.append((task, sample.document, name, float(pair[0]), float(pair[1])))
     return pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
 
 
-def _scores(task: LoadedTask, results: dict[str, Any], outcomes: pd.DataFrame) -> list[Score]:
-    scores = []
-    for key, value in results.items():
-        metric, _, filter_ = key.partition(",")
-        if not filter_ or metric.endswith("_stderr") or not isinstance(value, int | float):
-            continue
-        name = _name(metric, filter_)
-        values = outcomes.loc[outcomes["metric"] == name, "value"]
-        aggregation = _aggregation(task.task, metric)
-        scores.append(
-            Score(
-                task=task.name,
-                label=task.label,
-                metric=name,
-                value=float(value),
-                stderr=_standard_error(aggregation, values),
-                higher_is_better=bool(task.task.higher_is_better().get(metric, True)),
-                aggregation=aggregation,
-                documents=int(results.get("sample_len", len(values))),
-            )
-        )
-    return scores
-
-
-def _aggregation(task: Any, metric: str) -> str:
+def _scores(
+    task: LoadedTask, samples: Sequence[_Sample], outcomes: pd.DataFrame
+) -> Iterator[Score]:
+    from lm_eval.api.metrics import mean
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
-    function = task.aggregation().get(metric)
-    names = {known: name for name, known in AGGREGATION_REGISTRY.items()}
-    return names.get(function, getattr(function, "__name__", "unknown"))
+    items: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for sample in samples:
+        for metric, value in sample.metrics.items():
+            items[metric, sample.filter].append(value)
+    names = {function: name for name, function in AGGREGATION_REGISTRY.items()}
+    documents = max(map(len, items.values()), default=0)
+    for (metric, filter_), values in items.items():
+        aggregate = task.task.aggregation().get(metric, mean)
+        value = aggregate(values)
+        if not isinstance(value, int | float):
+            continue
+        name = _name(metric, filter_)
+        aggregation = names.get(aggregate, getattr(aggregate, "__name__", "unknown"))
+        yield Score(
+            task=task.name,
+            label=task.label,
+            metric=name,
+            value=float(value),
+            stderr=_standard_error(aggregation, outcomes.loc[outcomes["metric"] == name, "value"]),
+            higher_is_better=bool(task.task.higher_is_better().get(metric, True)),
+            aggregation=aggregation,
+            documents=documents,
+        )
 
 
 def _standard_error(aggregation: str, values: pd.Series) -> float | None:
@@ -279,6 +226,77 @@ def _standard_error(aggregation: str, values: pd.Series) -> float | None:
 
 def _name(metric: str, filter_: str) -> str:
     return metric if filter_ == "none" else f"{metric} [{filter_}]"
+
+
+def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
+    """Log-likelihoods and texts, in lm-eval's order of filters, documents and requests. The
+    columns are ``qbench.records.RESPONSE_COLUMNS``."""
+    rows: list[Response] = []
+    for sample in samples:
+        if sample.filter == samples[0].filter:
+            rows += _given(task, sample)
+        if sample.resps and isinstance(sample.resps[0][0], str):
+            rows += _taken(task, sample)
+    return _response_table(rows)
+
+
+def _given(task: str, sample: _Sample) -> Iterator[Response]:
+    """As the model gave them; an answer that was asked for several times has a row each."""
+    for request, answers in enumerate(sample.resps):
+        for repeat, answer in enumerate(answers):
+            if isinstance(answer, str):
+                yield _text(task, sample.document, request * len(answers) + repeat, None, answer)
+            elif repeat == 0:
+                value, greedy = answer if isinstance(answer, list | tuple) else (answer, False)
+                number = float(value), bool(greedy)
+                yield (task, sample.document, request, *number, None, None, 0)
+
+
+def _taken(task: str, sample: _Sample) -> Iterator[Response]:
+    """What a filter took from generated answers, where that is not the answer itself."""
+    for request, (taken, answers) in enumerate(zip(sample.filtered, sample.resps, strict=True)):
+        if taken != answers[0]:
+            text = taken if isinstance(taken, str) else json.dumps(taken, default=str)
+            yield _text(task, sample.document, request * len(answers), sample.filter, text)
+
+
+def _text(task: str, document: int, request: int, filter_: str | None, text: str) -> Response:
+    kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
+    return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))
+
+
+def _response_table(rows: Sequence[Response]) -> pd.DataFrame:
+    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(RESPONSE_DTYPES)
+    return table.astype({"answer": object, "filter": object})
+
+
+def _passkey(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
+    """Exact match of the greedily decoded key, and how many of its digits stand in their places."""
+    tokenizer = model.hflm.tokenizer
+    asked = passkey.prompts(task.task, tokenizer, limit=settings.limit, add_bos=settings.add_bos)
+    tokens = model.greedy(asked.ids, max(asked.answers))
+    answers = [
+        tokenizer.decode(own[:count]) for own, count in zip(tokens, asked.answers, strict=True)
+    ]
+    rows, scores = [], []
+    found = zip(("exact_match", "acc_digits"), passkey.scores(answers, asked.keys), strict=True)
+    for metric, values in found:
+        rows += [(task.name, number, metric, value, 1.0) for number, value in enumerate(values)]
+        scores.append(
+            Score(
+                task=task.name,
+                label=task.label,
+                metric=metric,
+                value=float(pd.Series(values).mean()),
+                stderr=_standard_error("mean", pd.Series(values)),
+                higher_is_better=True,
+                aggregation="mean",
+                documents=len(values),
+            )
+        )
+    outcomes = pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
+    texts = [_text(task.name, number, 0, None, text) for number, text in enumerate(answers)]
+    return TaskResult(scores=tuple(scores), outcomes=outcomes, responses=_response_table(texts))
 
 
 def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
+from qbench.evaluation.degradation import answers
 from qbench.evaluation.settings import ScoringSettings
 
 if TYPE_CHECKING:
     from qbench.evaluation.evaluate import TaskResult
-    from qbench.evaluation.tasks import LoadedTask
+    from qbench.evaluation.loaded import LoadedTask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,24 +84,22 @@ def measure_noise(
     scoring raises.
     """
     from qbench.evaluation.evaluate import evaluate
-    from qbench.evaluation.scoring.overhead import less_overhead
 
     usual = Variation(name="as usual")
     moved: list[Moved] = []
     settings: dict[str, ScoringSettings] = {}
     base: dict[str, TaskResult] = {}
-    with less_overhead():
-        for variation in (usual, *variations):
-            model = scorer(variation)
-            for task in tasks:
-                if say is not None:
-                    say(f"{variation.name}: {task.name}")
-                result = evaluate(model, task, model.settings)
-                if variation is usual:
-                    base[task.name] = result
-                else:
-                    moved += _moved(variation, base[task.name], result)
-            settings[variation.name] = model.settings
+    for variation in (usual, *variations):
+        model = scorer(variation)
+        for task in tasks:
+            if say is not None:
+                say(f"{variation.name}: {task.name}")
+            result = evaluate(model, task, model.settings)
+            if variation is usual:
+                base[task.name] = result
+            else:
+                moved += _moved(variation, base[task.name], result)
+        settings[variation.name] = model.settings
     floors: dict[str, dict[str, float]] = {}
     for entry in moved:
         metrics = floors.setdefault(entry.task, {})
@@ -141,9 +141,7 @@ def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[M
     change = np.abs(pairs["log_likelihood"] - pairs["log_likelihood_base"]).to_numpy()
     found = []
     for score, earlier in zip(result.scores, base.scores, strict=True):
-        values = _values(result, score.metric)
-        was = _values(base, score.metric)
-        binary = set(np.unique(np.concatenate((values, was)))) <= {0.0, 1.0}
+        right = answers(_of(base, score.metric), _of(result, score.metric))
         found.append(
             Moved(
                 task=score.task,
@@ -152,7 +150,7 @@ def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[M
                 base_score=earlier.value,
                 score=score.value,
                 documents=score.documents,
-                changed_documents=int((values != was).sum()) if binary else None,
+                changed_documents=int((right[0] != right[1]).sum()) if right else None,
                 largest_log_likelihood=float(change.max(initial=0.0)),
                 mean_log_likelihood=float(change.mean()) if len(change) else 0.0,
             )
@@ -160,6 +158,6 @@ def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[M
     return found
 
 
-def _values(result: TaskResult, metric: str) -> np.ndarray:
+def _of(result: TaskResult, metric: str) -> pd.DataFrame:
     rows = result.outcomes[result.outcomes["metric"] == metric]
-    return rows.sort_values("document")["value"].to_numpy()
+    return rows.set_index("document").sort_index()[["value", "weight"]]

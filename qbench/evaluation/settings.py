@@ -139,7 +139,8 @@ class ScoringSettings:
     ``seed`` draws that sample and, counted from lm-eval's defaults, what a task leaves to chance;
     ``fewshot_seed`` draws few-shot examples. ``shuffle`` seeds another order of batches than
     longest first, to see what order alone does. ``amplifies_rounding``: the quantizer's, which
-    changes how fast scores are judged and no score.
+    changes how fast scores are judged and no score. ``fallback``: a task whose fast scores leave
+    the tolerance is scored exactly; else it fails.
     """
 
     mode: Mode
@@ -156,6 +157,7 @@ class ScoringSettings:
     fewshot_seed: int = FEWSHOT_SEED
     shuffle: int | None = None
     amplifies_rounding: bool = False
+    fallback: bool = False
 
     def __post_init__(self) -> None:
         assert (self.mode == "fast") == (self.batch_tokens is not None)
@@ -163,7 +165,7 @@ class ScoringSettings:
     def key_parts(self) -> dict[str, Any]:
         """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
         against it when it is read (``tolerance.exceeded``)."""
-        judged = ("tolerance", "shuffle", "amplifies_rounding")
+        judged = ("tolerance", "shuffle", "amplifies_rounding", "fallback")
         return {k: v for k, v in asdict(self).items() if k not in judged}
 
 
@@ -232,6 +234,7 @@ def resolve(
         seed=evaluation.seed,
         fewshot_seed=evaluation.fewshot_seed,
         amplifies_rounding=amplifies_rounding,
+        fallback=evaluation.scoring == "auto",
     )
 
 

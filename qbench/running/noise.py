@@ -30,8 +30,8 @@ class Failed:
 def noise_of(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
     """Score the cell's checkpoint under every variation of batches. Raises what scoring raises."""
     from qbench.cell import free, load
+    from qbench.evaluation.loaded import load_task
     from qbench.evaluation.noise import measure_noise, scorer_of
-    from qbench.evaluation.tasks import load_task
 
     model, tokenizer = load(cell, plan)
     try:

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from qbench.cell import cache_folder, distributions_folder, failed, run
 from qbench.errors import ResultsError
-from qbench.evaluation.base_file import base_rows_file, verified
+from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages
@@ -223,7 +223,7 @@ def rows_problem(cache: Path) -> Callable[[str], str | None]:
 
     def problem(key: str) -> str | None:
         try:
-            verified(base_rows_file(distributions_folder(cache), key), key)
+            verify_baseline(baseline_file(distributions_folder(cache), key), key)
         except ResultsError as error:
             return str(error)
         return None

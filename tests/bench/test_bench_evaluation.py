@@ -12,7 +12,8 @@ from scoring_models import settings
 from qbench.bench.evaluation import MODES, compare, table
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import RecipeError
-from qbench.evaluation.tasks import load_task, plan_task
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.tasks import plan_task
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 

@@ -14,9 +14,6 @@ from synthetic import make_store
 
 pytest.importorskip("distributed")
 
-from qbench.cell import distributions_folder
-from qbench.cluster import kept, remote
-from qbench.cluster.located import WHOLE, Wanted
 from qbench.evaluation.base_file import (
     Parts,
     base_rows_file,
@@ -25,6 +22,10 @@ from qbench.evaluation.base_file import (
     part_file,
 )
 from qbench.evaluation.scoring.base_rows import save_index
+
+from qbench.cell import distributions_folder
+from qbench.cluster import kept, remote
+from qbench.cluster.located import WHOLE, Wanted
 from qbench.files import TEMPORARY, temporary
 from qbench.store import Store
 

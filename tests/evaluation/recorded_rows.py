@@ -1,10 +1,10 @@
-"""A tiny model's rows, recorded as an unquantized cell's are."""
+"""A tiny model's hidden states, kept as an unquantized cell's are."""
 
 from __future__ import annotations
 
 from scoring_models import scorer
 
-from qbench.evaluation.scoring.base_rows import BaseRows, Recorder
+from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
 
 KEY = "0123456789abcdef" * 4
 
@@ -16,7 +16,7 @@ def watch(model, observer, requests, mode="exact", **changes):
     return lm.loglikelihood_rolling(requests, disable_tqdm=True)
 
 
-def recorded(model, requests, mode="exact") -> BaseRows:
-    recorder = Recorder()
-    watch(model, recorder, requests, mode)
-    return recorder.base(KEY)
+def recorded(model, requests, mode="exact") -> BaselineHiddenStates:
+    writer = BaselineWriter()
+    watch(model, writer, requests, mode)
+    return writer.hidden_states()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
-from lm_eval import utils
 
-from qbench.evaluation.scoring.overhead import less_overhead
-from qbench.evaluation.tasks import listed
+from qbench.evaluation.loaded import listed
 
 ROWS = [
     {"question": "two\nlines", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "gold": 1},
@@ -39,15 +37,3 @@ def test_each_time_they_are_new():
     first, second = listed(TABLE), listed(TABLE)
     first[0]["choices"]["text"].append("changed by a task's own code")
     assert second == ROWS == listed(TABLE)
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{{question}}", "{% for i in range(3) %}{{i}}{% endfor %}", "{{dict(a=question).a}}",
-     "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{n.x}}", "{{lipsum is defined}}"],
-)  # fmt: skip
-def test_templates_know_the_same_names(template):
-    document = {"question": "why", "range": 3} if template == "{{question}}" else ROWS[0]
-    usual = utils.apply_template(template, document)
-    with less_overhead():
-        assert [utils.apply_template(template, document) for _ in range(2)] == [usual] * 2

@@ -11,7 +11,8 @@ from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text
 
 from qbench.evaluation.evaluate import evaluate
-from qbench.evaluation.tasks import load_task, plan_task
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.tasks import plan_task
 
 TASK = """
 task: quiz

@@ -9,7 +9,8 @@ from scoring_models import llama, scorer, settings
 
 from qbench.errors import DataError
 from qbench.evaluation import evaluate as evaluation
-from qbench.evaluation.tasks import check_labels, load_task, plan_task
+from qbench.evaluation.loaded import check_documents, load_task
+from qbench.evaluation.tasks import plan_task
 
 COPA = {
     "premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
@@ -63,7 +64,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("task", "split", "row"), GOOD, ids=[good[0] for good in GOOD])
 def test_good_answers_pass(tmp_path, task, split, row):
-    check_labels(loaded(tmp_path, task, split, [row] * 3)[0])
+    check_documents(loaded(tmp_path, task, split, [row] * 3)[0])
 
 
 @pytest.mark.parametrize("label", [None, -1, 2, -100, "red", ""])
@@ -72,7 +73,7 @@ def test_a_label_that_names_no_choice_is_refused_with_file_and_line(tmp_path, la
     bad = {**QUIZ, "right": label}
     task, path = loaded(tmp_path, "quiz", "test", [good, good, bad, good, bad, good])
     with pytest.raises(DataError) as error:
-        check_labels(task)
+        check_documents(task)
     line = str(error.value)
     assert line.startswith(f"quiz: {path}:3: label ")
     assert "names none of its 2 choices" in line
@@ -85,7 +86,7 @@ def test_a_hidden_label_of_which_a_function_makes_an_answer_is_refused(tmp_path,
     """copa's takes the second choice wherever the label is not 0."""
     task, path = loaded(tmp_path, "copa", "validation", [COPA, {**COPA, "label": label}])
     with pytest.raises(DataError, match=rf"{path}:2: label {label} is no answer"):
-        check_labels(task)
+        check_documents(task)
 
 
 def test_no_score_comes_of_a_missing_label(tmp_path, monkeypatch):
@@ -94,23 +95,15 @@ def test_no_score_comes_of_a_missing_label(tmp_path, monkeypatch):
     model = scorer(llama(), "exact", max_length=200)
     with pytest.raises(DataError, match="label 'None' names none of its 2 choices"):
         evaluation.evaluate(model, task, settings("exact"))
-    monkeypatch.setattr(evaluation, "check_labels", lambda task, limit: None)
+    monkeypatch.setattr(evaluation, "check_documents", lambda task, limit: None)
     assert evaluation.evaluate(model, task, settings("exact")).scores[0].documents == 2
-
-
-def test_labels_that_were_found_good_are_not_looked_at_again(tmp_path, monkeypatch):
-    """They are before there is a model, and before each model of a grid is asked."""
-    task, _ = loaded(tmp_path, "quiz", "test", [QUIZ])
-    check_labels(task)
-    monkeypatch.setattr(task.task, "doc_to_target", lambda document: pytest.fail("again"))
-    check_labels(task)
 
 
 def test_documents_beyond_the_limit_are_not_asked(tmp_path):
     task, _ = loaded(tmp_path, "quiz", "test", [QUIZ, {**QUIZ, "right": -1}])
-    check_labels(task, 1)
+    check_documents(task, 1)
     with pytest.raises(DataError):
-        check_labels(task, 2)
+        check_documents(task, 2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +117,7 @@ def test_documents_beyond_the_limit_are_not_asked(tmp_path):
 def test_answers_under_other_names_are_found_too(tmp_path, task, split, row, words):
     good = dict(next(good[2] for good in GOOD if good[0] == task))
     with pytest.raises(DataError, match=words):
-        check_labels(loaded(tmp_path, task, split, [good, row])[0])
+        check_documents(loaded(tmp_path, task, split, [good, row])[0])
 
 
 def test_a_null_that_a_template_would_print_is_refused(tmp_path):
@@ -139,6 +132,5 @@ def test_a_null_that_a_template_would_print_is_refused(tmp_path):
     folder.mkdir(parents=True)
     rows = [{"text": "the cat", "word": "sat"}, {"text": "None of it", "word": None}]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = load_task(plan_task("word", data=tmp_path / "data", definitions=definitions))
-    with pytest.raises(DataError, match=r"test\.jsonl:2: there is no target text"):
-        check_labels(task)
+    with pytest.raises(DataError, match=r"test\.jsonl:2: word: word is null, so there is nothing"):
+        plan_task("word", data=tmp_path / "data", definitions=definitions)

@@ -8,7 +8,7 @@ from scoring_models import choices, llama, pages, scorer
 
 from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.transformers import attend
-from qbench.evaluation.scoring.forward import unrounded
+from qbench.evaluation.scoring.forward import unquantized_activations
 from qbench.evaluation.scoring.generate import greedy
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.names import config_of
@@ -104,7 +104,7 @@ def test_packs_are_tried_out_without_the_steps_of_few_bits(monkeypatch):
     before = fast.loglikelihood(choices(2), disable_tqdm=True)
     assert before != fast.loglikelihood(choices(2), disable_tqdm=True)  # it is rounded again
     ids = torch.arange(9)[None]
-    with torch.no_grad(), unrounded(model):
+    with torch.no_grad(), unquantized_activations(model):
         paused = model(ids, use_cache=False).logits
     plain = model_with(None)(ids, use_cache=False).logits
     torch.testing.assert_close(paused, plain, rtol=0, atol=1e-4)

@@ -11,10 +11,10 @@ import torch
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate
+from qbench.evaluation.loaded import load_task
 from qbench.evaluation.noise import Variation, measure_noise, scorer_of
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.overhead import less_overhead
-from qbench.evaluation.tasks import load_task, plan_task
+from qbench.evaluation.tasks import plan_task
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 TASKS = ("demo_choice", "demo_lastword", "demo_pages")
@@ -58,20 +58,6 @@ def test_exact_equals_hflm_to_the_bit_and_fast_within_1e_4(pair, tasks, name):
         assert (fast.responses[column] == theirs.responses[column]).all()
     ours, expected = fast.responses["log_likelihood"], theirs.responses["log_likelihood"]
     assert ours.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_less_overhead_changes_no_request_and_no_score(pair, tasks, name):
-    model = scorer(pair, "exact")
-    plain = evaluate(model, tasks[name], settings("exact", 3))
-    with less_overhead():
-        for _ in range(2):  # the second time the requests are there already
-            lean = evaluate(model, tasks[name], settings("exact", 3))
-            assert lean.responses.equals(plain.responses)
-            assert lean.outcomes.equals(plain.outcomes)
-            assert lean.scores == plain.scores
-        longer = evaluate(model, tasks[name], settings("exact", 4))
-    assert longer.responses["document"].nunique() == 4
 
 
 def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):

@@ -29,6 +29,10 @@ def model_with(attention: str):
     return model
 
 
+def check_add(check, **sample):
+    check.add(check.compare(**sample))
+
+
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
 
 
@@ -105,11 +109,11 @@ def test_no_prefix_group_is_larger_than_a_pack_that_could_be_split(batch_tokens)
         packing = Packing(max_length=64, batch_tokens=batch_tokens)
         return packing.plan(requests, windows=False)
 
-    assert all(len(pack.groups[0].members) == 1 for pack in packs_of(windows, 60))
+    assert all(len(pack.groups[0].request_indices) == 1 for pack in packs_of(windows, 60))
     for requests in (windows, choices_):
         packs = packs_of(requests, batch_tokens)
         assert all(sum(group.tokens for group in pack.groups) <= batch_tokens for pack in packs)
-        members = [i for pack in packs for group in pack.groups for i, _ in group.members]
+        members = [i for pack in packs for group in pack.groups for i, _ in group.request_indices]
         assert sorted(members) == list(range(len(requests)))
     group = packs_of(choices_, 500)[0].groups[0]
     assert len(group.prefix) == 9
@@ -145,11 +149,11 @@ def test_a_mean_difference_beyond_the_tolerance_fails():
 def test_one_request_far_off_fails_whatever_the_mean_is():
     check = Check(Tolerance(mean=0.1, largest=1.0))
     near = {"task": "t", "documents": range(50), "tokens": [2] * 50, "exact": [(-3.0, False)] * 50}
-    check.add(fast=[(-3.1, False)] * 50, **near)
+    check_add(check, fast=[(-3.1, False)] * 50, **near)
     assert check.report().mean == pytest.approx(0.1)
     assert check.report().largest_per_token == pytest.approx(0.05)
     with pytest.raises(EvaluationError, match=r"one request .*tolerance\.largest 1;"):
-        check.add(fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near)
+        check_add(check, fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near)
 
 
 def test_answers_that_change_fail_however_little_the_scores_differ():
@@ -158,10 +162,10 @@ def test_answers_that_change_fail_however_little_the_scores_differ():
     exact = [(-3.0, False), (-3.001, False)] * 20
     other = [(-3.0, False), (-2.999, False)]
     near = {"task": "t", "documents": documents, "tokens": [1] * 40, "exact": exact}
-    check.add(fast=other * 2 + exact[4:], **near)
+    check_add(check, fast=other * 2 + exact[4:], **near)
     assert check.report().changed_answers == 2
     with pytest.raises(EvaluationError, match=r"3 of 20 answers changed.*tolerance\.changed 0\.1"):
-        check.add(fast=other * 3 + exact[6:], **near)
+        check_add(check, fast=other * 3 + exact[6:], **near)
 
 
 def test_scores_that_are_not_numbers_fail():
@@ -188,14 +192,14 @@ def test_the_sample_is_not_counted():
 def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
     exact, fast = scorers(model_with("softpick"), batch_tokens=1000)
     expected = exact.loglikelihood(choices(17), disable_tqdm=True)
-    decoder = fast.way.forward.decoder
+    decoder = fast.fast.forward.decoder
 
     def small(ids, **settings):
         if ids.numel() > 250:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decoder(ids, **settings)
 
-    fast.way.forward.decoder = small
+    fast.fast.forward.decoder = small
     assert_close(fast.loglikelihood(choices(17), disable_tqdm=True), expected)
     assert fast.report().halvings > 0
 

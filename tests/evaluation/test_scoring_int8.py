@@ -13,7 +13,7 @@ from quantizer_models import DIGEST
 from recorded_rows import recorded, watch
 from scoring_models import choices, llama, pages
 
-from qbench.evaluation.scoring.divergence import Meter
+from qbench.evaluation.kl import KLObserver
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import bnb, parse
 from qbench.quantizers.quantize import quantize
@@ -33,9 +33,9 @@ def test_answers_and_divergence_are_the_librarys(kind, mode, tmp_path, monkeypat
     base = recorded(original, requests)
 
     def scored():
-        meter = Meter(base)
+        meter = KLObserver(base)
         answers = watch(model, meter, requests, mode, tolerance=LOOSE_BOUNDS)
-        (measured,) = meter.measured.values()
+        (measured,) = meter.divergences.values()
         return answers, [getattr(measured, f.name) for f in dataclasses.fields(measured)]
 
     answers, measured = scored()

@@ -34,7 +34,7 @@ def alone(model):
 def packed(model):
     requests = [Request([*ids, 0], len(ids), i) for i, ids in enumerate(TEXTS)]
     (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
-    batch = pack.lay(requests)
+    batch = pack.collate(requests)
     rows = [batch.rows[batch.scored.row[list(batch.scored.request).index(i)]] for i in range(3)]
     forward = PackedForward(model, model.get_decoder())
     with forward.ready():

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from qbench.errors import DataError, RecipeError
-from qbench.evaluation import tasks
+from qbench.evaluation import loaded
 from qbench.evaluation.definitions import definition_file
-from qbench.evaluation.tasks import load_task, plan_task, read_rows
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.tasks import plan_task, read_rows
 
 COPA = [
     {"premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
@@ -108,7 +109,7 @@ def test_the_digest_is_the_same_in_another_process(tmp_path):
     write(tmp_path, "wikitext", "test", [{"page": " = A = \n"}])  # its definition has functions
     here = load_task(plan_task("wikitext", data=tmp_path, definitions=None)).digest
     code = (
-        "from pathlib import Path; from qbench.evaluation.tasks import load_task; "
+        "from pathlib import Path; from qbench.evaluation.loaded import load_task; "
         "from qbench.evaluation.tasks import plan_task; x = [object() for _ in range(999)]; "
         f"print(load_task(plan_task('wikitext', data=Path({str(tmp_path)!r}), "
         "definitions=None)).digest)"
@@ -266,13 +267,15 @@ def test_documents_from_elsewhere_have_the_digest_of_the_same_documents(tmp_path
     write(tmp_path / "two", "copa", "validation", COPA)
     write(tmp_path / "two", "copa", "train", COPA[:1])
     one, two = (load_task(planned(tmp_path / name, "copa")) for name in ("one", "two"))
+    from datasets import Dataset, DatasetDict
     from lm_eval.tasks._factory import TaskFactory
     from lm_eval.tasks._index import TaskIndex
 
-    rows = {"train": COPA[:1], "validation": COPA}
+    splits = {"train": COPA[:1], "validation": COPA}
+    data = DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
     hub = TaskFactory().build(
         TaskIndex.entry_from_path(definition_file("copa", None)),
-        overrides={"custom_dataset": lambda **_: tasks._datasets(rows)},
+        overrides={"custom_dataset": lambda **_: data},
         registry={},
     )
-    assert one.digest == two.digest == tasks._digest(hub)
+    assert one.digest == two.digest == loaded._digest(hub)

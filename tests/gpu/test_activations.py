@@ -14,7 +14,6 @@ from test_rounding import GRIDS, INF, NAN, draw, ties
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
-from qbench.evaluation.scoring.fused import fused
 from qbench.quantizers import config_of, formats
 from qbench.quantizers.activations import kernel, ranges, rounding
 from qbench.quantizers.activations.quantize import fixed_by
@@ -135,7 +134,7 @@ def wide(layers=4):
 def seconds(model, ids):
     """Median of a forward of the decoder as fast scoring runs it, after two to warm up."""
     taken = []
-    with torch.no_grad(), fused(model):
+    with torch.no_grad():
         for _ in range(9):
             torch.cuda.synchronize()
             start = time.perf_counter()

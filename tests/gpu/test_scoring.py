@@ -16,9 +16,8 @@ from test_divergence import Logits, quantized_like
 
 from qbench.attention.transformers import attend
 from qbench.evaluation import settings
+from qbench.evaluation.kl import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.base_rows import Recorder
-from qbench.evaluation.scoring.divergence import Meter
 from qbench.evaluation.settings import Tolerance
 
 pytestmark = [
@@ -90,43 +89,6 @@ def test_a_real_out_of_memory_halves_the_batch_and_loses_nothing():
     assert len(answers) == len(requests)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-def test_the_fused_steps_are_those_of_transformers(dtype):
-    from transformers.models.llama import modeling_llama
-
-    from qbench.evaluation.scoring import fused
-
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-    near = {"rtol": 2**-7 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
-    norm = modeling_llama.LlamaRMSNorm(1000, 1e-6).to("cuda", dtype)
-    norm.weight.data = draw(1000)
-    x = draw(1, 77, 1000)
-    torch.testing.assert_close(fused.norm(x, norm.weight, 1e-6), norm(x), **near)
-    gate, up = draw(1, 77, 333), draw(1, 77, 333)
-    expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(fused.product(gate, up), expected, **near)
-    cos, sin = draw(1, 77, 64), draw(1, 77, 64)
-    query, key = draw(1, 77, 5, 64).transpose(1, 2), draw(1, 77, 3, 64).transpose(1, 2)
-    for ours, theirs in zip(
-        (fused.rotary(query, cos, sin), fused.rotary(key, cos, sin)),
-        modeling_llama.apply_rotary_pos_emb(query, key, cos, sin),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=near["rtol"], atol=2e-2)
-
-
-def test_the_model_is_its_own_again_after_fused_steps():
-    model = model_with("softpick", torch.bfloat16)
-    fast = scorer(model, "fast")
-    fast.loglikelihood(choices(9), disable_tqdm=True)
-    assert fast.report().fused_steps
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 ANY = Tolerance(mean=10.0, largest=100.0, changed=1.0)
 
 
@@ -141,15 +103,15 @@ def watch(model, mode, observer, requests, **changes):
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_a_model_against_itself_differs_by_nothing(normalizer, mode, dtype):
-    model, recorder = model_with(normalizer, dtype), Recorder()
+    model, writer = model_with(normalizer, dtype), BaselineWriter()
     calls = choices(60), pages((3, 0, 75, 40, 1, 300))
     for requests in calls:
-        watch(model, mode, recorder, requests)
-    meter = Meter(recorder.base("k"))
+        watch(model, mode, writer, requests)
+    meter = KLObserver(writer.hidden_states())
     for requests in calls:
         watch(model, mode, meter, requests)
-    assert list(meter.measured) == ["choices", "pages"]
-    for result in meter.measured.values():
+    assert list(meter.divergences) == ["choices", "pages"]
+    for result in meter.divergences.values():
         assert abs(result.kl).max() < 1e-6
         assert result.agrees.all()
 
@@ -160,15 +122,15 @@ def test_damage_is_the_divergence_of_full_logits(mode, dtype):
     model = model_with("softpick", dtype)
     other = quantized_like(model.cpu(), 0.3).cuda()
     model.cuda()
-    recorder, before, after, requests = Recorder(), Logits(), Logits(), choices(60)
-    for one, observer in ((model, recorder), (model, before), (other, after)):
+    writer, before, after, requests = BaselineWriter(), Logits(), Logits(), choices(60)
+    for one, observer in ((model, writer), (model, before), (other, after)):
         watch(one, mode, observer, requests)
-    meter = Meter(recorder.base("k"))
+    meter = KLObserver(writer.hidden_states())
     watch(other, mode, meter, requests)
     p, q = before.table.log_softmax(-1), after.table.log_softmax(-1)
     expected = (p.exp() * (p - q)).sum(-1).cpu().numpy()
     assert expected.mean() > 0.01
-    assert meter.measured["choices"].kl == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert meter.divergences["choices"].kl == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def shape_340m():
@@ -198,7 +160,7 @@ def many():
 
 
 def test_damage_takes_at_most_1_6_times_as_long_as_scoring_alone():
-    model, recorder, windows = shape_340m(), Recorder(), pages((9000,) * 12)
+    model, writer, windows = shape_340m(), BaselineWriter(), pages((9000,) * 12)
 
     def score(observer):
         torch.cuda.synchronize()
@@ -208,9 +170,9 @@ def test_damage_takes_at_most_1_6_times_as_long_as_scoring_alone():
         return time.perf_counter() - start
 
     score(None)
-    score(recorder)
-    base = recorder.base("k")
-    runs = {"alone": lambda: None, "kept": Recorder, "measured": lambda: Meter(base)}
+    score(writer)
+    base = writer.hidden_states()
+    runs = {"alone": lambda: None, "kept": BaselineWriter, "measured": lambda: KLObserver(base)}
     seconds = {name: min(score(make()) for _ in range(3)) for name, make in runs.items()}
     assert seconds["kept"] < 1.6 * seconds["alone"], seconds
     assert seconds["measured"] < 1.6 * seconds["alone"], seconds
@@ -221,10 +183,10 @@ def test_the_peak_stays_below_the_weights_and_2_gib_at_the_340m_shape(measured):
     model, meter = shape_340m(), None
     calls = many(), pages((9000, 9000))
     if measured:
-        recorder = Recorder()
+        writer = BaselineWriter()
         for requests in calls:
-            watch(model, "fast", recorder, requests, max_length=4096)
-        meter = Meter(recorder.base("k"))
+            watch(model, "fast", writer, requests, max_length=4096)
+        meter = KLObserver(writer.hidden_states())
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated() / 2**30
     fast = scorer(model, "fast", max_length=4096, observer=meter, tolerance=ANY)

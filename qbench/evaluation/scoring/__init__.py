@@ -1,7 +1,8 @@
-"""lm-eval language models over a transformers model: the yardstick, exact and fast scoring."""
+"""lm-eval language models over a transformers model: HFLM itself, exact and fast scoring."""
 
-from qbench.evaluation.scoring.logits import Observer, Part
+from qbench.evaluation.scoring.hflm import HFLMScorer
+from qbench.evaluation.scoring.logits import LogitsPart, Observer
 from qbench.evaluation.scoring.requests import Scored
-from qbench.evaluation.scoring.scorer import language_model
+from qbench.evaluation.scoring.scorer import Scorer, language_model
 
-__all__ = ["Observer", "Part", "Scored", "language_model"]
+__all__ = ["HFLMScorer", "LogitsPart", "Observer", "Scored", "Scorer", "language_model"]

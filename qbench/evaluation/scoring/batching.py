@@ -1,4 +1,16 @@
-"""Requests into batches: HFLM's own (padded, longest first), and packs."""
+"""Requests into batches: padded ones, HFLM's own, since scores depend on its order, padding and
+grouping; and packs, with shared prefixes once, no padding, and a fixed number of tokens each.
+
+Requests with one context are a *prefix group*: the prefix (the tokens that they share) followed
+by suffixes (what each adds). A suffix attends to the prefix and to itself, and its positions go
+on where the prefix ends::
+
+    prefix: Question: … Answer:      positions 0 … n−1
+    suffix:   the heart              positions n …
+    suffix:   a lung                 positions n …
+
+A *pack* is prefix groups laid one after another in one row of tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +26,10 @@ from qbench.evaluation.scoring.requests import Batch, Request, Scored, shuffled
 @dataclass(frozen=True, slots=True)
 class Group:
     """Requests with the same model input; ``longest`` scores the most tokens of it.
-    ``members`` are indexes in the list that was grouped."""
+    ``request_indices`` are indexes in the list that was grouped."""
 
     longest: Request
-    members: list[int]
+    request_indices: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,13 +79,13 @@ class PaddedBatch:
 
     @property
     def requests(self) -> int:
-        return sum(len(g.members) for g in self.groups)
+        return sum(len(g.request_indices) for g in self.groups)
 
     @property
     def longest(self) -> int:
         return self.length
 
-    def halves(self) -> tuple[PaddedBatch, PaddedBatch] | None:
+    def split(self) -> tuple[PaddedBatch, PaddedBatch] | None:
         if len(self.groups) == 1:
             return None
         half = (len(self.groups) + 1) // 2
@@ -83,17 +95,17 @@ class PaddedBatch:
             PaddedBatch(second, self.length, self.padding),
         )
 
-    def lay(self, requests: Sequence[Request]) -> Batch:
+    def collate(self, requests: Sequence[Request]) -> Batch:
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
         rows: list[np.ndarray] = []
-        right, read, owner, index, token, members, counts = [], [], [], [], [], [], []
+        right, read, owner, index, token, request_indices, counts = [], [], [], [], [], [], []
         first = 0  # row of the group's first scored token
         for i, g in enumerate(self.groups):
             inputs, most = g.longest.inputs(self.padding.max_length), g.longest.scored
             ids[i, : len(inputs)] = inputs
             end = i * self.length + len(inputs)
             rows.append(np.arange(end - most, end))
-            for member in g.members:
+            for member in g.request_indices:
                 request = requests[member]
                 steps = np.arange(request.scored)
                 right.append(first + most - request.scored + steps)
@@ -101,7 +113,7 @@ class PaddedBatch:
                 owner.append(np.full(request.scored, request.owner))
                 index.append(request.first + steps)
                 token.append(np.asarray(request.tokens[request.context :]))
-                members.append(member)
+                request_indices.append(member)
                 counts.append(request.scored)
             first += most
         return Batch(
@@ -109,19 +121,19 @@ class PaddedBatch:
             rows=np.concatenate(rows),
             scored=Scored(*(np.concatenate(part) for part in (right, owner, index, token))),
             read=np.concatenate(read) if self.padding.misread else None,
-            members=np.asarray(members),
+            request_indices=np.asarray(request_indices),
             counts=np.asarray(counts),
         )
 
 
 def group(requests: Sequence[Request], chosen: Sequence[int]) -> list[Group]:
     """One group for each distinct input of the ``chosen``, longest first, as HFLM orders them."""
-    members: dict[tuple[int, ...], list[int]] = {}
+    by_input: dict[tuple[int, ...], list[int]] = {}
     for i in chosen:
-        members.setdefault(tuple(requests[i].tokens[:-1]), []).append(i)
+        by_input.setdefault(tuple(requests[i].tokens[:-1]), []).append(i)
     groups = [
         Group(max((requests[i] for i in indexes), key=lambda r: r.scored), indexes)
-        for indexes in members.values()
+        for indexes in by_input.values()
     ]
     groups.sort(key=lambda g: (-len(g.longest.tokens), g.longest.tokens))
     return groups
@@ -133,12 +145,12 @@ KEY_RATIO = 4  # keys that a pack's segments see, for each of its tokens
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """``members`` are (index of the request in the list, index of its suffix or −1 if the prefix
-    is all of its input)."""
+    """``request_indices`` are (index of the request in the list, index of its suffix or −1 if the
+    prefix is all of its input)."""
 
     prefix: list[int]
     suffixes: list[list[int]]
-    members: list[tuple[int, int]]
+    request_indices: list[tuple[int, int]]
 
     @property
     def tokens(self) -> int:
@@ -219,13 +231,13 @@ class Pack:
 
     @property
     def requests(self) -> int:
-        return sum(len(group.members) for group in self.groups)
+        return sum(len(group.request_indices) for group in self.groups)
 
     @property
     def longest(self) -> int:
         return max(group.tokens for group in self.groups)
 
-    def halves(self) -> tuple[Pack, Pack] | None:
+    def split(self) -> tuple[Pack, Pack] | None:
         """Two parts of about as many tokens each."""
         if len(self.groups) == 1:
             return None
@@ -234,12 +246,12 @@ class Pack:
         middle = min(max(middle, 1), len(self.groups) - 1)
         return Pack(self.groups[:middle]), Pack(self.groups[middle:])
 
-    def lay(self, requests: Sequence[Request]) -> PackedBatch:
+    def collate(self, requests: Sequence[Request]) -> PackedBatch:
         """The arrays. Rows that several requests score are there once."""
         ids: list[int] = []
         positions: list[np.ndarray] = []
         flat: list[np.ndarray] = []  # for each scored token the index of its row in the pack
-        owner, index, token, counts, members = [], [], [], [], []
+        owner, index, token, counts, request_indices = [], [], [], [], []
         for group in self.groups:
             first, shared = len(ids), len(group.prefix)
             ids += group.prefix
@@ -249,7 +261,7 @@ class Pack:
                 starts.append(len(ids))
                 ids += suffix
                 positions.append(np.arange(shared, shared + len(suffix)))
-            for i, suffix_index in group.members:
+            for i, suffix_index in group.request_indices:
                 request = requests[i]
                 own = len(group.suffixes[suffix_index]) if suffix_index >= 0 else 0
                 steps = np.arange(shared + own - request.scored, shared + own)
@@ -259,7 +271,7 @@ class Pack:
                 index.append(request.first + np.arange(request.scored))
                 token.append(np.asarray(request.tokens[request.context :]))
                 counts.append(request.scored)
-                members.append(i)
+                request_indices.append(i)
         rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
         return PackedBatch(
             groups=self.groups,
@@ -267,7 +279,7 @@ class Pack:
             positions=np.concatenate(positions)[None],
             rows=rows,
             scored=Scored(inverse, *(np.concatenate(part) for part in (owner, index, token))),
-            members=np.asarray(members),
+            request_indices=np.asarray(request_indices),
             counts=np.asarray(counts),
         )
 
@@ -287,10 +299,10 @@ def prefix_groups(
         shared = request.tokens[:-1] if own else request.tokens[: request.context]
         by_context.setdefault(tuple(shared), []).append(i)
     groups = []
-    for context, members in by_context.items():
+    for context, request_indices in by_context.items():
         part: list[int] = []
         tokens = len(context)
-        for i in members:
+        for i in request_indices:
             more = len(requests[i].tokens) - len(context)
             if part and tokens + more > batch_tokens:
                 groups.append(_prefix_group(requests, part, max_length))
@@ -301,12 +313,14 @@ def prefix_groups(
     return groups
 
 
-def _prefix_group(requests: Sequence[Request], members: list[int], max_length: int) -> PrefixGroup:
-    inputs = [requests[i].inputs(max_length) for i in members]
+def _prefix_group(
+    requests: Sequence[Request], request_indices: list[int], max_length: int
+) -> PrefixGroup:
+    inputs = [requests[i].inputs(max_length) for i in request_indices]
     prefix = inputs[0][: _common(inputs)]
     suffixes: dict[tuple[int, ...], int] = {}
     found = []
-    for i, ids in zip(members, inputs, strict=True):
+    for i, ids in zip(request_indices, inputs, strict=True):
         rest = tuple(ids[len(prefix) :])
         found.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
     return PrefixGroup(prefix, [list(suffix) for suffix in suffixes], found)

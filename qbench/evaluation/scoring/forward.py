@@ -1,9 +1,16 @@
-"""A batch's hidden states: the decoder over padded sequences, or over packs."""
+"""A batch's hidden states: the decoder over padded sequences, or over packs.
+
+Both leave the LM head to ``logits``, which takes only the rows that are scored. Packs run on the
+attention that the model runs anyway, in one of two layouts that give the same. ``Segments``: every
+prefix and suffix is a sequence of its own with its own keys, for kernels that take ``cu_seqlens``
+with fewer queries than keys. ``Blocks``: prefix groups of similar size side by side, filled up on
+the right, with a mask, for the reference and for torch's own attention; not where the distance of
+keys counts, since the suffixes of a group stand one behind the other there.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,16 +96,11 @@ class Block:
     mask: Tensor | None
 
 
-class Stopped(Exception):
-    """Nobody waits for this pack any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """``stopped``, once set, ends the forward at its next layer by :class:`Stopped`."""
+    """Blocks of prefix groups of similar size."""
 
     blocks: tuple[Block, ...]
-    stopped: threading.Event
 
     def attend(
         self,
@@ -109,8 +111,6 @@ class Blocks:
         value: Tensor,
         options: dict[str, Any],
     ) -> Tensor:
-        if self.stopped.is_set():
-            raise Stopped
         result = value.new_empty(*query.shape[:2], value.shape[2])
         for block in self.blocks:
             shape = (block.groups, -1)
@@ -128,7 +128,7 @@ def takes_segments(attention: str) -> bool:
     return attention.endswith("-triton") or attention.startswith("flash_attention")
 
 
-def lay_segments(pack: PackedBatch, device: torch.device) -> Segments:
+def make_segments(pack: PackedBatch, device: torch.device) -> Segments:
     queries, keys = pack.segments()
     index = pack.key_index()
     cu_seqlens = [np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (queries, keys)]
@@ -141,13 +141,13 @@ def lay_segments(pack: PackedBatch, device: torch.device) -> Segments:
     )
 
 
-def lay_blocks(pack: PackedBatch, device: torch.device, stopped: threading.Event) -> Blocks:
+def make_blocks(pack: PackedBatch, device: torch.device) -> Blocks:
     blocks = []
     first = 0
     for groups in _alike(pack.groups):
         blocks.append(_block(groups, first, device))
         first += sum(group.tokens for group in groups)
-    return Blocks(tuple(blocks), stopped)
+    return Blocks(tuple(blocks))
 
 
 def _alike(groups: list[PrefixGroup]) -> Iterator[list[PrefixGroup]]:
@@ -237,7 +237,7 @@ INPUTS = "qbench_inputs"  # attribute of a model whose activations are quantized
 
 
 @contextlib.contextmanager
-def unrounded(model: nn.Module) -> Iterator[None]:
+def unquantized_activations(model: nn.Module) -> Iterator[None]:
     """Within it nothing is rounded to few bits while ``model`` runs; its weights stay quantized.
     Products of a library that rounds its inputs itself go on doing so."""
     carried = [getattr(model, INPUTS, None)]
@@ -259,27 +259,11 @@ PROBE_DIFFERENCE = 0.25
 PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7, 8), (8, 6, 4))  # the first two share a prefix
 
 
-class Forward(Protocol):
-    """Makes hidden states; ``stopped``, once set, lets forwards that nobody waits for end."""
-
-    stopped: threading.Event
-    fused_steps: bool | None  # whether kernels stood in for a model's small steps
-
-    def ready(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the model is set up for this kind of batches."""
-
-    def __call__(self, batch: Any) -> Tensor:
-        """The LM head's input [B · L, H] after the final norm."""
-
-
 class PaddedForward:
     """Sequences padded on the right, under the model's own causal mask."""
 
-    fused_steps = None
-
     def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
-        self.stopped = threading.Event()
         # A KV cache copies keys and values, and where they lie decides how the products of eager
         # attention round (AVX2, odd lengths). HFLM has one; other attention rounds alike without.
         config = getattr(decoder, "config", None)
@@ -301,8 +285,6 @@ class PackedForward:
 
     def __init__(self, model: Any, decoder: torch.nn.Module) -> None:
         self.model, self.decoder, self.device = model, decoder, model.device
-        self.stopped = threading.Event()
-        self.fused_steps = False
         self._attention = model.config._attn_implementation
         self._in_segments = (
             takes_segments(self._attention) or needs_sequences(model) or measures_distances(model)
@@ -312,14 +294,14 @@ class PackedForward:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        with packed(self.model), self._small_steps() as self.fused_steps:
+        with packed(self.model):
             yield
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         if self._in_segments:
-            layout: Layout = lay_segments(batch, self.device)
+            layout: Layout = make_segments(batch, self.device)
         else:
-            layout = lay_blocks(batch, self.device, self.stopped)
+            layout = make_blocks(batch, self.device)
         return self.decoder(
             to_device(batch.ids, self.device),
             position_ids=to_device(batch.positions, self.device),
@@ -328,24 +310,16 @@ class PackedForward:
             qbench_attention=self._attention,
         )[0][0]
 
-    def _small_steps(self) -> contextlib.AbstractContextManager[bool]:
-        """Kernels for what stands between a Llama's matrix products, on CUDA."""
-        if self.device.type != "cuda":
-            return contextlib.nullcontext(False)
-        from qbench.evaluation.scoring.fused import fused  # needs Triton
-
-        return fused(self.model)
-
     def _try_out(self) -> None:
         """A small pack against its sequences one by one: some models hand nothing on to their
         attention, some see more of a row than attention shows. Activations and the KV cache stay
         unquantized, for their steps would hide what this is about."""
         requests = [Request([*ids, 0], len(ids), i) for i, ids in enumerate(PROBE)]
         (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
-        batch = pack.lay(requests)
+        batch = pack.collate(requests)
         rows = [batch.rows[batch.scored.row[list(batch.scored.request).index(i)]] for i in range(3)]
         try:
-            with torch.no_grad(), unrounded(self.model):
+            with torch.no_grad(), unquantized_activations(self.model):
                 with self.ready():
                     found = self(batch)[rows].float()
                 plain = torch.stack(
@@ -388,7 +362,15 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     probe = torch.arange(1, 9, device=model.device)[None]
     with torch.no_grad():
         whole = model(probe, use_cache=False).logits
-        parts = head(decoder(probe, use_cache=False)[0])
+        try:
+            parts = head(decoder(probe, use_cache=False)[0])
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise UnavailableError(
+                f"the decoder of {type(model).__name__} does not give what its LM head takes "
+                f"({(str(error).splitlines() or [''])[0]}); use scoring: lm-eval"
+            ) from error
     if not torch.isfinite(whole).all():
         raise EvaluationError(
             f"the logits of {type(model).__name__} are NaN or infinite on eight ordinary tokens, "

@@ -1,9 +1,8 @@
-"""Generated texts: through HFLM, and greedily side by side."""
+"""Generated tokens: HFLM's texts, and greedy answers to prompts that are all alike long."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,28 +14,6 @@ from transformers.cache_utils import DynamicLayer
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memory
-from qbench.evaluation.scoring.requests import check_bos
-from qbench.evaluation.settings import ScoringSettings
-
-
-def pinned_hflm(model: torch.nn.Module, tokenizer: Any, settings: ScoringSettings) -> HFLM:
-    """Raises RecipeError where the tokenizer cannot add the BOS that is asked for."""
-    check_bos(tokenizer, settings.add_bos)
-    logger = logging.getLogger("lm_eval.models.huggingface")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of every model that is given as an object
-    try:
-        return HFLM(
-            pretrained=model,
-            backend="causal",
-            tokenizer=tokenizer,
-            batch_size=settings.batch_size,
-            max_length=settings.max_length,
-            add_bos_token=settings.add_bos,
-            softmax_dtype=None if settings.softmax_dtype == "model" else "float32",
-        )
-    finally:
-        logger.setLevel(level)
 
 
 def generate(hflm: HFLM, requests: list[Any], disable_tqdm: bool) -> list[str]:

@@ -1,21 +1,46 @@
-"""HFLM itself: what exact and fast scoring are compared with."""
+"""lm-eval's HFLM with every setting that moves scores stated: what exact and fast scoring are
+compared with, and what generates for them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
 
 from qbench.errors import RecipeError
-from qbench.evaluation.scoring.generate import generate, greedy, pinned_hflm
+from qbench.evaluation.scoring.generate import generate, greedy
 from qbench.evaluation.scoring.logits import peak_memory_gib, reset_peak_memory
+from qbench.evaluation.scoring.requests import check_bos
 from qbench.evaluation.settings import ScoringSettings
 from qbench.records import ScoringReport
 
 
-class Yardstick(LM):
-    """HFLM itself, with its settings stated: what the others are compared with."""
+def pinned_hflm(model: torch.nn.Module, tokenizer: Any, settings: ScoringSettings) -> HFLM:
+    """Raises RecipeError where the tokenizer cannot add the BOS that is asked for."""
+    check_bos(tokenizer, settings.add_bos)
+    logger = logging.getLogger("lm_eval.models.huggingface")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of every model that is given as an object
+    try:
+        return HFLM(
+            pretrained=model,
+            backend="causal",
+            tokenizer=tokenizer,
+            batch_size=settings.batch_size,
+            max_length=settings.max_length,
+            add_bos_token=settings.add_bos,
+            softmax_dtype=None if settings.softmax_dtype == "model" else "float32",
+        )
+    finally:
+        logger.setLevel(level)
+
+
+class HFLMScorer(LM):
+    """lm-eval's own scoring, as it is."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: ScoringSettings) -> None:
         super().__init__()
@@ -41,7 +66,7 @@ class Yardstick(LM):
         return generate(self.hflm, requests, disable_tqdm)
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """See :func:`qbench.evaluation.scoring.greedy.greedy`."""
+        """See :func:`qbench.evaluation.scoring.generate.greedy`."""
         return greedy(self.hflm.model, prompts, tokens)
 
     def report(self) -> ScoringReport:

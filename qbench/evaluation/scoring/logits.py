@@ -1,4 +1,11 @@
-"""From hidden states to log-likelihoods of requests, only for the rows that are scored."""
+"""From hidden states to log-likelihoods of requests, only for the rows that are scored.
+
+A matrix product adds up in an order that depends on its number of rows and on a row's index in
+it: CPU libraries give a thread's last few rows to another kernel. Which sizes that concerns
+differs by processor (1–3 rows on one AMD EPYC, up to 15 on an Intel Xeon, and there any row of a
+32,000-wide head with two threads), so which rows the LM head must take for its product to round
+as HFLM's whole one does is tried out on the head itself.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +78,12 @@ class Projection:
         return part
 
 
-def try_out(
-    head: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device
-) -> Product:
-    """Compares parts of a random product [200, width] with the same rows of the whole."""
+def try_out(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Product:
+    """Compares parts of a random product [200, the head's width] with the same rows of the
+    whole."""
     if device.type != "cpu":  # no claim to the bit there
         return Product(rows=0, multiple=1, stable=True)
+    width = getattr(head, "in_features", None) or head.weight.shape[-1]
     threads = torch.get_num_threads()
     multiple = 16 * threads
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +102,7 @@ LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilit
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LogitsPart:
     """Rows ``first`` to ``last`` of a batch's: ``logits`` and ``log_probabilities``
     [last − first, vocabulary] on the model's device, to be neither changed nor kept."""
 
@@ -116,9 +123,8 @@ class Observer(Protocol):
     computed where the device is asynchronous, ``projection`` how they go through it. What it
     returns is called with each part of their logits.
 
-    Rows come in no particular order, on CPUs from several threads at once. Each (request, index)
-    comes at least once: again where a batch ran out of memory and was repeated, so that what is
-    kept must be kept by index.
+    Rows come in no particular order. Each (request, index) comes at least once: again where a batch
+    ran out of memory and was repeated, so that what is kept must be kept by index.
     """
 
     def begin(
@@ -127,7 +133,7 @@ class Observer(Protocol):
 
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
-    ) -> Callable[[Part], None] | None: ...
+    ) -> Callable[[LogitsPart], None] | None: ...
 
     def end(self) -> None: ...
 
@@ -179,7 +185,7 @@ def score_rows(
         picked.append(log_probabilities[indices[0, low:high] - first, indices[1, low:high]])
         tops.append(log_probabilities.argmax(dim=-1))
         if watch is not None:
-            watch(Part(first, last, logits, log_probabilities))
+            watch(LogitsPart(first, last, logits, log_probabilities))
     return RowScores(torch.cat(picked)[indices[2]], torch.cat(tops)[indices[3]] == indices[4])
 
 
@@ -200,13 +206,13 @@ def in_order(results: Sequence[tuple[Batch, RowScores]], count: int, total: Tota
     """To host memory in one copy, added up by request, and back into input order."""
     values = torch.cat([scores.log_probability for _, scores in results]).cpu()
     likeliest = torch.cat([scores.likeliest for _, scores in results]).cpu().numpy()
-    members = np.concatenate([batch.members for batch, _ in results])
+    requests = np.concatenate([batch.request_indices for batch, _ in results])
     counts = np.concatenate([batch.counts for batch, _ in results])
     firsts = np.cumsum(counts) - counts
     greedy = np.logical_and.reduceat(likeliest, firsts)
     answers: list[Answer | None] = [None] * count
     for i, log_likelihood, all_likeliest in zip(
-        members.tolist(), total(values, firsts, counts), greedy.tolist(), strict=True
+        requests.tolist(), total(values, firsts, counts), greedy.tolist(), strict=True
     ):
         answers[i] = (log_likelihood, all_likeliest)
     assert all(answer is not None for answer in answers)

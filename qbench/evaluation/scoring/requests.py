@@ -59,19 +59,19 @@ class Batch:
 
     ``rows`` [R] are the hidden states that go through the LM head, ``scored`` the M tokens that
     they score, its rows counted within ``rows``; ``read`` [M], where given, are the rows to read
-    log-probabilities from in place of ``scored.row``. ``members`` [K] are indexes of requests,
+    log-probabilities from in place of ``scored.row``. ``request_indices`` [K] say which requests,
     ``counts`` [K] how many entries of ``scored`` belong to each, in order.
     """
 
     ids: np.ndarray
     rows: np.ndarray
     scored: Scored
-    members: np.ndarray
+    request_indices: np.ndarray
     counts: np.ndarray
     read: np.ndarray | None = None
 
 
-class Planned(Protocol):
+class BatchPlan(Protocol):
     """What will be a batch: laid out when its turn comes."""
 
     @property
@@ -82,17 +82,10 @@ class Planned(Protocol):
     def longest(self) -> int:
         """Tokens of its longest sequence."""
 
-    def lay(self, requests: Sequence[Request]) -> Batch: ...
+    def collate(self, requests: Sequence[Request]) -> Batch: ...
 
-    def halves(self) -> tuple[Planned, Planned] | None:
+    def split(self) -> tuple[BatchPlan, BatchPlan] | None:
         """For a device that it does not fit; None where it cannot be divided."""
-
-
-class Batching(Protocol):
-    """How requests become batches."""
-
-    def plan(self, requests: Sequence[Request], *, windows: bool) -> Sequence[Planned]:
-        """Batches in order; ``windows`` says that the requests are rolling windows."""
 
 
 def shuffled(things: list[T], seed: int | None) -> list[T]:

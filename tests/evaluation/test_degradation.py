@@ -15,7 +15,7 @@ from qbench.evaluation.degradation import (
     flips,
     perplexity_ratio,
 )
-from qbench.evaluation.scoring.divergence import Measured
+from qbench.evaluation.kl import TokenDivergences
 from qbench.records import Flips, Score
 
 
@@ -96,7 +96,7 @@ def test_damage_has_a_part_for_each_task():
         Outcomes(outcomes=table, responses=responses, scores=scores),
         Outcomes(outcomes=later, responses=responses, scores=scores),
         measured={
-            "t": Measured(
+            "t": TokenDivergences(
                 kl=np.ones(3), agrees=np.ones(3, bool), change=np.zeros(3), document=np.arange(3)
             )
         },

@@ -7,13 +7,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from recorded_rows import KEY, recorded, watch
+from recorded_rows import recorded, watch
 from scoring_models import choices, instance, llama, pages, scorer, text
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.degradation import distributions
-from qbench.evaluation.scoring.base_rows import Recorder
-from qbench.evaluation.scoring.divergence import Meter
+from qbench.evaluation.kl import BaselineWriter, KLObserver
 from qbench.evaluation.settings import Tolerance
 
 
@@ -49,9 +48,9 @@ class Logits:
 
 
 def measured(model, other, requests, modes=("exact", "exact"), **changes):
-    meter = Meter(recorded(model, requests, modes[0]))
+    meter = KLObserver(recorded(model, requests, modes[0]))
     watch(other, meter, requests, modes[1], **changes)
-    (result,) = meter.measured.values()
+    (result,) = meter.divergences.values()
     return result
 
 
@@ -159,9 +158,9 @@ def test_small_parts_of_the_vocabulary_product_change_nothing(monkeypatch):
 def test_a_batch_that_is_repeated_for_want_of_memory_is_kept_once():
     model, requests = llama(), REQUESTS["choices"]
     expected = recorded(model, requests)
-    recorder = Recorder()
+    recorder = BaselineWriter()
     lm = scorer(model, "exact", max_length=96, observer=recorder)
-    decoder, seen = lm.way.forward.decoder, []
+    decoder, seen = lm.exact.forward.decoder, []
 
     def after_some(ids, **settings):
         seen.append(ids.shape[0])
@@ -169,25 +168,24 @@ def test_a_batch_that_is_repeated_for_want_of_memory_is_kept_once():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decoder(ids, **settings)
 
-    lm.way.forward.decoder = after_some
+    lm.exact.forward.decoder = after_some
     lm.loglikelihood(requests, disable_tqdm=True)
     assert lm.report().halvings > 0
-    found, there = recorder.base(KEY).tasks["choices"], expected.tasks["choices"]
+    found, there = recorder.hidden_states().tasks["choices"], expected.tasks["choices"]
     assert torch.equal(found.token, there.token)
-    torch.testing.assert_close(found.rows, there.rows)
+    torch.testing.assert_close(found.states, there.states)
 
 
 def test_requests_in_another_order_meet_their_own_rows():
     model, requests = llama(), choices(9)
-    meter = Meter(recorded(model, requests))
+    meter = KLObserver(recorded(model, requests))
     watch(model, meter, requests[::-1], "fast")
-    assert np.abs(meter.measured["choices"].kl).max() < 1e-6
+    assert np.abs(meter.divergences["choices"].kl).max() < 1e-6
 
 
 @pytest.mark.parametrize(
     ("requests", "words"),
     [
-        (choices(5, task="other"), "kept no rows"),
         (choices(6), "in the unquantized cell 0"),
         (choices(5, seed=1), "scored tokens, in the unquantized cell"),
     ],
@@ -195,7 +193,7 @@ def test_requests_in_another_order_meet_their_own_rows():
 def test_other_requests_than_the_bases_are_refused(requests, words):
     base = recorded(llama(), choices(5))
     with pytest.raises(EvaluationError, match=words):
-        watch(llama(), Meter(base), requests)
+        watch(llama(), KLObserver(base), requests)
 
 
 def test_other_tokens_than_the_bases_are_refused():
@@ -203,7 +201,7 @@ def test_other_tokens_than_the_bases_are_refused():
     other = [instance("the cat sat on", " a", 0)]
     base = recorded(llama(), one)
     with pytest.raises(EvaluationError, match="scored other tokens"):
-        watch(llama(), Meter(base), other)
+        watch(llama(), KLObserver(base), other)
 
 
 def test_an_lm_head_that_is_no_linear_layer_is_refused():
@@ -213,4 +211,4 @@ def test_an_lm_head_that_is_no_linear_layer_is_refused():
     model = llama()
     model.lm_head.__class__ = Scaled
     with pytest.raises(EvaluationError, match=r"not Scaled; say evaluation\.damage: false"):
-        watch(model, Recorder(), choices(2))
+        watch(model, BaselineWriter(), choices(2))

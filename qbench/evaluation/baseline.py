@@ -1,0 +1,104 @@
+"""The unquantized cell as its quantized ones find it: its record, and where the hidden states lie
+that it kept. Imports no torch; ``evaluation.kl`` says what is in them.
+
+    FOLDER/<key16>.safetensors           hidden states of every scored token, and the LM head
+    FOLDER/<key16>.safetensors.sha256    as ``sha256sum -c`` reads it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from qbench.errors import ResultsError
+from qbench.files import mark_used
+from qbench.records import GridCell, Record
+from qbench.store import KEY_DIGITS, Store
+
+ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
+REMEDY = "run the unquantized cell again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaselineReader:
+    """A good record of an unquantized cell, and the verified file of its hidden states."""
+
+    record: Record
+    hidden_states: Path
+
+
+def read_baseline(
+    cell: GridCell, store: Store, folder: Path, waits: Callable[[], None]
+) -> BaselineReader:
+    """Of the unquantized ``cell``, whose hidden states lie below ``folder``. A process that is at
+    work on it is waited for, which ``waits`` is told. Raises ResultsError where it cannot be used.
+    """
+    lock = FileLock(store.lock_file(cell))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        waits()
+        lock.acquire()
+    try:
+        record = store.whole(cell)
+    finally:
+        lock.release()
+    if record is None or record.status != "ok":
+        raise ResultsError(f"{cell.cell} has no good record; run it, then this again")
+    path = baseline_file(folder, cell.key)
+    verify_baseline(path, cell.key)
+    return BaselineReader(record=record, hidden_states=path)
+
+
+def baseline_file(folder: Path, key: str) -> Path:
+    """Where the hidden states of the unquantized cell ``key`` are kept."""
+    return folder / f"{key[:KEY_DIGITS]}.safetensors"
+
+
+def checksum_file(path: Path) -> Path:
+    """Where the SHA-256 of the file stands."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def baseline_lock(path: Path) -> FileLock:
+    """Held while the file is read whole or replaced: runs into several results folders may share a
+    cache, and score the same unquantized cell at the same time."""
+    return FileLock(path.with_name(f"{path.name}.lock"))
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify_baseline(path: Path, key: str) -> None:
+    """Reads the file whole. Raises ResultsError where it is not there, not what was written, or
+    another cell's."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        matches = _matches(path)
+        if not matches and os.access(path.parent, os.W_OK):
+            with baseline_lock(path):  # another run was between the file and its checksum, perhaps
+                matches = _matches(path)
+        about = {}
+        if matches:
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ResultsError(f"{path}: {error}; {REMEDY}") from error
+    if not matches:
+        raise ResultsError(f"{path}: its SHA-256 is not the stated one; {REMEDY}")
+    if about.get("key") != key:
+        raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
+    mark_used(path)
+
+
+def _matches(path: Path) -> bool:
+    return checksum_file(path).read_text().split()[:1] == [sha256(path)]

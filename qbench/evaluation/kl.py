@@ -1,0 +1,374 @@
+"""Exact Kullback-Leibler divergence of next-token distributions, unquantized from quantized.
+
+The unquantized cell keeps, of every scored token, the LM head's input, and the head. Such hidden
+states take hidden size × bytes of the dtype (768 bytes at the bundled 27M pair's 384 in bfloat16,
+2 kB at 340M parameters), where log-probabilities would take 64 kB and more. Beside each part of
+the quantized model's logits, the unquantized model's are computed from them by its own LM head, in
+a product of the same shape, so that both round alike: a model against itself gives 0. The
+divergence is over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from qbench.errors import EvaluationError, ResultsError
+from qbench.evaluation.baseline import ABOUT, REMEDY, baseline_lock, checksum_file, sha256
+from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
+from qbench.evaluation.scoring.requests import Scored
+from qbench.files import clean_temporaries, temporary, write_atomically
+
+ARRAYS = ("document", "request", "length", "token", "states")
+IN_FLIGHT = 2  # copies from a GPU that nobody waits for yet
+
+
+@dataclass(frozen=True, slots=True)
+class TaskHiddenStates:
+    """One task's LM head inputs. N scored tokens, those of one request side by side.
+
+    ``document``, ``request``, ``length`` int64 [requests]: lm-eval's document and request numbers
+    and how many tokens are scored; ``token`` int32 [N] their ids; ``states`` [N, H].
+    """
+
+    document: Tensor
+    request: Tensor
+    length: Tensor
+    token: Tensor
+    states: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineHiddenStates:
+    """Those of the unquantized cell by task, with its LM head: ``weight`` [V, H], ``bias`` [V].
+    Without tasks, and an empty head, where every task generates and no token was scored."""
+
+    tasks: dict[str, TaskHiddenStates]
+    weight: Tensor
+    bias: Tensor | None
+
+    def save(self, path: Path, key: str) -> None:
+        """As the file ``path`` of the cell ``key``, and its SHA-256 beside it; it appears whole or
+        not at all. Raises ResultsError where it cannot be written."""
+        tensors = {"head.weight": self.weight}
+        if self.bias is not None:
+            tensors["head.bias"] = self.bias
+        for number, one in enumerate(self.tasks.values()):
+            tensors |= {f"{number}.{name}": getattr(one, name) for name in ARRAYS}
+        about = json.dumps({"key": key, "tasks": list(self.tasks)})
+        making = temporary(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            clean_temporaries(path.parent)
+            save_file(tensors, making, {ABOUT: about})
+            digest = sha256(making)
+            with baseline_lock(path):
+                making.replace(path)
+                write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())
+                shutil.copymode(checksum_file(path), path)  # safetensors writes for its owner alone
+        except (OSError, SafetensorError) as error:
+            raise ResultsError(
+                f"{path}: cannot be written: {error}; make room there, or leave damage out with "
+                "evaluation.damage: false"
+            ) from error
+        finally:
+            making.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> BaselineHiddenStates:
+        """Of a verified file (``baseline.verify_baseline``), memory-mapped."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                names = json.loads(file.metadata()[ABOUT])["tasks"]
+        except (OSError, SafetensorError) as error:
+            raise ResultsError(f"{path}: {error}; {REMEDY}") from error
+        tasks = {
+            name: TaskHiddenStates(*(found[f"{number}.{array}"] for array in ARRAYS))
+            for number, name in enumerate(names)
+        }
+        return cls(tasks, found["head.weight"], found.get("head.bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndex:
+    """The scored tokens of one call of the language model, which is about one task: those of
+    request r have the indexes from ``starts[r]`` on."""
+
+    task: str
+    document: np.ndarray
+    request: np.ndarray
+    length: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, instances: Sequence[Any], lengths: Sequence[int]) -> TokenIndex | None:
+        """None for a call without requests."""
+        names = {instance.task_name for instance in instances}
+        if len(names) > 1:
+            raise EvaluationError(f"damage takes one task a call, not {', '.join(sorted(names))}")
+        if not names:
+            return None
+        length = np.asarray(lengths, dtype=np.int64)
+        return cls(
+            task=names.pop(),
+            document=np.asarray([instance.doc_id for instance in instances], dtype=np.int64),
+            request=np.asarray([instance.idx for instance in instances], dtype=np.int64),
+            length=length,
+            starts=np.cumsum(length) - length,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return int(self.length.sum())
+
+    def indexes(self, scored: Scored) -> np.ndarray:
+        return self.starts[scored.request] + scored.index
+
+
+@dataclass(slots=True)
+class _Written:
+    """States of the call at work, in host memory, and copies that are still under way."""
+
+    index: TokenIndex
+    states: Tensor
+    token: np.ndarray
+    in_flight: deque[tuple[torch.cuda.Event, Tensor, Scored]] = field(default_factory=deque)
+
+    def put(self, states: Tensor, scored: Scored) -> None:
+        indexes = torch.from_numpy(self.index.indexes(scored))
+        self.states[indexes] = states[torch.from_numpy(scored.row)]
+
+    def settle(self, at_most: int) -> None:
+        while len(self.in_flight) > at_most:
+            event, states, scored = self.in_flight.popleft()
+            event.synchronize()
+            self.put(states, scored)
+
+
+class BaselineWriter:
+    """An observer that keeps the unquantized model's hidden states."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, TaskHiddenStates] = {}
+        self._head: torch.nn.Linear | None = None
+        self._written: _Written | None = None
+
+    def hidden_states(self) -> BaselineHiddenStates:
+        """All that is kept."""
+        if self._head is None:
+            return BaselineHiddenStates({}, torch.empty(0), None)
+        weight, bias = self._head.weight, self._head.bias
+        return BaselineHiddenStates(
+            dict(self._tasks),
+            weight.detach().cpu().contiguous(),
+            None if bias is None else bias.detach().cpu(),
+        )
+
+    def begin(
+        self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
+    ) -> None:
+        if type(head) is not torch.nn.Linear:
+            raise EvaluationError(
+                f"damage needs an LM head that is a linear layer, not {type(head).__name__}; "
+                "say evaluation.damage: false"
+            )
+        self._head, self._written = head, None
+        if (index := TokenIndex.of(instances, lengths)) is not None:
+            states = torch.zeros(index.tokens, head.in_features, dtype=head.weight.dtype)
+            self._written = _Written(index, states, np.zeros(index.tokens, dtype=np.int32))
+
+    def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
+        """Of a GPU the states come by copies beside its work; each is waited for when the second
+        one after it is under way."""
+        written = self._written
+        assert written is not None
+        written.token[written.index.indexes(scored)] = scored.token
+        if hidden.device.type != "cuda":
+            written.put(hidden, scored)
+            return
+        states = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+        states.copy_(hidden, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        written.in_flight.append((event, states, scored))
+        written.settle(IN_FLIGHT)
+
+    def end(self) -> None:
+        written = self._written
+        if written is None:
+            return
+        written.settle(0)
+        index = written.index
+        arrays = (index.document, index.request, index.length, written.token)
+        self._tasks[index.task] = TaskHiddenStates(*map(torch.from_numpy, arrays), written.states)
+        self._written = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDivergences:
+    """One task's tokens [N]: ``kl`` in nats, ``agrees`` on the likeliest token, ``change`` of the
+    target's log-probability in nats; ``document`` that the token belongs to."""
+
+    kl: np.ndarray
+    agrees: np.ndarray
+    change: np.ndarray
+    document: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The call at work; ``origin`` [N] are the indexes of its tokens in ``task``."""
+
+    index: TokenIndex
+    task: TaskHiddenStates
+    origin: np.ndarray
+    kl: Tensor
+    agrees: Tensor
+    change: Tensor
+
+
+class KLObserver:
+    """An observer that measures a quantized model's distributions against ``base``. A task that
+    the unquantized cell could not score has nothing to be measured against."""
+
+    def __init__(self, base: BaselineHiddenStates) -> None:
+        self.base = base
+        self._weight: Tensor | None = None  # on the model's device, once it is known
+        self._bias: Tensor | None = None
+        self._measured: _Measured | None = None
+        self.divergences: dict[str, TokenDivergences] = {}
+
+    def begin(
+        self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
+    ) -> None:
+        self._measured = None
+        index = TokenIndex.of(instances, lengths)
+        task = None if index is None else self.base.tasks.get(index.task)
+        if index is None or task is None:
+            return
+        device = next(itertools.chain(head.parameters(), head.buffers())).device
+        if self._weight is None:
+            # Copied even on a CPU: a product may round by where in memory its weight begins.
+            self._weight = self.base.weight.to(device, copy=True)
+            self._bias = None if self.base.bias is None else self.base.bias.to(device, copy=True)
+        self._measured = _Measured(
+            index,
+            task,
+            _origin(index, task),
+            kl=torch.full((index.tokens,), torch.nan, device=device),
+            agrees=torch.zeros(index.tokens, dtype=torch.bool, device=device),
+            change=torch.full((index.tokens,), torch.nan, device=device),
+        )
+
+    def batch(
+        self, scored: Scored, hidden: Tensor, projection: Projection
+    ) -> Callable[[LogitsPart], None] | None:
+        measured = self._measured
+        if measured is None:
+            return None
+        indexes = measured.index.indexes(scored)
+        origin = measured.origin[indexes]
+        if not np.array_equal(measured.task.token.numpy()[origin], scored.token):
+            raise EvaluationError(
+                f"{measured.index.task}: the unquantized cell scored other tokens; run that again"
+            )
+        order = np.argsort(scored.row, kind="stable")
+        rows = scored.row[order]
+        _, firsts = np.unique(rows, return_index=True)  # one token of each row: all have its input
+        assert len(firsts) == len(hidden)
+        before = self._states(measured.task, origin[order][firsts], hidden.device)
+        logits_of = projection.of(self._head, before)
+        entries = to_device(np.stack((rows, indexes[order], scored.token[order])), hidden.device)
+
+        def measure(part: LogitsPart) -> None:
+            low, high = np.searchsorted(rows, (part.first, part.last))
+            row, index, token = entries[:, low:high]
+            unquantized = logits_of(part.first, part.last)
+            _compare(measured, unquantized, part, row - part.first, index, token)
+
+        return measure
+
+    def end(self) -> None:
+        measured = self._measured
+        if measured is None:
+            return
+        name, kl = measured.index.task, measured.kl.cpu().numpy()
+        if not np.isfinite(kl).all():
+            raise EvaluationError(
+                f"{name}: the divergence of {int((~np.isfinite(kl)).sum())} of {len(kl)} tokens is "
+                "not a number; the model gives NaN or infinite logits there"
+            )
+        self.divergences[name] = TokenDivergences(
+            kl=kl,
+            agrees=measured.agrees.cpu().numpy(),
+            change=measured.change.cpu().numpy(),
+            document=np.repeat(measured.index.document, measured.index.length),
+        )
+        self._measured = None
+
+    def _head(self, states: Tensor) -> Tensor:
+        assert self._weight is not None
+        return functional.linear(states, self._weight, self._bias)
+
+    def _states(self, task: TaskHiddenStates, origin: np.ndarray, device: torch.device) -> Tensor:
+        """Kept states [R, H], copied beside the device's work."""
+        index = torch.from_numpy(origin)
+        if device.type != "cuda":
+            return task.states[index]
+        shape = (len(index), task.states.shape[1])
+        states = torch.empty(shape, dtype=task.states.dtype, pin_memory=True)
+        torch.index_select(task.states, 0, index, out=states)
+        return states.to(device, non_blocking=True)
+
+
+def _compare(
+    measured: _Measured, before: Tensor, part: LogitsPart, row: Tensor, index: Tensor, token: Tensor
+) -> None:
+    """Writes what the rows of ``part`` give. ``before`` [R, V]: the unquantized logits; ``row``,
+    ``index``, ``token`` [M]: scored tokens by row of the part, index in the results, and id."""
+    after = part.log_probabilities
+    if after.dtype != torch.float32:
+        after = functional.log_softmax(part.logits, dim=-1, dtype=torch.float32)
+    log_p = functional.log_softmax(before, dim=-1, dtype=torch.float32)
+    difference = log_p - after
+    measured.change[index] = -difference[row, token]
+    # Σ p ln(p/q); rounding alone can bring it below 0.
+    kl = log_p.exp_().mul_(difference).sum(dim=-1).clamp_(min=0.0)
+    measured.kl[index] = kl[row]
+    measured.agrees[index] = (before.argmax(dim=-1) == part.logits.argmax(dim=-1))[row]
+
+
+def _origin(index: TokenIndex, task: TaskHiddenStates) -> np.ndarray:
+    """Indexes [N] of the call's tokens in the base, which may hold requests in another order.
+    Raises EvaluationError where a request is not there or has another length."""
+    length = task.length.numpy()
+    firsts = (np.cumsum(length) - length).tolist()
+    keys = zip(task.document.tolist(), task.request.tolist(), strict=True)
+    known = dict(zip(keys, zip(firsts, length.tolist(), strict=True), strict=True))
+    starts = []
+    for document, request, count in zip(
+        index.document.tolist(), index.request.tolist(), index.length.tolist(), strict=True
+    ):
+        start, there = known.get((document, request), (0, 0))
+        if there != count:
+            raise EvaluationError(
+                f"{index.task}: document {document}, request {request} has {count} scored tokens, "
+                f"in the unquantized cell {there}; run that again"
+            )
+        starts.append(start)
+    shift = np.repeat(np.asarray(starts, dtype=np.int64) - index.starts, index.length)
+    return shift + np.arange(index.tokens)

@@ -1,0 +1,377 @@
+"""lm-eval's task object of what was planned, with the very data that was planned, and its
+documents checked: those without a usable answer lm-eval would count as wrongly answered."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import random
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, DatasetDict
+from datasets.features.features import require_decoding
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from qbench import hub
+from qbench.errors import DataError
+from qbench.evaluation import passkey
+from qbench.evaluation.definitions import missing_module, read_definition
+from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
+from qbench.evaluation.tasks import (
+    TaskSpec,
+    evaluation_split,
+    fewshot_split,
+    no_text,
+    read_rows,
+)
+
+SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
+# Where documents come from, which is not what is asked about them.
+ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
+TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice")
+KEPT = 256  # tasks in memory
+INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
+ANSWERS = (*INDEXES, "answerKey", "answer")  # and of those that say it in words
+
+
+class TemplateTask(ConfigurableTask):
+    """lm-eval's task, which does once for a process what it would do again for each model.
+
+    lm-eval compiles a Jinja template anew for every document and every question about it: 0.5 ms
+    each, 16,000 times for ARC-easy. Where templates alone say what is asked, a document gives the
+    same each time, so it is asked once, and zero-shot requests are built once. A task with code of
+    its own gets new documents each time, as lm-eval gives them, for it may change them.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._known: dict[tuple[str, int, str | None], tuple[Any, Any]] = {}
+        self._documents: list[dict[str, Any]] | None = None
+        self._built: dict[str, Any] | None = None
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+        own = [self.config.process_results, self.fewshot_cfg.doc_to_text,
+               self.fewshot_cfg.doc_to_target, self.fewshot_cfg.doc_to_choice]  # fmt: skip
+        own += [getattr(self.config, name) for name in TEMPLATES]
+        self._templates = not any(map(callable, own))
+        if self._templates:
+            self._documents = listed(super().eval_docs)
+
+    @property
+    def eval_docs(self) -> Any:
+        return super().eval_docs if self._documents is None else self._documents
+
+    def fewshot_docs(self) -> Any:
+        documents = super().fewshot_docs()
+        return None if documents is None else listed(documents)
+
+    def doc_to_text(self, doc: Any, doc_to_text: Any = None) -> Any:
+        return self._once("text", super().doc_to_text, doc, doc_to_text)
+
+    def doc_to_target(self, doc: Any, doc_to_target: Any = None) -> Any:
+        return self._once("target", super().doc_to_target, doc, doc_to_target)
+
+    def doc_to_choice(self, doc: Any, doc_to_choice: Any = None) -> Any:
+        return self._once("choice", super().doc_to_choice, doc, doc_to_choice)
+
+    def build_all_requests(self, **settings: Any) -> None:
+        again = self._templates and not self.config.num_fewshot and self._built == settings
+        if not again:
+            super().build_all_requests(**settings)
+            self._built = settings
+        for instance in self.instances:
+            instance.resps, instance.filtered_resps = [], {}
+
+    def _once(self, what: str, make: Callable[..., Any], doc: Any, stated: Any) -> Any:
+        if self._documents is None or not (stated is None or isinstance(stated, str)):
+            return make(doc, stated)
+        key = what, id(doc), stated
+        if key not in self._known:  # the document is kept too: another could be made at its place
+            self._known[key] = doc, make(doc, stated)
+        return self._known[key][1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedTask:
+    """A task with its documents in memory."""
+
+    name: str
+    label: str
+    task: ConfigurableTask | passkey.Passkey
+    digest: str  # of what is asked and of its documents, wherever they came from
+    lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
+
+    @property
+    def documents(self) -> int:
+        return len(self.task.eval_docs)
+
+    def location(self, document: int) -> str:
+        """Where a document stands, for messages: file and line, or its number."""
+        if self.lines:
+            path, line = self.lines[document]
+            return f"{path}:{line}"
+        return f"document {document}"
+
+    @property
+    def kind(self) -> str:
+        """lm-eval's word for how a task is asked, or ``passkey``."""
+        return self.task.OUTPUT_TYPE
+
+
+@functools.lru_cache(maxsize=KEPT)
+def load_task(spec: TaskSpec) -> LoadedTask:
+    """lm-eval's object of ``spec``; the same one each time that a process asks.
+
+    Raises DataError where definition or data are no longer those that were planned, or where
+    lm-eval cannot use them.
+    """
+    if spec.output_type == passkey.KIND:
+        task = passkey.Passkey(passkey.require_length(spec.name))
+        digest = spec.definition_digest
+        return LoadedTask(name=spec.name, label=spec.label, task=task, digest=digest)
+    config = read_definition(spec.definition).config
+    config["num_fewshot"] = spec.num_fewshot
+    overrides, lines = _overrides(spec, config)
+    try:
+        task = hub.patiently(lambda: _build(spec, overrides))
+    except DataError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is None:
+            raise
+        location = str(spec.definition)
+        raise DataError(missing_module(spec.name, error.name, location)) from error
+    except Exception as error:
+        raise DataError(_reason(spec, config, error)) from error
+    if read_definition(spec.definition).digest != spec.definition_digest:
+        raise DataError(
+            f"{spec.name}: its definition, {spec.definition} or the code beside it, changed "
+            "after this run began; run again"
+        )
+    if spec.hub_data is not None:
+        _require_commit(spec, task)
+    if len(lines) != len(task.eval_docs):
+        lines = ()
+    return LoadedTask(
+        name=spec.name, label=spec.label, task=task, digest=_digest(task), lines=lines
+    )
+
+
+def _overrides(
+    spec: TaskSpec, config: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[tuple[Path, int], ...]]:
+    """What is put in place of the definition's own, and where each evaluated row stands."""
+    overrides: dict[str, Any] = {"task": spec.name}
+    if spec.stated_fewshot is not None:
+        overrides["num_fewshot"] = spec.stated_fewshot
+    if spec.hub_data is not None:
+        stated = config.get("dataset_kwargs") or {}
+        return {**overrides, "dataset_kwargs": {**stated, "revision": spec.hub_data.commit}}, ()
+    if not spec.files:
+        return overrides, ()
+    splits: dict[str, Dataset] = {}
+    lines: tuple[tuple[Path, int], ...] = ()
+    for file in spec.files:
+        rows, digest = read_rows(file.path)
+        if digest != file.digest:
+            raise DataError(
+                f"{spec.name}: {file.path} changed after this run began; run again, so that "
+                "its scores stand under the key of what was scored"
+            )
+        splits[file.split] = Dataset.from_list([row.fields for row in rows])
+        if file.split == evaluation_split(config) and not config.get("process_docs"):
+            lines = tuple((file.path, row.line) for row in rows)
+    for key in SPLIT_KEYS:
+        if config.get(key) not in (None, *splits):
+            overrides[key] = None
+    if config.get("fewshot_config") and not fewshot_split(config):
+        overrides["fewshot_config"] = None
+    overrides["custom_dataset"] = lambda **_: DatasetDict(splits)
+    return overrides, lines
+
+
+def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
+    """lm-eval's own object, or ours of it, by its task manager. Its index of all definitions,
+    which takes twenty seconds, is not made: the definition is handed over as it stands."""
+    config = load_yaml(spec.definition)
+    if callable(process := config.get("process_docs")):
+        overrides = {**overrides, "process_docs": _once(process)}
+    # As lm-eval does before it builds tasks: some shuffle their choices meanwhile (gpqa).
+    random.seed(RANDOM_SEED)
+    np.random.seed(NUMPY_SEED)
+    torch.manual_seed(TORCH_SEED)
+    whole = {"class": TemplateTask, **config, **overrides}
+    (task,) = TaskManager(include_defaults=False).load([whole])["tasks"].values()
+    return task
+
+
+def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """lm-eval asks for processed documents again and again. Of data on disk, datasets remembers
+    them; of data in memory, a definition that draws would make other ones each time, so that
+    answers met other choices than were asked about."""
+    known: list[tuple[Any, Any]] = []
+
+    @functools.wraps(process)
+    def process_docs(documents: Any) -> Any:
+        for seen, made in known:
+            if seen is documents:
+                return made
+        known.append((documents, process(documents)))
+        return known[-1][1]
+
+    return process_docs
+
+
+def listed(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New dictionaries, as iteration gives them, in order. datasets makes those of a table row by
+    row, which takes twenty times as long as all of them together. What it decodes (images, audio)
+    or gives in another format is iterated over."""
+    if (
+        not isinstance(documents, Dataset)
+        or documents.format["type"] is not None
+        or documents.format["columns"] != documents.column_names
+        or require_decoding(documents.features)
+    ):
+        return list(documents)
+    return documents.to_list()
+
+
+def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
+    if hub.failed(error):
+        return (
+            f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
+            f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and say --data DIR"
+        )
+    first = (str(error).strip().splitlines() or [""])[0]
+    line = f"{spec.name}: {type(error).__name__}: {first}"
+    if spec.files:
+        return f"{line}; are the fields those of {config.get('dataset_path')}?"
+    return line
+
+
+def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:
+    """datasets takes another commit's copy where the hub is out of reach."""
+    assert spec.hub_data is not None
+    for split in task.dataset.values():
+        for file in split.cache_files:
+            if spec.hub_data.commit not in Path(file["filename"]).parts:
+                raise DataError(
+                    f"{spec.name}: {spec.hub_data.repository} was planned at commit "
+                    f"{spec.hub_data.commit[:12]}, and the copy that was loaded is another "
+                    f"({file['filename']}); run again where the hub can be reached"
+                )
+
+
+def _digest(task: ConfigurableTask) -> str:
+    """SHA-256 over the definition (functions by their source), every evaluated document and,
+    where examples are shown, every document that they are drawn from."""
+    left_out = ORIGIN_KEYS if task.config.num_fewshot else {*ORIGIN_KEYS, "fewshot_config"}
+    config = {key: value for key, value in task.dump_config().items() if key not in left_out}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True, default=_written).encode())
+    documents = listed(task.eval_docs)
+    if task.config.num_fewshot:
+        documents += list(task.sampler.df)
+    for document in documents:
+        total.update(json.dumps(document, sort_keys=True, default=_written).encode())
+    return total.hexdigest()
+
+
+def _written(value: Any) -> str:
+    """What JSON cannot hold, the same in every process: functions by source, not by address."""
+    if callable(value):
+        try:
+            return inspect.getsource(value)
+        except (OSError, TypeError):
+            return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def check_documents(task: LoadedTask, limit: int | None = None) -> None:
+    """Raises DataError where one of the first ``limit`` documents of ``task`` asks nothing or has
+    no right answer: a label that is missing, hidden (−1) or names none of the choices.
+
+    Tasks with a ``process_results`` of their own judge by their own rules and are only checked
+    for targets that cannot be made at all.
+    """
+    problems = []
+    documents = listed(task.task.eval_docs)[:limit]
+    for number, document in enumerate(documents):
+        if (problem := _problem(task.task, document)) is not None:
+            problems.append((number, problem))
+    if problems:
+        number, problem = problems[0]
+        more = f" ({len(problems)} of {len(documents)} documents are like it)"
+        raise DataError(
+            f"{task.name}: {task.location(number)}: {problem}{more if len(problems) > 1 else ''}; "
+            "correct it, leave the document out, or use a split whose answers are public"
+        )
+
+
+def _problem(task: Any, document: dict[str, Any]) -> str | None:
+    for name in ("doc_to_text", "doc_to_target"):
+        template, target = getattr(task.config, name, None), name == "doc_to_target"
+        if not isinstance(template, str) or (target and task.OUTPUT_TYPE == "multiple_choice"):
+            continue
+        rolling = target and task.OUTPUT_TYPE == "loglikelihood_rolling"
+        if reason := no_text(template, document, text=rolling):
+            return reason
+    try:
+        target = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
+        if task.OUTPUT_TYPE != "multiple_choice":
+            scored = task.OUTPUT_TYPE != "generate_until"
+            return "there is no target text" if _blank(target, document, scored) else None
+        choices = task.doc_to_choice(document)
+    except Exception as error:  # of a definition's own template or function
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return f"its answer cannot be found ({type(error).__name__}: {reason[0]})"
+    if callable(task.config.process_results):
+        return None
+    if not choices or not all(isinstance(choice, str) for choice in choices):
+        return f"its choices are {choices!r:.80}, not texts"
+    # A definition's function may make an answer of anything: `first if label == 0 else second`.
+    for name in ANSWERS:
+        if name in document and _hidden(document[name], index=name in INDEXES):
+            return f"{name} {document[name]!r} is no answer"
+    golds = target if isinstance(target, list) and target else [target]
+    for gold in golds:
+        if not _names(gold, choices):
+            return (
+                f"label {gold!r:.80} names none of its {len(choices)} choices "
+                f"(0 to {len(choices) - 1}, or the text of one)"
+            )
+    return None
+
+
+def _names(gold: Any, choices: list[str]) -> bool:
+    """Whether ``gold`` is the index of a choice, or its text."""
+    if isinstance(gold, str):
+        return gold in choices
+    if isinstance(gold, float):  # a column of whole numbers with one that is missing
+        return gold.is_integer() and 0 <= gold < len(choices)
+    return isinstance(gold, int) and 0 <= gold < len(choices)
+
+
+def _hidden(label: Any, *, index: bool) -> bool:
+    """What data sets write where an answer is missing or kept from the public."""
+    if index and isinstance(label, int | float):
+        return label < 0 or label != int(label)
+    return label is None or label == ""
+
+
+def _blank(target: Any, document: dict[str, Any], scored: bool) -> bool:
+    """None, an empty list, what a template makes of a field that is null, or, where the target
+    itself is ``scored``, nothing but space."""
+    if target is None or target == []:
+        return True
+    if not isinstance(target, str):
+        return False
+    rendered_null = target.strip() == "None" and any(value is None for value in document.values())
+    return rendered_null or (scored and not target.strip())

@@ -1,0 +1,124 @@
+"""The file of hidden states that divergence from the unquantized model rests on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from recorded_rows import KEY, recorded, watch
+from scoring_models import choices, llama
+
+from qbench.cache import entries, prune
+from qbench.errors import ResultsError
+from qbench.evaluation.baseline import baseline_file, read_baseline, verify_baseline
+from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
+
+
+def usable(path, key=KEY):
+    try:
+        verify_baseline(path, key)
+    except ResultsError as error:
+        return "run the unquantized cell again" not in str(error)
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_hidden_states_come_back_from_their_file(tmp_path, dtype):
+    model, writer = llama(dtype=dtype), BaselineWriter()
+    for requests in (choices(5, task="a"), choices(3, seed=9, task="b")):
+        watch(model, writer, requests)
+    path, base = baseline_file(tmp_path / "new", KEY), writer.hidden_states()
+    assert not usable(path)
+    base.save(path, KEY)
+    assert usable(path)
+    back = BaselineHiddenStates.load(path)
+    assert list(back.tasks) == ["a", "b"]
+    for task, states in base.tasks.items():
+        for name in states.__slots__:
+            assert torch.equal(getattr(back.tasks[task], name), getattr(states, name))
+    assert torch.equal(back.weight, model.lm_head.weight)
+    assert back.bias is None
+    tokens = sum(len(states.token) for states in base.tasks.values())
+    width = model.config.hidden_size * dtype.itemsize
+    assert path.stat().st_size < tokens * (width + 12) + model.config.vocab_size * width + 5_000
+    assert path.stat().st_mode == path.with_name(f"{path.name}.sha256").stat().st_mode
+
+
+def test_the_file_is_the_same_to_the_byte_and_its_checksum_is_sha256sums(tmp_path):
+    base = recorded(llama(), choices(3))
+    for name in ("one", "two"):
+        base.save(baseline_file(tmp_path / name, KEY), KEY)
+    one, two = (baseline_file(tmp_path / name, KEY) for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    assert os.system(f"cd {one.parent} && sha256sum --status -c {one.name}.sha256") == 0
+
+
+def test_one_changed_byte_anywhere_makes_the_file_unusable(tmp_path):
+    path = baseline_file(tmp_path, KEY)
+    recorded(llama(), choices(3)).save(path, KEY)
+    payload = path.read_bytes()
+    for index in [*np.random.default_rng(0).integers(0, len(payload), 20).tolist(), 0, 9]:
+        changed = bytearray(payload)
+        changed[index] ^= 1 << (index % 8)
+        path.write_bytes(changed)
+        assert not usable(path)
+    path.write_bytes(payload)
+    assert usable(path)
+
+
+@pytest.mark.parametrize("damage", ["torn", "short", "absent", "other", "no checksum"])
+def test_a_file_that_is_not_the_cells_says_what_to_do(tmp_path, damage):
+    path, key = baseline_file(tmp_path, KEY), KEY
+    recorded(llama(), choices(3)).save(path, KEY)
+    if damage == "torn":
+        path.write_bytes(b"torn")
+    elif damage == "short":
+        os.truncate(path, path.stat().st_size - 1)
+    elif damage == "absent":
+        path.unlink()
+    elif damage == "no checksum":
+        path.with_name(path.name + ".sha256").unlink()
+    else:
+        key = KEY[:16] + "f" * 48
+    assert not usable(path, key)
+
+
+def test_a_file_is_listed_and_pruned(tmp_path):
+    recorded(llama(), choices(3)).save(baseline_file(tmp_path / "distributions", KEY), KEY)
+    (entry,) = entries(tmp_path)
+    assert entry.about == f"unquantized cell {KEY[:16]}"
+    assert prune(tmp_path, max_bytes=0)[0] == [entry]
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("status", ["ok", "failed", None])
+def test_a_cell_at_work_is_waited_for_whole(tmp_path, status):
+    """Its lock is held until its record is written; who waits says so once."""
+    record = status and SimpleNamespace(status=status)
+    store = SimpleNamespace(lock_file=lambda cell: tmp_path / "lock", whole=lambda cell: record)
+    cell, said = SimpleNamespace(cell="softmax/fp32", key=KEY), []
+    recorded(llama(), choices(3)).save(baseline_file(tmp_path, KEY), KEY)
+    begun, done = threading.Event(), threading.Event()
+
+    def at_work():
+        with FileLock(tmp_path / "lock"):
+            begun.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=at_work)
+    thread.start()
+    begun.wait()
+    threading.Timer(0.2, done.set).start()
+    if status == "ok":
+        found = read_baseline(cell, store, tmp_path, lambda: said.append("waits"))
+        assert found.record is record
+    else:
+        with pytest.raises(ResultsError, match="has no good record; run it, then this again"):
+            read_baseline(cell, store, tmp_path, lambda: said.append("waits"))
+    assert said == ["waits"]
+    thread.join()
