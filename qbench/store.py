@@ -257,7 +257,7 @@ class Store:
 
 
 def _parquet(table: pd.DataFrame) -> bytes:
-    """Numbers as differences or split into bytes, words by number: half of what zstd alone takes."""
+    """Numbers as differences or split into bytes: half of what zstd alone takes."""
     kinds = {name: kind.kind for name, kind in table.dtypes.items()}
     encoding = {"i": "DELTA_BINARY_PACKED", "f": "BYTE_STREAM_SPLIT"}
     return table.to_parquet(

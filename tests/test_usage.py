@@ -7,7 +7,7 @@ import sys
 import pytest
 import typer
 
-from qbench import cli
+from qbench.cli import app as cli
 
 
 @pytest.mark.parametrize(
