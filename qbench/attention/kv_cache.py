@@ -292,7 +292,7 @@ def kernel_attention(
     UnavailableError for a normalizer or a parameter that the kernels do not have, and for inputs
     that need gradients."""
     from qbench.attention.kernels import kv_cache, require
-    from qbench.attention.kernels.settings import Parameters
+    from qbench.attention.kernels.ops import Parameters
 
     reference.check(query, sources.key, sources.value, mask)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
@@ -329,7 +329,7 @@ def packed_attention(
 ) -> Tensor:
     """:func:`attention` of sequences laid in a row, see ``reference.packed_attention``."""
     if implementation == "triton":
-        from qbench.attention.kernels.spans import packed_spans
+        from qbench.attention.kernels.varlen import packed_spans
 
         return kernel_attention(
             query, sources, residual=residual, positions=positions, normalizer=normalizer,

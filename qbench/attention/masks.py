@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 class Mask:
     """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks:
     never for packed sequences with ``cu_seq_lens``, nor where the kernels are given ``spans``,
-    the sequences inside the padding (see :mod:`qbench.attention.kernels.spans`), or ``window``,
+    the sequences inside the padding (see :mod:`qbench.attention.kernels.varlen`), or ``window``,
     how many keys up to its own a query sees. Where ``banded``, these two say all there is to say
     beside causality. ``padding`` [B, T]: the model's ``attention_mask``, of which the keys are the
     part from ``kv_offset`` on: a cache of a sliding window has dropped those before. ``written``:
@@ -121,7 +121,7 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
             return make()
         spans = None
         if banded and fixed and attention_mask is not None:
-            from qbench.attention.kernels.spans import padded_spans
+            from qbench.attention.kernels.varlen import padded_spans
 
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
             if padding.shape[1] == kv_length:

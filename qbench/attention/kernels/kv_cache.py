@@ -13,34 +13,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.attention import kernels as families
-from qbench.attention.kernels import layouts
-from qbench.attention.kernels.family import (
-    finish,
-    finite_shift,
-    first_maximum,
-    load_rows,
-    masked_score,
-    rounded,
-    sequence,
-    terms,
-    visible,
-    wide,
+from qbench.attention.kernels import ops, require
+from qbench.attention.kernels.common import (
+    BIASED,
+    ELEMENTWISE,
+    SCALED,
+    SHAPED,
+    attn_mask,
+    load_sequence,
+    load_tile,
+    to_int64,
 )
-from qbench.attention.kernels.launch import empty_output
-from qbench.attention.kernels.layouts import block, dense_rows, visible_counts
-from qbench.attention.kernels.modes import SCALED, SHAPED, SUMLESS
-from qbench.attention.kernels.scores import (
-    head_factor,
+from qbench.attention.kernels.formulas import (
+    cast_p,
+    finalize,
+    finite_max,
+    forward_terms,
+    initial_max,
+    load_bias,
+    load_s,
+    load_sink,
+    load_slope,
     log2_length,
-    row_factor,
-    row_level,
-    row_scores,
-    sink_of,
-    slope_of,
+    masked_score,
+    scores_of,
+    sigmoid,
+    times_s_log_n,
 )
-from qbench.attention.kernels.settings import Parameters, factors, kernel_modes
-from qbench.attention.kernels.sigmoid import sigmoid
 from qbench.attention.normalizers import NORMALIZERS
 
 FAR = tl.constexpr(2**30)
@@ -58,26 +57,26 @@ def bounds(position, first, recent, group):
         "position_stride", "mask_b", "mask_h", "mask_t",
     ]
 )  # fmt: skip
-def two_source_kernel(
-    q_source, k_source, v_source, ck_source, cv_source, output, positions, mask, spans,
+def quantized_kv_fwd(
+    q_source, k_source, v_source, qk_source, qv_source, output, positions, mask, spans,
     sinks, bias, slopes, s, counts,
-    head_counts, queries, keys, window, keep_first, keep_recent, key_group, scale, inner,
+    head_counts, queries, keys, window, keep_first, keep_recent, key_group, scale, inv_softcap,
     strides, position_stride, mask_b, mask_h, mask_t, mask_k,
-    FAMILY: tl.constexpr, MODES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SKIP: tl.constexpr, FUSED: tl.constexpr, BLOCK_Q: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``positions`` [B or 1, Tk] int32;
-    ``strides``: of batch row, head and row, of q, k, v, coded k, coded v and output each; others as
-    in :func:`qbench.attention.kernels.forward.forward_kernel`."""
+    ``strides``: of batch row, head and row, of q, k, v, quantized k, quantized v and output each;
+    others as in ``forward.attn_fwd``."""
     heads, group = head_counts
-    q_strides, k_strides, v_strides, ck_strides, cv_strides, o_strides = strides
+    q_strides, k_strides, v_strides, qk_strides, qv_strides, o_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     kv_head = head // group
-    batch, start_q, stop_q, start_k, stop_k, shift = sequence(
+    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
         spans, tl.program_id(1) // heads, queries, keys
     )
     first = start_q + program * BLOCK_Q
@@ -85,10 +84,10 @@ def two_source_kernel(
         return
     limits = (stop_q, stop_k, shift, window)
     rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    q = load_rows(  # [BLOCK_Q, BLOCK_D]
+    q = load_tile(  # [BLOCK_Q, BLOCK_D]
         q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
     )
-    place = positions + wide(batch) * position_stride
+    place = positions + to_int64(batch) * position_stride
     real = rows < stop_q
     own = tl.load(place + rows + shift, mask=real, other=0)  # [BLOCK_Q]
     key_bound = bounds(own, keep_first, keep_recent, key_group)
@@ -104,22 +103,22 @@ def two_source_kernel(
         end = tl.minimum(stop_k, tl.minimum(first + BLOCK_Q, stop_q) + shift)
     if WINDOW:
         begin = tl.maximum(begin, first + shift - window + 1)
-    value_row = (wide(batch) * heads + head) * queries
+    value_row = (to_int64(batch) * heads + head) * queries
     # [BLOCK_Q]
-    length = log2_length(rows, value_row, limits, start_k, counts, MODES, CAUSAL, WINDOW)
-    factor = head_factor(head, s, MODES)
-    gain = row_factor(length, factor, scale, MODES)
-    slope = row_factor(length, factor, slope_of(head, slopes, MODES), MODES)
-    if SCALED & MODES:
-        gain = gain[:, None]
+    length = log2_length(rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)
+    s = load_s(head, s, FLAGS)
+    qk_scale = times_s_log_n(scale, s, length, FLAGS)
+    slope = times_s_log_n(load_slope(head, slopes, FLAGS), s, length, FLAGS)
+    if SCALED & FLAGS:
+        qk_scale = qk_scale[:, None]
         slope = slope[:, None]
-    level = row_level(length, head, bias, MODES)  # [BLOCK_Q]
+    level = load_bias(length, head, bias, FLAGS)  # [BLOCK_Q]
     unit = scale
-    if SHAPED & MODES:
+    if SHAPED & FLAGS:
         unit = 1.0
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    maximum = tl.full([BLOCK_Q], first_maximum(FAMILY), tl.float32)
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)
     for start in range(begin, end, BLOCK_K):
         tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         at = tl.load(place + tile, mask=tile < stop_k, other=FAR)  # [BLOCK_K]
@@ -127,70 +126,76 @@ def two_source_kernel(
         farthest = tl.max(tl.where(tile < stop_k, at, -FAR))
         written = at >= keep_first
         # where nothing of a tile is read from a source, that source is not read at all
-        plain_keys = (nearest < keep_first) | (farthest >= least_keys)
-        plain_values = (nearest < keep_first) | (farthest >= least_values)
-        coded_keys = (farthest >= keep_first) & (nearest < most_keys)
-        coded_values = (farthest >= keep_first) & (nearest < most_values)
+        from_plain_k = (nearest < keep_first) | (farthest >= least_keys)
+        from_plain_v = (nearest < keep_first) | (farthest >= least_values)
+        from_quantized_k = (farthest >= keep_first) & (nearest < most_keys)
+        from_quantized_v = (farthest >= keep_first) & (nearest < most_values)
 
         scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-        if plain_keys:
-            k = load_rows(  # [BLOCK_K, BLOCK_D]
+        if from_plain_k:
+            k = load_tile(  # [BLOCK_K, BLOCK_D]
                 k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
                 True, False,
             )  # fmt: skip
             scores = tl.dot(q, k.T, input_precision="ieee")
-        if coded_keys:
-            k = load_rows(
-                ck_source, batch, kv_head, start, stop_k, ck_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+        if from_quantized_k:
+            k = load_tile(
+                qk_source, batch, kv_head, start, stop_k, qk_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
                 True, False,
             )  # fmt: skip
-            coded = tl.dot(q, k.T, input_precision="ieee")
-            scores = tl.where(written[None, :] & (at[None, :] < key_bound[:, None]), coded, scores)
-        if SHAPED & MODES:
-            scores = row_scores(
-                scores, tile[None, :], rows[:, None] + shift, first + shift,
-                gain, inner, slope, level[:, None], MODES, FUSED,
+            quantized = tl.dot(q, k.T, input_precision="ieee")
+            scores = tl.where(
+                written[None, :] & (at[None, :] < key_bound[:, None]), quantized, scores
+            )
+        if SHAPED & FLAGS:
+            row_bias = None
+            if BIASED & FLAGS:
+                row_bias = level[:, None]
+            origin = first + shift
+            scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+                scores, tile[None, :] - origin, rows[:, None] + shift - origin,
+                qk_scale, inv_softcap, slope, row_bias, FLAGS, FAST,
             )  # fmt: skip
-        seen = visible(  # [BLOCK_Q, BLOCK_K]
+        allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], tile[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
         )
-        seen = seen & (tile[None, :] < stop_k)
-        scores = tl.where(seen, scores, masked_score(FAMILY))
-        if SUMLESS & MODES:
-            above = sigmoid(scores, FUSED, 0)
+        allowed = allowed & (tile[None, :] < stop_k)
+        scores = tl.where(allowed, scores, masked_score(NORM))
+        if ELEMENTWISE & FLAGS:
+            p = sigmoid(scores, FAST, False)
         else:
-            raised = tl.maximum(maximum, tl.max(scores, 1) * unit)  # [BLOCK_Q]
-            shift_2 = finite_shift(raised, FAMILY)
-            above, below = terms(scores * unit, shift_2[:, None], FAMILY, True)
-            lower = tl.math.exp2(maximum - shift_2)
-            total = total * lower + tl.sum(below, 1)
+            raised = tl.maximum(m_i, tl.max(scores, 1) * unit)  # [BLOCK_Q]
+            shift_m = finite_max(raised, NORM)
+            p, below = forward_terms(scores * unit, shift_m[:, None], NORM, True)
+            lower = tl.math.exp2(m_i - shift_m)
+            l_i = l_i * lower + tl.sum(below, 1)
             acc = acc * lower[:, None]
-            maximum = raised
+            m_i = raised
         if SKIP:
-            some = tl.max(above) > 0
-            plain_values = plain_values & some
-            coded_values = coded_values & some
-        weights = rounded(above, v_source.dtype.element_ty, FAMILY, FUSED)  # [BLOCK_Q, BLOCK_K]
+            some = tl.max(p) > 0
+            from_plain_v = from_plain_v & some
+            from_quantized_v = from_quantized_v & some
+        weights = cast_p(p, v_source.dtype.element_ty, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
         none = tl.zeros([BLOCK_Q, BLOCK_K], weights.dtype)
         of_value = written[None, :] & (at[None, :] < value_bound[:, None])
-        if plain_values:
-            v = load_rows(  # [BLOCK_K, BLOCK_DV]
+        if from_plain_v:
+            v = load_tile(  # [BLOCK_K, BLOCK_DV]
                 v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
                 True, False,
             )  # fmt: skip
             acc = tl.dot(tl.where(of_value, none, weights), v, acc, input_precision="ieee")
-        if coded_values:
-            v = load_rows(
-                cv_source, batch, kv_head, start, stop_k, cv_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+        if from_quantized_v:
+            v = load_tile(
+                qv_source, batch, kv_head, start, stop_k, qv_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
                 True, False,
             )  # fmt: skip
             acc = tl.dot(tl.where(of_value, weights, none), v, acc, input_precision="ieee")
 
-    sink = sink_of(head, sinks, MODES)
-    out, _ = finish(acc, total, maximum, sink, FAMILY, MODES)  # [BLOCK_Q, BLOCK_DV]
+    sink = load_sink(head, sinks, FLAGS)
+    out, _ = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, BLOCK_DV]
     columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    pointers = output + wide(batch) * o_strides[0] + wide(head) * o_strides[1]
-    pointers += wide(first) * o_strides[2]
+    pointers = output + to_int64(batch) * o_strides[0] + to_int64(head) * o_strides[1]
+    pointers += to_int64(first) * o_strides[2]
     inside = (rows[:, None] < stop_q) & (columns[None, :] < V_HEAD_DIM)
     tl.store(
         pointers + tl.arange(0, BLOCK_Q)[:, None] * o_strides[2] + columns[None, :],
@@ -208,7 +213,7 @@ def attention(
     key_group: int,
     positions: Tensor,
     normalizer: str,
-    parameters: Parameters,
+    parameters: ops.Parameters,
     scale: float | None,
     softcap: float,
     mask: Tensor | None,
@@ -219,33 +224,31 @@ def attention(
 ) -> Tensor:
     """As ``qbench.attention.kv_cache.attention``; ``spans`` and ``max_seqlen_q`` as
     ``kernels.attention``. For inference only."""
-    kernels = families.require(normalizer)
-    key, value, coded_key, coded_value = map(dense_rows, sources)
-    query = dense_rows(query)
+    kernels = require(normalizer)
+    key, value, quantized_key, quantized_value = map(ops.dense_rows, sources)
+    query = ops.dense_rows(query)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
-    output, _ = empty_output(query, value, covered=spans is None)
+    output, _ = ops.empty_output(query, value, covered=spans is None)
     if output.numel() == 0:
         return output
     assert positions.dtype == torch.int32
     assert positions.stride(1) == 1
     longest = max_seqlen_q or queries
-    gain, inner = factors(scale or width**-0.5, softcap)
-    counts = visible_counts(mask, query, key, kernels, parameters, causal, window or 0)
+    counts = ops.allowed_counts(mask, query, key, kernels, parameters, causal, window or 0)
     few = longest <= 16 or query.dtype == torch.float32
     block_q, block_k = (16 if longest <= 16 else 32, 32) if few else (64, 64)
     sequences = batch if spans is None else spans.shape[0]
-    tensors = (query, key, value, coded_key, coded_value, output)
-    two_source_kernel[(triton.cdiv(longest, block_q), heads * sequences)](
+    tensors = (query, key, value, quantized_key, quantized_value, output)
+    quantized_kv_fwd[(triton.cdiv(longest, block_q), heads * sequences)](
         *tensors, positions, mask, spans, *parameters, counts, (heads, heads // kv_heads), queries,
-        keys, window or 0, keep_first, keep_recent, key_group, gain, inner,
-        layouts.strides_of(*tensors),
-        positions.stride(0) if positions.shape[0] > 1 else 0, *layouts.mask_strides(mask),
-        FAMILY=kernels.family, MODES=kernel_modes(kernels, parameters, softcap), CAUSAL=causal,
-        WINDOW=bool(window), SKIP=NORMALIZERS.get(normalizer).sparse,
-        FUSED=layouts.fused(query),
-        BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width, BLOCK_D=block(width),
-        V_HEAD_DIM=v_width, BLOCK_DV=block(v_width), num_warps=4,
+        keys, window or 0, keep_first, keep_recent, key_group,
+        *ops.scales(scale or width**-0.5, softcap), ops.strides_of(*tensors),
+        positions.stride(0) if positions.shape[0] > 1 else 0, *ops.mask_strides(mask),
+        NORM=kernels.score_function, FLAGS=ops.flags_of(kernels, parameters, softcap),
+        CAUSAL=causal, WINDOW=bool(window), SKIP=NORMALIZERS.get(normalizer).sparse,
+        FAST=ops.is_fast(query), BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width,
+        BLOCK_D=ops.block(width), V_HEAD_DIM=v_width, BLOCK_DV=ops.block(v_width), num_warps=4,
     )  # fmt: skip
     return output

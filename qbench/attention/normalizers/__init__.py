@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
 from qbench.attention.normalizers.rectified import Rectified
-from qbench.attention.normalizers.scalable import ScalableSoftmax, ScalableSoftpick
-from qbench.attention.normalizers.scalable_next import ScalableSoftmaxNext, ScalableSoftpickNext
+from qbench.attention.normalizers.scalable import (
+    ScalableSoftmax,
+    ScalableSoftmaxNext,
+    ScalableSoftpick,
+    ScalableSoftpickNext,
+)
 from qbench.attention.normalizers.sigmoid import Sigmoid
 from qbench.attention.normalizers.sinks import Softmax1, SoftmaxSink
 from qbench.attention.normalizers.softmax import Softmax

@@ -56,18 +56,19 @@ SLOPES = Parameter(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Which Triton kernels compute a normalizer. ``family``: the formulas that they are compiled
-    with, one of :data:`qbench.attention.kernels.FAMILIES`. ``backward``: whether there
-    are gradients; inputs that need them are refused where not. ``decode``: whether few queries
-    have a kernel of their own. ``gluon``: whether the backward kernels for Hopper have it.
+    """Which Triton kernels compute a normalizer. ``score_function``: its formulas, one of
+    :data:`qbench.attention.kernels.formulas.SCORE_FUNCTIONS`. ``needs_expm1``: scores near 0 lose
+    bits in the fast formulas, so the forward pass says where, and the backward pass has a second,
+    precise form. ``elementwise``: weights need no sum of their row, and scores take the parameter
+    ``bias``, −log n without one. ``few_registers``: a score costs so little that taller tiles fit.
     ``sink``: what the denominator has beside the keys: nothing (""), ``one``, or ``learned``, e to
     the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter ``s`` times log n,
     of the n keys that a query may see; or with ``one_more`` times log (n + 1)."""
 
-    family: str
-    backward: bool
-    decode: bool
-    gluon: bool
+    score_function: str
+    needs_expm1: bool = False
+    elementwise: bool = False
+    few_registers: bool = False
     sink: Literal["", "one", "learned"] = ""
     scaled: bool = False
     one_more: bool = False
@@ -177,3 +178,13 @@ class Normalizer(ABC):
                     f"{', '.join(known) or 'none'}"
                 )
         return given
+
+
+def log_lengths(scores: Tensor, allowed: Tensor | None, *, one_more: bool = False) -> Tensor:
+    """log n of the n keys that each query may see, or log (n + 1), in the dtype of ``scores``
+    [..., N], that broadcasts against them; 0 for n = 0."""
+    if allowed is None:
+        lengths = scores.new_tensor(float(scores.shape[-1]))
+    else:
+        lengths = allowed.sum(-1, keepdim=True).clamp(min=1 - one_more).to(scores.dtype)
+    return (lengths + one_more).log()

@@ -18,7 +18,7 @@ class Rectified(Normalizer):
     rows_sum_to_one = False
     sparse = True
     parameters = (SLOPES,)
-    kernels = Kernels(family="rectified", backward=True, decode=True, gluon=True)
+    kernels = Kernels(score_function="rectified")
 
     def weights(
         self,

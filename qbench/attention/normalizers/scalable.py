@@ -1,13 +1,17 @@
 """Scalable variants: scores are multiplied by s · log n first, with n the keys that the query may
-see, each row its own, and s trained a head (Nakanishi 2025; the softpick paper's equation 8)."""
+see, each row its own, and s trained a head (Nakanishi 2025; the softpick paper's equation 8).
+
+The variants ``-next`` have s · log (n + 1), as flash-linear-attention computes them: its table of
+logarithms begins at log 2 for the first token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from qbench.attention.normalizers.lengths import log_lengths
-from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
+from qbench.attention.normalizers.normalizer import SLOPES, Normalizer, Parameter, log_lengths
 from qbench.attention.normalizers.softmax import Softmax
 from qbench.attention.normalizers.softpick import Softpick
 
@@ -19,14 +23,11 @@ S = Parameter(name="s", shape=("H",), trainable=True, attribute="s", initial=0.1
 
 
 class Scaled(Normalizer):
-    """``plain`` of the scores times s · ``logarithms``."""
+    """``plain`` of the scores times s · log n, or with ``one_more`` s · log (n + 1)."""
 
     plain: ClassVar[Normalizer]
+    one_more: ClassVar[bool] = False
     parameters = (S, SLOPES)
-
-    def logarithms(self, scores: Tensor, allowed: Tensor | None) -> Tensor:
-        """log n of each row."""
-        return log_lengths(scores, allowed)
 
     def weights(
         self,
@@ -38,7 +39,8 @@ class Scaled(Normalizer):
     ) -> Tensor:
         assert parameters is not None, "checked() has refused it"
         s = parameters["s"].to(scores.dtype)[:, None, None]
-        return self.plain.weights(scores * (s * self.logarithms(scores, allowed)), allowed=allowed)
+        scale = s * log_lengths(scores, allowed, one_more=self.one_more)
+        return self.plain.weights(scores * scale, allowed=allowed)
 
 
 class ScalableSoftmax(Scaled):
@@ -47,7 +49,7 @@ class ScalableSoftmax(Scaled):
     plain = Softmax()
     rows_sum_to_one = True
     sparse = False
-    kernels = Kernels(family="softmax", backward=True, decode=True, gluon=True, scaled=True)
+    kernels = replace(Softmax.kernels, scaled=True)
 
 
 class ScalableSoftpick(Scaled):
@@ -56,4 +58,18 @@ class ScalableSoftpick(Scaled):
     plain = Softpick()
     rows_sum_to_one = False
     sparse = True
-    kernels = Kernels(family="softpick", backward=True, decode=True, gluon=True, scaled=True)
+    kernels = replace(Softpick.kernels, scaled=True)
+
+
+class ScalableSoftmaxNext(ScalableSoftmax):
+    name = "scalable-softmax-next"
+    description = "softmax of the scores times s log (n + 1), as flash-linear-attention has it"
+    one_more = True
+    kernels = replace(ScalableSoftmax.kernels, one_more=True)
+
+
+class ScalableSoftpickNext(ScalableSoftpick):
+    name = "scalable-softpick-next"
+    description = "softpick of the scores times s log (n + 1), as flash-linear-attention has it"
+    one_more = True
+    kernels = replace(ScalableSoftpick.kernels, one_more=True)

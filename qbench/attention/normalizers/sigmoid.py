@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qbench.attention.normalizers.lengths import log_lengths
-from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
+from qbench.attention.normalizers.normalizer import (
+    SLOPES,
+    Kernels,
+    Normalizer,
+    Parameter,
+    log_lengths,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +38,7 @@ class Sigmoid(Normalizer):
         ),
         SLOPES,
     )
-    kernels = Kernels(family="sigmoid", backward=True, decode=True, gluon=True)
+    kernels = Kernels(score_function="sigmoid", elementwise=True)
 
     def weights(
         self,

@@ -7,9 +7,11 @@ w_i = e^(x_i − m) / (e^(s − m) + Σ_k e^(x_k − m)), m = max(s, max x).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
+from qbench.attention.normalizers.normalizer import SLOPES, Normalizer, Parameter
+from qbench.attention.normalizers.softmax import Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +33,7 @@ class Softmax1(Normalizer):
     rows_sum_to_one = False
     sparse = False
     parameters = (SLOPES,)
-    kernels = Kernels(family="softmax", backward=True, decode=True, gluon=True, sink="one")
+    kernels = replace(Softmax.kernels, sink="one")
 
     def weights(
         self,
@@ -55,7 +57,7 @@ class SoftmaxSink(Normalizer):
         ),
         SLOPES,
     )  # fmt: skip
-    kernels = Kernels(family="softmax", backward=True, decode=True, gluon=True, sink="learned")
+    kernels = replace(Softmax.kernels, sink="learned")
 
     def weights(
         self,

@@ -26,7 +26,7 @@ class Softpick(Normalizer):
     rows_sum_to_one = False
     sparse = True
     parameters = (SLOPES,)
-    kernels = Kernels(family="softpick", backward=True, decode=True, gluon=True)
+    kernels = Kernels(score_function="softpick", needs_expm1=True)
 
     def weights(
         self,

@@ -1,10 +1,5 @@
-"""Kernels of a quantized KV cache, run by the interpreter in a process of its own (the mode is read
-when Triton is imported). Prints one line a case: name, how far it is from the definition."""
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["TRITON_CACHE_DIR"] = os.devnull
+"""Kernels of a quantized KV cache, for interpreter.py: each case's name, and how far it is from the
+definition."""
 
 import unittest.mock
 
@@ -13,7 +8,7 @@ from normalizer_parameters import parameters
 
 from qbench.attention import kv_cache
 from qbench.attention.kernels import supported
-from qbench.attention.kernels.spans import packed_spans
+from qbench.attention.kernels.varlen import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.quantizers.kv_cache import kernels, rounding
 from qbench.quantizers.kv_cache.rounding import Format
@@ -66,7 +61,7 @@ def rounds():
             for first in (0, 1):
                 found = kernels.by_channel(key, form, places, first, 3)
                 wrong += int((found != rounding.by_channel(key, form, places, first, 3)).sum())
-        print(f"rounding {name}", wrong, sep="\t")
+        yield f"rounding {name}", wrong
 
 
 def caches():
@@ -80,7 +75,7 @@ def caches():
             wanted = cache.rounded(key, value, positions)
         wrong = sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
         same = sum(int(torch.equal(a, b)) for a, b in zip(found, (key, value), strict=True))
-        print(f"rounding by {name}", wrong + same, sep="\t")
+        yield f"rounding by {name}", wrong + same
 
 
 def error(found, expected):
@@ -90,9 +85,9 @@ def error(found, expected):
 def attends():
     """Relative errors of the two-source kernel against the definition."""
     for normalizer, residual in RESIDUALS.items():
-        print(normalizer, max(layouts(residual, normalizer)), sep="\t")
+        yield normalizer, max(layouts(residual, normalizer))
     for normalizer in supported():
-        print(f"{normalizer}, shaped", max(shaped(normalizer)), sep="\t")
+        yield f"{normalizer}, shaped", max(shaped(normalizer))
 
 
 def shaped(normalizer):
@@ -161,10 +156,3 @@ def layouts(residual, normalizer):
         cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
     )  # fmt: skip
     yield error(found, wanted)
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    rounds()
-    caches()
-    attends()

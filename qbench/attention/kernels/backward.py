@@ -1,0 +1,463 @@
+"""Backward pass: the kernel of the queries' gradients, then that of the keys' and values'.
+
+Both recompute the weights from the rows' lse; the first also writes D = dO · o of each row, which
+the second needs. Each program alone writes what it computes, in a fixed order of additions, so
+gradients are the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qbench.attention.kernels.common import (
+    BIASED,
+    CAPPED,
+    DPARAM,
+    DSINKS,
+    DSLOPES,
+    ELEMENTWISE,
+    RESHAPED,
+    SCALED,
+    SLOPED,
+    attn_mask,
+    key_ranges,
+    load_sequence,
+    load_tile,
+    to_int64,
+)
+from qbench.attention.kernels.formulas import (
+    CHUNK,
+    EPSILON,
+    LN_2,
+    SMALL_LSE,
+    alibi,
+    cap_gradient,
+    cast_p,
+    cast_saturate,
+    forward_terms,
+    load_s,
+    load_sink,
+    load_slope,
+    log2_length,
+    recompute_e,
+    recompute_p,
+    score_gradient,
+    scores_of,
+    sink_gradient,
+    times_s_log_n,
+)
+
+MAX_CHUNKS = tl.constexpr(4)  # that a block of keys has a part of
+
+
+@triton.jit
+def precise_delta(
+    q, g, rows, begin, end, k_source, v_source, mask, scale, shaping,
+    k_strides, v_strides, mask_strides, index, limits,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
+    see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
+    batch, head, kv_head = index
+    stop_k = limits[1]
+    qk_scale, inv_softcap, slope = shaping[0], shaping[1], shaping[2]
+    delta = tl.zeros([BLOCK_Q], tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    highest = tl.zeros([BLOCK_Q], tl.float32)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=1):
+        k = load_tile(  # [BLOCK_K, BLOCK_D]
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+            True, TMA,
+        )  # fmt: skip
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        v = load_tile(  # [BLOCK_K, BLOCK_DV]
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+            True, TMA,
+        )  # fmt: skip
+        dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        if RESHAPED & FLAGS:
+            own = rows[:, None] + (limits[2] - start)
+            scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+                scores, tl.arange(0, BLOCK_K)[None, :], own, qk_scale, inv_softcap, slope, None,
+                FLAGS, FAST,
+            )  # fmt: skip
+        allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
+            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
+        )
+        # Their lse, from a fast logarithm, would be wrong by more than float32 is.
+        above, below = forward_terms(tl.where(allowed, scores * scale, 0.0), 0.0, NORM, True)
+        delta += tl.sum(tl.maximum(above, 0.0) * dp, 1)  # [BLOCK_Q]
+        total += tl.sum(below, 1)  # [BLOCK_Q]
+        highest = tl.maximum(highest, tl.max(above, 1))  # [BLOCK_Q]
+    return delta / (total + EPSILON * (1 + highest))  # ε · e^m
+
+
+@triton.jit
+def attn_bwd_dq_inner(
+    dq, dparam, dslopes, q, g, lse, delta, rows, begin, end, k_source, v_source, mask, scale,
+    shaping, k_strides, v_strides, mask_strides, index, limits,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries,
+    dq [BLOCK_Q, BLOCK_D]; and to ``dparam`` [BLOCK_Q], where the gradient of sigmoid's bias or of s
+    is asked for, those of the scores, for s times the scores without s · log n; to ``dslopes``
+    [BLOCK_Q], where that of slopes is, those of the scores times how far the key is ahead.
+    ``index``: batch row, query head and key head; ``shaping``: what formulas.scores_of takes after
+    the positions, then qk_scale and slope without s · log n."""
+    batch, head, kv_head = index
+    stop_k = limits[1]
+    qk_scale, inv_softcap, slope, plain_scale, plain_slope = shaping
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        k = load_tile(  # [BLOCK_K, BLOCK_D]
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+            MASKED, TMA,
+        )  # fmt: skip
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        v = load_tile(  # [BLOCK_K, BLOCK_DV]
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+            MASKED, TMA,
+        )  # fmt: skip
+        dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        tanhs = scores
+        ahead = tl.arange(0, BLOCK_K)[None, :]
+        own = rows[:, None] + (limits[2] - start)
+        if RESHAPED & FLAGS:
+            scores, tanhs = scores_of(
+                scores, ahead, own, qk_scale, inv_softcap, slope, None, FLAGS, FAST
+            )
+        # [BLOCK_Q, BLOCK_K]
+        e = recompute_e(scores * scale - lse[:, None], scores, NORM, FAST, False)
+        ds = score_gradient(e, scores, dp, delta[:, None], NORM, False)  # [BLOCK_Q, BLOCK_K]
+        if MASKED:
+            allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
+                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head,
+                CAUSAL, WINDOW,
+            )  # fmt: skip
+            ds = tl.where(allowed, ds, 0.0)
+        if DPARAM & FLAGS:
+            if SCALED & FLAGS:
+                plain = tanhs * plain_scale
+                if SLOPED & FLAGS:
+                    plain = alibi(plain, ahead, own, plain_slope, None)
+                dparam += tl.sum(ds * plain, 1)  # [BLOCK_Q]
+            if BIASED & FLAGS:
+                dparam += tl.sum(ds, 1)  # [BLOCK_Q]
+        if DSLOPES & FLAGS:
+            dslopes += tl.sum(ds * (ahead - own).to(tl.float32), 1)  # [BLOCK_Q]
+        if CAPPED & FLAGS:
+            ds = ds * cap_gradient(tanhs)
+        dq = tl.dot(cast_saturate(ds, k.dtype), k, dq, input_precision="ieee")
+    return dq, dparam, dslopes
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
+def attn_bwd_dq(
+    q_source, k_source, v_source, g_source, output, lse_source, deltas, dq_out, dparam_rows,
+    dsinks_rows, dslopes_rows, mask, spans, sinks, slopes, s, counts,
+    head_counts, queries, keys, window, scale, log2_scale, inv_softcap, strides,
+    mask_b, mask_h, mask_t, mask_k,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    NEEDS_EXPM1: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
+    many share a key head. ``strides``: of q, k, v, dO, output and dq; see
+    ``forward.attn_fwd``. ``dparam_rows`` [B, heads, queries]: what each row gives to the gradient
+    of the head's bias or s, where that is asked for; so ``dsinks_rows`` to that of its sink and
+    ``dslopes_rows`` to that of its slope."""
+    heads, group = head_counts
+    q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
+    mask_strides = (mask_b, mask_h, mask_t, mask_k)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1) % heads
+    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+        spans, tl.program_id(1) // heads, queries, keys
+    )
+    first = start_q + block * BLOCK_Q
+    if first >= stop_q:
+        return
+    index = (batch, head, head // group)
+    limits = (stop_q, stop_k, shift, window)
+    rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+    q = load_tile(  # [BLOCK_Q, BLOCK_D]
+        q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
+    )
+    g = load_tile(  # [BLOCK_Q, BLOCK_DV]
+        g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV, True, False
+    )
+    if ELEMENTWISE & FLAGS == 0:
+        o = load_tile(  # [BLOCK_Q, BLOCK_DV]
+            output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
+            True, False,
+        )  # fmt: skip
+    offset = (to_int64(batch) * heads + head) * queries
+    lse = tl.load(lse_source + offset + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
+    if ELEMENTWISE & FLAGS:
+        delta = tl.zeros([BLOCK_Q], tl.float32)
+    else:
+        delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BLOCK_Q]
+    length = log2_length(rows, offset, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)  # [BLOCK_Q]
+    s = load_s(head, s, FLAGS)
+    plain_slope = load_slope(head, slopes, FLAGS)
+    qk_scale = times_s_log_n(log2_scale, s, length, FLAGS)
+    slope = times_s_log_n(plain_slope, s, length, FLAGS)
+    if SCALED & FLAGS:
+        qk_scale = qk_scale[:, None]
+        slope = slope[:, None]
+    shaping = (qk_scale, inv_softcap, slope, log2_scale, plain_slope)
+    unit = log2_scale
+    if RESHAPED & FLAGS:
+        unit = 1.0
+
+    begin, whole_begin, whole_end, end = key_ranges(
+        first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K
+    )
+    if NEEDS_EXPM1 and g.dtype != tl.float32:
+        small = lse < SMALL_LSE
+        if tl.max(small.to(tl.int32)) > 0:
+            exact = precise_delta(
+                q, g, rows, begin, end, k_source, v_source, mask, unit, shaping,
+                k_strides, v_strides, mask_strides, index, limits,
+                NORM, FLAGS, CAUSAL, WINDOW, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D,
+                V_HEAD_DIM, BLOCK_DV,
+            )  # fmt: skip
+            delta = tl.where(small, exact, delta)
+    if ELEMENTWISE & FLAGS == 0:
+        tl.store(deltas + offset + rows, delta, mask=rows < stop_q)
+
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    dparam = tl.zeros([BLOCK_Q], tl.float32)
+    dslopes = tl.zeros([BLOCK_Q], tl.float32)
+    if WINDOW:
+        dq, dparam, dslopes = attn_bwd_dq_inner(
+            dq, dparam, dslopes, q, g, lse, delta, rows, begin, whole_begin, k_source, v_source,
+            mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
+            NORM, FLAGS, CAUSAL, WINDOW, True, TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM,
+            BLOCK_DV, STAGES,
+        )  # fmt: skip
+    if mask is None:
+        dq, dparam, dslopes = attn_bwd_dq_inner(
+            dq, dparam, dslopes, q, g, lse, delta, rows, whole_begin, whole_end, k_source, v_source,
+            mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
+            NORM, FLAGS, CAUSAL, WINDOW, False, TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D,
+            V_HEAD_DIM, BLOCK_DV, STAGES,
+        )  # fmt: skip
+    dq, dparam, dslopes = attn_bwd_dq_inner(
+        dq, dparam, dslopes, q, g, lse, delta, rows, whole_end, end, k_source, v_source, mask, unit,
+        shaping, k_strides, v_strides, mask_strides, index, limits,
+        NORM, FLAGS, CAUSAL, WINDOW, True, TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM,
+        BLOCK_DV, STAGES,
+    )  # fmt: skip
+    if DPARAM & FLAGS:
+        if SCALED & FLAGS:
+            dparam = dparam * (length * (LN_2 * LN_2))
+        tl.store(dparam_rows + offset + rows, dparam, mask=rows < stop_q)
+    if DSINKS & FLAGS:
+        of_sink = sink_gradient(load_sink(head, sinks, FLAGS), lse, delta)
+        tl.store(dsinks_rows + offset + rows, of_sink, mask=rows < stop_q)
+    if DSLOPES & FLAGS:
+        dslopes = times_s_log_n(dslopes, s, length, FLAGS)
+        tl.store(dslopes_rows + offset + rows, dslopes, mask=rows < stop_q)
+    if SCALED & FLAGS:
+        dq = dq * (qk_scale / log2_scale)
+    pointers = dq_out + to_int64(batch) * dq_strides[0] + to_int64(head) * dq_strides[1]
+    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    tl.store(
+        pointers + to_int64(rows)[:, None] * dq_strides[2] + columns[None, :],
+        cast_saturate(dq * scale, dq_out.dtype.element_ty),
+        mask=(rows[:, None] < stop_q) & (columns[None, :] < HEAD_DIM),
+    )
+
+
+@triton.jit
+def attn_bwd_dkdv_inner(
+    dk, dv, k, v, keys, begin, end, q_source, g_source, lse_row, delta_row, mask, counts,
+    scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys:
+    dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]. ``shaping``: where the sequence's keys begin,
+    and what the scores of the head are made with."""
+    stop_q = limits[0]
+    start_k, inv_softcap, slope, s, value_row = shaping
+    for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+        q = load_tile(  # [BLOCK_Q, BLOCK_D]
+            q_source, batch, head, start, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D,
+            MASKED, TMA,
+        )  # fmt: skip
+        if MASKED:  # a row beyond the last has lse +∞, so all its weights are 0
+            lse = tl.load(lse_row + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
+            delta = tl.load(delta_row + rows, mask=rows < stop_q, other=0.0)  # [BLOCK_Q]
+        else:
+            lse = tl.load(lse_row + rows)
+            delta = tl.load(delta_row + rows)
+        scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
+        g = load_tile(  # [BLOCK_Q, BLOCK_DV]
+            g_source, batch, head, start, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
+            MASKED, TMA,
+        )  # fmt: skip
+        dp = tl.dot(v, g.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
+        unit = scale
+        tanhs = scores
+        qk_scale = scale
+        row_slope = slope
+        if RESHAPED & FLAGS:
+            unit = 1.0
+            if SCALED & FLAGS:
+                length = log2_length(
+                    rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW
+                )
+                qk_scale = times_s_log_n(scale, s, length, FLAGS)[None, :]  # [1, BLOCK_Q]
+                row_slope = times_s_log_n(slope, s, length, FLAGS)[None, :]  # [1, BLOCK_Q]
+            ahead = keys[:, None] - (start + limits[2])
+            scores, tanhs = scores_of(
+                scores, ahead, tl.arange(0, BLOCK_Q)[None, :], qk_scale, inv_softcap, row_slope,
+                None, FLAGS, FAST,
+            )  # fmt: skip
+        y = scores * unit
+        e = recompute_e(y - lse[None, :], scores, NORM, FAST, False)  # [BLOCK_K, BLOCK_Q]
+        p = recompute_p(e, y, tl.math.exp2(-lse[None, :]), NORM, PRECISE)
+        if MASKED:
+            allowed = attn_mask(  # [BLOCK_K, BLOCK_Q]
+                rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head,
+                CAUSAL, WINDOW,
+            )  # fmt: skip
+            e = tl.where(allowed, e, 0.0)
+            p = tl.where(allowed, p, 0.0)
+        # The tensor cores add to dv while the scores' gradients are computed.
+        dv = tl.dot(cast_p(p, g.dtype, NORM, FAST), g, dv, input_precision="ieee")
+        ds = score_gradient(e, scores, dp, delta[None, :], NORM, False)  # [BLOCK_K, BLOCK_Q]
+        if CAPPED & FLAGS:
+            ds = ds * cap_gradient(tanhs)
+        if SCALED & FLAGS:
+            ds = ds * (qk_scale / scale)
+        dk = tl.dot(cast_saturate(ds, q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["queries", "keys_total", "window", "mask_b", "mask_h", "mask_t"])
+def attn_bwd_dkdv(
+    q_source, k_source, v_source, g_source, lse_source, deltas, needs_expm1, dk_out, dv_out,
+    mask, spans, slopes, s, counts,
+    head_counts, queries, keys_total, window, scale, log2_scale, inv_softcap, strides,
+    mask_b, mask_h, mask_t, mask_k,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    NEEDS_EXPM1: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of BLOCK_K keys and values, over all query heads that share them.
+    ``head_counts``: key heads, and how many query heads share one. ``strides``: of q, k, v, dO, dk
+    and dv; see :func:`qbench.attention.kernels.forward.attn_fwd`."""
+    kv_heads, group = head_counts
+    q_strides, k_strides, v_strides, g_strides, dk_strides, dv_strides = strides
+    mask_strides = (mask_b, mask_h, mask_t, mask_k)
+    kv_head = tl.program_id(1) % kv_heads
+    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+        spans, tl.program_id(1) // kv_heads, queries, keys_total
+    )
+    first = start_k + tl.program_id(0) * BLOCK_K
+    if first >= stop_k:
+        return
+    limits = (stop_q, stop_k, shift, window)
+    keys = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    k = load_tile(  # [BLOCK_K, BLOCK_D]
+        k_source, batch, kv_head, first, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D, True, False
+    )
+    v = load_tile(  # [BLOCK_K, BLOCK_DV]
+        v_source, batch, kv_head, first, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+        True, False,
+    )  # fmt: skip
+    begin = start_q
+    end = stop_q
+    if CAUSAL:
+        begin = tl.maximum(begin, first - shift)
+    whole_begin = begin
+    if CAUSAL:
+        partly = tl.maximum(0, first + BLOCK_K - 1 - shift - begin)
+        whole_begin += tl.cdiv(partly, BLOCK_Q) * BLOCK_Q
+    whole_end = end
+    if WINDOW:
+        end = tl.minimum(end, first + BLOCK_K - 1 - shift + window)
+        whole_end = tl.minimum(end, first - shift + window)
+    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // BLOCK_Q * BLOCK_Q
+    if mask is not None:
+        whole_begin = begin
+        whole_end = begin
+
+    # Where the forward pass met rows of tiny scores, weights need the series for e^x − 1.
+    if NEEDS_EXPM1 and not PRECISE:
+        chunk = first // CHUNK + tl.arange(0, MAX_CHUNKS)
+        here = chunk <= (tl.minimum(first + BLOCK_K, stop_k) - 1) // CHUNK
+        flags = needs_expm1 + (to_int64(batch) * kv_heads + kv_head) * tl.cdiv(keys_total, CHUNK)
+        tl.static_assert(BLOCK_K <= (MAX_CHUNKS - 1) * CHUNK)
+        precise = tl.max(tl.load(flags + chunk, mask=here, other=0)) != 0
+    else:
+        precise = PRECISE
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    for member in range(group):
+        head = kv_head * group + member
+        offset = (to_int64(batch) * kv_heads * group + head) * queries
+        slope = load_slope(head, slopes, FLAGS)
+        shaping = (start_k, inv_softcap, slope, load_s(head, s, FLAGS), offset)
+        if precise:
+            dk, dv = attn_bwd_dkdv_inner(
+                dk, dv, k, v, keys, begin, end,
+                q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                NORM, FLAGS, CAUSAL, WINDOW, True, True, FAST, TMA,
+                BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
+            )  # fmt: skip
+        else:
+            if CAUSAL and mask is None:
+                dk, dv = attn_bwd_dkdv_inner(
+                    dk, dv, k, v, keys, begin, tl.minimum(whole_begin, end),
+                    q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                    log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                    NORM, FLAGS, CAUSAL, WINDOW, True, False, FAST, TMA,
+                    BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+                )  # fmt: skip
+            if mask is None:
+                dk, dv = attn_bwd_dkdv_inner(
+                    dk, dv, k, v, keys, whole_begin, whole_end,
+                    q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                    log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                    NORM, FLAGS, CAUSAL, WINDOW, False, False, FAST, TMA,
+                    BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+                )  # fmt: skip
+            dk, dv = attn_bwd_dkdv_inner(
+                dk, dv, k, v, keys, whole_end, end,
+                q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
+                log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+                NORM, FLAGS, CAUSAL, WINDOW, True, False, FAST, TMA,
+                BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            )  # fmt: skip
+
+    pointers = dk_out + to_int64(batch) * dk_strides[0] + to_int64(kv_head) * dk_strides[1]
+    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    tl.store(
+        pointers + to_int64(keys)[:, None] * dk_strides[2] + columns[None, :],
+        cast_saturate(dk * scale, dk_out.dtype.element_ty),
+        mask=(keys[:, None] < stop_k) & (columns[None, :] < HEAD_DIM),
+    )
+    pointers = dv_out + to_int64(batch) * dv_strides[0] + to_int64(kv_head) * dv_strides[1]
+    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    tl.store(
+        pointers + to_int64(keys)[:, None] * dv_strides[2] + columns[None, :],
+        cast_saturate(dv, dv_out.dtype.element_ty),
+        mask=(keys[:, None] < stop_k) & (columns[None, :] < V_HEAD_DIM),
+    )

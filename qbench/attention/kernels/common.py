@@ -1,0 +1,195 @@
+"""What the kernels share beside the formulas: flags, whose keys are whose, tiles of rows, and how
+they are launched."""
+
+from __future__ import annotations
+
+# ruff: noqa: RET505 (early returns in constexpr branches need their else in Triton)
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = triton.knobs.runtime.interpret  # asking again takes longer than it looks
+
+# What a kernel does beside its score function, as bits of the compile-time number FLAGS: what is
+# not asked for costs no instruction. Read by the host and by the kernels.
+SCALED = tl.constexpr(1)  # scores times s · log n
+CAPPED = tl.constexpr(2)  # softcap · tanh(score / softcap)
+SLOPED = tl.constexpr(4)  # ALiBi: minus slope · distance
+BIASED = tl.constexpr(8)  # plus a bias a row: sigmoid's
+ELEMENTWISE = tl.constexpr(16)  # weights need no sum of their row: sigmoid's
+SINK_ONE = tl.constexpr(32)  # 1 in the denominator
+SINK_LEARNED = tl.constexpr(64)  # e^sink in the denominator
+DPARAM = tl.constexpr(128)  # the backward pass gives the gradient of bias or s too
+LOG_N1 = tl.constexpr(256)  # SCALED by s · log (n + 1)
+DSLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slopes too
+TANH_POLY = tl.constexpr(1024)  # of CAPPED: tanh by a polynomial where scores are small beside it
+SIGN_ONLY = tl.constexpr(2048)  # of softpick's scores the backward pass asks which are positive
+DSINKS = tl.constexpr(4096)  # the backward pass gives the gradient of the sinks too
+
+RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
+SHAPED = tl.constexpr(15)  # or BIASED
+SINK = tl.constexpr(96)
+
+
+@triton.jit
+def to_int64(index):
+    """A long packed batch has more elements than 32 bits can count."""
+    return tl.full([], 0, tl.int64) + index
+
+
+@triton.jit
+def load_sequence(spans, index, queries, keys):
+    """Batch row, first and last + 1 query row, first and last + 1 key row, and the shift: query
+    row i stands at key row i + shift. ``spans``: see :mod:`qbench.attention.kernels.varlen`."""
+    if spans is not None:
+        entry = spans + index * 6
+        return (
+            tl.load(entry),
+            tl.load(entry + 1),
+            tl.load(entry + 2),
+            tl.load(entry + 3),
+            tl.load(entry + 4),
+            tl.load(entry + 5),
+        )
+    else:
+        return index, 0, queries, 0, keys, keys - queries
+
+
+@triton.jit
+def load_tile(
+    source, batch, head, row, stop, strides,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    BOUNDED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK_WIDTH] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
+    BOUNDED. With TMA ``source`` is a tensor descriptor of [B, H, T, D], else a pointer."""
+    if TMA:
+        return source.load([batch, head, row, 0]).reshape(ROWS, BLOCK_WIDTH)
+    else:
+        base = source + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
+        base += to_int64(row) * strides[2]
+        rows = tl.arange(0, ROWS)  # [ROWS]
+        columns = tl.arange(0, BLOCK_WIDTH)  # [BLOCK_WIDTH]
+        pointers = base + rows[:, None] * strides[2] + columns[None, :]  # [ROWS, BLOCK_WIDTH]
+        if BOUNDED:
+            inside = (rows[:, None] + row < stop) & (columns[None, :] < WIDTH)
+            return tl.load(pointers, mask=inside, other=0.0)
+        elif BLOCK_WIDTH == WIDTH:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
+
+
+@triton.jit
+def attn_mask(
+    rows, keys, limits, mask, mask_strides, batch, head, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Which of ``keys`` each of ``rows`` attends to; the two broadcast against each other, and so
+    does the result. ``limits``: last query and key row + 1, the shift of :func:`load_sequence`, and
+    the window. ``mask_strides``: of batch row, head, row and key."""
+    stop_q, stop_k, shift, window = limits
+    own = rows + shift
+    # No row of a sequence stands beyond its last key, so causality is enough.
+    allowed = keys <= own if CAUSAL else keys < stop_k
+    if WINDOW:
+        allowed = allowed & (keys > own - window)
+    if mask is not None:
+        pointers = mask + to_int64(batch) * mask_strides[0] + to_int64(head) * mask_strides[1]
+        pointers = pointers + to_int64(rows) * mask_strides[2] + keys * mask_strides[3]
+        inside = (rows < stop_q) & (keys < stop_k)
+        allowed = allowed & (tl.load(pointers, mask=inside, other=0) != 0)
+    return allowed
+
+
+@triton.jit
+def key_ranges(
+    first, start_k, limits, mask,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Of a block of queries from ``first`` on, the keys in three ranges: from begin to whole_begin
+    (left of a sliding window for some row), to whole_end (every row sees every key), to end (cut by
+    causality or the end of the sequence). Only tiles of the first and last need masks; with a
+    ``mask`` all are in the last."""
+    stop_q, stop_k, shift, window = limits
+    begin = start_k
+    end = stop_k
+    whole_end = stop_k
+    if CAUSAL:
+        end = tl.minimum(stop_k, tl.minimum(first + BLOCK_Q, stop_q) + shift)
+        whole_end = tl.minimum(stop_k, first + shift + 1)
+    if WINDOW:
+        begin = tl.maximum(begin, first + shift - window + 1)
+    whole_begin = begin
+    if WINDOW:
+        partly = tl.maximum(0, first + BLOCK_Q + shift - window - begin)
+        whole_begin += tl.cdiv(partly, BLOCK_K) * BLOCK_K
+    whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // BLOCK_K * BLOCK_K
+    if mask is not None:
+        whole_begin = begin
+        whole_end = begin
+    return begin, whole_begin, whole_end, end
+
+
+# Compiled kernels and their arguments that are no pointers, by all that Triton compiles for, and
+# more: it goes by properties of numbers, not by each. Finding a kernel of forty arguments again
+# takes Triton 60 µs of the host's time, where short sequences take the GPU 100 µs.
+MAX_COMPILED = 4096
+_compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
+_thread = threading.local()
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int], device: torch.device, pointers: list[Any],
+    numbers: tuple[Any, ...], constants: dict[str, Any],
+) -> None:  # fmt: skip
+    """``kernel[grid](*pointers, *numbers, **constants)`` on ``device``. ``pointers``: tensors,
+    descriptors and None; ``numbers``: the rest of what is not known when the kernel is compiled."""
+    if INTERPRETED:
+        kernel[grid](*pointers, *numbers, **constants)
+        return
+    if device.type == "cuda":
+        _set_context(device)
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                launch(kernel, grid, device, pointers, numbers, constants)
+            return
+    key = (
+        id(kernel), grid, device, numbers, tuple(constants.values()),
+        tuple([_kind(pointer) for pointer in pointers]),
+    )  # fmt: skip
+    known = _compiled.get(key)
+    if known is not None:
+        run, rest = known
+        run(*pointers, *rest)
+        return
+    compiled = kernel[grid](*pointers, *numbers, **constants)
+    if compiled is None:  # not compiled: a hook of Triton's took it
+        return
+    if len(_compiled) >= MAX_COMPILED:
+        _compiled.clear()
+    names = kernel.arg_names[len(pointers) + len(numbers) :]
+    rest = [*numbers, *(constants[name] for name in names)]
+    _compiled[key] = (compiled[(*grid, 1)], rest)
+
+
+def _kind(pointer: Any) -> Any:
+    if pointer is None:
+        return None
+    if isinstance(pointer, Tensor):
+        return pointer.dtype, pointer.data_ptr() % 16 == 0
+    return pointer.base.dtype, tuple(pointer.block_shape)
+
+
+def _set_context(device: torch.device) -> None:
+    """A thread has no CUDA context before its first use of the runtime, autograd's threads for
+    gradients among them; Triton sets one only where it loads a kernel, and a kernel that another
+    thread has loaded would fail."""
+    used = _thread.__dict__.setdefault("devices", set())
+    if device.index not in used:
+        torch.zeros(1, device=device)
+        used.add(device.index)

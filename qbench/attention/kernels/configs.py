@@ -1,0 +1,116 @@
+"""Which tiles, warps and stages each kernel has, by what was measured on an H200; fixed, so that
+nothing is tuned while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qbench.attention.kernels.common import (
+    BIASED,
+    CAPPED,
+    RESHAPED,
+    SCALED,
+    SIGN_ONLY,
+    SLOPED,
+    TANH_POLY,
+)
+from qbench.attention.normalizers import Kernels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """``block_q`` queries by ``block_k`` keys, threads in ``num_warps`` of 32, loads in
+    ``num_stages`` of a pipeline. ``tma``: streamed tiles come through the tensor memory
+    accelerator, where layouts let them."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Arguments of a launch that every kernel takes."""
+        return {"BLOCK_K": self.block_k, "STAGES": self.num_stages, "num_warps": self.num_warps}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperConfig:
+    """Of the two kernels of hopper_backward.py: how many tiles of 64 keys, and of 64 queries, their
+    buffers hold, and of how many queries a tile of the second's products is."""
+
+    dq_stages: int
+    dkdv_stages: int
+    block_q: int
+
+
+HOPPER = {
+    64: HopperConfig(dq_stages=6, dkdv_stages=4, block_q=64),
+    128: HopperConfig(dq_stages=4, dkdv_stages=4, block_q=32),
+}
+
+# Flags that take so many registers or instructions that smaller tiles, of which more programs share
+# a multiprocessor, are faster.
+COSTLY = CAPPED.value | SLOPED.value | BIASED.value
+# Soft caps for which tanh is a polynomial in the forward pass of heads at most 64 wide: 362 instead
+# of 309 TFLOP/s (softmax). From the first on nearly all scores of standard deviation 1 to 3 are
+# within a third of them; beyond the second the coefficients' powers would leave float32. Heads of
+# 128 gain nothing.
+WIDE_CAPS = (15.0, 1e4)
+
+
+def arithmetic(width: int, kernels: Kernels, softcap: float, flags: int, *, backward: bool) -> int:
+    """Flags that change how numbers are computed, not which; ``softcap``: 0 for none; ``flags``:
+    what is computed."""
+    shape = flags & RESHAPED.value
+    if not backward:
+        wide = WIDE_CAPS[0] <= softcap <= WIDE_CAPS[1]
+        return TANH_POLY.value if width <= 64 and shape == CAPPED.value and wide else 0
+    alone = shape in (SCALED.value, SLOPED.value)
+    return SIGN_ONLY.value if kernels.needs_expm1 and alone else 0
+
+
+def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int) -> Config:
+    """``width``: head dimension rounded up to a power of two."""
+    if dtype == torch.float32:
+        return _exact(width)
+    if width <= 128:
+        tall = kernels.few_registers and flags & COSTLY == 0 and width <= 64
+        return Config(block_q=128 if tall else 64, block_k=64, num_warps=4, num_stages=3, tma=True)
+    return Config(block_q=128, block_k=64, num_warps=8, num_stages=2, tma=True)
+
+
+def dkdv_config(width: int, dtype: torch.dtype) -> Config:
+    if dtype == torch.float32:
+        return _exact(width)
+    if width <= 64:
+        return Config(block_q=32, block_k=128, num_warps=4, num_stages=3)
+    if width == 128:
+        return Config(block_q=64, block_k=64, num_warps=4, num_stages=2, tma=True)
+    return Config(block_q=32, block_k=64, num_warps=8, num_stages=1, tma=True)
+
+
+def dq_config(width: int, dtype: torch.dtype) -> Config:
+    if dtype == torch.float32:
+        return _exact(width)
+    if width <= 64:
+        return Config(block_q=64, block_k=64, num_warps=4, num_stages=3)
+    if width == 128:
+        return Config(block_q=128, block_k=64, num_warps=8, num_stages=3, tma=True)
+    return Config(block_q=64, block_k=32, num_warps=8, num_stages=1, tma=True)
+
+
+def decode_config(width: int, dtype: torch.dtype) -> Config:
+    """``block_q`` is set by the group's queries."""
+    if dtype == torch.float32 or width > 128:
+        return Config(block_q=16, block_k=32, num_warps=4, num_stages=2)
+    warps = 2 if width == 128 else 1
+    return Config(block_q=16, block_k=32, num_warps=warps, num_stages=3)
+
+
+def _exact(width: int) -> Config:
+    """float32 without tensor cores: small tiles, as registers bound it."""
+    return Config(block_q=32, block_k=32 if width <= 128 else 16, num_warps=4, num_stages=1)

@@ -1,0 +1,458 @@
+"""The score functions: softmax, softpick, rectified, sigmoid, on a tile of scores.
+
+This file has all that the kernels know of them: the forward pass' terms p and their sum l, the
+backward pass' p and dS, and the gradients of parameters. Triton and Gluon kernels call the same
+functions. A new one adds its branch to each function that has branches, which does not compile
+without, its name to SCORE_FUNCTIONS, and its normalizer's file (``normalizers/``).
+
+Scores are kept in units of log2: y = x · log2 e, so that e^x is one exp2 instruction. m is the
+running maximum in the same units; softpick and rectified floor it at 0, which changes neither
+function. ``lse`` of a row is m + log2 l, so that the backward pass has E = e^(x − m) / l =
+2^(y − lse). FAST: bf16 on a GPU, whose inline PTX the interpreter does without.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: RET503, RET505 (early returns in constexpr branches need their else in Triton, and a
+# branch that does not compile returns nothing)
+import triton
+import triton.language as tl
+
+from qbench.attention.kernels import ptx
+from qbench.attention.kernels.common import (
+    BIASED,
+    CAPPED,
+    LOG_N1,
+    RESHAPED,
+    SCALED,
+    SINK,
+    SINK_LEARNED,
+    SLOPED,
+    TANH_POLY,
+)
+from qbench.attention.normalizers import softpick
+
+SCORE_FUNCTIONS = ("softmax", "softpick", "rectified", "sigmoid")
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+EPSILON = tl.constexpr(softpick.EPSILON)
+NO_FORMULA = tl.constexpr("this score function has no formula here")
+
+# Below this m (in log2 units), softpick's e^(x − m) − e^(−m) has lost more bits than fp16 and bf16
+# keep: exp2 is right to about 2^-22 of e^(−m). Such blocks, which are rare, are computed again with
+# a polynomial for e^x − 1.
+SMALL_MAX = tl.constexpr(2.0**-11)
+
+# So many keys share a flag ``needs_expm1``, which the forward pass sets where such a row has a
+# positive score at one of them: only there does the backward pass need the polynomial for p.
+CHUNK = tl.constexpr(64)
+
+# Where softpick's lse is below this, Σ |e^x − 1| < 1: a row of few keys, or all of tiny scores. Its
+# E = e^x / Σ is large, and multiplies the difference of dP and D, nearly equal where one key has
+# all the weight. D from the rounded output would be too coarse (x = 0.004: a gradient wrong by a
+# quarter of dP).
+SMALL_LSE = tl.constexpr(0.0)
+
+# Between these a sum of e^x without a running maximum has kept all its bits.
+LARGE_SUM = tl.constexpr(2.0**100)
+SMALL_SUM = tl.constexpr(2.0**-60)
+SMALLEST = tl.constexpr(2.0**-126)  # that is no denormal number
+
+
+# The score functions: forward pass.
+
+
+@triton.jit
+def masked_score(NORM: tl.constexpr):
+    """The score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
+    if NORM == "softpick":
+        return 0.0
+    elif NORM == "softmax" or NORM == "rectified" or NORM == "sigmoid":
+        return float("-inf")
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def initial_max(NORM: tl.constexpr):
+    """Where the running maximum starts."""
+    if NORM == "softmax":
+        return float("-inf")
+    elif NORM == "softpick" or NORM == "rectified" or NORM == "sigmoid":
+        return 0.0
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def finite_max(m, NORM: tl.constexpr):
+    """What exponents are shifted by: the running maximum, but not −∞ − (−∞) in a row that has
+    seen no key yet."""
+    if NORM == "softmax":
+        return tl.where(m == float("-inf"), 0.0, m)
+    elif NORM == "softpick" or NORM == "rectified":
+        return m
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def sum_lost_bits(l_i, NORM: tl.constexpr):
+    """Whether a sum without a running maximum has left the range in which it keeps its bits.
+    Rectified terms are at least 1; of softpick's small sums SMALL_MAX takes care."""
+    lost = ~(l_i < LARGE_SUM)
+    if NORM == "softmax":
+        return lost | (l_i < SMALL_SUM)
+    elif NORM == "softpick" or NORM == "rectified":
+        return lost
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def forward_terms(y, m, NORM: tl.constexpr, PRECISE: tl.constexpr):
+    """What each score adds above and below the fraction line, times 2^−m. What it adds above is
+    still to be rectified, by :func:`cast_p`."""
+    e = tl.math.exp2(y - m)
+    if NORM == "softpick":
+        floor = tl.math.exp2(-m)
+        difference = e - floor
+        if PRECISE:
+            difference = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), difference)
+        return difference, tl.abs(difference)
+    elif NORM == "rectified":
+        e = tl.where(y >= 0, e, 0.0)
+        return e, e
+    elif NORM == "softmax":
+        return e, e
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def cast_p(p, dtype: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr):
+    """Weights as an operand of a product: softpick's rectified, then rounded to ``dtype``."""
+    if NORM == "softmax" or NORM == "rectified" or NORM == "sigmoid":
+        return p.to(dtype)
+    elif NORM == "softpick":
+        if FAST:
+            return ptx.relu_to_bf16(p)
+        else:
+            return tl.maximum(p, 0.0).to(dtype)
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def finalize(acc, l_i, m_i, sink, NORM: tl.constexpr, FLAGS: tl.constexpr):
+    """The output rows, and each row's lse. A row with nothing to attend to gives 0 and +∞. Of
+    sigmoid ``m_i`` is what its backward pass subtracts from the scores."""
+    if NORM == "softpick":
+        l_i += EPSILON
+        return acc / l_i[:, None], m_i + tl.math.log2(l_i)
+    elif NORM == "sigmoid":
+        return acc, m_i
+    elif NORM == "softmax" or NORM == "rectified":
+        if SINK & FLAGS:
+            raised = tl.maximum(m_i, sink)
+            raised = tl.where(raised == float("-inf"), 0.0, raised)
+            lower = tl.math.exp2(m_i - raised)
+            acc = acc * lower[:, None]
+            l_i = l_i * lower + tl.math.exp2(sink - raised)
+            m_i = raised
+        empty = l_i == 0
+        safe = tl.where(empty, 1.0, l_i)
+        lse = tl.where(empty, float("inf"), m_i + tl.math.log2(safe))
+        return acc / safe[:, None], lse
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+# The score functions: backward pass.
+
+
+@triton.jit
+def recompute_e(z, s, NORM: tl.constexpr, FAST: tl.constexpr, FTZ: tl.constexpr):
+    """E, what dS is made of, of scores less their row's lse; ``s`` has the scores' sign. Of sigmoid
+    the weight, σ(z)."""
+    if NORM == "softmax" or NORM == "softpick":
+        return exp2(z, FTZ)
+    elif NORM == "rectified":
+        return tl.where(s >= 0, exp2(z, FTZ), 0.0)
+    elif NORM == "sigmoid":
+        return sigmoid(z, FAST, FAST)
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def recompute_p(e, y, floor, NORM: tl.constexpr, PRECISE: tl.constexpr):
+    """The weights from E, for :func:`cast_p`. ``floor``: 2^−lse, which softpick's take."""
+    if NORM == "softpick":
+        p = e - floor
+        if PRECISE:
+            p = tl.where(tl.abs(y) < 0.25, floor * expm1_near_zero(y), p)
+        return p
+    elif NORM == "softmax" or NORM == "rectified" or NORM == "sigmoid":
+        return e
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def score_gradient(e, s, dp, delta, NORM: tl.constexpr, FAST: tl.constexpr):
+    """dS, the gradients of the scores, with dP = dO · v and D = dO · o. Softpick's is equation 7 of
+    its paper, dS = E · (step(x) dP − sign(x) D); a score of exactly 0, where the function has a
+    kink, counts as negative."""
+    if NORM == "softpick":
+        if FAST:
+            return ptx.softpick_ds(e, s, dp, delta)
+        else:
+            return e * tl.where(s > 0, dp - delta, delta)
+    elif NORM == "sigmoid":
+        return (e - e * e) * dp
+    elif NORM == "softmax" or NORM == "rectified":
+        return e * (dp - delta)
+    else:
+        tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def sink_gradient(sink, lse, delta):
+    """What a row gives to the gradient of its head's sink: −p_sink · D."""
+    return -tl.math.exp2(sink - lse) * delta
+
+
+# Their arithmetic.
+
+
+@triton.jit
+def exp2(y, FTZ: tl.constexpr):
+    if FTZ:
+        return ptx.exp2_ftz(y)
+    else:
+        return tl.math.exp2(y)
+
+
+@triton.jit
+def expm1_near_zero(y):
+    """e^x − 1 for x = y · ln 2, |y| ≤ 1/4: seven terms of the series, right to 1e-9 of itself."""
+    x = y * LN_2
+    return x * (
+        1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
+    )
+
+
+@triton.jit
+def sigmoid(z, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr):
+    """1 / (1 + 2^−z)."""
+    if MOSTLY_SMALL:
+        return ptx.sigmoid_mostly_small(z)
+    elif FAST:
+        return ptx.sigmoid(z)
+    else:
+        return 1 / (1 + tl.math.exp2(-z))
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    if FAST:
+        return ptx.tanh(x)
+    else:
+        e = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
+        far = (1 - e) / (1 + e)
+        square = x * x  # the series near 0, where 1 − e has lost bits: right to 1e-9 of itself
+        near = 1 + square * (
+            -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))
+        )
+        return tl.where(tl.abs(x) < 0.15, x * near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def cast_saturate(gradient, dtype: tl.constexpr):
+    """A gradient in ``dtype``. Where all scores of a row are tiny, softpick's gradient is huge
+    (1 / Σ up to 1e6): fp16 holds its largest number then, not infinity."""
+    if dtype == tl.float16:
+        gradient = tl.minimum(tl.maximum(gradient, -65504.0), 65504.0)
+    return gradient.to(dtype)
+
+
+# From products of queries and keys to scores: soft caps, the scale by a row's own length, ALiBi's
+# slopes, sigmoid's bias. All score functions take them.
+
+
+@triton.jit
+def log2_length(
+    rows, value_row, limits, start_k, counts,
+    FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """log2 of how many keys each row may see, 0 where that is none; with LOG_N1 of one more.
+    ``counts``: these numbers, where a mask says who sees whom; ``value_row``: where a head's values
+    by row begin."""
+    stop_q, stop_k, shift, window = limits
+    if counts is not None:
+        n = tl.load(counts + value_row + rows, mask=rows < stop_q, other=1.0)
+    else:
+        own = rows + shift
+        last = tl.minimum(own + 1, stop_k) if CAUSAL else own * 0 + stop_k
+        first = tl.maximum(own - window + 1, start_k) if WINDOW else start_k
+        n = (last - first).to(tl.float32)
+    if LOG_N1 & FLAGS:
+        n += 1
+    return tl.math.log2(tl.maximum(n, 1.0))
+
+
+@triton.jit
+def load_s(head, s, FLAGS: tl.constexpr):
+    """What log2 n is multiplied by, in a head."""
+    if SCALED & FLAGS:
+        return tl.load(s + head) * LN_2
+    else:
+        return 1.0
+
+
+@triton.jit
+def times_s_log_n(number, s, length, FLAGS: tl.constexpr):
+    """``number`` of a head, qk_scale or slope, times s · log n of each row."""
+    if SCALED & FLAGS:
+        return number * (s * length)
+    else:
+        return number
+
+
+@triton.jit
+def load_bias(length, head, bias, FLAGS: tl.constexpr):
+    """Minus sigmoid's bias of each row, in log2 units; what its backward pass is given as lse."""
+    if BIASED & FLAGS:
+        if bias is not None:
+            return length * 0 - tl.load(bias + head) * LOG2_E
+        else:
+            return length
+    else:
+        return length * 0
+
+
+@triton.jit
+def load_slope(head, slopes, FLAGS: tl.constexpr):
+    """In log2 units a key."""
+    if SLOPED & FLAGS:
+        return tl.load(slopes + head) * LOG2_E
+    else:
+        return 0.0
+
+
+@triton.jit
+def load_sink(head, sinks, FLAGS: tl.constexpr):
+    """In log2 units."""
+    if SINK_LEARNED & FLAGS:
+        return tl.load(sinks + head) * LOG2_E
+    else:
+        return 0.0
+
+
+@triton.jit
+def alibi(y, keys, own, slope, bias):
+    """Takes slope · (own − key) + bias from the scores. Both positions count from a tile's first
+    key or query: so what is far, and weighs little, has the coarser differences, and one of the two
+    is the same in every tile. Where ``bias`` is None, a row's own key has its score as it is, to
+    the last bit: some score functions ask whether that is positive."""
+    before = ptx.mul_rn(own.to(tl.float32), slope)
+    if bias is not None:
+        before = before + bias
+    return y + (ptx.mul_rn(keys.to(tl.float32), slope) - before)
+
+
+@triton.jit
+def scores_of(
+    products, keys, own, qk_scale, inv_softcap, slope, bias,
+    FLAGS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Scores in log2 units, and what :func:`cap_gradient` takes where they are capped, else the
+    products. Products, ``keys`` and ``own`` (the queries' positions), both from the same origin,
+    broadcast against each other. ``inv_softcap``: what products are multiplied by before the tanh;
+    ``bias``: of sigmoid's forward pass, else None."""
+    tanhs = products
+    if CAPPED & FLAGS and FAST and TANH_POLY & FLAGS:  # neither SLOPED nor SCALED
+        y = ptx.tanh_mostly_small(products, inv_softcap, qk_scale)
+    else:
+        if CAPPED & FLAGS:
+            tanhs = tanh(products * inv_softcap, FAST)
+        y = tanhs * qk_scale
+    if SLOPED & FLAGS:
+        y = alibi(y, keys, own, slope, bias)
+    elif bias is not None:
+        y = y - bias
+    return y, tanhs
+
+
+@triton.jit
+def cap_gradient(tanhs):
+    """What gradients of capped scores are multiplied by to be those of products."""
+    return 1 - tanhs * tanhs
+
+
+# The same with what a row's scores have in common added up first, for the Hopper backward pass.
+
+
+@triton.jit
+def scores_minus_lse(
+    products, keys, own, s_log_n, qk_scale, inv_softcap, slope, lse,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, LSE_SLOPED: tl.constexpr,
+):  # fmt: skip
+    """Scores less the lse of their row, what has the scores' sign, and what :func:`cap_gradient`
+    takes where they are capped. LSE_SLOPED: ``lse`` has had what :func:`sloped_lse` adds."""
+    if SLOPED & FLAGS and SCALED & FLAGS == 0 and (NORM == "softmax" or NORM == "sigmoid"):
+        tanhs = products
+        if CAPPED & FLAGS:
+            tanhs = ptx.tanh(products * inv_softcap)
+        if not LSE_SLOPED:
+            lse = own.to(tl.float32) * slope + lse
+        return tanhs * qk_scale + (keys.to(tl.float32) * slope - lse), tanhs, tanhs
+    elif RESHAPED & FLAGS:
+        qk_scale = times_s_log_n_of(qk_scale, s_log_n, FLAGS)
+        slope = times_s_log_n_of(slope, s_log_n, FLAGS)
+        y, tanhs = scores_of(products, keys, own, qk_scale, inv_softcap, slope, None, FLAGS, True)
+        return y - lse, y, tanhs
+    else:
+        return products * qk_scale - lse, products, products
+
+
+@triton.jit
+def times_s_log_n_of(number, s_log_n, FLAGS: tl.constexpr):
+    if SCALED & FLAGS:
+        return s_log_n * number
+    else:
+        return number
+
+
+@triton.jit
+def sloped_lse(lse, own, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
+    """The lse of rows with what ALiBi takes from all scores of a row; ``own`` counts from the first
+    of a tile of queries."""
+    if SLOPED & FLAGS and SCALED & FLAGS == 0 and (NORM == "softmax" or NORM == "sigmoid"):
+        return own.to(tl.float32) * slope + lse
+    else:
+        return lse
+
+
+@triton.jit
+def sign_of_s(s, FLAGS: tl.constexpr):
+    """Of a head, a number and whether to negate: a score, ``s`` · log n times a product, is
+    positive where the product is above the number, which is negated or not. A score of 0 counts as
+    negative, whatever the sign of ``s``."""
+    if SCALED & FLAGS:
+        above = tl.where(s > 0, 0.0, float("inf"))
+        return tl.where(s < 0, -SMALLEST, above), (s < 0).to(tl.int32)
+    else:
+        return 0.0, 0
+
+
+@triton.jit
+def sign_only_gradient(e, s, level, negated, dp, delta, FLAGS: tl.constexpr):
+    """:func:`score_gradient` of softpick where scores are only SCALED: positive if ``s`` is above
+    ``level``, or if ``negated`` where it is not; or only SLOPED: above −``level``."""
+    if SCALED & FLAGS:
+        return ptx.softpick_ds_above_or_not(e, s, level, negated, dp, delta)
+    else:
+        return ptx.softpick_ds_above(e, s, level, dp, delta)

@@ -1,0 +1,875 @@
+"""Backward pass of the plain causal bf16 case in Gluon, where Hopper's tensor cores are to be kept
+busy: the same two kernels as in :mod:`qbench.attention.kernels.backward`.
+
+Gluon says which warps do what. One warp loads tiles ahead into a ring of buffers in shared memory,
+with barriers that say which are full and which are empty; two groups of four warps hold 64 rows
+each, and while one computes exponentials the tensor cores work for the other. What a tile's scores'
+gradients give is computed with the next tile's scores. Operands that stay are kept in registers
+where there is room: read from shared memory each time, they would take as much of its bandwidth as
+there is.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from qbench.attention.kernels.common import (
+    BIASED,
+    CAPPED,
+    DPARAM,
+    DSINKS,
+    DSLOPES,
+    LOG_N1,
+    RESHAPED,
+    SCALED,
+    SIGN_ONLY,
+    SLOPED,
+)
+from qbench.attention.kernels.formulas import (
+    CHUNK,
+    EPSILON,
+    LN_2,
+    SMALL_LSE,
+    cap_gradient,
+    cast_p,
+    expm1_near_zero,
+    load_s,
+    load_sink,
+    load_slope,
+    recompute_e,
+    recompute_p,
+    score_gradient,
+    scores_minus_lse,
+    scores_of,
+    sign_of_s,
+    sign_only_gradient,
+    sink_gradient,
+    sloped_lse,
+    times_s_log_n_of,
+)
+from qbench.attention.kernels.ptx import exp2_ftz
+
+ROWS = gl.constexpr(64)  # that a group of warps holds, and that a stage loads
+BLOCK = gl.constexpr(128)  # of both groups
+BENT = gl.constexpr(CAPPED.value | SLOPED.value)
+
+
+@gluon.jit
+def flat(tiles, stage):
+    """A stage's tile, as a matrix."""
+    return tiles.index(stage).reshape([tiles.shape[3], tiles.shape[4]])
+
+
+@gluon.jit
+def turned(tiles, stage):
+    return flat(tiles, stage).permute([1, 0])
+
+
+@gluon.jit
+def causal_log2_length(rows, FLAGS: gl.constexpr):
+    """log2 of how many keys each of ``rows`` sees, or with LOG_N1 of one more."""
+    if LOG_N1 & FLAGS:
+        rows += 1
+    return gl.log2((rows + 1).to(gl.float32))
+
+
+@gluon.jit
+def store_rows(out, x, first, batch, head, strides):
+    """Stores ``x`` [ROWS, HEAD_DIM]; ``strides``: of batch row, head and row."""
+    rows = first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+    columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    pointers = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    pointers = pointers + rows.to(gl.int64)[:, None] * strides[2] + columns[None, :]
+    gl.store(pointers, x.to(gl.bfloat16))
+
+
+# The queries' gradients.
+
+
+@gluon.jit
+def any_small(lse_source, WARPS: gl.constexpr):
+    """Whether a row of the block, whose lse begins here, needs a sweep for its D."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.min(gl.load(lse_source + gl.arange(0, BLOCK, layout=layout)), 0) < SMALL_LSE
+
+
+@gluon.jit
+def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
+    """Loads ``count`` tiles of keys and values into the ``buffers``, which have had ``before``."""
+    k_tiles, v_tiles, full, empty = buffers
+    stages: gl.constexpr = k_tiles.shape[0]
+    for i in range(count):
+        stage = (before + i) % stages
+        mbarrier.wait(empty.index(stage), ((before + i) // stages & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, k_source.block_type.nbytes + v_source.block_type.nbytes)
+        at = [batch, kv_head, i * ROWS, 0]
+        tma.async_copy_global_to_shared(k_source, at, bar, k_tiles.index(stage))
+        tma.async_copy_global_to_shared(v_source, at, bar, v_tiles.index(stage))
+
+
+@gluon.jit
+def dq_loader(sources, own, buffers, own_full, lse_source, sizes, NEEDS_EXPM1: gl.constexpr):
+    q_source, k_source, v_source, g_source = sources
+    heads, group, length = sizes
+    pair = gl.program_id(1)
+    first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK
+    batch = pair // heads
+    head = pair % heads
+    mbarrier.expect(own_full, 4 * q_source.block_type.nbytes)
+    for i in gl.static_range(2):
+        at = [batch, head, first + i * ROWS, 0]
+        tma.async_copy_global_to_shared(q_source, at, own_full, own.index(2 * i))
+        tma.async_copy_global_to_shared(g_source, at, own_full, own.index(2 * i + 1))
+    count = first // ROWS + 2
+    load_tiles(k_source, v_source, buffers, batch, head // group, 0, count)
+    if NEEDS_EXPM1:
+        lse_row = lse_source + pair.to(gl.int64) * length
+        if any_small(lse_row + first, 1):  # that was the sweep for D
+            load_tiles(k_source, v_source, buffers, batch, head // group, count, count)
+
+
+@gluon.jit
+def dq_tile_ds(
+    s, p, dparam, dslopes, of_rows, behind, shaping,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Gradients of products [ROWS, ROWS] from products and dP; ``dparam`` and ``dslopes`` [ROWS]:
+    plus what a bias's gradient is the sum of, and those of scores times how far the key is ahead,
+    for the slopes'. ``of_rows``: their lse, D, s · log n [ROWS] each, and what sign_of_s gives;
+    ``behind``: by how much the tile's first key is behind the group's first query;
+    ``shaping``: see the keys' kernel."""
+    lse, delta, factor, sign = of_rows
+    scale, inv_softcap, slope = shaping
+    layout: gl.constexpr = s.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    tanhs = s
+    if SIGN_ONLY & FLAGS and not MASKED:
+        if SCALED & FLAGS:
+            e = exp2_ftz(s * (factor * scale)[:, None] - lse[:, None])
+            ds = sign_only_gradient(e, s, sign[0], sign[1], p, delta[:, None], FLAGS)
+        else:
+            level = (rows + behind).to(gl.float32) * slope
+            s = s * scale + (keys.to(gl.float32) * slope)[None, :]
+            e = exp2_ftz(s - (level + lse)[:, None])
+            ds = sign_only_gradient(e, s, -level[:, None], 0, p, delta[:, None], FLAGS)
+    else:
+        z, s, tanhs = scores_minus_lse(
+            s, keys[None, :], (rows + behind)[:, None], factor[:, None], scale, inv_softcap, slope,
+            lse[:, None], NORM, FLAGS, False,
+        )  # fmt: skip
+        e = recompute_e(z, s, NORM, True, True)
+        ds = score_gradient(e, s, p, delta[:, None], NORM, True)
+    if MASKED:
+        ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
+    if BIASED & FLAGS:  # noqa: SIM102 (constexprs)
+        if DPARAM & FLAGS:
+            dparam += gl.sum(ds, 1)
+    if DSLOPES & FLAGS:
+        ahead = (keys - behind)[None, :] - rows[:, None]
+        dslopes += gl.sum(ds * ahead.to(gl.float32), 1)
+    if CAPPED & FLAGS:
+        ds = ds * cap_gradient(tanhs)
+    return ds, dparam, dslopes
+
+
+@gluon.jit
+def precise_delta(
+    q, g, first, count, buffers, factor, shaping, FLAGS: gl.constexpr, layout: gl.constexpr
+):
+    """See :func:`qbench.attention.kernels.backward.precise_delta`."""
+    k_tiles, v_tiles, full, empty = buffers
+    stages: gl.constexpr = k_tiles.shape[0]
+    scale, inv_softcap, slope = shaping
+    qk_scale = times_s_log_n_of(scale, factor, FLAGS)
+    slope = times_s_log_n_of(slope, factor, FLAGS)
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))  # [ROWS]
+    delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    highest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    for tile in range(count):
+        stage = tile % stages
+        zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
+        mbarrier.wait(full.index(stage), tile // stages & 1)
+        s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
+        p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
+        s, p = warpgroup_mma_wait(0, [s, p])  # [ROWS, ROWS] each: queries × keys
+        mbarrier.arrive(empty.index(stage), count=1)
+        keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+        y, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+            s, keys[None, :] - first, rows[:, None] - first, qk_scale, inv_softcap, slope, None,
+            FLAGS, True,
+        )  # fmt: skip
+        y = gl.where(keys[None, :] <= rows[:, None], y, 0.0)
+        above = gl.where(gl.abs(y) < 0.25, expm1_near_zero(y), exp2_ftz(y) - 1)
+        delta += gl.sum(gl.maximum(above, 0.0) * p, 1)
+        total += gl.sum(gl.abs(above), 1)
+        highest = gl.maximum(highest, gl.max(above, 1))
+    return delta / (total + EPSILON * (1 + highest))
+
+
+@gluon.jit
+def dq_step(
+    dq, ds, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, shaping,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients ds
+    [ROWS, ROWS]. Other arguments: see :func:`dq_tile_ds`."""
+    k_tiles, v_tiles, full, empty = buffers
+    stages: gl.constexpr = k_tiles.shape[0]
+    layout: gl.constexpr = ds.type.layout
+    stage = tile % stages
+    before = gl.where(started, tile - 1, tile) % stages
+    ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, dq.type.layout, 2))
+    zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    mbarrier.wait(full.index(stage), tile // stages & 1)
+    s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
+    p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
+    dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
+    s, p, dq = warpgroup_mma_wait(0, [s, p, dq])  # s, p: [ROWS, ROWS], queries × keys
+    mbarrier.arrive(empty.index(before), count=1, pred=started)
+    ds, dparam, dslopes = dq_tile_ds(
+        s, p, dparam, dslopes, of_rows, behind, shaping, NORM, FLAGS, MASKED
+    )
+    return dq, ds, dparam, dslopes
+
+
+@gluon.jit
+def products_of(q, g, buffers, tile):
+    """Asks for a tile's scores and dP [ROWS, ROWS], queries × keys."""
+    k_tiles, v_tiles, full = buffers[0], buffers[1], buffers[2]
+    stages: gl.constexpr = k_tiles.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    stage = tile % stages
+    mbarrier.wait(full.index(stage), tile // stages & 1)
+    s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
+    p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
+    return s, p
+
+
+@gluon.jit
+def dq_pipelined_step(
+    dq, ds, dparam, dslopes, s, p, q, g, of_rows, tile, started, buffers, behind, shaping,
+    NORM: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile before to dq [ROWS, HEAD_DIM], asks for the next one's products, and meanwhile
+    computes this one's ds [ROWS, ROWS]. Nothing is in flight when it ends."""
+    k_tiles, empty = buffers[0], buffers[3]
+    stages: gl.constexpr = k_tiles.shape[0]
+    left: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    before = gl.where(started, tile - 1, tile) % stages
+    dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
+    more_s, more_p = products_of(q, g, buffers, tile + 1)
+    s, p = warpgroup_mma_wait(3, [s, p])  # waits for nothing
+    ds, dparam, dslopes = dq_tile_ds(
+        s, p, dparam, dslopes, of_rows, behind, shaping, NORM, FLAGS, False
+    )
+    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
+    s, p, dq = warpgroup_mma_wait(0, [more_s, more_p, dq])
+    mbarrier.arrive(empty.index(before), count=1, pred=started)
+    return dq, ds, dparam, dslopes, s, p
+
+
+@gluon.jit
+def dq_pipelined(
+    dq, dparam, dslopes, q, g, of_rows, first, last, skipped, buffers, shaping, index,
+    NORM: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """Adds all tiles to dq [ROWS, HEAD_DIM], ``dparam`` and ``dslopes`` [ROWS]: ``last`` whole ones
+    and the one on the diagonal, of a group whose ``first`` row is that. ``skipped``: tiles that the
+    buffers have had."""
+    k_tiles = buffers[0]
+    stages: gl.constexpr = k_tiles.shape[0]
+    left: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    ds = gl.zeros([ROWS, ROWS], gl.bfloat16, left)
+    s, p = products_of(q, g, buffers, skipped)
+    s, p = warpgroup_mma_wait(0, [s, p])
+    if index == 1:  # an odd number of whole tiles
+        dq, ds, dparam, dslopes, s, p = dq_pipelined_step(
+            dq, ds, dparam, dslopes, s, p, q, g, of_rows, skipped, False, buffers, first, shaping,
+            NORM, FLAGS,
+        )  # fmt: skip
+    for two in range(index, last, 2):
+        for i in gl.static_range(2):
+            tile = two + i
+            dq, ds, dparam, dslopes, s, p = dq_pipelined_step(
+                dq, ds, dparam, dslopes, s, p, q, g, of_rows, skipped + tile, tile > 0, buffers,
+                first - tile * ROWS, shaping, NORM, FLAGS,
+            )  # fmt: skip
+    before = (skipped + gl.maximum(last - 1, 0)) % stages
+    dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
+    ds, dparam, dslopes = dq_tile_ds(s, p, dparam, dslopes, of_rows, 0, shaping, NORM, FLAGS, True)
+    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
+    dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
+    return dq, dparam, dslopes
+
+
+@gluon.jit
+def dq_rows(
+    own, buffers, own_full, rows_of, of_head, sizes, scales, strides, index,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    k_tiles = buffers[0]
+    heads, _, length = sizes
+    scale, log2_scale, inv_softcap = scales
+    slope, s_of_head, sink = of_head
+    shaping = (log2_scale, inv_softcap, slope)
+    o_strides, dq_strides = strides
+    o_source, lse_source, stats, dq_out, dparam_rows, dsinks_rows, dslopes_rows = rows_of
+    HEAD_DIM: gl.constexpr = k_tiles.shape[4]
+    stages: gl.constexpr = k_tiles.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    wide_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
+    pair = gl.program_id(1)
+    first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK + index * ROWS
+    batch = pair // heads
+    head = pair % heads
+    pointers = o_source + batch.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[1]
+    pointers += (first + wide_rows).to(gl.int64)[:, None] * o_strides[2] + columns[None, :]
+    o = gl.load(pointers)  # [ROWS, HEAD_DIM]
+    row_offset = pair.to(gl.int64) * length + first
+    lse = gl.load(lse_source + row_offset + rows)  # [ROWS]
+    length_2 = causal_log2_length(first + rows, FLAGS)  # [ROWS]
+    factor = s_of_head * length_2
+    mbarrier.wait(own_full, 0)
+    g = flat(own, index * 2 + 1)
+    delta = gl.sum(o.to(gl.float32) * g.load(wide).to(gl.float32), 1)
+    delta = gl.convert_layout(delta, gl.SliceLayout(1, layout))
+    q = flat(own, index * 2)
+    if FLAGS & BENT == 0 or HEAD_DIM == 128:  # else the registers are needed
+        q = q.load(left)
+    last = first // ROWS
+    skipped = 0
+    if NEEDS_EXPM1:  # noqa: SIM102 (one is known at compile time)
+        if any_small(lse_source + row_offset - index * ROWS, 4):
+            skipped = last - index + 2
+            exact = precise_delta(
+                q, g, first, skipped, buffers, factor[:, None], shaping, FLAGS, layout
+            )
+            delta = gl.where(lse < SMALL_LSE, exact, delta)
+    stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
+    gl.store(stat, sloped_lse(lse, rows % BLOCK_Q, slope, NORM, FLAGS))
+    gl.store(stat + BLOCK_Q, exp2_ftz(-lse))
+    if SCALED & FLAGS:
+        gl.store(stat + 2 * BLOCK_Q, delta * (factor * log2_scale))
+        gl.store(stat + 3 * BLOCK_Q, factor * log2_scale)
+    else:
+        gl.store(stat + 2 * BLOCK_Q, delta)
+        if SIGN_ONLY & FLAGS:
+            level = (rows % BLOCK_Q).to(gl.float32) * slope
+            gl.store(stat + 3 * BLOCK_Q, level + lse)
+    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
+    dparam = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    dslopes = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    of_rows = (lse, delta, factor, sign_of_s(s_of_head, FLAGS))
+    if HEAD_DIM == 64:
+        dq, dparam, dslopes = dq_pipelined(
+            dq, dparam, dslopes, q, g, of_rows, first, last, skipped, buffers, shaping, index,
+            NORM, FLAGS,
+        )  # fmt: skip
+    else:
+        ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
+        for tile in range(last):
+            dq, ds, dparam, dslopes = dq_step(
+                dq, ds, dparam, dslopes, q, g, of_rows, skipped + tile, tile > 0, buffers,
+                first - tile * ROWS, shaping, NORM, FLAGS, False,
+            )  # fmt: skip
+        dq, ds, dparam, dslopes = dq_step(
+            dq, ds, dparam, dslopes, q, g, of_rows, skipped + last, last > 0, buffers, 0, shaping,
+            NORM, FLAGS, True,
+        )  # fmt: skip
+        ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
+        dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])
+    if SCALED & FLAGS:
+        last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
+        last_length = causal_log2_length(first + last_rows, FLAGS)
+    if DPARAM & FLAGS:
+        if BIASED & FLAGS:
+            gl.store(dparam_rows + row_offset + rows, dparam)
+        if SCALED & FLAGS:  # Σ dS · score is q · dq
+            product = gl.sum(flat(own, index * 2).load(sum_layout).to(gl.float32) * dq, 1)
+            product = product * (last_length * (scale * LN_2))
+            gl.store(dparam_rows + row_offset + last_rows, product)
+    if DSINKS & FLAGS:
+        gl.store(dsinks_rows + row_offset + rows, sink_gradient(sink, lse, delta))
+    if DSLOPES & FLAGS:
+        if SCALED & FLAGS:
+            dslopes = dslopes * (s_of_head * length_2)
+        gl.store(dslopes_rows + row_offset + rows, dslopes)
+    if SCALED & FLAGS:
+        dq = dq * (s_of_head * last_length)[:, None]
+    store_rows(dq_out, dq * scale, first, batch, head, dq_strides)
+
+
+@gluon.jit
+def hopper_bwd_dq(
+    q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out, dparam_rows,
+    dsinks_rows, dslopes_rows, sinks, slopes, s, sizes, scales, strides,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D, and
+    where there is that s · log n in units of the scores, by which D is multiplied, or if SIGN_ONLY
+    and there are slopes the lse with what they take from all scores of a row. ``sizes``: query
+    heads, how many share a key head, length; ``scales``: of dq, in log2 units of the scores, and
+    before a soft cap's tanh; ``dparam_rows``, ``dsinks_rows``, ``dslopes_rows``, ``sinks``,
+    ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of output and dq.
+    Heads of 64 have the registers for a sweep that is software-pipelined."""
+    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
+    k_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], k_source.layout
+    )
+    v_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], v_source.layout
+    )
+    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    buffers = (k_tiles, v_tiles, full, empty)
+    sources = (q_source, k_source, v_source, g_source)
+    rows_of = (o_source, lse_source, stats, dq_out, dparam_rows, dsinks_rows, dslopes_rows)
+    head = gl.program_id(1) % sizes[0]
+    slope = load_slope(head, slopes, FLAGS)
+    of_head = (slope, load_s(head, s, FLAGS), load_sink(head, sinks, FLAGS))
+    gl.warp_specialize(
+        [
+            (dq_rows, (own, buffers, own_full, rows_of, of_head, sizes, scales, strides, 0,
+             NORM, FLAGS, NEEDS_EXPM1, BLOCK_Q)),
+            (dq_rows, (own, buffers, own_full, rows_of, of_head, sizes, scales, strides, 1,
+             NORM, FLAGS, NEEDS_EXPM1, BLOCK_Q)),
+            (dq_loader, (sources, own, buffers, own_full, lse_source, sizes, NEEDS_EXPM1)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+# The gradients of keys and values.
+
+
+@gluon.jit
+def dkdv_loader(sources, own, buffers, own_full, sizes):
+    q_source, k_source, v_source, g_source, stat_source = sources
+    q_tiles, g_tiles, stat_tiles, full, empty = buffers
+    kv_heads, group, length = sizes
+    stages: gl.constexpr = q_tiles.shape[0]
+    nbytes: gl.constexpr = q_source.block_type.nbytes + g_source.block_type.nbytes + 16 * ROWS
+    tile = 0
+    pair = gl.program_id(1)
+    first = gl.program_id(0) * BLOCK
+    batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    mbarrier.expect(own_full, 4 * k_source.block_type.nbytes)
+    for i in gl.static_range(2):
+        at = [batch, kv_head, first + i * ROWS, 0]
+        tma.async_copy_global_to_shared(k_source, at, own_full, own.index(2 * i))
+        tma.async_copy_global_to_shared(v_source, at, own_full, own.index(2 * i + 1))
+    for member in range(group):
+        row_offset = (pair * group + member) * length
+        for row in range(length - ROWS, first - 1, -ROWS):
+            stage = tile % stages
+            mbarrier.wait(empty.index(stage), (tile // stages & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, nbytes)
+            at = [batch, kv_head * group + member, row, 0]
+            tma.async_copy_global_to_shared(q_source, at, bar, q_tiles.index(stage))
+            tma.async_copy_global_to_shared(g_source, at, bar, g_tiles.index(stage))
+            tma.async_copy_global_to_shared(
+                stat_source, [(row_offset + row) * 4], bar, stat_tiles.index(stage)
+            )
+            tile += 1
+
+
+@gluon.jit
+def seen_by(step, layout: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Which of a group's keys each query of a tile sees; ``step``: of the tiles on the diagonal,
+    counted from the last query."""
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, layout))
+    return keys[:, None] <= (ROWS - (step + 1) * BLOCK_Q + columns)[None, :]
+
+
+@gluon.jit
+def dkdv_tile_p(
+    s, stat, step, behind, shaping, left: gl.constexpr,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """The weights of products [ROWS, BLOCK_Q] as an operand in the layout ``left``; and what
+    :func:`dkdv_tile_ds` takes. ``stat``: the tile's, by the queries' kernel; ``behind``: by
+    how much the group's first key is behind the tile's first query; ``shaping``: what products are
+    multiplied by, and before a soft cap's tanh, the slope, and what sign_of_s gives."""
+    scale, inv_softcap, slope, _ = shaping
+    layout: gl.constexpr = s.type.layout
+    column_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_Q, layout=column_layout)
+    lse = stat.slice(0, BLOCK_Q).load(column_layout)  # [BLOCK_Q]
+    factor = 1.0
+    if SCALED & FLAGS:
+        factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
+    tanhs = s
+    if SIGN_ONLY & FLAGS and not (MASKED or PRECISE):
+        if SCALED & FLAGS:
+            e = exp2_ftz(s * factor - lse[None, :])
+        else:
+            sloped = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)
+            s = (s * scale + ((keys - behind).to(gl.float32) * slope)[:, None]) - sloped[None, :]
+            e = exp2_ftz(s)
+    else:
+        z, s, tanhs = scores_minus_lse(
+            s, (keys - behind)[:, None], columns[None, :], factor, scale, inv_softcap, slope,
+            lse[None, :], NORM, FLAGS, True,
+        )  # fmt: skip
+        e = recompute_e(z, s, NORM, True, True)
+    floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
+    y = s
+    if RESHAPED & FLAGS == 0:
+        y = s * scale
+    above = recompute_p(e, y, floor, NORM, PRECISE)
+    if MASKED:
+        above = gl.where(seen_by(step, layout, BLOCK_Q), above, 0.0)
+    p_cast = gl.convert_layout(cast_p(above, gl.bfloat16, NORM, True), left)
+    return p_cast, (e, s, tanhs, lse, factor)
+
+
+@gluon.jit
+def dkdv_tile_ds(
+    kept, p, stat, step, shaping,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile's products [ROWS, BLOCK_Q] from dP and what :func:`dkdv_tile_p` gives,
+    whose arguments the others are."""
+    e, s, tanhs, lse, factor = kept
+    sign = shaping[3]
+    layout: gl.constexpr = p.type.layout
+    delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(gl.SliceLayout(0, layout))
+    if SCALED & FLAGS:  # as D has been: a product and a difference are one instruction
+        p = p * factor
+    if SIGN_ONLY & FLAGS and not (MASKED or PRECISE):
+        if SCALED & FLAGS:
+            ds = sign_only_gradient(e, s, sign[0], sign[1], p, delta[None, :], FLAGS)
+        else:  # scores less lse, above that of 0
+            ds = sign_only_gradient(e, s, lse[None, :], 0, p, delta[None, :], FLAGS)
+    else:
+        ds = score_gradient(e, s, p, delta[None, :], NORM, True)
+    if CAPPED & FLAGS:
+        ds = ds * cap_gradient(tanhs)
+    if MASKED:
+        ds = gl.where(seen_by(step, layout, BLOCK_Q), ds, 0.0)
+    return ds
+
+
+@gluon.jit
+def tile_scores(k, buffers, tile, BLOCK_Q: gl.constexpr):
+    """Asks for a tile's scores [ROWS, BLOCK_Q], keys × queries."""
+    q_tiles, full = buffers[0], buffers[3]
+    stages: gl.constexpr = q_tiles.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
+    mbarrier.wait(full.index(tile % stages), tile // stages & 1)
+    return warpgroup_mma(k, turned(q_tiles, tile % stages), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def dkdv_pipelined_step(
+    dk, dv, ds, s, k, v, tile, started, buffers, behind, shaping,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv, computes this one's ds
+    [ROWS, BLOCK_Q], and asks for the scores of the next, unless MASKED. Nothing is in flight when
+    it ends."""
+    q_tiles, g_tiles, stat_tiles, _, empty = buffers
+    stages: gl.constexpr = q_tiles.shape[0]
+    left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    stage = tile % stages
+    before = gl.where(started, tile - 1, tile) % stages
+    layout: gl.constexpr = s.type.layout
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
+    p = warpgroup_mma(v, turned(g_tiles, stage), zero, use_acc=False, is_async=True)
+    dk = warpgroup_mma(ds, flat(q_tiles, before), dk, is_async=True)
+    stat = stat_tiles.index(stage)
+    if MASKED:
+        p_cast, kept = dkdv_tile_p(
+            s, stat, 0, behind, shaping, left, NORM, FLAGS, PRECISE, True, BLOCK_Q
+        )
+        p, dk = warpgroup_mma_wait(0, [p, dk])
+    else:
+        more = tile_scores(k, buffers, tile + 1, BLOCK_Q)
+        p_cast, kept = dkdv_tile_p(
+            s, stat, 0, behind, shaping, left, NORM, FLAGS, PRECISE, False, BLOCK_Q
+        )
+        p, dk = warpgroup_mma_wait(1, [p, dk])
+    mbarrier.arrive(empty.index(before), count=1, pred=started)
+    dv = warpgroup_mma(p_cast, flat(g_tiles, stage), dv, is_async=True)
+    ds = dkdv_tile_ds(kept, p, stat, 0, shaping, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q)
+    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
+    if MASKED:
+        dv = warpgroup_mma_wait(0, [dv])
+    else:
+        s, dv = warpgroup_mma_wait(0, [more, dv])
+    return dk, dv, ds, s
+
+
+@gluon.jit
+def dkdv_pipelined(
+    dk, dv, k, v, tile, whole, first, length, buffers, shaping, index,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Adds a head's tiles to dk and dv [ROWS, HEAD_DIM]: ``whole`` ones and the one on the
+    diagonal, of a group whose ``first`` key is that. ``tile``: that the buffers have had."""
+    q_tiles, empty = buffers[0], buffers[4]
+    stages: gl.constexpr = q_tiles.shape[0]
+    gl.static_assert(BLOCK_Q == ROWS)
+    left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    ds = gl.zeros([ROWS, BLOCK_Q], gl.bfloat16, left)
+    s = tile_scores(k, buffers, tile, BLOCK_Q)
+    s = warpgroup_mma_wait(0, [s])
+    if index == 0:  # an odd number of whole tiles
+        dk, dv, ds, s = dkdv_pipelined_step(
+            dk, dv, ds, s, k, v, tile, False, buffers, length - BLOCK_Q - first, shaping,
+            NORM, FLAGS, PRECISE, False, BLOCK_Q,
+        )  # fmt: skip
+    for two in range(1 - index, whole, 2):
+        for i in gl.static_range(2):
+            n = two + i
+            dk, dv, ds, s = dkdv_pipelined_step(
+                dk, dv, ds, s, k, v, tile + n, n > 0, buffers,
+                length - (n + 1) * BLOCK_Q - first, shaping, NORM, FLAGS, PRECISE, False, BLOCK_Q,
+            )  # fmt: skip
+    dk, dv, ds, s = dkdv_pipelined_step(
+        dk, dv, ds, s, k, v, tile + whole, whole > 0, buffers, 0, shaping,
+        NORM, FLAGS, PRECISE, True, BLOCK_Q,
+    )  # fmt: skip
+    stage = (tile + whole) % stages
+    dk = warpgroup_mma(ds, flat(q_tiles, stage), dk, is_async=True)
+    dk = warpgroup_mma_wait(0, [dk])
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def half_of(tiles, stage, half, BLOCK_Q: gl.constexpr):
+    """One of the two tiles [BLOCK_Q, HEAD_DIM] of a stage; 1: of the later queries."""
+    return flat(tiles, stage).slice(half * BLOCK_Q, BLOCK_Q, dim=0)
+
+
+@gluon.jit
+def half_scores(k, buffers, pair, half, BLOCK_Q: gl.constexpr):
+    """Asks for a tile's scores [ROWS, BLOCK_Q], keys × queries. The later queries of a pair come
+    first, and are waited for."""
+    q_tiles, full = buffers[0], buffers[3]
+    stages: gl.constexpr = q_tiles.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
+    stage = pair % stages
+    if half == 1:
+        mbarrier.wait(full.index(stage), pair // stages & 1)
+    q = half_of(q_tiles, stage, half, BLOCK_Q).permute([1, 0])
+    half_width: gl.constexpr = q.shape[0] // 2
+    early = q.slice(0, half_width, dim=0)
+    s = warpgroup_mma(k[0], early, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(k[1], q.slice(half_width, half_width, dim=0), s, is_async=True)
+
+
+@gluon.jit
+def dkdv_pairs_step(
+    dk, dv, ds, s, k, v, pair, started, buffers, behind, shaping,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
+    HALF: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Adds the tile before to dk [ROWS, HEAD_DIM] and this one, HALF of its pair, to dv, computes
+    this one's ds [ROWS, BLOCK_Q], and asks for the scores of the next, unless this is the last.
+    Nothing is in flight when it ends."""
+    q_tiles, g_tiles, stat_tiles, _, empty = buffers
+    stages: gl.constexpr = q_tiles.shape[0]
+    left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    last: gl.constexpr = MASKED and HALF == 0
+    layout: gl.constexpr = s.type.layout
+    stage = pair % stages
+    before = stage
+    if HALF == 1:
+        before = gl.where(started, pair - 1, pair) % stages
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
+    dk = warpgroup_mma(ds, half_of(q_tiles, before, 1 - HALF, BLOCK_Q), dk, is_async=True)
+    g = half_of(g_tiles, stage, HALF, BLOCK_Q)
+    p = warpgroup_mma(v, g.permute([1, 0]), zero, use_acc=False, is_async=True)
+    if not last:
+        more = half_scores(k, buffers, pair + (1 - HALF), 1 - HALF, BLOCK_Q)
+    stat = stat_tiles.index(stage).slice(HALF * 4 * BLOCK_Q, 4 * BLOCK_Q)
+    p_cast, kept = dkdv_tile_p(
+        s, stat, 1 - HALF, behind, shaping, left, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q
+    )
+    if last:
+        p, dk = warpgroup_mma_wait(0, [p, dk])
+    else:
+        p, dk = warpgroup_mma_wait(1, [p, dk])
+    if HALF == 1:
+        mbarrier.arrive(empty.index(before), count=1, pred=started)
+    dv = warpgroup_mma(p_cast, g, dv, is_async=True)
+    ds = dkdv_tile_ds(kept, p, stat, 1 - HALF, shaping, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q)
+    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
+    if last:
+        dv = warpgroup_mma_wait(0, [dv])
+    else:
+        s, dv = warpgroup_mma_wait(0, [more, dv])
+    return dk, dv, ds, s
+
+
+@gluon.jit
+def dkdv_pairs(
+    dk, dv, k, v, pair, whole, first, length, buffers, shaping,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Adds a head's tiles to dk and dv [ROWS, HEAD_DIM]: ``whole`` pairs and the one on the
+    diagonal, of a group whose ``first`` key is that. ``pair``: that the buffers have had."""
+    q_tiles, empty = buffers[0], buffers[4]
+    stages: gl.constexpr = q_tiles.shape[0]
+    left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    gl.static_assert(2 * BLOCK_Q == ROWS)
+    ds = gl.zeros([ROWS, BLOCK_Q], gl.bfloat16, left)
+    s = half_scores(k, buffers, pair, 1, BLOCK_Q)
+    s = warpgroup_mma_wait(0, [s])
+    for n in range(whole):
+        for i in gl.static_range(2):
+            dk, dv, ds, s = dkdv_pairs_step(
+                dk, dv, ds, s, k, v, pair + n, n > 0, buffers,
+                length - (2 * n + i + 1) * BLOCK_Q - first, shaping,
+                NORM, FLAGS, PRECISE, False, 1 - i, BLOCK_Q,
+            )  # fmt: skip
+    for i in gl.static_range(2):
+        dk, dv, ds, s = dkdv_pairs_step(
+            dk, dv, ds, s, k, v, pair + whole, whole > 0, buffers, (1 - i) * BLOCK_Q, shaping,
+            NORM, FLAGS, PRECISE, True, 1 - i, BLOCK_Q,
+        )  # fmt: skip
+    stage = (pair + whole) % stages
+    dk = warpgroup_mma(ds, half_of(q_tiles, stage, 0, BLOCK_Q), dk, is_async=True)
+    dk = warpgroup_mma_wait(0, [dk])
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def dkdv_rows(
+    own, buffers, own_full, of_heads, dk_out, dv_out, index, sizes, scales, strides,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    q_tiles, full, empty = buffers[0], buffers[3], buffers[4]
+    slopes, s = of_heads
+    kv_heads, group, length = sizes
+    scale, log2_scale, inv_softcap = scales
+    HEAD_DIM: gl.constexpr = q_tiles.shape[4]
+    stages: gl.constexpr = q_tiles.shape[0]
+    PAIRS: gl.constexpr = BLOCK_Q < ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    tile = 0
+    pair = gl.program_id(1)
+    first = gl.program_id(0) * BLOCK + index * ROWS
+    mbarrier.wait(own_full, 0)
+    k = flat(own, index * 2)
+    v = flat(own, index * 2 + 1)
+    if PAIRS:
+        half: gl.constexpr = HEAD_DIM // 2
+        k = (k.slice(0, half, dim=1).load(left), k.slice(half, half, dim=1))
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
+    whole = (length - first - ROWS) // ROWS
+    for member in range(group):
+        head = pair % kv_heads * group + member
+        slope = load_slope(head, slopes, FLAGS)
+        sign = sign_of_s(load_s(head, s, FLAGS), FLAGS)
+        if SCALED & FLAGS:  # s · log n is in units of the scores
+            shaping = (1.0, inv_softcap, slope / log2_scale, sign)
+        else:
+            shaping = (log2_scale, inv_softcap, slope, sign)
+        if PAIRS:
+            dk, dv = dkdv_pairs(
+                dk, dv, k, v, tile, whole, first, length, buffers, shaping,
+                NORM, FLAGS, PRECISE, BLOCK_Q,
+            )  # fmt: skip
+        else:
+            dk, dv = dkdv_pipelined(
+                dk, dv, k, v, tile, whole, first, length, buffers, shaping, index,
+                NORM, FLAGS, PRECISE, BLOCK_Q,
+            )  # fmt: skip
+        tile += whole + 1
+        if index == 1:  # the other group's last tile
+            mbarrier.wait(full.index(tile % stages), tile // stages & 1)
+            mbarrier.arrive(empty.index(tile % stages), count=1)
+            tile += 1
+    batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    if SCALED & FLAGS:
+        scale = scale / log2_scale
+    store_rows(dk_out, dk * scale, first, batch, kv_head, strides[0])
+    store_rows(dv_out, dv, first, batch, kv_head, strides[1])
+
+
+@gluon.jit
+def hopper_bwd_dkdv(
+    q_source, k_source, v_source, g_source, stat_source, needs_expm1, slopes, s, dk_out, dv_out,
+    sizes, scales, strides,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, PRECISE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values, by BLOCK_Q queries a tile. ``sizes``: key heads, how many query
+    heads share one, length; ``scales``: see the queries' kernel; ``strides``: of dk
+    and dv. One launch is PRECISE and another is not; that which the forward pass's flags do not ask
+    for returns at once."""
+    if NEEDS_EXPM1:
+        flags = needs_expm1 + gl.program_id(1) * (sizes[2] // CHUNK) + gl.program_id(0) * 2
+        gl.static_assert(BLOCK == 2 * CHUNK)
+        if ((gl.load(flags) | gl.load(flags + 1)) != 0) != PRECISE:
+            return
+    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], k_source.layout)
+    q_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], q_source.layout
+    )
+    g_tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], g_source.layout
+    )
+    stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * ROWS], stat_source.layout)
+    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    buffers = (q_tiles, g_tiles, stat_tiles, full, empty)
+    sources = (q_source, k_source, v_source, g_source, stat_source)
+    gl.warp_specialize(
+        [
+            (dkdv_rows, (own, buffers, own_full, (slopes, s), dk_out, dv_out, 0, sizes, scales,
+             strides, NORM, FLAGS, PRECISE, BLOCK_Q)),
+            (dkdv_rows, (own, buffers, own_full, (slopes, s), dk_out, dv_out, 1, sizes, scales,
+             strides, NORM, FLAGS, PRECISE, BLOCK_Q)),
+            (dkdv_loader, (sources, own, buffers, own_full, sizes)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

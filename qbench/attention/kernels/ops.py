@@ -1,0 +1,504 @@
+"""``torch.ops.qbench.attention`` and its gradient, as torch.compile and autograd see them, and from
+tensors to kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qbench.attention.kernels import common, configs, require
+from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
+from qbench.attention.kernels.common import INTERPRETED, launch
+from qbench.attention.kernels.configs import Config
+from qbench.attention.kernels.decode import attn_decode, combine
+from qbench.attention.kernels.formulas import CHUNK, LOG2_E
+from qbench.attention.kernels.forward import attn_fwd
+from qbench.attention.normalizers import NORMALIZERS, Kernels
+
+try:  # Gluon is Triton's, but still experimental
+    from qbench.attention.kernels import hopper
+except ImportError:
+    hopper = None
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DECODE_ROWS = 64  # at most so many heads × queries that share keys are decoded together
+DECODE_PROGRAMS = 132 * 8  # keys are split until an H200 has this many programs
+
+
+class Settings(NamedTuple):
+    """``softcap`` and ``window``: 0 for none. ``max_seqlen_q`` and ``max_seqlen_k``: the most query
+    and key rows of one sequence."""
+
+    normalizer: str
+    scale: float
+    softcap: float
+    causal: bool
+    window: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class Parameters(NamedTuple):
+    """Float32 [heads] each, or None where the normalizer has none."""
+
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    s: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Tensor]) -> Parameters:
+        return cls(**{name: tensor.float().contiguous() for name, tensor in given.items()})
+
+
+NONE = Parameters()
+
+
+class Wanted(NamedTuple):
+    """Which gradients of parameters the backward pass gives: of bias or s, of sinks, of slopes."""
+
+    param: bool = False
+    sinks: bool = False
+    slopes: bool = False
+
+
+def scales(scale: float, softcap: float) -> tuple[float, float]:
+    """What makes scores in log2 units of products, or of their tanh where they are capped; and what
+    products are multiplied by before the tanh."""
+    log2_e = LOG2_E.value
+    return (softcap * log2_e, scale / softcap) if softcap else (scale * log2_e, 0.0)
+
+
+NOTHING = Wanted()
+
+
+def flags_of(
+    kernels: Kernels, parameters: Parameters, softcap: float, wanted: Wanted = NOTHING
+) -> int:
+    """Bits of :mod:`qbench.attention.kernels.common`."""
+    asked = (
+        (kernels.elementwise, common.ELEMENTWISE.value | common.BIASED.value),
+        (kernels.scaled, common.SCALED.value),
+        (kernels.scaled and kernels.one_more, common.LOG_N1.value),
+        (softcap, common.CAPPED.value),
+        (parameters.slopes is not None, common.SLOPED.value),
+        (kernels.sink == "one", common.SINK_ONE.value),
+        (kernels.sink == "learned", common.SINK_LEARNED.value),
+        (wanted.param, common.DPARAM.value),
+        (wanted.sinks, common.DSINKS.value),
+        (wanted.slopes, common.DSLOPES.value),
+    )
+    return sum(bits for condition, bits in asked if condition)
+
+
+# The forward pass.
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
+    parameters: Parameters, settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, lse, and :func:`empty_flags`, filled."""
+    normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
+    sinks, bias, slopes, s = parameters
+    kernels = require(normalizer)
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    v_width = value.shape[3]
+    group = heads // kv_heads
+    output, lse = empty_output(query, value, covered=spans is None)
+    needs_expm1 = empty_flags(query, key, kernels)
+    if output.numel() == 0:
+        return output, lse, needs_expm1
+    query, key, value = (dense_rows(tensor) for tensor in (query, key, value))
+    sequences = batch if spans is None else spans.shape[0]
+    flags = flags_of(kernels, parameters, softcap)
+    flags |= configs.arithmetic(width, kernels, softcap, flags, backward=False)
+    counts = allowed_counts(mask, query, key, kernels, parameters, causal, window)
+    constants = {
+        "NORM": kernels.score_function, "FLAGS": flags, "CAUSAL": causal, "WINDOW": window > 0,
+        "FAST": is_fast(query), "HEAD_DIM": width, "BLOCK_D": block(width), "V_HEAD_DIM": v_width,
+        "BLOCK_DV": block(v_width),
+    }  # fmt: skip
+    strides = strides_of(query, key, value, output)
+    if _decodes(group * max_seqlen_q):
+        config = configs.decode_config(block(width), query.dtype)
+        rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
+        pairs = sequences * kv_heads
+        splits = min(_ceil(DECODE_PROGRAMS, pairs), _ceil(max_seqlen_k, 4 * config.block_k))
+        splits = max(1, splits)
+        partial = None
+        if splits > 1:
+            shape = (pairs, splits, rows, block(v_width) + 2)
+            partial = query.new_empty(shape, dtype=torch.float32)
+        launch(
+            attn_decode, (splits, pairs), query.device,
+            [query, key, value, output, lse, partial, mask, spans, sinks, bias, slopes, s, counts],
+            ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides,
+             *mask_strides(mask)),
+            {"SKIP": NORMALIZERS.get(normalizer).sparse, "BLOCK_R": rows, **config.options,
+             **constants},
+        )  # fmt: skip
+        if splits > 1:
+            launch(
+                combine, (pairs, 1), query.device, [output, lse, partial, spans, sinks],
+                ((kv_heads, group), queries, keys, splits, output.stride()[:3]),
+                {"NORM": kernels.score_function, "FLAGS": flags, "BLOCK_R": rows,
+                 "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width)},
+            )  # fmt: skip
+        return output, lse, needs_expm1
+    config = configs.forward_config(block(width), query.dtype, kernels, flags)
+    sources, tma = _described((key, value), config.block_k, config)
+    launch(
+        attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences), query.device,
+        [query, *sources, output, lse, needs_expm1, mask, spans, sinks, bias, slopes, s, counts],
+        ((heads, group), queries, keys, window, *scales(scale, softcap), strides,
+         *mask_strides(mask)),
+        {"PRECISE": query.dtype == torch.float32, "NEEDS_EXPM1": kernels.needs_expm1,
+         "NO_MAX": query.dtype == torch.bfloat16 and not kernels.elementwise, "TMA": tma,
+         "BLOCK_Q": config.block_q, **config.options, **constants},
+    )  # fmt: skip
+    return output, lse, needs_expm1
+
+
+def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and the rows' log-sum-exp in
+    log2 units [B, H, Tq] in float32. Where sequences need not cover every row, rows outside them
+    are 0 and their lse is +∞."""
+    batch, heads, queries, _ = query.shape
+    shape = (batch, queries, heads, value.shape[3])
+    if covered:
+        output = query.new_empty(shape)
+        lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    else:
+        output = query.new_zeros(shape)
+        lse = query.new_full((batch, heads, queries), float("inf"), dtype=torch.float32)
+    return output.transpose(1, 2), lse
+
+
+def empty_flags(query: Tensor, key: Tensor, kernels: Kernels) -> Tensor:
+    """Flags, int32 zeros [B, key heads, chunks of CHUNK keys], that the forward pass sets where a
+    row of tiny scores has a positive one; [1], not filled, where the normalizer needs none."""
+    if not kernels.needs_expm1:
+        return query.new_empty(1, dtype=torch.int32)
+    shape = (*key.shape[:2], _ceil(key.shape[2], CHUNK.value))
+    return query.new_zeros(shape, dtype=torch.int32)
+
+
+# The backward pass.
+
+
+def backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
+    needs_expm1: Tensor, mask: Tensor | None, spans: Tensor | None,
+    parameters: Parameters, settings: Settings, wanted: Wanted,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of query, key and value, laid out as the output is; and those of parameters [heads]
+    that are ``wanted``, else None."""
+    normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
+    sinks, _, slopes, s = parameters
+    kernels = require(normalizer)
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    v_width = value.shape[3]
+    group = heads // kv_heads
+    make = torch.empty if spans is None else torch.zeros
+    like = {"dtype": query.dtype, "device": query.device}
+    dq = make((batch, queries, heads, width), **like).transpose(1, 2)
+    dk = make((batch, keys, kv_heads, width), **like).transpose(1, 2)
+    dv = make((batch, keys, kv_heads, v_width), **like).transpose(1, 2)
+    if query.numel() == 0 or key.numel() == 0:
+        none = (lse.new_zeros(heads) if asked else None for asked in wanted)
+        return dq.zero_(), dk.zero_(), dv.zero_(), *none
+    query, key, value, gradient = (dense_rows(t) for t in (query, key, value, gradient))
+    flags = flags_of(kernels, parameters, softcap, wanted)
+    flags |= configs.arithmetic(width, kernels, softcap, flags, backward=True)
+    # Rows outside the sequences give nothing to the gradients of parameters.
+    make = torch.empty_like if spans is None else torch.zeros_like
+    rows = [make(lse) if asked else None for asked in wanted]
+    all_scales = (scale, *scales(scale, softcap))
+    if (
+        hopper is not None
+        and not INTERPRETED
+        and mask is None
+        and spans is None
+        and hopper.fits(query, key, value, causal, window, flags)
+        and all(map(has_tma_layout, (query, key, value, gradient)))
+    ):
+        hopper.backward(
+            gradient, query, key, value, output, lse, needs_expm1, dq, dk, dv, rows, parameters,
+            kernels, flags, all_scales,
+        )  # fmt: skip
+        return dq, dk, dv, *map(_by_head, rows)
+    deltas = torch.empty_like(lse)
+    sequences = batch if spans is None else spans.shape[0]
+    counts = allowed_counts(mask, query, key, kernels, parameters, causal, window)
+    constants = {
+        "NORM": kernels.score_function, "FLAGS": flags, "NEEDS_EXPM1": kernels.needs_expm1,
+        "FAST": is_fast(query), "CAUSAL": causal, "WINDOW": window > 0, "HEAD_DIM": width,
+        "BLOCK_D": block(width), "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
+    }  # fmt: skip
+    config = configs.dq_config(block(width), query.dtype)
+    (k_source, v_source), tma = _described((key, value), config.block_k, config)
+    launch(
+        attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads * sequences), query.device,
+        [query, k_source, v_source, gradient, output, lse, deltas, dq, *rows, mask, spans, sinks,
+         slopes, s, counts],
+        ((heads, group), queries, keys, window, *all_scales,
+         strides_of(query, key, value, gradient, output, dq), *mask_strides(mask)),
+        {"TMA": tma, "BLOCK_Q": config.block_q, **config.options, **constants},
+    )  # fmt: skip
+    # Decoding is precise and sets no flags.
+    unflagged = kernels.needs_expm1 and _decodes(group * max_seqlen_q)
+    config = configs.dkdv_config(block(width), query.dtype)
+    (q_source, g_source), tma = _described((query, gradient), config.block_q, config)
+    launch(
+        attn_bwd_dkdv, (_ceil(max_seqlen_k, config.block_k), kv_heads * sequences), query.device,
+        [q_source, key, value, g_source, lse, deltas, needs_expm1, dk, dv, mask, spans, slopes, s,
+         counts],
+        ((kv_heads, group), queries, keys, window, *all_scales,
+         strides_of(query, key, value, gradient, dk, dv), *mask_strides(mask)),
+        {"PRECISE": query.dtype == torch.float32 or unflagged, "TMA": tma,
+         "BLOCK_Q": config.block_q, **config.options, **constants},
+    )  # fmt: skip
+    return dq, dk, dv, *map(_by_head, rows)
+
+
+def _by_head(rows: Tensor | None) -> Tensor | None:
+    """What rows [B, H, T] give, summed [H], where that was asked for."""
+    return None if rows is None else rows.sum((0, 2))
+
+
+# How tensors are laid out in memory.
+
+
+def _ceil(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+def _decodes(rows: int) -> bool:
+    """Whether so many ``rows``, of all heads that share keys, are computed as in decoding."""
+    return rows <= DECODE_ROWS
+
+
+@cache
+def block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def allowed_counts(
+    mask: Tensor | None, query: Tensor, key: Tensor, kernels: Kernels, parameters: Parameters,
+    causal: bool, window: int,
+) -> Tensor | None:  # fmt: skip
+    """How many keys each row may see [B, H, Tq] in float32, where a mask says so and the normalizer
+    goes by it; elsewhere the kernels know."""
+    by_length = kernels.scaled or (kernels.elementwise and parameters.bias is None)
+    if mask is None or not by_length:
+        return None
+    queries, keys = query.shape[2], key.shape[2]
+    if causal or window:
+        own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
+        other = torch.arange(keys, device=mask.device)
+        if causal:
+            mask = mask & (other <= own)
+        if window:
+            mask = mask & (other > own - window)
+    counts = mask.sum(-1, dtype=torch.float32)
+    return counts.expand(query.shape[0], query.shape[1], queries).contiguous()
+
+
+def is_fast(query: Tensor) -> bool:
+    """Inline PTX is for the compiler; the interpreter does without."""
+    return query.dtype == torch.bfloat16 and not INTERPRETED
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """Any strides but that of a row's elements, which must lie side by side."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def strides_of(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Of batch row, head and row; those of a row's elements are 1."""
+    return tuple(tensor.stride()[:3] for tensor in tensors)
+
+
+def mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:
+    """An axis of size one serves every batch row, or every head."""
+    if mask is None:
+        return 0, 0, 0, 0
+    batch, head, row, column = mask.stride()
+    return (batch if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0, row, column)
+
+
+def _described(
+    tensors: tuple[Tensor, ...], rows: int, config: Config
+) -> tuple[tuple[Any, ...], bool]:
+    """Descriptors of tiles of ``rows`` rows of one head, and True, where ``config`` and the layouts
+    have it so; else the tensors themselves."""
+    if not (config.tma and all(map(has_tma_layout, tensors))):
+        return tensors, False
+    return tuple(
+        TensorDescriptor.from_tensor(tensor, [1, 1, rows, block(tensor.shape[3])])
+        for tensor in tensors
+    ), True
+
+
+def has_tma_layout(tensor: Tensor) -> bool:
+    """The accelerator wants 16-byte aligned starts and strides."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride * size % 16 == 0 for stride in tensor.stride()[:3]
+    )
+
+
+# What torch.compile and autograd see.
+
+
+@torch.library.custom_op("qbench::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    spans: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    s: Tensor | None,
+    normalizer: str,
+    scale: float,
+    softcap: float,
+    causal: bool,
+    window: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
+    return forward(query, key, value, mask, spans, Parameters(sinks, bias, slopes, s), settings)
+
+
+@attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, sinks: Any, bias: Any,
+    slopes: Any, s: Any, normalizer: str, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    output, lse = empty_output(query, value, covered=True)
+    return output, lse, empty_flags(query, key, require(normalizer))
+
+
+@torch.library.custom_op("qbench::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    needs_expm1: Tensor,
+    mask: Tensor | None,
+    spans: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    s: Tensor | None,
+    normalizer: str,
+    scale: float,
+    softcap: float,
+    causal: bool,
+    window: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    wanted_param: bool,
+    wanted_sinks: bool,
+    wanted_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
+    wanted = Wanted(wanted_param, wanted_sinks, wanted_slopes)
+    dq, dk, dv, *learned = backward(
+        gradient, query, key, value, output, lse, needs_expm1, mask, spans,
+        Parameters(sinks, bias, slopes, s), settings, wanted,
+    )  # fmt: skip
+    # An operator returns tensors: empty ones stand for what was not asked for.
+    return dq, dk, dv, *(lse.new_empty(0) if one is None else one for one in learned)
+
+
+@attention_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    def like(tensor: Tensor) -> Tensor:
+        batch, heads, length, width = tensor.shape
+        return tensor.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+    learned = (query.new_empty(query.shape[1] * asked, dtype=torch.float32) for asked in rest[-3:])
+    return like(query), like(key), like(value), *learned
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, mask, spans, *parameters = inputs[:9]
+    ctx.settings = inputs[9:]
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(query, key, value, *output, mask, spans, *parameters)
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+    wanted = _wanted(ctx)
+    dq, dk, dv, *learned = attention_backward(gradient, *ctx.saved_tensors, *ctx.settings, *wanted)
+    return dq, dk, dv, None, None, *_of_parameters(ctx, *learned), *[None] * len(ctx.settings)
+
+
+def _wanted(ctx: Any) -> Wanted:
+    sinks, bias, slopes, s = ctx.needs_input_grad[5:9]
+    return Wanted(param=bias or s, sinks=sinks, slopes=slopes)
+
+
+def _of_parameters(
+    ctx: Any, param: Tensor | None, sinks: Tensor | None, slopes: Tensor | None
+) -> list[Tensor | None]:
+    gradients = Parameters(sinks=sinks, bias=param, slopes=slopes, s=param)
+    asked = zip(gradients, ctx.needs_input_grad[5:9], strict=True)
+    return [gradient if needed else None for gradient, needed in asked]
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator without torch's dispatcher, which takes longer than the launches do."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, value, mask, spans, *parameters, settings = inputs
+        output, lse, needs_expm1 = forward(
+            query, key, value, mask, spans, Parameters(*parameters), settings
+        )
+        ctx.settings = settings
+        ctx.save_for_backward(query, key, value, output, lse, needs_expm1, mask, spans, *parameters)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        *tensors, sinks, bias, slopes, s = ctx.saved_tensors
+        dq, dk, dv, *learned = backward(
+            gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, _wanted(ctx)
+        )
+        return dq, dk, dv, None, None, *_of_parameters(ctx, *learned), None
+
+
+def apply(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
+    parameters: Parameters, settings: Settings,
+) -> Tensor:  # fmt: skip
+    """Attention by the operator where something looks into it, such as torch.compile, a mode of
+    dispatch or a tensor of another class; directly elsewhere."""
+    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in (query, key, value))
+    if plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
+        return _Eager.apply(query, key, value, mask, spans, *parameters, settings)
+    return attention(query, key, value, mask, spans, *parameters, *settings)[0]

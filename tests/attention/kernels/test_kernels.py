@@ -1,0 +1,124 @@
+"""The kernels in Triton's interpreter, on a CPU, in float32."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attention_cases import QUICK, WHOLE
+
+LIMIT = 1e-5  # relative
+OF_PARAMETERS = 10  # times that: sums of both signs over all rows
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """A function: a function's name of interpreter.py and its arguments → what that gives."""
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = Path(__file__).with_name("interpreter.py")
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script)],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+
+        def ask(name, *arguments):
+            process.stdin.write(json.dumps((name, arguments)) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("answer "):
+                    return json.loads(line.removeprefix("answer "))
+            pytest.fail(f"interpreter.py died in {name}{arguments}")
+
+        yield ask
+        process.stdin.close()
+
+
+def wrong(errors):
+    """Those over their limits."""
+    limits = {"output": LIMIT, "dq": LIMIT, "dk": LIMIT, "dv": LIMIT}
+    return {n: e for n, e in errors.items() if not e <= limits.get(n, OF_PARAMETERS * LIMIT)}
+
+
+@pytest.mark.parametrize("index", range(len(QUICK)), ids=lambda i: str(QUICK[i]))
+def test_output_and_gradients_equal_float64(interpreted, index):
+    case = QUICK[index]
+    errors = interpreted("case", "quick", index)
+    if case.shape[4] == 1:  # the weight of a single key does not depend on its score
+        errors = {name: errors[name] for name in ("output", "dv")}
+    assert wrong(errors) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(WHOLE)), ids=lambda i: str(WHOLE[i]))
+def test_the_whole_table_equals_float64(interpreted, index):
+    case = WHOLE[index]
+    errors = interpreted("case", "whole", index)
+    if case.shape[4] == 1 or case.window == 1:
+        errors = {name: errors[name] for name in ("output", "dv")}
+    assert wrong(errors) == {}
+
+
+def test_a_learned_sink_and_a_scale_have_gradients_of_their_own(interpreted):
+    assert wrong(interpreted("sinks_and_scale")) == {}
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_a_call_does_not_depend_on_what_was_called_before(interpreted, normalizer):
+    assert interpreted("after_shared_tensors", normalizer) <= LIMIT
+
+
+@pytest.mark.parametrize("scores", [1.0, 1e-4, 60.0])
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified", "scalable-softpick"])
+def test_the_forward_pass_without_a_maximum_is_as_close_as_bf16(interpreted, normalizer, scores):
+    assert interpreted("no_max", normalizer, scores) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tiny", "edges", "flags"),
+    [
+        ([], None, [0, 0, 0]),
+        ([100], None, [0, 1, 0]),
+        ([63], None, [1, 0, 0]),
+        ([3, 191], None, [1, 0, 1]),
+        ([100], [(0, 70), (70, 192)], [0, 1, 1]),  # tiles from 70 on have parts of two chunks
+        ([10], [(0, 70), (70, 192)], [1, 0, 0]),
+    ],
+)
+def test_rows_of_tiny_scores_flag_their_keys(interpreted, tiny, edges, flags):
+    assert interpreted("needs_expm1", tiny, edges) == flags
+
+
+@pytest.mark.parametrize("rows", [40, 80], ids=["as in decoding", "more"])
+def test_values_have_right_gradients_where_all_scores_are_tiny(interpreted, rows):
+    assert interpreted("tiny_rows", rows) <= 2e-3
+
+
+@pytest.mark.parametrize("sinks", [[300.0, 0.0], [-math.inf, -300.0]], ids=["huge", "none"])
+def test_sinks_of_any_size(interpreted, sinks):
+    assert interpreted("extreme_sinks", sinks) <= LIMIT
+
+
+def test_an_unknown_score_function_is_refused_and_does_not_compile(interpreted):
+    said, compiled = interpreted("refused", "claimed")
+    assert "names the score function 'claimed'; there are softmax, softpick" in said
+    assert "no formula" in compiled
+
+
+def test_a_padded_model_and_a_decode_step_equal_the_reference(interpreted):
+    ran, error = interpreted("model")
+    assert ran == ["softpick/reference", "softpick/triton"]
+    assert error <= LIMIT
+
+
+@pytest.mark.parametrize("normalizer", ["sigmoid", "softmax-sink", "scalable-softpick-next"])
+def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(interpreted, normalizer):
+    assert interpreted("operator", normalizer) is True
+
+
+@pytest.mark.parametrize(("group", "limit"), [("rounds", 0), ("caches", 0), ("attends", 1e-5)])
+def test_kernels_of_the_kv_cache_equal_their_definitions(interpreted, group, limit):
+    assert [line for line in interpreted("kv_cache", group) if not line[1] <= limit] == []
