@@ -7,7 +7,7 @@ timings after a warm-up; the two ceilings are measured in the same run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from qbench.bench.attention_prefill import (
     steps,
     wanted_first,
 )
-from qbench.bench.attention_skipping import measure_skipping, skipping_table
-from qbench.bench.attention_timing import Clock, clock, milliseconds
+from qbench.bench.attention_timing import clock, milliseconds
 from qbench.bench.attention_warm_up import PATIENCE_S, settle_cache, warm_up, warm_ups
 from qbench.bench.kept import gathered, kept_in
 from qbench.bench.side_by_side import alone, default_jobs, processes
@@ -40,16 +39,13 @@ def bench_attention(
     out: Path | None,
     device: str,
     quick: bool,
-    checkpoint: str | None = None,
-    text: Path | None = None,
     only: Collection[str] = (),
     jobs: int | None = None,
 ) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out``
     as it goes (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and
-    repeats. With a softpick ``checkpoint`` and a ``text`` to run it over, skipping of empty tiles
-    is measured on its activations too. ``only``: these normalizers, what they are measured beside,
-    and neither packed sequences nor skipping. ``jobs``: processes that compile and check; all have
+    repeats. ``only``: these normalizers, what they are measured beside,
+    and no packed sequences. ``jobs``: processes that compile and check; all have
     ended before anything is timed, in this one.
 
     Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
@@ -63,10 +59,7 @@ def bench_attention(
     rows = every_row(SHAPES[:1] if quick else SHAPES, only)
     settle_cache()
     with processes(jobs or default_jobs()) as pool:
-        called = [
-            pool.submit(alone, warm_up, *each)
-            for each in warm_ups(rows, quick, only, checkpoint, text)
-        ]
+        called = [pool.submit(alone, warm_up, *each) for each in warm_ups(rows, quick, only)]
         checks = check_kernels(pool, quick, only)
         wait(called, timeout=PATIENCE_S)
     by = clock(repeat_ms)
@@ -84,15 +77,10 @@ def bench_attention(
         ("steps", steps(repeat_ms, only)),
         ("decode", decode(by, quick, only, ceilings["copy_tb_per_s"])),
         ("packed", () if only else packed(by, quick)),
-        ("skipping", () if only else _skipping(by, checkpoint, text)),
         ("prefill", prefill([row for row in first if row[1] in SLOW], by)),
     ]
     places = {"prefill": lambda row: rows.index((row["shape"], row["kernel"]))}
     return gathered(about, parts, kept_in(out, table), places)
-
-
-def _skipping(by: Clock, checkpoint: str | None, text: Path | None) -> Iterator[dict]:
-    yield from measure_skipping(by, checkpoint, text)
 
 
 def require_gpu(device: str = "cuda") -> None:
@@ -118,8 +106,6 @@ def table(results: dict[str, Any]) -> str:
     ]
     if results["packed"]:
         lines += packed_table(results["packed"])
-    if results["skipping"]:
-        lines += skipping_table(results["skipping"])
     worst = max(check["error"] / check["limit"] for check in results["checks"])
     lines += [
         "",

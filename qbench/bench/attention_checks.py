@@ -79,7 +79,7 @@ CASES = (
     # The heads of what is timed: compiled here, many at a time.
     *(Case(shape=(1, 16, 16, 130, 130, width), every=True) for width in (64, 128)),
     Case(shape=(2, 16, 16, 1, 600, 64)),
-    # Long enough for the backward kernels in Gluon, see gluon_backward.ENOUGH.
+    # Long enough for the backward kernels of Hopper, see hopper.MIN_WORK.
     Case(shape=(1, 16, 8, 3200, 3200, 64), every=True),
     Case(shape=(1, 16, 16, 2304, 2304, 128), every=True),
     Case(shape=(1, 2, 2, 333, 333, 64), scores=1e-3),

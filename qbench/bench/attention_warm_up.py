@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from qbench.bench.attention_decode import decode, packed
 from qbench.bench.attention_prefill import FLEX, Row, prefill
-from qbench.bench.attention_skipping import measure_skipping
 from qbench.bench.attention_timing import once
 
 PATIENCE_S = 120  # after the checks: one that does not end is timed after others, whose rows stay
@@ -29,8 +27,6 @@ def warm_ups(
     rows: Sequence[Row],
     quick: bool,
     only: Collection[str],
-    checkpoint: str | None,
-    text: Path | None,
 ) -> list[tuple[Any, ...]]:
     """Arguments of :func:`warm_up`, what takes longest first. ``rows``: of prefill. Rows of one
     kernel and head dimension are called in a row: side by side, each would compile the same."""
@@ -41,7 +37,7 @@ def warm_ups(
         elif name.startswith("qbench "):
             groups.setdefault((name, shape[3]), []).append((shape, name))
     ordered = sorted(groups.values(), key=lambda group: group[0][1] != FLEX)
-    others = [] if only else [(measure_skipping, once, checkpoint, text), (packed, once, quick)]
+    others = [] if only else [(packed, once, quick)]
     others += [(decode, once, quick, only, 1.0)]
     return others + [(prefill, group, once) for group in ordered]
 

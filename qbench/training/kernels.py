@@ -10,7 +10,7 @@ import torch
 # Ours (Triton and Gluon), and those that torch's scaled_dot_product_attention may choose. What the
 # compiler makes is named triton_… after all that is fused in it, and is no kernel of attention.
 ATTENTION = re.compile(
-    r"^(?!triton_).*(forward_kernel|key_kernel|query_kernel|decode_kernel|flash|fmha|sdpa|"
+    r"^(?!triton_).*(attn_fwd|attn_bwd|hopper_bwd|attn_decode|flash|fmha|sdpa|"
     r"attention)"
 )
 

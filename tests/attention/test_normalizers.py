@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import reference
-from qbench.attention.kernels import FAMILIES, lack
+from qbench.attention.kernels import lack
 from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter
 from qbench.attention.transformers import attend, attention_name
 from qbench.errors import UnavailableError
@@ -90,9 +90,8 @@ def test_softpicks_fraction_is_its_weights(scale, masked):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_family_of_kernels_is_there(name):
+def test_the_kernels_lack_nothing(name):
     assert lack(name) is None
-    assert NORMALIZERS.get(name).kernels.family in FAMILIES
 
 
 def test_each_is_listed_with_what_sets_it_apart(capfd):
@@ -221,12 +220,13 @@ def test_wrong_parameters_are_refused_by_name(normalizer, parameters, error, mes
     ("kernels", "parameters", "message"),
     [
         (None, (), "no kernels for the normalizer 'sunk'"),
-        (Kernels(family="x", backward=True, decode=True, gluon=False), (), "kernel family 'x'"),
+        (Kernels(score_function="softpick", sink="one"), (), "have no sink but with"),
         (
-            Kernels(family="softmax", backward=True, decode=True, gluon=False),
-            Sunk.parameters,
-            "do not take its parameter 'sinks'",
+            Kernels(score_function="sigmoid", elementwise=True, scaled=True),
+            (),
+            "both scaled and elementwise",
         ),
+        (Kernels(score_function="softmax"), Sunk.parameters, "not take its parameter 'sinks'"),
     ],
 )
 def test_what_the_kernels_lack_is_named(kernels, parameters, message, monkeypatch):

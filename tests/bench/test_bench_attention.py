@@ -62,7 +62,6 @@ RESULTS = {
          "share_of_copy": 0.93},
     ],
     "packed": [{"sequences": 64, "tokens": 9000, "kernel": "qbench softpick", "ms": 1.5}],
-    "skipping": [],
 }  # fmt: skip
 
 
@@ -144,14 +143,14 @@ def test_an_error_of_a_check_is_that_of_one_process():
 
 
 def test_calls_of_processes_can_be_pickled():
-    for each in (*checks(CASES, ()), *warm_ups(every_row(SHAPES, ()), False, (), None, None)):
+    for each in (*checks(CASES, ()), *warm_ups(every_row(SHAPES, ()), False, ())):
         assert pickle.loads(pickle.dumps((alone, *each)))[0] is alone
 
 
 @pytest.mark.parametrize("only", [(), ("sigmoid",)])
 def test_every_timed_kernel_is_called_before_once(only):
     rows = every_row(SHAPES, only)
-    called = warm_ups(rows, False, only, None, None)
+    called = warm_ups(rows, False, only)
     groups = [group for measure, group, *_ in called if measure is prefill]
     compiled = [row for row in rows if row[1] not in (FLASH, CUDNN, PLAIN_SOFTPICK)]
     assert sorted(row for group in groups for row in group) == sorted(compiled)
@@ -160,7 +159,7 @@ def test_every_timed_kernel_is_called_before_once(only):
     kernels = [(group[0][1], group[0][0][3]) for group in groups if group[0][1] != FLEX]
     assert len(set(kernels)) == len(kernels)
     others = [measure.__name__ for measure, *_ in called if measure is not prefill]
-    assert others == (["decode"] if only else ["measure_skipping", "packed", "decode"])
+    assert others == (["decode"] if only else ["packed", "decode"])
 
 
 def test_the_rows_that_are_wanted_most_are_measured_first():

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from qbench.bench.attention import table
-from qbench.bench.attention_tiles_table import tiles_table
 from qbench.bench.kept import CUT, gathered, kept_in
 
 ABOUT = {
@@ -15,8 +14,6 @@ ABOUT = {
     "checks": [{"case": "softpick", "what": "output", "error": 2e-3, "limit": 1e-2}],
 }
 ROW = {"shape": [4, 4096, 16, 64], "kernel": "qbench softpick", "forward": 400.0, "backward": 300.0}
-TILE = {"width": 64, "kernel": "sigmoid", "tile": "a", "rate": 484.0, "error": "2e-03",
-        "beside": 1.1}  # fmt: skip
 
 
 def stopped(*rows):
@@ -27,8 +24,7 @@ def stopped(*rows):
 @pytest.mark.parametrize(
     ("about", "shown", "row", "parts", "line"),
     [
-        (ABOUT, table, ROW, ("prefill", "steps", "decode", "packed", "skipping"), "| 400 |"),
-        ({}, tiles_table, TILE, ("forward", "backward", "steps"), "| 484 |"),
+        (ABOUT, table, ROW, ("prefill", "steps", "decode", "packed"), "| 400 |"),
     ],
 )
 def test_what_was_measured_before_the_end_is_there(tmp_path, about, shown, row, parts, line):

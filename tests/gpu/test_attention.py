@@ -110,12 +110,11 @@ def test_gradients_are_the_same_bits_in_every_run(normalizer):
 def test_gradients_in_gluon_equal_the_reference_in_every_run(
     normalizer, width, kv_heads, tiny, monkeypatch
 ):
-    from qbench.attention.kernels import launch
-    from qbench.attention.kernels.settings import NONE, kernel_modes
+    from qbench.attention.kernels import hopper, ops
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
-    monkeypatch.setattr(launch.gluon_backward, "ENOUGH", 0)
+    monkeypatch.setattr(hopper, "MIN_WORK", 0)
     query, key, value, gradient = (
         draw(2, heads, 1152, width, seed=seed)
         for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
@@ -123,8 +122,8 @@ def test_gradients_in_gluon_equal_the_reference_in_every_run(
     if tiny:  # needs the series for e^x − 1
         query, key = torch.ones_like(query), key.abs() * 1e-5
         key[:, :, ::2] = -1
-    modes = kernel_modes(NORMALIZERS.get(normalizer).kernels, NONE, 0.0)
-    assert launch.gluon_backward.fits(query, key, value, True, 0, modes)
+    flags = ops.flags_of(NORMALIZERS.get(normalizer).kernels, ops.NONE, 0.0)
+    assert hopper.fits(query, key, value, True, 0, flags)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     runs = []
     for _ in range(3):
@@ -145,9 +144,9 @@ def test_slopes_have_the_references_gradient_from_both_backward_kernels(
     normalizer, enough, monkeypatch
 ):
     """In the cases of the bench they are trained together with s, which Gluon does not do."""
-    from qbench.attention.kernels import launch
+    from qbench.attention.kernels import hopper
 
-    monkeypatch.setattr(launch.gluon_backward, "ENOUGH", enough)
+    monkeypatch.setattr(hopper, "MIN_WORK", enough)
     inputs = [draw(2, 4, 640, 64, seed=s).requires_grad_() for s in range(3)]
     gradient = draw(2, 4, 640, 64, seed=3)
     parameters = given(normalizer, 4, sloped=True)
@@ -174,9 +173,9 @@ def test_gradients_of_rows_near_zero_equal_the_reference(
     seen, width, kv_heads, dtype, enough, monkeypatch
 ):
     """Of one key whose score is nearly 0, and of many: 1 / Σ multiplies what is left of dP − D."""
-    from qbench.attention.kernels import launch
+    from qbench.attention.kernels import hopper
 
-    monkeypatch.setattr(launch.gluon_backward, "ENOUGH", enough)
+    monkeypatch.setattr(hopper, "MIN_WORK", enough)
     query, key, value, gradient = (
         draw(2, heads, 384, width, dtype=dtype, seed=seed)
         for seed, heads in enumerate((4, kv_heads, kv_heads, 4))

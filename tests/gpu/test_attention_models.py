@@ -97,13 +97,13 @@ def test_a_compiled_model_has_no_graph_break(train):
 def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, monkeypatch):
     """float32 queries and keys after RoPE, bf16 values; which kernels ran, and without a mask. All
     parameters that the normalizer has are trained, slopes too."""
-    from qbench.attention.kernels import launch
+    from qbench.attention.kernels import ops
 
     model = attach(small_model(), normalizer, slopes=True)
     attend(model, normalizer=normalizer, implementation="triton")
     asked = []
     for name in ("forward", "backward"):
-        real = getattr(launch, name)
+        real = getattr(ops, name)
 
         def spy(*inputs, real=real, name=name, **settings):
             mask = inputs[3 if name == "forward" else 7]
@@ -111,7 +111,7 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
             asked.append((name, mask is None, dtypes == {torch.bfloat16}))
             return real(*inputs, **settings)
 
-        monkeypatch.setattr(launch, name, spy)
+        monkeypatch.setattr(ops, name, spy)
     run = torch.compile(model, fullgraph=True) if compiled else model
     ids = torch.randint(0, 101, (2, 200), device="cuda")
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -123,7 +123,7 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
         torch.cuda.synchronize()
     assert asked == [("forward", True, True)] * 2 + [("backward", True, True)] * 2
     ran = {event.name for event in profile.events()}
-    assert {"forward_kernel", "query_kernel", "key_kernel"} <= ran
+    assert {"attn_fwd", "attn_bwd_dq", "attn_bwd_dkdv"} <= ran
     assert not any("fmha" in name or "flash" in name for name in ran)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -168,7 +168,7 @@ def test_parameters_are_trained_in_a_graph_and_with_checkpointing(normalizer, na
 
 
 def test_lengths_and_batch_sizes_do_not_compile_again():
-    from qbench.attention.kernels.forward import forward_kernel
+    from qbench.attention.kernels.forward import attn_fwd
 
     def run(batch, length):
         inputs = (draw(batch, 4, length, 64, seed=s) for s in range(3))
@@ -176,10 +176,10 @@ def test_lengths_and_batch_sizes_do_not_compile_again():
 
     run(1, 128)
     device = torch.cuda.current_device()
-    before = len(forward_kernel.device_caches[device][0])
+    before = len(attn_fwd.device_caches[device][0])
     for batch, length in ((2, 128), (3, 129), (5, 1000), (1, 2048)):
         run(batch, length)
-    assert len(forward_kernel.device_caches[device][0]) == before
+    assert len(attn_fwd.device_caches[device][0]) == before
 
 
 @pytest.mark.skipif(

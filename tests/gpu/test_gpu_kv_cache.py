@@ -18,7 +18,7 @@ from scoring_models import choices, llama, pages, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention import kv_cache
-from qbench.attention.kernels.spans import packed_spans
+from qbench.attention.kernels.varlen import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.attention.transformers import attend
 from qbench.evaluation import settings

@@ -4,10 +4,10 @@ definition."""
 import unittest.mock
 
 import torch
+from attention_cases import NORMALIZERS
 from normalizer_parameters import parameters
 
 from qbench.attention import kv_cache
-from qbench.attention.kernels import supported
 from qbench.attention.kernels.varlen import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
 from qbench.quantizers.kv_cache import kernels, rounding
@@ -86,7 +86,7 @@ def attends():
     """Relative errors of the two-source kernel against the definition."""
     for normalizer, residual in RESIDUALS.items():
         yield normalizer, max(layouts(residual, normalizer))
-    for normalizer in supported():
+    for normalizer in NORMALIZERS:
         yield f"{normalizer}, shaped", max(shaped(normalizer))
 
 
