@@ -89,6 +89,7 @@ class Settings(ABC):
     """
 
     method: ClassVar[str]  # groups names: "gptq", "int", "smoothquant"
+    gone: ClassVar[dict[str, str]] = {}  # options that it had, and what to do instead
     needs_calibration: bool = False
     batch_invariant: bool = True
     causal: bool = True

@@ -1,32 +1,252 @@
-"""GPTQ. Settings: ``qbench.quantizers.weights.Gptq``."""
+"""GPTQ (Frantar, Ashkboos, Hoefler, Alistarh 2022, algorithm 1). Settings:
+``qbench.quantizers.weights.Gptq``.
+
+With the Hessian H of a layer's inputs, columns are rounded one by one; each column's error, divided
+by its diagonal entry of the Cholesky factor of H⁻¹, is taken from the columns still to come. What
+the paper leaves open is as in gptqmodel, to whose results a test holds this file: a group's scale
+is that of the weights at the beginning of its block of 128 columns, scales are float32 until they
+are stored, and where H is singular damping is raised. Its own class is not used: on a GPU it waits
+at every group, and it builds a CUDA kernel where it finds a compiler and says nothing where not.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.quantizers import gptq_library, gptq_torch, packed
+from qbench.errors import QuantizationError
+from qbench.quantizers import packed
+from qbench.quantizers.blocks import BlockInputs
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.config import PackedWeight, Progress
-from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.config import WHOLE_ROW, PackedWeight, Progress
+from qbench.quantizers.linear import Plain, Tensors, linears
 from qbench.quantizers.weights import Gptq
 
-_BACKENDS = {"gptqmodel": gptq_library, "torch": gptq_torch}
+WIDTH = 128  # columns updated at once; the others lag behind until it is done
+DAMP_STEP = 0.01  # by which damping is raised where H is singular
 
 
 def quantize_model(
     model: PreTrainedModel, settings: Gptq, calibration: Calibration, progress: Progress
 ) -> tuple[dict[str, Tensors], str]:
-    return _BACKENDS[settings.backend].quantize(model, settings, calibration, progress)
+    """What is to be stored for each linear layer, and what did it; ``model`` is overwritten.
+
+    Raises QuantizationError for models that cannot be walked block by block, for layers that no
+    calibration text reaches, and for a Hessian that no damping makes regular.
+    """
+    walk = BlockInputs(model, linears(model, settings.ignore), calibration, settings.batch_size)
+    result: dict[str, Tensors] = {}
+    raised: list[float] = []
+    for index, block in enumerate(walk.blocks):
+        path, groups = f"{walk.root}.{index}", walk.groups[index]
+        leaders = [group[0] for group in groups]
+        # without true_sequential all see the inputs of the unquantized block
+        together = [] if settings.true_sequential else walk.hessians(index, leaders)
+        for number, group in enumerate(groups):
+            progress(path, (index + number / len(groups)) / len(walk.blocks))
+            moments = together[number] if together else walk.hessians(index, group[:1])[0]
+            name = f"{path}.{group[0]}"
+            _require_reached(moments, name, settings)
+            factor = Factor.of(moments, settings, name)
+            if factor.damp > settings.damp:
+                raised += [factor.damp] * len(group)
+            layers = [block.get_submodule(name) for name in group]
+            # Rows are independent: layers with one Hessian are solved as one.
+            weight = torch.cat([layer.weight.detach() for layer in layers]).float()
+            solved = solve(weight, factor, settings)
+            if not solved.weight.isfinite().all():
+                raise QuantizationError(
+                    f"{settings.name}: {name}: not a number; raise damp, or calibrate on more text"
+                )
+            heights = [layer.out_features for layer in layers]
+            for layer, part in zip(layers, solved.weight.split(heights), strict=True):
+                layer.weight.data = part.to(layer.weight.dtype)
+            for name, tensors in zip(group, solved.packed(heights, settings), strict=True):
+                result[f"{path}.{name}"] = tensors
+        walk.advance(index)
+    note = f"; damp raised to {max(raised):g} in {len(raised)} layers" if raised else ""
+    return result, f"our own GPTQ{note}"
 
 
-def from_packed(shape: Plain, tensors: Tensors, settings: Gptq) -> nn.Module:
-    return (gptq_library.rebuild if settings.backend == "gptqmodel" else packed.from_packed)(
-        shape, tensors, settings
-    )
+def from_packed(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
+    """Multiplied out in float16, as the format's kernels do."""
+    module = packed.from_packed(shape, tensors, settings)
+    module.through = torch.float16
+    return module
 
 
 def unpack(module: nn.Module, settings: Gptq) -> PackedWeight | None:
-    return (gptq_library.read if settings.backend == "gptqmodel" else packed.unpack)(
-        module, settings
+    return packed.unpack(module, settings)
+
+
+def _require_reached(moments: Tensor, name: str, settings: Gptq) -> None:
+    if not moments.any():
+        raise QuantizationError(
+            f"{settings.name}: {name}: no calibration text reaches it (an expert that is never "
+            f"chosen?); calibrate on more samples, or leave it out: ignore: [{name}]"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factor:
+    """Of a Hessian [in, in]: the ``upper`` Cholesky factor of its inverse, its rows and columns in
+    ``order`` where that is not the natural one; ``dead``: inputs that are always zero; ``damp``:
+    what was added to the diagonal, in units of its mean. ``group_order``: of group_aware."""
+
+    upper: Tensor
+    dead: Tensor
+    damp: float
+    order: Tensor | None = None
+    group_order: Tensor | None = None
+
+    @classmethod
+    def of(cls, moments: Tensor, settings: Gptq, name: str) -> Factor:
+        """``moments`` are overwritten."""
+        diagonal = moments.diagonal()
+        dead = diagonal == 0
+        diagonal[dead] = 1  # any value does
+        order = group_order = None
+        if settings.desc_act:
+            order = torch.argsort(diagonal, descending=True)
+        elif settings.group_aware:
+            # Gafni, Karnieli, Hanani 2025, arXiv 2505.14638: within groups, and groups by their
+            # largest
+            groups = diagonal.view(-1, settings.group_size)
+            values, local = torch.sort(groups, dim=1, descending=True)
+            group_order = torch.argsort(values[:, 0], descending=True, stable=True)
+            starts = torch.arange(len(groups), device=local.device) * settings.group_size
+            order = (local + starts[:, None])[group_order].reshape(-1)
+        if order is not None:
+            moments = moments[order][:, order]
+        upper, damp = _inverse_factor(moments, settings, name)
+        return cls(upper=upper, dead=dead, damp=damp, order=order, group_order=group_order)
+
+
+def _inverse_factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:
+    """Upper Cholesky factor of (H + damp · mean diagonal)⁻¹, and the damp that it took."""
+    diagonal = moments.diagonal()
+    plain, damp = diagonal.clone(), settings.damp
+    mean = plain.mean()
+    while damp < 1:
+        diagonal.copy_(plain).add_(damp * mean)
+        lower, info = torch.linalg.cholesky_ex(moments)
+        if not int(info):
+            inverse = torch.cholesky_inverse(lower)
+            del lower
+            upper, info = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not int(info):
+                return upper, damp
+        damp += DAMP_STEP
+    raise QuantizationError(
+        f"{settings.name}: {name}: the Hessian is singular with damp {settings.damp:g} and more; "
+        "calibrate on more samples"
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solved:
+    """Layers with one Hessian, their rows together: ``weight`` float32 [out, in] as quantized,
+    ``codes`` float32 [out, in] in the order of the stored groups, ``scale`` and ``zero`` float32
+    [out, groups], ``order`` [in]: column i of the weight is column order[i] of the codes."""
+
+    weight: Tensor
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None = None
+
+    def packed(self, heights: list[int], settings: Gptq) -> list[Tensors]:
+        """What is stored, for layers of ``heights`` rows each."""
+        parts = zip(*(t.split(heights) for t in (self.codes, self.scale, self.zero)), strict=True)
+        found = [packed.pack(*part, settings.num_bits) for part in parts]
+        if self.order is not None:
+            for tensors in found:
+                tensors["order"] = self.order.to(torch.int32)
+        return found
+
+
+@torch.no_grad()
+def solve(weight: Tensor, factor: Factor, settings: Gptq) -> Solved:
+    """Round ``weight`` float32 [out, in], which is overwritten."""
+    rows, columns = weight.shape
+    size = settings.group_length(columns)
+    scales, zeros = [], []
+    if settings.group_size == WHOLE_ROW:  # of the weights as they are
+        scale, zero = _grid(weight[:, None], settings)
+        scales, zeros = [scale], [zero]
+    weight[:, factor.dead] = 0
+    rest = weight if factor.order is None else weight[:, factor.order]
+    codes = torch.empty_like(rest)
+    for start in range(0, columns, WIDTH):
+        end = min(start + WIDTH, columns)
+        begin = -(-start // size) * size  # of the first group that begins here
+        if settings.group_size != WHOLE_ROW and begin < end:
+            count = len(range(begin, end, size))
+            groups = rest[:, begin : begin + count * size].reshape(rows, count, size)
+            for parts, own in zip((scales, zeros), _grid(groups, settings), strict=True):
+                parts += own.split(1, dim=1)
+        first = start // size
+        found, errors = _block(
+            rest[:, start:end],
+            factor.upper[start:end, start:end],
+            torch.cat(scales[first:], 1),
+            torch.cat(zeros[first:], 1),
+            torch.arange(start, end, device=rest.device) // size - first,
+            settings.num_bits,
+        )
+        codes[:, start:end] = found
+        rest[:, end:] -= errors.matmul(factor.upper[start:end, end:])
+    scale, zero = torch.cat(scales, 1), torch.cat(zeros, 1)
+    grouped = codes.view(rows, -1, size)
+    quantized = (scale[..., None] * (grouped - zero[..., None])).view(rows, columns)
+    if factor.order is None:
+        return Solved(weight=quantized, codes=codes, scale=scale, zero=zero)
+    inverse = torch.argsort(factor.order)
+    quantized = quantized[:, inverse]
+    if factor.group_order is None:
+        return Solved(weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse)
+    groups = torch.argsort(factor.group_order)  # which lie where they were
+    return Solved(
+        weight=quantized, codes=codes[:, inverse], scale=scale[:, groups], zero=zero[:, groups]
+    )
+
+
+def _grid(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
+    """Scale and zero, float32 [out, n], of ``groups`` [out, n, weights in a group], as gptqmodel
+    has them: a symmetric group without negative values has its lowest at 0."""
+    largest = torch.tensor(2.0**settings.num_bits - 1, device=groups.device)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    if settings.symmetric:
+        high = torch.maximum(low.abs(), high)
+        low = torch.where(low < 0, -high, low)
+    empty = (low == 0) & (high == 0)
+    low, high = low.masked_fill(empty, -1.0), high.masked_fill(empty, 1.0)
+    scale = (high - low) / largest  # by a tensor: by a plain number, CUDA multiplies by 1 / it
+    if settings.symmetric:
+        return scale, torch.full_like(scale, 2.0 ** (settings.num_bits - 1))
+    return scale, torch.round(-low / scale)
+
+
+def _block(
+    work: Tensor, upper: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:
+    """Round up to 128 columns ``work`` [rows, n], each error passed on to the columns left.
+
+    ``upper`` [n, n]; ``scale`` and ``zero`` [rows, groups], of which column i takes number
+    ``group[i]``. Codes and errors over the diagonal, [rows, n] each.
+    """
+    if work.is_cuda:
+        from qbench.quantizers import gptq_columns  # needs Triton
+
+        return gptq_columns.block(work, upper, scale, zero, group, bits)
+    work = work.clone()
+    codes, errors = torch.empty_like(work), torch.empty_like(work)
+    for i, number in enumerate(group.tolist()):
+        column, own, middle = work[:, i], scale[:, number], zero[:, number]
+        codes[:, i] = code = packed.nearest(column, own, middle, bits)
+        errors[:, i] = error = (column - own * (code - middle)) / upper[i, i]
+        work[:, i:] -= error[:, None] * upper[i, i:]
+    return codes, errors

@@ -1,81 +1,69 @@
 """GPTQ's columns of one block, one after the other, in one launch: a Triton kernel.
 
-In PyTorch a column is fifteen launches, and one of them waits for the GPU; of a model of 340M
-parameters there are 215,000 columns. gptqmodel has a kernel in CUDA, which it builds where it
-finds a compiler and all headers, and falls back without a word where it does not. This one takes
-its place: it rounds after every product, quotient and sum, as PyTorch does, so that results are
-the same to the bit.
+In PyTorch a column is fifteen launches, and a model of 340M parameters has 215,000 columns. It
+rounds after every product, quotient and sum, as PyTorch does, so that results are the same to the
+bit.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDTH = 128  # columns of a block: gptqmodel's
+WIDTH = 128  # columns of a block at most
 ROWS = 4  # of a program: one a warp
 
 
 @triton.jit
 def _columns_kernel(
-    work_at, inverse_at, scale_at, zero_at, group_at, quantized_at, errors_at, losses_at,
-    rows, work_stride, inverse_down, inverse_across, scale_stride, zero_stride, quantized_stride,
-    errors_stride, losses_stride,
+    work_at, upper_at, scale_at, zero_at, group_at, codes_at, errors_at,
+    rows, width, work_stride, upper_stride, scale_stride,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     there = row < rows
-    inside = there[:, None] & (column < WIDTH)
+    inside = there[:, None] & (column < width)
     value = tl.load(work_at + row[:, None] * work_stride + column, mask=inside, other=0.0)
-    quantized, errors, losses = value, value, value
-    for pivot in range(WIDTH):
+    codes, errors = value, value
+    for pivot in range(width):
         here = column == pivot
         group = tl.load(group_at + pivot)
-        scale = tl.load(scale_at + group * scale_stride + row, mask=there, other=1.0)
-        zero = tl.load(zero_at + group * zero_stride + row, mask=there, other=0.0)
-        diagonal = tl.load(inverse_at + pivot * (inverse_down + inverse_across))
+        scale = tl.load(scale_at + row * scale_stride + group, mask=there, other=1.0)
+        zero = tl.load(zero_at + row * scale_stride + group, mask=there, other=0.0)
+        diagonal = tl.load(upper_at + pivot * (upper_stride + 1))
         diagonal = tl.zeros_like(scale) + diagonal
         weight = tl.sum(tl.where(here, value, 0.0), axis=1)
         # + 1.5 · 2²³ − 1.5 · 2²³: to whole numbers, ties to even
         code = ((tl.div_rn(weight, scale) + 12582912.0) - 12582912.0) + zero
         clamped = tl.minimum(tl.maximum(code, 0.0), LARGEST)  # which leave NaN out
-        kept = scale * (tl.where(code == code, clamped, code) - zero)
-        residual = weight - kept
-        loss = tl.div_rn(residual * residual, diagonal * diagonal)
-        error = tl.div_rn(residual, diagonal)
-        quantized = tl.where(here, kept[:, None], quantized)
-        losses = tl.where(here, loss[:, None], losses)
+        code = tl.where(code == code, clamped, code)
+        error = tl.div_rn(weight - scale * (code - zero), diagonal)
+        codes = tl.where(here, code[:, None], codes)
         errors = tl.where(here, error[:, None], errors)
-        after = inverse_at + pivot * inverse_down + column * inverse_across
-        value = tl.where(column >= pivot, value - error[:, None] * tl.load(after), value)
-    tl.store(work_at + row[:, None] * work_stride + column, value, mask=inside)
-    tl.store(quantized_at + row[:, None] * quantized_stride + column, quantized, mask=inside)
-    tl.store(errors_at + row[:, None] * errors_stride + column, errors, mask=inside)
-    tl.store(losses_at + row[:, None] * losses_stride + column, losses, mask=inside)
+        after = tl.load(upper_at + pivot * upper_stride + column, mask=column < width, other=0.0)
+        value = tl.where(column >= pivot, value - error[:, None] * after, value)
+    tl.store(codes_at + row[:, None] * width + column, codes, mask=inside)
+    tl.store(errors_at + row[:, None] * width + column, errors, mask=inside)
 
 
-def block_update(
-    work: Tensor, inverse: Tensor, scale: Tensor, zero: Tensor, group: Tensor,
-    quantized: Tensor, errors: Tensor, losses: Tensor, largest: int,
-) -> None:  # fmt: skip
-    """Quantize the columns of ``work`` [rows, 128], each error passed on to the columns left.
-
-    ``inverse`` [128, 128]: the block of the Hessian's inverse's upper factor. ``scale`` and
-    ``zero`` [groups, rows], of which column i takes number ``group`` [128] int32. Written in
-    place: ``work``, and of each column ``quantized``, its errors over the diagonal, and their
-    ``losses``, all [rows, 128]. Codes are 0 to ``largest``. All float32.
-    """
-    rows = work.shape[0]
-    assert work.shape == quantized.shape == errors.shape == losses.shape == (rows, WIDTH)
-    assert inverse.shape == (WIDTH, WIDTH)
-    assert scale.shape == zero.shape == (len(scale), rows)
-    assert all(t.stride(1) == 1 for t in (work, scale, zero, quantized, errors, losses))
+def block(
+    work: Tensor, upper: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:
+    """What ``gptq._block`` gives, all float32 but ``group``; ``work`` [rows, up to 128] is left as
+    it is."""
+    rows, width = work.shape
+    assert width <= WIDTH
+    assert work.stride(1) == upper.stride(1) == 1
+    scale, zero = scale.contiguous(), zero.contiguous()
+    codes = torch.empty(rows, width, device=work.device)
+    errors = torch.empty_like(codes)
     _columns_kernel[(triton.cdiv(rows, ROWS),)](
-        work, inverse, scale, zero, group, quantized, errors, losses,
-        rows, work.stride(0), *inverse.stride(), scale.stride(0), zero.stride(0),
-        quantized.stride(0), errors.stride(0), losses.stride(0),
-        LARGEST=float(largest), ROWS=ROWS, WIDTH=WIDTH, num_warps=ROWS,
+        work, upper, scale, zero, group, codes, errors,
+        rows, width, work.stride(0), upper.stride(0), scale.stride(0),
+        LARGEST=float(2**bits - 1), ROWS=ROWS, WIDTH=WIDTH, num_warps=ROWS,
         enable_fp_fusion=False,  # a fused product and difference would round once
     )  # fmt: skip
+    return codes, errors

@@ -76,6 +76,8 @@ class Presets(Registry[Preset]):
         known = preset.options
         stated = {OLD_OPTIONS.get(key, key): value for key, value in (stated or {}).items()}
         for key in stated:
+            if key in getattr(preset.kind, "gone", ()):
+                raise RecipeError(f"{name}: {key}: {preset.kind.gone[key]}")
             if key not in known:
                 offer = f"it has {', '.join(known)}" if known else "it has no options"
                 raise RecipeError(f"{name}: unknown option {key!r}; {offer}")

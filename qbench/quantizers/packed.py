@@ -51,8 +51,10 @@ class PackedLinear(nn.Module):
 
     ``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
     [out, groups], ``order`` int32 [in] or None: column i of the weight is column order[i] of the
-    grouped codes (GPTQ's desc_act).
+    grouped codes (GPTQ's desc_act). ``through``: what a weight is rounded to before ``dtype``.
     """
+
+    through = torch.float32
 
     def __init__(
         self,
@@ -74,14 +76,14 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias)
 
     def dequantize(self) -> Tensor:
-        """The weight, ``dtype`` [out, in]; computed in float32 and rounded once."""
+        """The weight, ``dtype`` [out, in]; computed in float32."""
         codes = unpack_codes(self.codes, self.bits, self.in_features)
         groups = codes.reshape(self.out_features, -1, self.group_size).float()
         weight = (groups - self.zero[..., None].float()) * self.scale[..., None].float()
         weight = weight.reshape(self.out_features, self.in_features)
         if self.order is not None:
             weight = weight[:, self.order]
-        return weight.to(self.dtype)
+        return weight.to(self.through).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)

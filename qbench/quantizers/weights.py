@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from qbench.errors import QuantizationError
 from qbench.quantizers.config import (
     SETTINGS,
     WHOLE_ROW,
@@ -169,11 +168,6 @@ class Hqq(WeightSettings):
         self.require_whole_groups(name, features, what, self.group_size)
 
 
-# Of gptqmodel: its PyTorch kernel's, and inputs and outputs of a layer, for its packing.
-GROUP_SIZES = (WHOLE_ROW, 16, 32, 64, 128, 256, 512, 1024)
-MULTIPLE = 32
-
-
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Gptq(WeightSettings):
     """GPTQ (Frantar et al. 2022): column by column, each error passed on to the columns left."""
@@ -181,6 +175,9 @@ class Gptq(WeightSettings):
     method: ClassVar[str] = "gptq"
     title: ClassVar[str] = "GPTQ"
     needs_calibration = True
+    gone: ClassVar[dict[str, str]] = {
+        "backend": "there is one way now, which gives gptqmodel's results; leave it out"
+    }
 
     num_bits: Literal[2, 3, 4, 8]
     group_size: GroupSize = 128
@@ -211,10 +208,6 @@ class Gptq(WeightSettings):
     batch_size: Annotated[
         int, Field(ge=1, le=65536, description="calibration samples in one forward")
     ] = 8
-    backend: Annotated[
-        Literal["gptqmodel", "torch"],
-        Field(description="gptqmodel through optimum; our own in torch"),
-    ] = "gptqmodel"
 
     @model_validator(mode="after")
     def _one_order(self) -> Gptq:
@@ -222,32 +215,16 @@ class Gptq(WeightSettings):
             raise ValueError(
                 "desc_act and group_aware are two orders of the same columns; set one of them"
             )
+        if self.group_aware and self.group_size == WHOLE_ROW:
+            raise ValueError("group_aware is an order of groups; set a group_size")
         return self
 
     @property
     def scheme(self) -> str:
         return f"int{self.num_bits} {strategy(self.group_size)}"
 
-    @property
-    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("gptqmodel", "optimum") if self.backend == "gptqmodel" else ()
-
     def check_layer(self, name: str, rows: int, columns: int) -> None:
-        if self.backend == "torch":
-            self.require_whole_groups(name, columns, "inputs", self.group_length(columns))
-            return
-        if self.group_size not in GROUP_SIZES:
-            raise QuantizationError(
-                f"{self.name}: gptqmodel has no group_size {self.group_size}; it has "
-                f"{', '.join(map(str, GROUP_SIZES))}; or set backend: torch"
-            )
         self.require_whole_groups(name, columns, "inputs", self.group_length(columns))
-        for features, what in ((columns, "inputs"), (rows, "outputs")):
-            if features % MULTIPLE:
-                raise QuantizationError(
-                    f"{self.name}: {name} has {features} {what}; gptqmodel needs multiples of "
-                    f"{MULTIPLE}: set backend: torch"
-                )
 
     def error_bound(self) -> float:
         """Twice that of rounding: GPTQ trades weight error for output error; relative errors up
@@ -256,11 +233,6 @@ class Gptq(WeightSettings):
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero
-
-    def agreement(self, dtype: str) -> tuple[float, float]:
-        """gptqmodel multiplies codes by scales in float16, whatever the dtype."""
-        on_identity, on_random = super().agreement(dtype)
-        return (max(on_identity, 1e-3) if self.backend == "gptqmodel" else on_identity), on_random
 
 
 for _bits, _kind, _line in (

@@ -13,7 +13,7 @@ from qbench.quantizers.activations import inputs, ranges, rounding
 from qbench.quantizers.activations.integers import IntTensor, IntToken
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import ActivationEvidence, Grid
-from qbench.quantizers.names import ACTIVATIONS, Combined
+from qbench.quantizers.names import ACTIVATIONS
 from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -123,17 +123,17 @@ class Undeclared(IntTensor):
     """Says nothing of what its scale sees."""
 
     @property
-    def mixes_batches(self):
+    def batch_invariant(self):
         return False
 
     @property
-    def sees_future(self):
+    def causal(self):
         return False
 
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder):
     weights, part = parse("fp32"), Undeclared(bits=8, symmetric=True)
-    chosen = Combined(weights=weights, activations=part)
+    chosen = QuantizationConfig(activations=part, dtype="float32")
     report = check(make(chosen, folder).model, chosen)
     future, mates = report.problems
     assert future.startswith("changing the last token moves earlier logits by 0.0")

@@ -8,7 +8,8 @@ from quantizer_models import PROBE, VOCABULARY, llama, make, settings
 from qbench.errors import QuantizationError
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.linear import linears
-from qbench.quantizers.matrices import left_out, matrices
+from qbench.quantizers.config import matching
+from qbench.quantizers.matrices import matrices
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -180,4 +181,4 @@ def test_a_pattern_that_names_nothing_is_refused_with_what_there_is(tmp_path):
     ],
 )
 def test_patterns_are_parts_of_names_or_whole_names_with_wildcards(pattern, expected):
-    assert left_out(["a.0.mlp.experts.up", "a.0.o", "a.1.o"], (pattern,)) == expected
+    assert matching(["a.0.mlp.experts.up", "a.0.o", "a.1.o"], (pattern,)) == expected

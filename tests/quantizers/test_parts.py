@@ -8,7 +8,7 @@ from quantizer_models import llama, make
 
 from qbench.errors import RecipeError
 from qbench.quantizers import config_of, parse
-from qbench.quantizers.names import ACTIVATIONS, COMBINATIONS, KV_CACHES, TRANSFORMS, Combined
+from qbench.quantizers.names import ACTIVATIONS, COMBINATIONS, KV_CACHES, TRANSFORMS
 from qbench.recipe import Recipe
 
 STATED = {
@@ -106,7 +106,7 @@ def test_every_part_says_what_it_is(registry):
 def test_every_combination_is_one():
     for name in COMBINATIONS:
         found = config_of({"name": name}, compute_dtype="float32")
-        assert isinstance(found, Combined)
+        assert found.beside_weights
         assert COMBINATIONS.get(name).description
 
 
