@@ -31,7 +31,7 @@ def recipe(tmp_path_factory):
                 "quantizers": [
                     "fp32",
                     {"name": "rtn-4bit", "group_size": 64},
-                    {"name": "gptq-4bit", "group_size": 64, "backend": "torch"},
+                    {"name": "gptq-4bit", "group_size": 64},
                     {"name": "hqq-3bit", "group_size": 64},
                 ],
                 "calibration": {

@@ -12,7 +12,7 @@ COLUMNS = {
     "static": {"name": "w8a8-int8-static", "outliers": "smoothquant"},
     "fp8": {"name": "w8a8-fp8"},
     "w4a8kv4": {
-        "weights": {"name": "gptq-4bit", "backend": "torch", "group_size": 64},
+        "weights": {"name": "gptq-4bit", "group_size": 64},
         "activations": "int8-token",
         "kv": "int4-token",
         "outliers": {"name": "rotation", "queries_keys": True},

@@ -18,6 +18,7 @@ from qbench.quantizers.names import QUANTIZERS, config_of, parse, register, unqu
 from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
 from qbench.quantizers.products import combinations  # noqa: F401  (they register)
 from qbench.quantizers.products import weights as _scaled_weights  # noqa: F401
+from qbench.quantizers.weights import Rtn
 
 __all__ = [
     "QUANTIZERS",
@@ -25,6 +26,7 @@ __all__ = [
     "Evidence",
     "PackedWeight",
     "QuantizationConfig",
+    "Rtn",
     "WeightSettings",
     "config_of",
     "parse",

@@ -2,7 +2,7 @@
 
     ROOT/<digest of the original, 16 digits>/<config>-<key, 16 digits>/
         weights.safetensors     tensors, named as ``quantize.make`` says
-        manifest.json           key, its parts, and every file's size and SHA-256
+        manifest.json           key, its parts, and the file's size and digest
 
 A folder appears in one step, whole. A damaged one is noticed by digest and made again.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import mmap
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,10 +23,12 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load, save
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from qbench.code import code_digest
+from qbench.errors import OutputError
 from qbench.files import clean_temporaries, mark_used, temporary
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig
@@ -33,6 +36,8 @@ from qbench.quantizers.config import QuantizationConfig
 FORMAT = 3
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 DIGITS = 16
+CHUNK = 64 * 2**20  # bytes
+THREADS = 8
 
 
 class Damaged(Exception):
@@ -75,12 +80,12 @@ class Artifact:
             return None
         try:
             manifest = json.loads((self.folder / MANIFEST).read_bytes())
-            files, note = manifest["files"], manifest["note"]
+            wanted, note = manifest["files"][WEIGHTS]["digest"], manifest["note"]
             if manifest["key"] != self.key:
                 raise Damaged(f"{MANIFEST}: another key")
             # Read once and checked: a mapped file could change, or end, under a running model.
             payload = (self.folder / WEIGHTS).read_bytes()
-            if hashlib.sha256(payload).hexdigest() != files[WEIGHTS]["sha256"]:
+            if chunk_digest(payload) != wanted:
                 raise Damaged(f"{WEIGHTS}: digest differs")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
@@ -88,31 +93,52 @@ class Artifact:
         return {name: tensor.to(device) for name, tensor in load(payload).items()}, note
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:
-        """Replace what is there, if anything, in one step."""
-        clean_temporaries(self.folder.parent.parent)  # a killed process may have left GiBs
+        """Replace what is there, if anything, in one step.
+
+        Not forced to the disk, which takes longer than quantizing: what a crash of the host leaves
+        is noticed by its digest. Raises OutputError where it cannot be written.
+        """
         making = temporary(self.folder)
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir(parents=True)
-        payload = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
-        (making / WEIGHTS).write_bytes(payload)
-        manifest = {
-            "format": FORMAT,
-            "key": self.key,
-            "parts": self.parts,
-            "note": note,
-            "files": {
-                WEIGHTS: {
-                    "sha256": hashlib.sha256(payload).hexdigest(),
-                    "bytes": len(payload),
-                }
-            },
-        }
-        (making / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-        for path in making.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(self.folder, ignore_errors=True)
-        making.rename(self.folder)
+        try:
+            clean_temporaries(self.folder.parent.parent)  # a killed process may have left GiBs
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir(parents=True)
+            path = making / WEIGHTS
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+                about = {"digest": chunk_digest(view), "bytes": len(view)}
+            manifest = {
+                "format": FORMAT,
+                "key": self.key,
+                "parts": self.parts,
+                "note": note,
+                "files": {WEIGHTS: about},
+            }
+            (making / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+            shutil.rmtree(self.folder, ignore_errors=True)
+            making.rename(self.folder)
+        except (OSError, SafetensorError) as error:
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise OutputError(
+                f"{self.folder}: quantized weights cannot be kept ({line}); make room, or set "
+                "QBENCH_CACHE to another folder"
+            ) from None
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+
+
+def chunk_digest(payload: bytes | mmap.mmap) -> str:
+    """SHA-256 over the SHA-256 of each 64 MiB of ``payload``, which threads compute side by side:
+    SHA-256 of all at once takes seconds for a model of 7B."""
+    starts = range(0, len(payload), CHUNK)
+    with memoryview(payload) as view, ThreadPoolExecutor(THREADS) as pool:
+        parts = pool.map(lambda start: _sha256(view, start), starts)
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _sha256(view: memoryview, start: int) -> bytes:
+    with view[start : start + CHUNK] as part:
+        return hashlib.sha256(part).digest()
 
 
 def artifact(
@@ -122,17 +148,24 @@ def artifact(
     config: QuantizationConfig,
     calibration: Calibration | None,
     attention: str,
+    normalizer_source: str | None,
     device: torch.device,
 ) -> Artifact:
     """The artifact of the original weights ``digest`` under ``config``.
 
-    ``attention`` is the name of what ran while calibrating; it plays no part without calibration.
+    ``attention`` is the name of what ran while calibrating, ``normalizer_source`` a digest of the
+    plug-in that its normalizer stands in, if it does; they play no part without calibration.
     """
     libraries = ("torch", "transformers", "triton", *config.requirements)
     parts = {
         "original": digest,
         "quantizer": config.to_dict(),
-        "calibration": calibration and {"digest": calibration.digest, "attention": attention},
+        "calibration": calibration
+        and {
+            "digest": calibration.digest,
+            "attention": attention,
+            **({"normalizer source": normalizer_source} if normalizer_source else {}),
+        },
         "versions": {name: _version(name) for name in libraries},
         "code": code_digest(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -56,8 +56,8 @@ def block(
     it is."""
     rows, width = work.shape
     assert width <= WIDTH
-    assert work.stride(1) == upper.stride(1) == 1
-    scale, zero = scale.contiguous(), zero.contiguous()
+    assert work.stride(1) == 1
+    upper, scale, zero = upper.contiguous(), scale.contiguous(), zero.contiguous()
     codes = torch.empty(rows, width, device=work.device)
     errors = torch.empty_like(codes)
     _columns_kernel[(triton.cdiv(rows, ROWS),)](

@@ -208,7 +208,8 @@ def _checked(parts: dict[str, Any], compute_dtype: str) -> QuantizationConfig:
 
 
 def _settings(kind: str, registry: Presets, part: Any, compute_dtype: str) -> Any:
-    options = {"name": part} if isinstance(part, str) else dict(part)
+    options = {"name": part} if isinstance(part, str) else part
+    options = dict(options) if isinstance(options, Mapping) else {}
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise RecipeError(f"{kind}: a name, or {{name: …, option: value}}, not {shown(part)}")

@@ -1,7 +1,7 @@
-"""From a config to a quantized model: made once, then always read from disk.
+"""From a config to a quantized model: made once, kept on disk, applied.
 
-What is scored is what lies on disk, also on the first run: a library whose model differs before
-and after saving cannot give one number today and another tomorrow.
+What is scored is built from what is stored, also on the first run: a library whose model differs
+before and after saving cannot give one number today and another tomorrow.
 """
 
 from __future__ import annotations
@@ -67,13 +67,15 @@ def quantize(
     calibration: Calibration | None,
     digest: str,
     artifacts: Path,
+    normalizer_source: str | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
     """``model`` as ``config`` has it.
 
     ``model`` lies on its device in ``config.compute_dtype`` and is consumed. ``digest`` is of
-    the original weights; ``artifacts`` the root folder of quantized weights. ``progress`` is told
-    what is at work and how far it is, 0 to 1. The model's attention stays what it was.
+    the original weights; ``artifacts`` the root folder of quantized weights; ``normalizer_source``
+    of the plug-in that the model's normalizer stands in, if it does. ``progress`` is told what is
+    at work and how far it is, 0 to 1. The model's attention stays what it was.
 
     Raises QuantizationError where a method refuses the model, UnavailableError where its
     library is not there.
@@ -95,6 +97,7 @@ def quantize(
             config=stage,
             calibration=calibration if stage.needs_calibration else None,
             attention=attention,
+            normalizer_source=normalizer_source,
             device=model.device,
         )
         with store.locked(lambda: report("waiting for another process at the same weights", 0.0)):
@@ -269,10 +272,10 @@ def _obtain(
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise QuantizationError(f"{config.name}: {type(error).__name__}: {line}") from error
-    store.write(made.tensors, made.note)
-    written = store.read(model.device)
-    assert written is not None
-    return written[0], f"{again}{made.note}"
+    # The bits that are written: modules are made of these, not of what made them.
+    tensors = {name: t.detach().to(model.device).contiguous() for name, t in made.tensors.items()}
+    store.write(tensors, made.note)
+    return tensors, f"{again}{made.note}"
 
 
 @contextmanager

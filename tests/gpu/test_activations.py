@@ -97,9 +97,7 @@ def on_gpu(stated, folder, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize(
-    "weights", [None, {"name": "gptq-4bit", "group_size": 32, "backend": "torch"}]
-)
+@pytest.mark.parametrize("weights", [None, {"name": "gptq-4bit", "group_size": 32}])
 def test_every_scheme_passes_its_audit(name, weights, tmp_path):
     stated = {"activations": name} | ({"weights": weights} if weights else {})
     _, report = on_gpu(stated, tmp_path)

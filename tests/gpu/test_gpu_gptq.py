@@ -9,13 +9,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
 from columns_loop import CASES, loop, tensors
+from qbench.quantizers.gptq_words import packed
+from qbench.quantizers.optimum_patches import find_scales
 from quantizer_models import DIGEST, calibration, llama, settings
 from test_gptq_scales import odd, quantizer
 from test_gptq_words import rounded
 
 from qbench.quantizers.gptq_columns import block_update
-from qbench.quantizers.gptq_words import packed
-from qbench.quantizers.optimum_patches import find_scales
 from qbench.quantizers.quantize import quantize
 
 pytestmark = [

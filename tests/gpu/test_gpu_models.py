@@ -59,7 +59,7 @@ EXPERTS = ("mixtral", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("kind", [*EXPERTS, "gpt2", "gemma2"])
 def test_experts_and_turned_layers_are_quantized(kind, name, tmp_path):
     found = find(str(write_tiny(tmp_path / "model", kind)))
-    stated = {"compute_dtype": "bfloat16", "group_size": 32, "backend": "torch"}
+    stated = {"compute_dtype": "bfloat16", "group_size": 32}
     known = parse(name).to_dict()
     quantizer = parse(name, {k: v for k, v in stated.items() if k in known})
     ids = torch.randint(2, 400, (8, 24), generator=torch.Generator().manual_seed(1))

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:inner dimension:UserWarning"),
 ]
 
-OWN = {"backend": "torch"}
+OWN = {}
 CASES = [
     ("bnb-4bit", {}),
     ("bnb-4bit", {"quant_type": "fp4", "double_quant": True}),

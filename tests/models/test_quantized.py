@@ -74,8 +74,8 @@ def test_all_that_is_left_out_is_named_with_the_reason(kind, tmp_path):
         ("hqq-4bit", {"optimize": False}),
         ("bnb-4bit", {}),
         ("bnb-8bit", {}),
-        ("gptq-4bit", {"backend": "torch"}),
-        ("gptq-4bit", {"backend": "torch", "desc_act": True, "true_sequential": False}),
+        ("gptq-4bit", {}),
+        ("gptq-4bit", {"desc_act": True, "true_sequential": False}),
     ],
     ids=str,
 )
@@ -147,7 +147,7 @@ def test_an_expert_that_no_calibration_text_reaches_is_named(tmp_path, monkeypat
 
     monkeypatch.setattr(modeling_mixtral.MixtralTopKRouter, "forward", never_the_last)
     with pytest.raises(QuantizationError, match=r"experts\.3\.gate_up_proj: no calibration text"):
-        report("mixtral", tmp_path, "gptq-4bit", backend="torch")
+        report("mixtral", tmp_path, "gptq-4bit")
 
 
 def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):

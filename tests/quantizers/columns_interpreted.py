@@ -1,5 +1,5 @@
-"""The kernel of GPTQ's columns under the interpreter, beside gptqmodel's loop in PyTorch: prints a
-line a case."""
+"""The kernel of GPTQ's columns under Triton's interpreter, beside the loop in PyTorch: a line a
+case, with what differs."""
 
 import os
 
@@ -7,17 +7,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_CACHE_DIR"] = os.devnull
 
 import torch
-from columns_loop import CASES, loop, tensors
+from test_gptq import BLOCKS, block_of
 
-from qbench.quantizers import gptq_columns
+from qbench.quantizers import gptq, gptq_columns
 
-for case in CASES:
-    wanted, found = tensors(case), tensors(case)
-    loop(*wanted)
-    gptq_columns.block_update(*found)
-    places = {"work": 0, "quantized": 5, "errors": 6, "losses": 7}
-    pairs = {
-        name: (wanted[at].nan_to_num(7e9), found[at].nan_to_num(7e9)) for name, at in places.items()
-    }
-    wrong = [name for name, pair in pairs.items() if not torch.equal(*pair)]
+for case in BLOCKS:
+    work, *rest = block_of(case)
+    wanted, found = gptq._block(work, *rest), gptq_columns.block(work, *rest)
+    pairs = zip(("codes", "errors"), wanted, found, strict=True)
+    wrong = [name for name, a, b in pairs if not torch.equal(a.nan_to_num(7e9), b.nan_to_num(7e9))]
     print(case, " ".join(wrong), sep="\t")

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
 from qbench.machine.devices import cpu_flags
 from qbench.quantizers import QuantizationConfig, parse
 from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.linear import plain
 from qbench.quantizers.products.activations import VNNI
-from qbench.quantizers.quantize import Quantized, quantize
+from qbench.quantizers.quantize import Quantized, backend, quantize
 
 needs_vnni = pytest.mark.skipif(
     bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
@@ -99,6 +101,17 @@ def make(
         digest=DIGEST,
         artifacts=artifacts,
     )
+
+
+def packed_layer(chosen: QuantizationConfig, layer: nn.Linear) -> nn.Module:
+    """The module that takes the place of ``layer``."""
+    functions = backend(chosen.weights)
+    tensors = functions.quantize("layer", layer, chosen.weights)
+    return functions.from_packed(plain(layer), tensors, chosen.weights)
+
+
+def unpacked(module: nn.Module, chosen: QuantizationConfig) -> PackedWeight:
+    return backend(chosen.weights).unpack(module, chosen.weights)
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ def test_every_scheme_passes(name, dtype, folder):
     "weights",
     [
         {"name": "rtn-4bit", "group_size": 32},
-        {"name": "gptq-4bit", "group_size": 32, "backend": "torch"},
+        {"name": "gptq-4bit", "group_size": 32},
         {"name": "hqq-4bit", "group_size": 32},
         "bnb-4bit",
     ],

@@ -47,7 +47,7 @@ def folder(*arguments, **named):
         ("bnb-8bit", {}),
         ("hqq-3bit", {}),
         ("rtn-2bit", {"compute_dtype": "bfloat16"}),
-        ("gptq-3bit", {"backend": "torch", "desc_act": True}),
+        ("gptq-3bit", {"desc_act": True}),
     ],
 )
 def test_what_is_read_again_scores_the_same_to_the_bit(name, stated, tmp_path):
@@ -65,7 +65,7 @@ def test_what_is_reused_is_not_quantized_again(tmp_path, monkeypatch):
 
 
 def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
-    chosen = settings("gptq-4bit", backend="torch")
+    chosen = settings("gptq-4bit")
     folders = {
         folder(tmp_path, chosen),
         folder(tmp_path, chosen, seed=2),
@@ -78,7 +78,6 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
                 "symmetric": False,
                 "desc_act": True,
                 "damp": 0.02,
-                "backend": "gptqmodel",
                 "compute_dtype": "bfloat16",
                 "threads": 2,
                 "ignore": ("o_proj",),

@@ -252,7 +252,7 @@ def test_zeroed_columns_pass_only_as_inputs_that_calibration_never_saw(
 ):
     """GPTQ zeroes the columns of inputs that are always zero; softpick heads can be such."""
     path = "model.layers.1.self_attn.o_proj"
-    chosen = settings(name, backend="torch") if name.startswith("gptq") else settings(name)
+    chosen = settings(name) if name.startswith("gptq") else settings(name)
     model = llama()
     linears(model)[path].weight.data[:, :columns] = 0
     report = check(make(chosen, tmp_path, model=model).model, chosen)

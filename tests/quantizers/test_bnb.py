@@ -8,12 +8,11 @@ import bitsandbytes
 import pytest
 import torch
 from bitsandbytes import functional
-from quantizer_models import PROBE, llama, make, settings
+from quantizer_models import PROBE, llama, make, packed_layer, settings
 from torch import nn
 
 from qbench.quantizers import bnb
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.linear import plain
 from qbench.quantizers.weights import BNB_BLOCK as BLOCK
 
 WIDTHS = (16, 32, 48, 64, 96, 128, 160, 192)
@@ -32,7 +31,7 @@ def layer_of(width, *, dtype=torch.float32, table="nf4", double=False, height=40
     layer.weight.data = torch.randn(height, width, generator=draw).to(dtype)
     name = str(dtype).removeprefix("torch.")
     chosen = settings("bnb-4bit", compute_dtype=name, quant_type=table, double_quant=double)
-    return layer, chosen.rebuild(plain(layer), chosen.store("layer", layer))
+    return layer, packed_layer(chosen, layer)
 
 
 @pytest.fixture(params=[False, True], ids=["without AVX512-BF16", "with"])
@@ -107,7 +106,7 @@ def test_a_forward_with_scales_of_other_blocks_is_caught_on_every_processor(tmp_
     monkeypatch.setattr(bnb.Linear4, "forward", rows_begin_blocks)
     report = audit(llama(**shape), model, chosen, PROBE)
     assert not report.passed
-    assert report.weight_error < chosen.error_bound()
+    assert report.weight_error < chosen.weights.error_bound()
     assert any("off the stored ones" in problem for problem in report.problems)
 
 

@@ -42,7 +42,7 @@ def test_the_digest_says_whether_the_stored_bits_are_the_same(tmp_path):
         ("bnb-4bit", {"double_quant": True}),
         ("bnb-8bit", {}),
         ("hqq-3bit", {}),
-        ("gptq-4bit", {"backend": "torch", "desc_act": True}),
+        ("gptq-4bit", {"desc_act": True}),
         ("gptq-4bit", {}),
     ],
 )

@@ -15,7 +15,9 @@ from quantizer_models import (
     llama,
     logits,
     make,
+    packed_layer,
     settings,
+    unpacked,
 )
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -113,7 +115,7 @@ def test_gptq_through_the_library_passes_its_audit_and_agrees_with_our_own(tmp_p
     assert report.problems == ()
     assert {module.kind for module in report.modules} == {"TorchLinear"}
 
-    own = make(settings("gptq-4bit", backend="torch"), tmp_path, "softpick").model
+    own = make(settings("gptq-4bit"), tmp_path, "softpick").model
     rounded = make(settings("rtn-4bit", symmetric=True), tmp_path, "softpick").model
     text, original = calibration(seed=5).ids, llama("softpick")
     theirs, ours, plain = (damage(m, original, text) for m in (made.model, own, rounded))
@@ -139,7 +141,7 @@ def test_gptq_through_the_library_obeys_its_settings(stated, tmp_path):
     original = llama("softpick", dtype=getattr(torch, chosen.compute_dtype))
     report = audit(original, made.model, chosen, PROBE)
     assert report.problems == ()
-    plain = make(settings("gptq-4bit", backend="torch"), tmp_path, "softpick").model
+    plain = make(settings("gptq-4bit"), tmp_path, "softpick").model
     assert not torch.equal(logits(plain), logits(made.model))
 
 
@@ -247,8 +249,8 @@ def test_int8_outlier_columns_are_computed_unquantized(tmp_path):
 def test_decoding_hqq_ourselves_gives_what_the_library_gives(bits, stated):
     chosen = settings(f"hqq-{bits}bit", **stated)
     layer = linears(llama())["model.layers.0.mlp.down_proj"]  # [64, 160]
-    module = chosen.rebuild(plain(layer), chosen.store("layer", layer))
-    torch.testing.assert_close(chosen.read(module).dequantize(), module.dequantize())
+    module = packed_layer(chosen, layer)
+    torch.testing.assert_close(unpacked(module, chosen).dequantize(), module.dequantize())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -266,7 +268,7 @@ def test_decoding_gptq_ourselves_gives_what_the_library_gives(bits, stated):
     }
     tensors |= {name: tensors[name].int() for name in ("qweight", "qzeros", "g_idx")}
     module = chosen.rebuild(plain(layer), tensors)
-    ours, theirs = chosen.read(module).dequantize(), module.dequantize_weight().T.float()
+    ours, theirs = unpacked(module, chosen).dequantize(), module.dequantize_weight().T.float()
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-3)  # theirs in float16
 
 

@@ -44,8 +44,8 @@ def test_one_spelling_of_a_number_makes_one_key():
 
 
 def test_options_reach_the_settings():
-    settings = parse("gptq-3bit", {"group_size": 64, "desc_act": True, "backend": "torch"})
-    assert settings == Gptq(bits=3, group_size=64, desc_act=True, backend="torch")
+    settings = parse("gptq-3bit", {"group_size": 64, "desc_act": True})
+    assert settings == Gptq(bits=3, group_size=64, desc_act=True)
 
 
 def test_a_list_of_a_recipe_is_kept_and_written_as_one():
@@ -122,7 +122,7 @@ def test_settings_made_directly_are_checked_as_well():
         ("bnb-8bit", {}, ("bitsandbytes",)),
         ("hqq-2bit", {}, ("hqq",)),
         ("gptq-4bit", {}, ("gptqmodel", "optimum")),
-        ("gptq-4bit", {"backend": "torch"}, ()),
+        ("gptq-4bit", {}, ()),
         ("gptq-4bit", {"backend": "auto-gptq"}, ("auto-gptq",)),
         ("rtn-4bit", {}, ()),
     ],

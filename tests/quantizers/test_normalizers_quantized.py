@@ -13,7 +13,7 @@ from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.names import config_of
 
 QUANTIZERS = {
-    "gptq": settings("gptq-4bit", backend="torch"),
+    "gptq": settings("gptq-4bit"),
     "parts": config_of(
         {
             "weights": {"name": "rtn-4bit", "group_size": 32},

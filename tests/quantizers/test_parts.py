@@ -137,7 +137,7 @@ def test_combined_cells_come_from_their_artifact_the_second_time(tmp_path):
 
 def test_cells_that_share_weights_quantize_them_once(tmp_path):
     """And what is calibrated beside them, with whatever weights."""
-    stated = {"weights": {"name": "gptq-4bit", "group_size": 32, "backend": "torch"}}
+    stated = {"weights": {"name": "gptq-4bit", "group_size": 32}}
     details = [
         make(config_of({**stated, **more}, compute_dtype="float32"), tmp_path).detail
         for more in (

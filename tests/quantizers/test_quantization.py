@@ -23,7 +23,7 @@ from qbench.quantizers.matrices import matrices
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.weights import Rtn
 
-OWN = {"backend": "torch"}
+OWN = {}
 CASES = [
     ("bnb-4bit", {}),
     ("bnb-4bit", {"quant_type": "fp4", "double_quant": True, "compute_dtype": "bfloat16"}),
@@ -56,7 +56,7 @@ def test_every_quantizer_passes_its_audit_and_leaves_attention_alone(
     report = audit(original, quantized, chosen, PROBE)
     assert report.problems == ()
     assert (report.passed, report.coverage) == (True, 1.0)
-    assert report.levels <= 2**chosen.bits
+    assert report.levels <= 2**chosen.weights.num_bits
     assert quantized.config._attn_implementation == f"qbench-{normalizer}-reference"
     assert type(quantized.lm_head) is torch.nn.Linear
     assert torch.equal(quantized.lm_head.weight, original.lm_head.weight)

@@ -11,11 +11,11 @@ from qbench.quantizers.outliers.rotating import RotatedMlp
 from qbench.quantizers.quantize import quantize
 
 PROBE = ids(2, 2, 23)
-GPTQ = {"name": "gptq-4bit", "backend": "torch", "group_size": 16}
+GPTQ = {"name": "gptq-4bit", "group_size": 16}
 WEIGHTS = {
     "unquantized": None,
     "gptq": GPTQ,
-    "gptqmodel": {**GPTQ, "backend": "gptqmodel"},
+    "gptqmodel": {**GPTQ},
     "rtn": {"name": "rtn-4bit", "group_size": 16},
     "hqq": {"name": "hqq-4bit", "group_size": 16},
     "bnb": "bnb-4bit",

@@ -8,7 +8,7 @@ from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.running.order import in_order
 
-GPTQ = {"name": "gptq-4bit", "group_size": 64, "backend": "torch"}
+GPTQ = {"name": "gptq-4bit", "group_size": 64}
 
 
 def test_who_waits_for_anothers_calibration_begins_last(tmp_path):

@@ -1,0 +1,330 @@
+"""GPTQ against gptqmodel's own class, and the walk over blocks against the model's own forward."""
+
+import pytest
+import torch
+import transformers as T
+from interpreted_script import results_of
+from quantizer_models import VOCABULARY, calibration, damage, ids, llama, make, settings
+from torch import nn
+
+from qbench.errors import QuantizationError
+from qbench.quantizers import gptq, packed
+from qbench.quantizers.blocks import BlockInputs
+from qbench.quantizers.linear import linears
+from qbench.quantizers.quantize import quantize
+
+# Columns of one block: rows, columns, bits, groups, what is odd
+BLOCKS = [
+    (6, 128, 4, 1, ""),
+    (7, 128, 8, 8, ""),
+    (4, 128, 2, 2, "asymmetric"),
+    (5, 96, 3, 4, ""),
+    (4, 128, 4, 1, "large"),  # far outside the grid
+    (7, 128, 4, 1, "NaN"),
+    (4, 128, 4, 1, "ties"),
+]
+
+
+def block_of(case, device="cpu"):
+    """The arguments of ``gptq._block``; what is read lies in wider tensors."""
+    rows, width, bits, groups, odd = case
+    draw = torch.Generator().manual_seed(rows + bits)
+    work = torch.randn(rows, width, generator=draw) * 0.02
+    columns = torch.randn(512, width, generator=draw)
+    inverse = torch.linalg.inv(columns.T @ columns / 512)
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    scale = (torch.rand(rows, groups, generator=draw) + 0.5) * 0.08 / (2**bits - 1)
+    zero = torch.full_like(scale, 2 ** (bits - 1))
+    if odd == "asymmetric":
+        zero = torch.randint(0, 2**bits, scale.shape, generator=draw).float()
+    if odd == "large":
+        work *= 1e9
+    if odd == "NaN":
+        work[3, 5], work[4, 127], work[5, 9] = torch.nan, torch.nan, torch.inf
+    if odd == "ties":
+        scale[:] = 2**-7
+        work = torch.randint(-40, 40, work.shape, generator=draw) * 2**-8
+        upper = torch.eye(width)
+    wide = torch.full((rows, 3 * width), torch.nan, device=device)
+    wide[:, width : 2 * width] = work.to(device)
+    group = torch.arange(width, device=device) // (width // groups)
+    parts = (upper.to(device), scale.to(device), zero.to(device), group, bits)
+    return wide[:, width : 2 * width], *parts
+
+
+def test_the_kernel_of_columns_is_the_loop_in_pytorch_to_the_bit():
+    wrong = results_of("columns_interpreted.py")
+    assert len(wrong) == len(BLOCKS)
+    assert {case: places for case, places in wrong.items() if places} == {}
+
+
+def problem(outputs, inputs, seed=0):
+    """A weight [outputs, inputs] and correlated inputs [tokens, inputs], one of them never on."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * inputs, inputs, generator=draw)
+    x = x @ torch.randn(inputs, inputs, generator=draw)
+    x[:, 3] = 0
+    return torch.randn(outputs, inputs, generator=draw), x
+
+
+def hessian(x):
+    return (x.T @ x).mul_(2 / len(x))
+
+
+def solve(weight, moments, chosen):
+    factor = gptq.Factor.of(moments.clone(), chosen.weights, "layer")
+    return gptq.solve(weight.clone(), factor, chosen.weights)
+
+
+def gptqmodels(weight, x, chosen):
+    """The weight as quantized, scales and zeros that gptqmodel's own class gives."""
+    from gptqmodel.quantization import GPTQ, QuantizeConfig
+
+    stated, layer = chosen.weights, nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight.data = weight.clone()
+    task = GPTQ(
+        layer,
+        qcfg=QuantizeConfig(
+            bits=stated.num_bits,
+            group_size=stated.group_size,
+            damp_percent=stated.damp,
+            desc_act=stated.desc_act,
+            act_group_aware=stated.group_aware,
+            sym=stated.symmetric,
+            offload_to_disk=False,
+        ),
+    )
+    task.quantizer.configure(bits=stated.num_bits, sym=stated.symmetric, perchannel=True)
+    task.add_batch(x, None)
+    with torch.no_grad():
+        return task.quantize()[:3]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"symmetric": False, "group_size": 64},
+        {"group_size": 16, "desc_act": True, "damp": 0.1},
+        {"group_size": -1, "desc_act": True, "symmetric": False},
+        {"group_size": 32, "group_aware": True},
+        {"group_size": -1},
+    ],
+    ids=str,
+)
+def test_weights_scales_and_zeros_are_gptqmodels_to_the_bit(bits, stated):
+    weight, x = problem(32, 192)
+    chosen = settings(f"gptq-{bits}bit", **stated)
+    found = solve(weight, hessian(x), chosen)
+    quantized, scale, zero = gptqmodels(weight, x, chosen)
+    assert torch.equal(found.weight, quantized)
+    assert torch.equal(found.scale, scale)
+    assert torch.equal(found.zero, zero)
+
+
+@pytest.mark.parametrize("stated", [{}, {"desc_act": True}, {"group_aware": True}], ids=str)
+def test_what_is_stored_stands_for_the_solution(stated):
+    weight, x = problem(12, 64)
+    chosen = settings("gptq-3bit", **stated)
+    found = solve(weight, hessian(x), chosen)
+    first, last = found.packed([8, 4], chosen.weights)
+    shape = gptq.Plain(
+        in_features=64, out_features=4, bias=None, dtype=torch.float32, device=torch.device("cpu")
+    )
+    module = gptq.from_packed(shape, last, chosen.weights)
+    torch.testing.assert_close(module.dequantize(), found.weight[8:], rtol=1e-3, atol=0)
+    assert len(first["codes"]) == 8
+    assert bool((found.weight[:, 3] == 0).all())  # its input is never on
+
+
+@pytest.mark.parametrize("stated", [{}, {"desc_act": True}, {"group_size": -1}, {"damp": 0.1}])
+def test_it_disturbs_the_outputs_less_than_plain_rounding_to_the_same_grid(stated):
+    weight, x = problem(33, 96)
+    moments, chosen = hessian(x), settings("gptq-3bit", **stated)
+    size = 96 if chosen.weights.group_size == -1 else chosen.weights.group_size
+    groups = weight.view(33, -1, size)
+    scale, zero = packed.grid(groups, 3, symmetric=True)
+    rounded = ((packed.nearest(groups, scale, zero, 3) - zero) * scale).view_as(weight)
+
+    def loss(approximation):
+        error = approximation - weight
+        return float(((error @ moments) * error).sum())
+
+    assert loss(solve(weight, moments, chosen).weight) < 0.75 * loss(rounded)
+
+
+def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
+    row = torch.linspace(1, 2, 64)
+    stated = settings("gptq-4bit", damp=1e-12).weights
+    assert gptq.Factor.of(torch.outer(row, row), stated, "layer").damp == pytest.approx(0.01)
+    few = make(settings("gptq-4bit", damp=1e-9), tmp_path, model=llama(intermediate=512))
+    assert "damp raised to 0.01 in" in few.detail
+    with pytest.raises(QuantizationError, match=r"gptq-4bit: layer: .*singular.*more samples"):
+        gptq.Factor.of(-torch.outer(row, row), stated, "layer")
+
+
+def test_an_expert_that_no_text_reaches_is_named_with_the_remedy():
+    with pytest.raises(QuantizationError, match=r"no calibration text reaches it.*ignore: \[up\]"):
+        gptq._require_reached(torch.zeros(4, 4), "up", settings("gptq-4bit").weights)
+
+
+# The walk over blocks
+
+
+def test_layers_that_share_an_input_share_a_hessian():
+    model = llama("softpick")
+    assert BlockInputs(model, linears(model), calibration(), 1).groups[0] == [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_hessians_are_those_of_every_calibration_token(batch_size):
+    model, seen = llama(), {}
+    names = ["self_attn.q_proj", "mlp.down_proj"]
+    hooks = [
+        model.model.layers[0]
+        .get_submodule(name)
+        .register_forward_pre_hook(lambda _, x, name=name: seen.update({name: x[0]}))
+        for name in names
+    ]
+    with torch.no_grad():
+        model(input_ids=calibration().ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    walk = BlockInputs(model, linears(model), calibration(), batch_size)
+    for name, found in zip(names, walk.hessians(0, names), strict=True):
+        x = seen[name].reshape(-1, seen[name].shape[-1]).double()
+        torch.testing.assert_close(found.double(), hessian(x), rtol=1e-4, atol=1e-5)
+
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+MODELS = {  # layers of several kinds, with masks and rotary angles of their own
+    "qwen2": lambda: T.Qwen2ForCausalLM(
+        T.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    ),
+    "gemma3": lambda: T.Gemma3ForCausalLM(
+        T.Gemma3TextConfig(
+            **SHAPE,
+            head_dim=32,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    ),
+    "lfm2": lambda: T.Lfm2ForCausalLM(
+        T.Lfm2Config(
+            **SHAPE,
+            block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "full_attention", "conv", "full_attention"],
+        )
+    ),
+}
+
+
+def seen_by(blocks, run):
+    """The last input and output of each block while ``run`` runs, of all texts at once."""
+    seen, hooks = {}, []
+    for index, block in enumerate(blocks):
+
+        def note(_, args, kwargs, output, index=index):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            states = output[0] if isinstance(output, tuple) else output
+            if hidden.shape[0] == len(calibration().ids):
+                seen[index] = hidden.clone(), states.clone()
+
+        hooks.append(block.register_forward_hook(note, with_kwargs=True))
+    result = run()
+    for hook in hooks:
+        hook.remove()
+    return seen, result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_see_in_calibration_what_the_models_forward_shows_them(name, tmp_path):
+    """The quantized model's own forward shows each block what the blocks before it, quantized,
+    give: that is what calibration must have shown it."""
+    torch.manual_seed(0)
+    model, text = MODELS[name]().eval().requires_grad_(False), calibration()
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.mul_(4)  # so that attention is not nearly uniform
+    chosen = settings("gptq-8bit", batch_size=len(text.ids), damp=0.1)
+    calibrated, made = seen_by(
+        model.model.layers,
+        lambda: (
+            quantize(model, chosen, calibration=text, digest="0" * 64, artifacts=tmp_path).model
+        ),
+    )
+    with torch.no_grad():
+        own, _ = seen_by(
+            made.model.layers, lambda: made(input_ids=text.ids.clone(), use_cache=False)
+        )
+    assert calibrated.keys() == own.keys() == set(range(SHAPE["num_hidden_layers"]))
+    for index, states in own.items():
+        for found, wanted in zip(calibrated[index], states, strict=True):
+            off = float((found - wanted).norm() / wanted.norm())
+            assert off < 5e-3, (index, off)  # scales are stored in float16
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_quantized_model_is_hurt_less_than_by_rounding_to_the_same_grid(bits, tmp_path):
+    whole = make(settings(f"gptq-{bits}bit", desc_act=True), tmp_path).model
+    rounded = make(settings(f"rtn-{bits}bit", symmetric=True), tmp_path).model
+    text = calibration(seed=5).ids
+    assert damage(whole, llama(), text) < damage(rounded, llama(), text)
+
+
+def test_true_sequential_and_the_order_of_blocks_matter_and_text_decides_all(tmp_path):
+    chosen, tokens = settings("gptq-3bit"), ids(9, 1, 17)
+    first, second = (make(chosen, tmp_path / name).model for name in "ab")
+    apart = make(settings("gptq-3bit", true_sequential=False), tmp_path).model
+    assert torch.equal(first(tokens).logits, second(tokens).logits)
+    assert not torch.equal(first(tokens).logits, apart(tokens).logits)
+
+
+def outside(model):
+    model.model.extra = nn.Linear(8, 8)
+
+
+def changed_between(model):
+    model.model.layers[1].register_forward_pre_hook(lambda _, x: (x[0] * 2, *x[1:]))
+
+
+def skipped(model):
+    layers = model.model.layers
+    layers[0].forward = lambda hidden, **rest: layers[1].forward(hidden, **rest)
+
+
+def depends_on_text(model):
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "total": args[0].sum()}), with_kwargs=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (outside, r"outside the blocks model.layers: model.extra; say ignore: \[extra\]"),
+        (changed_between, r"layers.1: receives something else"),
+        (skipped, r"calibration never reaches model.layers.0"),
+        (depends_on_text, "depends on the text"),
+    ],
+)
+def test_a_model_that_cannot_be_walked_is_refused_with_the_reason(change, says):
+    model = llama()
+    change(model)
+    with pytest.raises(QuantizationError, match=says):
+        BlockInputs(model, linears(model), calibration(), 1)
