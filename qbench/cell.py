@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import traceback
@@ -187,10 +186,8 @@ def quantized(
     cache: Path,
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
-    # Where nothing is to change, a copy of now will do; else memory is needed for quantizing.
-    original = None if cell.quantization.precision.quantized else copy.deepcopy(model)
     model = _quantize(cell, plan, model, tokenizer, result, progress, cache)
-    _audit(cell, plan, model, original, result, progress)
+    _audit(cell, plan, model, result, progress)
     return model
 
 
@@ -228,6 +225,7 @@ def _quantize(
             calibration=calibration,
             digest=cell.checkpoint.digest,
             artifacts=cache / "artifacts",
+            normalizer_source=cell.key_parts.get("normalizer source"),
             progress=lambda _, fraction: progress.advance(cell.name, fraction, 1),
         )
         detail.append(quantized.detail)
@@ -238,7 +236,6 @@ def _audit(
     cell: Cell,
     plan: Plan,
     model: PreTrainedModel,
-    original: PreTrainedModel | None,
     result: CellResult,
     progress: Progress,
 ) -> None:
@@ -247,7 +244,7 @@ def _audit(
 
     _step(progress, cell.name, "audit")
     with measured("audit", plan.device, result.stages):
-        original = original or _original(cell, plan)
+        original = _original(cell, plan)  # read from disk again, for unquantized cells too
         probe = probe_of(original.config.vocab_size).to(plan.device)
         result.audit = audit(original, model, cell.quantization, probe, batch_invariant)
         del original
