@@ -93,16 +93,16 @@ def scaled(request, monkeypatch):
     from qbench.quantizers import hqq, packed
 
     cell, factor = request.param
-    whole, stored = packed.tensors_of, hqq.store
+    whole, stored = packed.pack, hqq.quantize
 
     def store(*of):
         tensors = stored(*of)
         return tensors | {"scale": tensors["scale"] * factor}
 
     monkeypatch.setattr(
-        packed, "tensors_of", lambda codes, scale, *rest: whole(codes, scale * factor, *rest)
+        packed, "pack", lambda codes, scale, *rest: whole(codes, scale * factor, *rest)
     )
-    monkeypatch.setattr(hqq, "store", store)
+    monkeypatch.setattr(hqq, "quantize", store)
     return cell
 
 
@@ -114,17 +114,17 @@ def test_scales_off_by_a_few_per_cent_fail(gates_of, scaled):
 
 
 def test_one_layer_with_its_scales_rolled_fails_and_is_named(gates_of, monkeypatch):
-    from qbench.quantizers.weights import Rtn
+    from qbench.quantizers import rtn
 
-    whole = Rtn.store
+    whole = rtn.quantize
 
-    def store(self, name, layer):
-        tensors = whole(self, name, layer)
+    def store(name, layer, settings):
+        tensors = whole(name, layer, settings)
         if name == LAYER:
             tensors["scale"] = tensors["scale"].roll(1, dims=0)
         return tensors
 
-    monkeypatch.setattr(Rtn, "store", store)
+    monkeypatch.setattr(rtn, "quantize", store)
     gates = gates_of(RTN)
     gate = gates["audit", "layer_error"]
     assert gate.outcome == "fail"
@@ -134,10 +134,10 @@ def test_one_layer_with_its_scales_rolled_fails_and_is_named(gates_of, monkeypat
 
 
 def test_a_skipped_layer_fails(gates_of, monkeypatch):
-    from qbench.quantizers import linears
+    from qbench.quantizers import quantize
 
-    whole = linears.linears_of
-    monkeypatch.setattr(linears, "linears_of", lambda *of: dict(list(whole(*of).items())[1:]))
+    whole = quantize.linears
+    monkeypatch.setattr(quantize, "linears", lambda *of: dict(list(whole(*of).items())[1:]))
     (gate,) = gates_of(RTN).values()
     assert gate.outcome == "fail"
     assert "not quantized" in gate.reason
@@ -175,12 +175,11 @@ def test_bitsandbytes_layers_with_their_scales_rolled_fail(
     cell = f"softpick/{kind}"
     good = check(run_recipe(path, tmp_path / "same", monkeypatch, cell), held)
     assert {gate.outcome for gate in good.gates if gate.cell == cell} == {"pass"}
-    of_kind = {"bnb-4bit": bnb.Bnb4, "bnb-8bit": bnb.Bnb8}[kind]
-    whole = of_kind.rebuild
+    whole = bnb.from_packed
 
-    def rebuild(self, shape, tensors):
-        return whole(self, shape, {**tensors, "absmax": tensors["absmax"].roll(1, dims=0)})
+    def rolled(shape, tensors, settings):
+        return whole(shape, {**tensors, "absmax": tensors["absmax"].roll(1, dims=0)}, settings)
 
-    monkeypatch.setattr(of_kind, "rebuild", rebuild)
+    monkeypatch.setattr(bnb, "from_packed", rolled)
     bad = check(run_recipe(path, tmp_path / "broken", monkeypatch, cell), held)
     assert "fail" in {gate.outcome for gate in bad.gates if gate.cell == cell}

@@ -8,7 +8,7 @@ import torch
 from quantizer_models import PROBE, calibration, llama, make
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import config_of, formats, parse
+from qbench.quantizers import QuantizationConfig, config_of, formats, parse
 from qbench.quantizers.activations import inputs, ranges, rounding
 from qbench.quantizers.activations.integers import IntTensor, IntToken
 from qbench.quantizers.audit.cell import audit
@@ -132,7 +132,7 @@ class Undeclared(IntTensor):
 
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder):
-    weights, part = parse("fp32"), Undeclared(bits=8, symmetric=True)
+    part = Undeclared(bits=8, symmetric=True)
     chosen = QuantizationConfig(activations=part, dtype="float32")
     report = check(make(chosen, folder).model, chosen)
     future, mates = report.problems

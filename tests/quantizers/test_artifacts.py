@@ -12,9 +12,11 @@ import pytest
 import torch
 from quantizer_models import DIGEST, calibration, llama, logits, make, settings
 
+from qbench.errors import OutputError
 from qbench.files import temporary
+from qbench.quantizers import artifacts, rtn
 from qbench.quantizers.artifacts import artifact
-from qbench.quantizers.weights import Rtn
+from qbench.quantizers.quantize import quantize
 
 CPU = torch.device("cpu")
 
@@ -23,15 +25,22 @@ FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def artifact_of(
-    root, chosen, seed=1, digest=DIGEST, attention="qbench-softmax-reference", device=CPU
+    root,
+    chosen,
+    seed=1,
+    digest=DIGEST,
+    attention="qbench-softmax-reference",
+    device=CPU,
+    source=None,
 ):
     used = calibration(seed) if chosen.needs_calibration else None
     return artifact(
         root,
         digest=digest,
-        quantizer=chosen,
+        config=chosen,
         calibration=used,
         attention=attention,
+        normalizer_source=source,
         device=device,
     )
 
@@ -60,7 +69,7 @@ def test_what_is_read_again_scores_the_same_to_the_bit(name, stated, tmp_path):
 
 def test_what_is_reused_is_not_quantized_again(tmp_path, monkeypatch):
     make(settings("rtn-4bit"), tmp_path)
-    monkeypatch.setattr(Rtn, "make", lambda *_: pytest.fail("quantized twice"))
+    monkeypatch.setattr(rtn, "quantize", lambda *_: pytest.fail("quantized twice"))
     make(settings("rtn-4bit"), tmp_path)
 
 
@@ -71,9 +80,9 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
         folder(tmp_path, chosen, seed=2),
         folder(tmp_path, chosen, digest="f" * 64),
         *(
-            folder(tmp_path, replace(chosen, **{name: value}))
+            folder(tmp_path, replace(chosen, weights=replace(chosen.weights, **{name: value})))
             for name, value in {
-                "bits": 3,
+                "num_bits": 3,
                 "group_size": 16,
                 "symmetric": False,
                 "desc_act": True,
@@ -84,20 +93,48 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
             }.items()
         ),
         folder(tmp_path, chosen, attention="qbench-softpick-reference"),
+        folder(tmp_path, chosen, source="a" * 64),
+        folder(tmp_path, chosen, source="b" * 64),
         folder(tmp_path, chosen, device=torch.device("meta")),
     }
-    assert len(folders) == 14
+    assert len(folders) == 15
 
 
 def test_attention_plays_no_part_where_nothing_is_calibrated(tmp_path):
     chosen = settings("rtn-4bit")
-    other = folder(tmp_path, chosen, attention="qbench-softpick-reference")
+    other = folder(tmp_path, chosen, attention="qbench-softpick-reference", source="a" * 64)
     assert folder(tmp_path, chosen) == other
 
 
-def test_calibration_plays_no_part_where_none_is_needed(tmp_path):
-    from qbench.quantizers.quantize import quantize
+def test_weights_calibrated_under_a_normalizer_are_not_those_of_its_edited_file(tmp_path):
+    details = [
+        quantize(
+            llama(), settings("gptq-2bit"), calibration=calibration(), digest=DIGEST,
+            artifacts=tmp_path, normalizer_source=source,
+        ).detail
+        for source in ("a" * 64, "b" * 64, "a" * 64)
+    ]  # fmt: skip
+    assert [detail.startswith("artifact reused") for detail in details] == [False, False, True]
 
+
+def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(artifacts, "save_file", full)
+    with pytest.raises(OutputError, match=r"cannot be kept \(.*No space left.*QBENCH_CACHE"):
+        make(settings("rtn-4bit"), tmp_path)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_digest_of_chunks_is_of_every_byte_in_its_place(monkeypatch):
+    monkeypatch.setattr(artifacts, "CHUNK", 4)
+    payload = b"abcdefghij"
+    others = (payload[::-1], payload[:-1], payload + b"k", b"efghabcdij", b"abcdefghiX")
+    assert len({artifacts.chunk_digest(one) for one in (payload, *others)}) == 6
+
+
+def test_calibration_plays_no_part_where_none_is_needed(tmp_path):
     for used in (None, calibration()):
         made = quantize(
             llama(),
@@ -147,7 +184,7 @@ def test_a_folder_appears_whole_and_nothing_else_is_left(tmp_path):
     assert sorted(p.name for p in at.iterdir()) == ["manifest.json", "weights.safetensors"]
     assert {p.name for p in at.parent.iterdir()} <= {at.name, f".{at.name}.lock"}
     manifest = json.loads((at / "manifest.json").read_text())
-    assert manifest["parts"]["quantizer"]["bits"] == 4
+    assert manifest["parts"]["quantizer"]["num_bits"] == 4
     assert set(manifest["parts"]["versions"]) == {"torch", "transformers", "triton"}
 
 

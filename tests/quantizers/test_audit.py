@@ -5,14 +5,14 @@ import dataclasses
 
 import pytest
 import torch
-from quantizer_models import PROBE, llama, make, settings
+from quantizer_models import PROBE, llama, make, packed_layer, settings
 from torch import nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import packed, parse
+from qbench.quantizers import parse, rtn
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.audit.weights import forward_weight, levels
-from qbench.quantizers.linear import linears, plain
+from qbench.quantizers.audit.weights import FEW, counted, digest, forward_weight, levels, sorted_out
+from qbench.quantizers.linear import linears
 from qbench.quantizers.packed import PackedLinear
 from qbench.records import Audit
 
@@ -63,15 +63,15 @@ class Wide(PackedLinear):
 
 
 def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
-    model, whole = copy.deepcopy(rtn4), packed.read
+    model, whole = copy.deepcopy(rtn4), rtn.unpack
     model.get_submodule(LAYER).__class__ = Wide
 
-    def read(module, size):
-        found = whole(module, size)
+    def unpack(module, stated):
+        found = whole(module, stated)
         extra = {"weight": module.dequantize()} if isinstance(module, Wide) else {}
-        return dataclasses.replace(found, tensors={**found.tensors, **extra})
+        return found and dataclasses.replace(found, tensors={**found.tensors, **extra})
 
-    monkeypatch.setattr(packed, "read", read)
+    monkeypatch.setattr(rtn, "unpack", unpack)
     report = check(model, settings("rtn-4bit"))
     assert len(report.problems) == 1
     assert f"{LAYER}: stores 36.75 bits a weight" in report.problems[0]
@@ -83,7 +83,7 @@ def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
 )
 def test_more_bits_than_the_name_says_are_caught_by_levels_and_by_storage(name, really, tmp_path):
     report = check(make(settings(really), tmp_path).model, settings(name))
-    bits = settings(name).bits
+    bits = settings(name).weights.num_bits
     assert not report.passed
     assert report.levels > 2**bits
     assert any(f"{bits} bits have {2**bits}" in problem for problem in report.problems)
@@ -114,7 +114,7 @@ def test_one_layer_left_out_is_caught_and_named(rtn4):
 def test_an_lm_head_that_a_library_quantized_too_is_caught(rtn4):
     model = copy.deepcopy(rtn4)
     chosen, head = settings("rtn-4bit"), llama().lm_head
-    model.lm_head = chosen.rebuild(plain(head), chosen.store("lm_head", head))
+    model.lm_head = packed_layer(chosen, head)
     report = check(model, chosen)
     assert report.problems == ("lm_head: quantized, though the settings leave it out",)
 
@@ -235,6 +235,16 @@ def test_levels_are_those_of_the_fullest_group():
     assert levels(torch.tensor([[7.0]])) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_counting_levels_one_by_one_gives_what_sorting_gives(dtype):
+    draw = torch.Generator().manual_seed(0)
+    for most in (1, 2, 3, 15, FEW, FEW + 1, 40):
+        groups = torch.randint(0, most, (9, 257), generator=draw).to(dtype) - 7
+        groups[0, :most] = torch.arange(most) - 7
+        assert sorted_out(groups) == most
+        assert counted(groups) == (most if most <= FEW else None)
+
+
 @pytest.mark.parametrize("inputs", [5, 512, 700])
 def test_the_identity_reads_a_weight_off_its_forward(inputs):
     layer = nn.Linear(inputs, 3)
@@ -252,7 +262,7 @@ def test_zeroed_columns_pass_only_as_inputs_that_calibration_never_saw(
 ):
     """GPTQ zeroes the columns of inputs that are always zero; softpick heads can be such."""
     path = "model.layers.1.self_attn.o_proj"
-    chosen = settings(name) if name.startswith("gptq") else settings(name)
+    chosen = settings(name)
     model = llama()
     linears(model)[path].weight.data[:, :columns] = 0
     report = check(make(chosen, tmp_path, model=model).model, chosen)
@@ -268,3 +278,22 @@ def test_the_gain_of_a_layer_is_that_of_its_scales(rtn4, factor):
     gains = {one.name: one.gain for one in check(model, settings("rtn-4bit")).modules}
     assert gains.pop(LAYER) == pytest.approx(factor, abs=0.004)
     assert all(gain == pytest.approx(1, abs=0.004) for gain in gains.values())
+
+
+def test_digests_say_whether_the_stored_bits_are_the_same(rtn4):
+    model, chosen = copy.deepcopy(rtn4), settings("rtn-4bit")
+    first, second = check(rtn4, chosen), check(model, chosen)
+    model.get_submodule(LAYER).scale[0, 0] *= 1.001
+    third = check(model, chosen)
+    digests = [{one.name: one.digest for one in report.modules} for report in (first, third)]
+    assert first.digest == second.digest != third.digest
+    assert len(set(digests[0].values())) == 14
+    assert {name for name, own in digests[1].items() if own != digests[0][name]} == {LAYER}
+
+
+def test_a_digest_is_of_names_dtypes_shapes_and_bytes():
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3, dtype=torch.uint8)}
+    assert digest(one) == digest(dict(reversed(one.items())))
+    assert digest(one) == "4ada6d404ac49e8bebbc2829f61a582c1dfe92bcc09db74ee6207e2f792b16ad"
+    others = [{**one, "a": one["a"].reshape(1, 2)}, {**one, "a": one["a"].view(torch.int32)}]
+    assert len({digest(other) for other in (one, *others)}) == 3

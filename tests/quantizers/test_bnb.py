@@ -15,7 +15,7 @@ from qbench.quantizers import bnb
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.weights import BNB_BLOCK as BLOCK
 
-WIDTHS = (16, 32, 48, 64, 96, 128, 160, 192)
+WIDTHS = (16, 64, 96, 192)
 LAYER = "model.layers.1.mlp.up_proj"
 TABLES = [("nf4", False), ("fp4", False), ("nf4", True), ("fp4", True)]
 
@@ -77,7 +77,7 @@ def test_a_forward_multiplies_by_what_is_stored(width, dtype):
 
 
 @pytest.mark.usefixtures("either_processor")
-@pytest.mark.parametrize(("hidden", "intermediate"), [(32, 48), (48, 160), (64, 128), (96, 16)])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(48, 160), (64, 128)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_models_of_every_width_pass_their_audit(hidden, intermediate, dtype, tmp_path):
     chosen = settings("bnb-4bit", compute_dtype=dtype)

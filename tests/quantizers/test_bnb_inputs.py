@@ -40,8 +40,8 @@ def librarys(monkeypatch):
     monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 2.0, 6.0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 6.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_the_librarys_to_the_bit(threshold, dtype, tmp_path, monkeypatch):
     model = model_of(tmp_path, dtype, threshold=threshold)
     ours = logits(model)

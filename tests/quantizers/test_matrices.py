@@ -95,8 +95,6 @@ def test_experts_that_a_quantizer_does_not_reach_are_named_with_their_size(name,
 @pytest.mark.parametrize(("quantizer", "stated"), [("rtn-4bit", {}), ("gptq-4bit", {})])
 def test_leaving_experts_out_has_to_be_said(name, quantizer, stated, tmp_path):
     spared = {"ignore": ("experts", "gate")}
-    if quantizer.startswith("gptq"):
-        spared["backend"] = "torch"
     if name == "deepseek-v3":
         spared["group_size"] = 16
     chosen = settings(quantizer, **spared)
@@ -145,9 +143,8 @@ def test_what_the_settings_ignore_stays_as_it_was(tmp_path):
     assert all(torch.equal(linears(llama())[n].weight, linears(made)[n].weight) for n in names)
 
 
-@pytest.mark.parametrize("backend", ["torch", "gptqmodel"])
-def test_gptq_leaves_out_what_it_is_told_to(backend, tmp_path):
-    chosen = settings("gptq-8bit", backend=backend, ignore=("k_proj", "mlp.down_proj"))
+def test_gptq_leaves_out_what_it_is_told_to(tmp_path):
+    chosen = settings("gptq-8bit", ignore=("k_proj", "mlp.down_proj"))
     report = audit(llama(), make(chosen, tmp_path).model, chosen, PROBE)
     assert report.problems == ()
     assert {name.rpartition(".")[2] for name in report.left_out} == {"k_proj", "down_proj"}

@@ -2,6 +2,7 @@
 that it has never seen."""
 
 import json
+import sys
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -9,24 +10,27 @@ import pytest
 import torch
 from plugins import toy_quantizer  # it registers sign-1bit
 from pydantic.dataclasses import dataclass
-from qbench.quantizers.linears import linears
 from quantizer_models import PROBE, llama, logits, make
 from torch import Tensor, nn
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    quantize_,
+)
 
 from qbench.errors import RecipeError
 from qbench.quantizers import (
     QUANTIZERS,
     SETTINGS,
-    Evidence,
-    Made,
-    Quantizer,
-    Stored,
-    WeightQuantizer,
+    PackedWeight,
+    QuantizationConfig,
+    WeightSettings,
     parse,
+    register,
 )
 from qbench.quantizers.artifacts import artifact
-from qbench.quantizers.audit import audit
-from qbench.records import Part, Precision
+from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.linear import linears
 
 
 def test_a_toy_quantizer_is_quantized_audited_and_reused(tmp_path):
@@ -45,8 +49,8 @@ def test_a_toy_quantizer_is_quantized_audited_and_reused(tmp_path):
 
 def test_its_settings_are_checked_keyed_and_explained():
     chosen = parse("sign-1bit", {"gain": 1})
-    assert json.loads(json.dumps(chosen.settings)) == chosen.settings
-    assert (chosen.settings["gain"], chosen.title) == (1.0, "Signs")
+    assert json.loads(json.dumps(chosen.to_dict())) == chosen.to_dict()
+    assert (chosen.to_dict()["gain"], chosen.title) == (1.0, "Signs")
     assert "a number between 0 and 2" in QUANTIZERS.get("sign-1bit").explain("gain")
     with pytest.raises(RecipeError, match="gain must be a number between 0 and 2, not 7"):
         parse("sign-1bit", {"gain": 7})
@@ -62,9 +66,10 @@ def test_its_own_file_is_part_of_its_key(tmp_path, monkeypatch):
         return artifact(
             tmp_path,
             digest="0" * 64,
-            quantizer=chosen,
+            config=chosen,
             calibration=None,
             attention="none",
+            normalizer_source=None,
             device=torch.device("cpu"),
         ).key
 
@@ -72,7 +77,7 @@ def test_its_own_file_is_part_of_its_key(tmp_path, monkeypatch):
     changed.write_text(Path(toy_quantizer.__file__).read_text() + "# changed\n")
     monkeypatch.setattr(toy_quantizer, "__file__", str(changed))
     assert key() != before
-    assert "source" not in parse("rtn-4bit").settings
+    assert "source" not in parse("rtn-4bit").to_dict()
 
 
 class Halved(Tensor):
@@ -96,12 +101,12 @@ class Halved(Tensor):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Subclassed(WeightQuantizer):
-    """Layers stay ``nn.Linear``; their weights become tensors of another class."""
+class Subclassed(WeightSettings):
+    """Layers stay ``nn.Linear``; their weights become tensors of another class, as torchao's."""
 
     method: ClassVar[str] = "subclassed"
     title: ClassVar[str] = "Subclassed"
-    bits: Literal[4] = 4
+    num_bits: Literal[4] = 4
 
     @property
     def scheme(self) -> str:
@@ -110,32 +115,38 @@ class Subclassed(WeightQuantizer):
     def shared_bits(self, rows, columns):
         return 4 + 32 / columns  # a byte holds one code
 
-    def store(self, name, layer):
-        scale = layer.weight.abs().amax(1, keepdim=True) / 7
-        return {"codes": (layer.weight / scale).round().add(8).to(torch.uint8), "scale": scale}
 
-    def rebuild(self, shape, tensors):
-        layer = nn.Linear(shape.in_features, shape.out_features, bias=False, device="meta")
-        layer.weight = nn.Parameter(Halved(**tensors), requires_grad=False)
-        layer.bias = shape.bias
-        return layer
-
-    def read(self, module):
-        if not isinstance(getattr(module, "weight", None), Halved):
-            return None
-        weight = module.weight
-        return Stored(
-            tensors={"codes": weight.codes, "scale": weight.scale},
-            dequantize=weight.dequantize,
-            groups=lambda weight: weight,
-        )
+def quantize(name, layer, settings):
+    scale = layer.weight.abs().amax(1, keepdim=True) / 7
+    return {"codes": (layer.weight / scale).round().add(8).to(torch.uint8), "scale": scale}
 
 
+def from_packed(shape, tensors, settings):
+    layer = nn.Linear(shape.in_features, shape.out_features, bias=False, device="meta")
+    layer.weight = nn.Parameter(Halved(**tensors), requires_grad=False)
+    layer.bias = shape.bias
+    return layer
+
+
+def unpack(module, settings):
+    if not isinstance(getattr(module, "weight", None), Halved):
+        return None
+    weight = module.weight
+    return PackedWeight(
+        tensors={"codes": weight.codes, "scale": weight.scale},
+        dequantize=weight.dequantize,
+        groups=lambda weight: weight,
+    )
+
+
+if "subclassed-4bit" not in QUANTIZERS:
+    register("subclassed-4bit", Subclassed, "for this test")
+CHOSEN = QuantizationConfig(weights=Subclassed(compute_dtype="float32"))
 LAYER = "model.layers.1.mlp.up_proj"
 
 
 def test_a_tensor_subclass_inside_a_linear_layer_counts_as_quantized(tmp_path):
-    chosen = Subclassed(compute_dtype="float32")
+    chosen = CHOSEN
     model = make(chosen, tmp_path).model
     assert {type(layer) for layer in linears(model).values()} == {nn.Linear}
     report = audit(llama(), model, chosen, PROBE)
@@ -146,7 +157,7 @@ def test_a_tensor_subclass_inside_a_linear_layer_counts_as_quantized(tmp_path):
 
 
 def test_a_layer_that_a_library_skipped_in_silence_is_found(tmp_path):
-    chosen = Subclassed(compute_dtype="float32")
+    chosen = CHOSEN
     model = make(chosen, tmp_path).model
     model.set_submodule(LAYER, linears(llama())[LAYER])
     report = audit(llama(), model, chosen, PROBE)
@@ -155,55 +166,15 @@ def test_a_layer_that_a_library_skipped_in_silence_is_found(tmp_path):
 
 
 def test_evidence_of_nothing_covers_nothing(tmp_path, monkeypatch):
-    chosen = Subclassed(compute_dtype="float32")
-    monkeypatch.setattr(Subclassed, "evidence", lambda *_: Evidence())
-    report = audit(llama(), make(chosen, tmp_path).model, chosen, PROBE)
+    monkeypatch.setattr(sys.modules[__name__], "unpack", lambda *_: None)
+    report = audit(llama(), make(CHOSEN, tmp_path).model, CHOSEN, PROBE)
     assert (report.passed, report.coverage, len(report.left_out)) == (False, 0.0, 14)
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Activations(Quantizer):
-    """Rounds what layers receive, and stores another norm: no weight of a linear layer changes."""
-
-    method: ClassVar[str] = "activations"
-    title: ClassVar[str] = "Activations"
-    threads: ClassVar[int] = 1
-    leave_out: ClassVar[tuple[str, ...]] = ()
-    compute_dtype: str = "float32"
-    bits: int = 8
-    really: bool = True
-
-    @property
-    def name(self):
-        return f"int{self.bits}-token"
-
-    @property
-    def precision(self):
-        return Precision(activations=Part(bits=self.bits, scheme="int8 per token"))
-
-    def make(self, model, calibration, progress):
-        return Made(tensors={"model.norm.weight": model.model.norm.weight * 1}, note="rounded")
-
-    def apply(self, model, tensors):
-        for name, tensor in tensors.items():
-            model.get_parameter(name).data = tensor
-
-        def round_input(_, arguments):
-            scale = arguments[0].abs().amax(-1, keepdim=True) / (2 ** (self.bits - 1) - 1)
-            return ((arguments[0] / scale).round() * scale,)
-
-        for layer in linears(model).values() if self.really else ():
-            layer.register_forward_pre_hook(round_input)
-        return model
-
-    def evidence(self, model):
-        return Evidence()
-
-
-@pytest.mark.parametrize("really", [True, False])
-def test_a_quantizer_of_activations_alone_is_a_quantized_cell(really, tmp_path):
-    chosen = Activations(really=really)
-    assert (chosen.precision.quantized, chosen.precision.name) == (True, "W16A8")
-    report = audit(llama(), make(chosen, tmp_path).model, chosen, PROBE)
-    assert report.problems == (() if really else ("the logits are those of the unquantized model",))
-    assert make(chosen, tmp_path).detail == "artifact reused: rounded"
+@pytest.mark.parametrize("config", [Int8DynamicActivationInt8WeightConfig, Float8WeightOnlyConfig])
+def test_a_model_that_torchao_quantized_does_not_pass_for_an_unquantized_one(config):
+    model = llama()
+    body = lambda module, name: isinstance(module, nn.Linear) and "lm_head" not in name  # noqa: E731
+    quantize_(model, config(set_inductor_config=False), filter_fn=body)
+    report = audit(llama(), model, parse("fp32"), PROBE)
+    assert len([line for line in report.problems if "not a plain weight in float32" in line]) == 14

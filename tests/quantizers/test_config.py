@@ -1,0 +1,232 @@
+"""Configs: what a recipe may say of a cell's precision, what it is told when it says something
+else, and what a key and a table get of it."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+from quantizer_models import make, settings
+
+from qbench.errors import RecipeError
+from qbench.overrides import Overrides
+from qbench.quantizers import QUANTIZERS, QuantizationConfig, Rtn, config_of, parse
+from qbench.quantizers.names import ACTIVATIONS, COMBINATIONS, KV_CACHES, PRUNINGS, TRANSFORMS
+from qbench.quantizers.weights import Gptq
+from qbench.recipe import Recipe
+
+
+def test_the_names_are_those_of_the_paper_and_its_yardsticks():
+    expected = {"bf16", "fp16", "fp32", "bnb-4bit", "bnb-8bit"}
+    expected |= {f"{m}-{n}bit" for m in ("gptq", "hqq", "rtn") for n in (2, 3, 4, 8)}
+    expected |= {"int8-row", "fp8-row", "fp8-tensor"}  # what hardware multiplies
+    own = {n for n in QUANTIZERS if QUANTIZERS.get(n).kind.__module__.startswith("qbench.")}
+    assert own == expected
+
+
+@pytest.mark.parametrize("name", list(QUANTIZERS))
+def test_a_name_gives_plain_data_with_every_default_that_can_be_sent_elsewhere(name):
+    config, preset = parse(name), QUANTIZERS.get(name)
+    plain = config.to_dict()
+    assert config.name == name
+    assert json.loads(json.dumps(plain)) == plain
+    assert (plain["name"], plain["method"]) == (name, config.method)
+    assert set(preset.options) <= set(plain)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert (config.weights is None) == (name in ("bf16", "fp16", "fp32"))
+    for option in preset.options:
+        meaning, _, values = preset.explain(option).rpartition(" (")
+        assert meaning != option
+        assert values
+
+
+@pytest.mark.parametrize("registry", [ACTIVATIONS, KV_CACHES, TRANSFORMS, PRUNINGS])
+def test_every_other_method_says_what_it_is(registry):
+    for name in registry:
+        preset, part = registry.get(name), registry.parse(name)
+        assert part.name == part.to_dict()["name"] == name
+        assert preset.description
+        assert all(preset.explain(option) for option in preset.options)
+
+
+def test_one_spelling_of_a_number_makes_one_key():
+    assert parse("bnb-8bit", {"threshold": 6}) == parse("bnb-8bit", {"threshold": 6.0})
+    assert isinstance(parse("bnb-8bit", {"threshold": 6}).weights.threshold, float)
+
+
+def test_options_reach_the_settings():
+    found = parse("gptq-3bit", {"group_size": 64, "desc_act": True})
+    assert found == QuantizationConfig(weights=Gptq(num_bits=3, group_size=64, desc_act=True))
+    with pytest.raises(ValueError, match="Input should be 2, 3, 4 or 8"):
+        Gptq(num_bits=5)
+
+
+@pytest.mark.parametrize("option", ["ignore", "leave_out"])  # as older recipes have it
+def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
+    chosen = parse("rtn-4bit", {option: ["experts", "*.o_proj"]})
+    assert chosen.weights.ignore == ("experts", "*.o_proj")
+    assert chosen.to_dict()["ignore"] == ["experts", "*.o_proj"]
+    assert hash(chosen) != hash(parse("rtn-4bit"))
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "parts"),
+    [
+        ("gptq-5bit", {}, ["gptq has no 5-bit; it has 2, 3, 4, 8"]),
+        ("awq-4bit", {}, ["unknown quantizer 'awq-4bit'", "gptq-4bit", "hqq-2bit"]),
+        ("gptq-4bit", {"groupsize": 64}, ["gptq-4bit", "'groupsize'", "group_size"]),
+        ("gptq-4bit", {"num_bits": 3}, ["unknown option 'num_bits'"]),
+        ("bf16", {"group_size": 64}, ["bf16: unknown option 'group_size'; it has no options"]),
+        ("gptq-4bit", {"group_size": "64"}, ["group_size", "'64'", "whole number"]),
+        ("gptq-4bit", {"group_size": True}, ["group_size", "True", "whole number"]),
+        ("gptq-4bit", {"group_size": 0}, ["group_size", "not 0", "at least 8", "or -1"]),
+        ("gptq-4bit", {"symmetric": "no"}, ["symmetric must be true or false, not 'no'"]),
+        ("gptq-4bit", {"damp": 0.0}, ["damp", "between 0 and 1", "not 0.0"]),
+        ("gptq-4bit", {"damp": float("nan")}, ["damp", "nan"]),
+        ("gptq-4bit", {"backend": "gptqmodel"}, ["gptq-4bit: backend: there is one way now"]),
+        ("gptq-4bit", {"desc_act": True, "group_aware": True}, ["desc_act", "group_aware"]),
+        ("gptq-4bit", {"group_size": -1, "group_aware": True}, ["set a group_size"]),
+        ("bnb-4bit", {"quant_type": "nf3"}, ["quant_type must be nf4 or fp4, not 'nf3'"]),
+        ("hqq-2bit", {"axis": 2}, ["axis must be 0 or 1, not 2"]),
+        ("rtn-2bit", {"ignore": "experts"}, ["ignore must be a list", "'experts'"]),
+        ("rtn-2bit", {"ignore": ["a b"]}, ["ignore[0] must be a part of names", "'a b'"]),
+        ("rtn-2bit", {"ignore": ["a", 3]}, ["ignore[1] must be text, not 3"]),
+        ("rtn-2bit", {"threads": 0}, ["threads must be a whole number of at least 1", "not 0"]),
+        ("rtn-2bit", {"compute_dtype": "bf16"}, ["compute_dtype", "bfloat16", "'bf16'"]),
+    ],
+)
+def test_what_is_impossible_is_refused_with_value_and_remedy(name, stated, parts):
+    with pytest.raises(RecipeError) as raised:
+        parse(name, stated)
+    message = str(raised.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("bf16", ()), ("bnb-8bit", ("bitsandbytes",)), ("hqq-2bit", ("hqq",)), ("gptq-4bit", ())],
+)
+def test_the_libraries_that_can_change_a_result_are_named(name, expected):
+    assert parse(name).requirements == expected
+
+
+# Entries of a recipe
+
+STATED = {
+    "bnb-8bit": ("bnb-8bit", "W8A8", "bnb"),
+    "{activations: int8-token}": ("int8-token", "W16A8", "activations"),
+    "{weights: gptq-4bit, activations: int8-token}": (
+        "gptq-4bit+int8-token", "W4A8", "gptq+activations"),
+    "{weights: {name: hqq-3bit, axis: 1}, activations: {name: int4-token, group_size: 64}}": (
+        "hqq-3bit+int4-token", "W3A4", "hqq+activations"),
+    "{weights: gptq-4bit}": ("gptq-4bit", "W4A16", "gptq"),
+    "{activations: int8-token, kv: int4-token, outliers: rotation}": (
+        "rotation+int8-token+kv-int4-token", "W16A8KV4", "activations+kv"),
+    "{activations: nvfp4, label: mine}": ("mine", "W16A4", "activations"),
+}  # fmt: skip
+REFUSED = {
+    "{activations: int5-token}": "unknown activation quantizer 'int5-token'; known: ",
+    "{activations: {name: int8-static, percentile: 20}}": "percentile must be a number of at least "
+    "50 and at most 100, not 20",
+    "{activations: 8}": "activations: a name, or {name: …, option: value}, not 8",
+    "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: say weights: gptq-4bit where there "
+    "is activations beside it",
+    "{weights: gptq-4bit, group_size: 64}": "unknown part 'group_size'; there are weights, "
+    "activations, kv, outliers, prune_heads, and label",
+    "{weights: bnb-8bit, activations: int8-token}": "weights: bnb-8bit quantizes activations "
+    "itself; leave activations out",
+    "{outliers: rotation}": "outliers: rotation alone quantizes nothing",
+    "{label: x}": "a quantizer is a name, or {name: …, option: value}",
+    "{activations: int8-static}": "int8-static needs calibration text; add calibration:",
+    "{weights: gptq-9bit, activations: int8-token}": "gptq has no 9-bit; it has 2, 3, 4, 8",
+}
+
+
+def recipe(tmp_path, *entries, more=""):
+    path = tmp_path / "recipe.yaml"
+    listed = "".join(f"  - {entry}\n" for entry in entries)
+    path.write_text(f"name: r\ncheckpoints: {{a: x}}\nquantizers:\n{listed}tasks: [piqa]\n{more}")
+    return path
+
+
+@pytest.mark.parametrize("entry", STATED)
+def test_an_entry_is_a_config(entry, tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
+    path = recipe(tmp_path, entry, more="calibration: {path: c.jsonl}\n")
+    (column,) = Recipe.load(path).quantizers
+    found = column.quantization
+    assert (column.label, found.precision.name, found.method) == STATED[entry]
+    assert found.precision.quantized
+
+
+@pytest.mark.parametrize("entry", REFUSED)
+def test_what_cannot_be_is_refused_in_a_line_that_says_where(entry, tmp_path):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.load(recipe(tmp_path, entry))
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"{tmp_path / 'recipe.yaml'}:4: quantizers[0]: ")
+    assert REFUSED[entry] in line
+
+
+def test_every_combination_is_one():
+    for name in COMBINATIONS:
+        assert config_of({"name": name}, compute_dtype="float32").beside_weights
+        assert COMBINATIONS.get(name).description
+
+
+def test_a_dtype_reaches_weights_that_are_left_out_and_those_of_parts(tmp_path):
+    path = recipe(tmp_path, "{activations: int8-token}", more="compute_dtype: float16\n")
+    (column,) = Recipe.load(path).quantizers
+    assert column.quantization.compute_dtype == "float16"
+    assert column.quantization.weights is None
+    entries = ("{weights: bf16, activations: int8-token}", "{weights: {name: rtn-4bit, "
+               "compute_dtype: bfloat16}, activations: int4-token}")  # fmt: skip
+    loaded = Recipe.load(recipe(tmp_path, *entries), Overrides(dtype="float32"))
+    assert [c.quantization.compute_dtype for c in loaded.quantizers] == ["float32", "float32"]
+
+
+def test_all_settings_are_in_the_key_by_the_recipes_words():
+    stated = {"weights": "rtn-4bit", "kv": "int4-token", "outliers": "rotation"}
+    plain = config_of(stated, compute_dtype="float32").to_dict()
+    assert list(plain) == ["name", "method", "weights", "outliers", "kv"]
+    assert plain["weights"] == parse("rtn-4bit", {"compute_dtype": "float32"}).to_dict()
+    assert plain["kv"]["name"] == "int4-token"
+
+
+def test_planning_imports_no_torch():
+    program = (
+        "import sys; from qbench.quantizers import QUANTIZERS, parse\n"
+        "for name in QUANTIZERS:\n"
+        "    one = parse(name, {}); (one.to_dict(), one.precision, one.requirements, one.title)\n"
+        "    [QUANTIZERS.get(name).explain(o) for o in QUANTIZERS.get(name).options]\n"
+        "print({'torch', 'transformers', 'bitsandbytes', 'hqq'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout == "set()\n", run.stderr
+
+
+def test_cells_that_share_weights_quantize_them_once(tmp_path):
+    """And what is calibrated beside them, with whatever weights."""
+    stated = {"weights": {"name": "gptq-4bit", "group_size": 32}}
+    details = [
+        make(config_of({**stated, **more}, compute_dtype="float32"), tmp_path).detail
+        for more in (
+            {"activations": "int8-static"},
+            {},
+            {"activations": "int8-token"},
+            {"activations": "int8-static", "weights": {"name": "rtn-8bit", "group_size": 32}},
+        )
+    ]
+    assert details[0] == "unquantized, float32, int8-static; our own GPTQ"
+    assert details[1] == details[2] == "artifact reused: our own GPTQ"
+    assert details[3].startswith("artifact reused: unquantized, float32, int8-static; ")
+
+
+def test_a_class_of_settings_is_what_a_backend_is_found_by():
+    from qbench.quantizers.quantize import backend
+
+    assert backend(settings("rtn-4bit").weights).__name__ == "qbench.quantizers.rtn"
+    assert backend(Rtn(num_bits=4)) is backend(settings("rtn-2bit").weights)
