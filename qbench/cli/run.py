@@ -131,10 +131,11 @@ def run(
             show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
             mark("tables written")
     mark("worker processes ended")
-    broken = [record for record in records if record.status == "failed"]
+    broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])
-        complain(f"{len(broken)} of {len(records)} cells failed, as said above: {cells_failed}")
+        what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
+        complain(f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}")
         raise typer.Exit(1)
 
 

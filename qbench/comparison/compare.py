@@ -120,6 +120,8 @@ def _entry(
                 documents=score.documents,
                 audited=record.audit is not None,
             )
+    if task in record.failed_tasks:
+        return Entry(**names, status="failed", key=cell.key, reason=record.failed_tasks[task])
     return Entry(
         **names, status="missing", key=cell.key, reason=f"the record has no {metric} of {task}"
     )

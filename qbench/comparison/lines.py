@@ -175,11 +175,22 @@ class Comparison:
                 lines.append(f"{cell.cell}: {status}: {reason}")
             elif record.audit is None and cell.quantized:
                 lines.append(f"{cell.cell}: not audited")
+            if status == "ok":
+                lines += _of_tasks(record)
             whole = f"{cell.checkpoint}/{self.unquantized}"
             both = status == judge(self.records.get(whole))[0] == "ok"
             if both and not self.same_weights(cell.cell, whole):
                 lines.append(f"{cell.cell}: not made from the weights of {whole}: no damage")
         return lines
+
+
+def _of_tasks(record: Record) -> list[str]:
+    """One line a task that could not be scored, or not as the others were."""
+    exact = record.scoring.exact_tasks if record.scoring else {}
+    return [
+        *(f"{record.cell}: {task}: failed: {_short(w)}" for task, w in record.failed_tasks.items()),
+        *(f"{record.cell}: {task}: scored exactly: {_short(why)}" for task, why in exact.items()),
+    ]
 
 
 def judge(record: Record | None) -> tuple[Status, str]:

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from lm_eval.api.metrics import mean
+from lm_eval.api.registry import AGGREGATION_REGISTRY
+from lm_eval.tasks import TaskManager
 
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation import passkey
@@ -97,6 +100,7 @@ def build_requests(task: Any, settings: ScoringSettings) -> None:
     random.seed(RANDOM_SEED + settings.seed)
     np.random.seed((NUMPY_SEED + settings.seed) % 2**32)
     torch.manual_seed(TORCH_SEED + settings.seed)
+    TaskManager(include_defaults=False).load([task])  # asks for its name, which draws each time
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=settings.fewshot_seed)
@@ -187,9 +191,6 @@ def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
 def _scores(
     task: LoadedTask, samples: Sequence[_Sample], outcomes: pd.DataFrame
 ) -> Iterator[Score]:
-    from lm_eval.api.metrics import mean
-    from lm_eval.api.registry import AGGREGATION_REGISTRY
-
     items: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for sample in samples:
         for metric, value in sample.metrics.items():

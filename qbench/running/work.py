@@ -193,8 +193,8 @@ def give_up(
 
 
 def passes(known: Record | None, cell: Cell) -> bool:
-    """Whether a record is there that passed, under the tolerance that is asked for now."""
-    if known is None or known.status != "ok":
+    """Whether a record is there that passed, all its tasks, under the tolerance asked for now."""
+    if known is None or known.status != "ok" or known.failed_tasks:
         return False
     return exceeded(cell.scoring.tolerance, known.scoring) is None
 
@@ -237,7 +237,8 @@ def summary(record: Record) -> str:
         return f"{record.cell}: FAILED: {record.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
     proof = "".join(f"; {line}" for line in _measured(record))
-    return f"{record.cell}: done ({cost}{proof})"
+    lost = "".join(f"; {task} FAILED: {why}" for task, why in record.failed_tasks.items())
+    return f"{record.cell}: done ({cost}{proof}){lost}"
 
 
 def _measured(record: Record) -> Iterator[str]:

@@ -36,6 +36,15 @@ def check_add(check, **sample):
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
 
 
+NOTHING = Tolerance(mean=1e-12, largest=1e-12, changed=0.0)
+
+
+def answer(lm, requests):
+    if requests[0].request_type == "loglikelihood":
+        return lm.loglikelihood(requests, disable_tqdm=True)
+    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
+
+
 def assert_close(answers, expected, tolerance=1e-4):
     assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
     for (ours, _), (theirs, _) in zip(answers, expected, strict=True):
@@ -202,6 +211,79 @@ def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
     fast.fast.forward.decoder = small
     assert_close(fast.loglikelihood(choices(17), disable_tqdm=True), expected)
     assert fast.report().halvings > 0
+
+
+@pytest.mark.parametrize("requests", [choices(17), pages((30, 50, 20))], ids=["choices", "pages"])
+def test_by_name_scores_beyond_the_tolerance_are_refused_before_all_is_scored(requests):
+    _, fast = scorers(llama(dtype=torch.bfloat16), sample=2, tolerance=NOTHING)
+    with pytest.raises(EvaluationError, match="fast scoring differs from exact"):
+        answer(fast, requests)
+    assert fast.report().tokens == 0
+    with pytest.raises(EvaluationError, match="fast scoring differs from exact"):
+        fast.require_fast(requests)
+
+
+@pytest.mark.parametrize("requests", [choices(17), pages((30, 50, 20))], ids=["choices", "pages"])
+def test_by_auto_they_are_exact_and_the_report_says_so(requests):
+    exact, fast = scorers(llama(dtype=torch.bfloat16), batch_size=3)
+    auto = scorer(
+        llama(dtype=torch.bfloat16), "fast", batch_size=3, tolerance=NOTHING, fallback=True
+    )
+    expected = answer(exact, requests)
+    assert answer(auto, requests) == expected
+    assert answer(fast, requests) != expected
+    (task,) = {one.task_name for one in requests}
+    assert "fast scoring differs from exact" in auto.report().exact_tasks[task]
+    assert auto.report().difference_from_exact.samples == ()
+    assert fast.report().exact_tasks == {}
+
+
+def test_by_auto_only_the_task_that_is_beyond_is_exact(monkeypatch):
+    """One that is beyond in the scores that are kept, too, where its sample alone was not."""
+    from qbench.evaluation.scoring import scorer as module
+
+    judged, beyond = [], module.beyond
+
+    def second(tolerance, sample):
+        judged.append(sample.task)
+        return f"{sample.task}: off" if len(judged) == 2 else beyond(tolerance, sample)
+
+    monkeypatch.setattr(module, "beyond", second)
+    exact, _ = scorers(llama())
+    auto = scorer(llama(), "fast", fallback=True)
+    kept = Kept()
+    auto._observer = kept
+    for seed, task in ((0, "a"), (5, "b")):
+        requests = choices(9, seed=seed, task=task)
+        answers = auto.loglikelihood(requests, disable_tqdm=True)
+        if task == "a":
+            assert answers == exact.loglikelihood(requests, disable_tqdm=True)
+        assert kept.begun == (2 if task == "a" else 3)
+    assert judged == ["a", "a", "b", "b"]
+    assert list(auto.report().exact_tasks) == ["a"]
+    assert [one.task for one in auto.report().difference_from_exact.samples] == ["b"]
+
+
+class Kept:
+    """An observer that counts how often a call began."""
+
+    begun = 0
+
+    def begin(self, instances, lengths, head):
+        self.begun += 1
+
+    def batch(self, scored, hidden, projection):
+        return None
+
+    def end(self):
+        pass
+
+
+def test_by_auto_a_model_that_cannot_be_packed_is_scored_exactly():
+    auto = scorer(llama(attention="eager"), "fast", fallback=True)
+    exact = scorer(llama(attention="eager"), "exact")
+    assert answer(auto, choices(3)) == answer(exact, choices(3))
+    assert "'eager'" in auto.report().exact_tasks["choices"]
 
 
 def test_an_attention_that_cannot_be_packed_is_refused():

@@ -1,0 +1,258 @@
+"""Tasks of every kind give what lm-eval's ``simple_evaluate`` gives with HFLM, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from scoring_models import llama, scorer, settings, text, tokenizer
+
+from qbench.errors import DataError
+from qbench.evaluation.definitions import expand
+from qbench.evaluation.degradation import flips
+from qbench.evaluation.evaluate import evaluate, rebuild_requests
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.scoring.hflm import pinned_hflm
+from qbench.evaluation.settings import FEWSHOT_SEED
+from qbench.evaluation.tasks import plan_task
+
+DATA = "dataset_path: json\ntest_split: test\n"
+CHOICE = """output_type: multiple_choice
+doc_to_text: "Q: {{text}} A:"
+doc_to_choice: "{{options}}"
+doc_to_target: "{{right}}"
+metric_list: [{metric: acc}, {metric: acc_norm}, {metric: f1}, {metric: brier_score}]
+"""
+# By name: a definition, with the code beside it in own.py.
+TASKS = {
+    "zero_shot": CHOICE,
+    "five_shot": CHOICE + "training_split: train\nfewshot_split: train\nnum_fewshot: 5\n",
+    "first_shots": CHOICE
+    + "training_split: train\nnum_fewshot: 2\nfewshot_config: {sampler: first_n, split: train}\n",
+    "shuffled": CHOICE + "process_docs: !function own.shuffled\n",
+    "coded": """output_type: multiple_choice
+doc_to_text: !function own.drawn
+doc_to_choice: ["yes", "no"]
+doc_to_target: right
+process_results: !function own.judged
+metric_list: [{metric: sure, aggregation: mean}, {metric: pairs, aggregation: !function own.agree}]
+""",
+    "word": """output_type: loglikelihood
+doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
+doc_to_target: "{{' '+text.split(' ')[-1]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "page": """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "sums": """output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{text.split(' ')[0]}}"
+generation_kwargs: {until: [" the"], do_sample: false, max_gen_toks: 6}
+repeats: 2
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+filter_list:
+  - {name: first, filter: [{function: regex, regex_pattern: "(\\\\w+)"}, {function: take_first}]}
+  - {name: whole, filter: [{function: take_first}]}
+""",
+}
+OWN = """
+import random
+
+import numpy as np
+
+
+def shuffled(docs):
+    def one(doc):
+        options = list(doc["options"])
+        random.shuffle(options)
+        return {**doc, "options": options, "right": options.index("yes")}
+
+    return docs.map(one)
+
+
+def drawn(doc):
+    doc["options"].append("changed")  # as code may: what it is given is its own
+    return f"{doc['text']} {random.randrange(99)} {np.random.randint(99)}"
+
+
+def judged(doc, results):
+    assert len(doc["options"]) == 2
+    best = max(range(2), key=lambda i: results[i][0])
+    return {"sure": results[best][0], "pairs": (doc["right"], best)}
+
+
+def agree(items):
+    return sum(gold == guess for gold, guess in items) / len(items)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tasks")
+    for name in TASKS:
+        (made / "data" / name).mkdir(parents=True)
+        for split, count, seed in (("train", 30, 100), ("test", 7, 0)):
+            rows = [
+                {"text": text(seed + i, 4 + 3 * i), "options": ["yes", "no"], "right": i % 2}
+                for i in range(count)
+            ]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (made / "data" / name / f"{split}.jsonl").write_text(lines)
+    (made / "own").mkdir()
+    (made / "own" / "own.py").write_text(OWN)
+    for name, definition in TASKS.items():
+        files = {split: str(made / "data" / name / f"{split}.jsonl") for split in ("train", "test")}
+        kwargs = f"dataset_kwargs: {json.dumps({'data_files': files})}\n"
+        (made / "own" / f"{name}.yaml").write_text(f"task: {name}\n{DATA}{kwargs}{definition}")
+    (made / "own" / "both.yaml").write_text(
+        "group: both\ntask: [word, zero_shot]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    return made
+
+
+def loaded(folder, name):
+    return load_task(plan_task(name, data=folder / "data", definitions=folder / "own"))
+
+
+def theirs(folder, name, chosen, **changes):
+    """Of a task object: built by name, it would draw its first prompt once more before the rest."""
+    manager = TaskManager(include_path=str(folder / "own"), include_defaults=False)
+    random.seed(0)
+    np.random.seed(1234)
+    tasks = [name] if name == "both" else list(manager.load([name])["tasks"].values())
+    return simple_evaluate(
+        model=pinned_hflm(llama(), tokenizer(), chosen),
+        tasks=tasks,
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=True,
+        **changes,
+    )
+
+
+def assert_same(found, results, name):
+    values = {score.metric: score.value for score in found.scores}
+    expected = {
+        key.replace(",none", "").replace(",", " [") + ("]" if ",none" not in key else ""): value
+        for key, value in results["results"][name].items()
+        if "," in key and "_stderr" not in key
+    }
+    assert values == expected
+    samples = results["samples"][name]
+    logged = [s for s in samples if s["filter"] == samples[0]["filter"]]
+    answers = found.responses[found.responses["filter"].isna()]
+    for sample in logged:
+        rows = answers[answers["document"] == sample["doc_id"]]
+        first = [a for one in sample["resps"] for a in one]
+        if isinstance(first[0], str):
+            assert rows["answer"].tolist() == first
+        else:
+            numbers = [a[0] if isinstance(a, tuple | list) else a for a in first]
+            assert rows["log_likelihood"].tolist() == numbers
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_gives_what_simple_evaluate_gives_to_the_bit(folder, name):
+    chosen = settings("exact", max_length=200, limit=6)
+    model, task = scorer(llama(), "exact", max_length=200), loaded(folder, name)
+    results = theirs(folder, name, chosen, limit=6)
+    for _ in range(2):  # the second time most requests are there already
+        assert_same(evaluate(model, task, chosen), results, name)
+    longer = evaluate(model, task, settings("exact", max_length=200))
+    assert longer.outcomes["document"].nunique() == 7
+
+
+def test_a_groups_tasks_are_those_of_simple_evaluate(folder):
+    """A request a batch: lm-eval puts requests of all tasks of a group into one."""
+    chosen = settings("exact", max_length=200, batch_size=1)
+    results = theirs(folder, "both", chosen)
+    model = scorer(llama(), "exact", max_length=200, batch_size=1)
+    assert expand("both", folder / "own") == ["word", "zero_shot"]
+    for name in ("word", "zero_shot"):
+        assert_same(evaluate(model, loaded(folder, name), chosen), results, name)
+
+
+@pytest.mark.parametrize("name", ["five_shot", "coded", "shuffled"])
+def test_seeds_are_counted_from_lm_evals(folder, name):
+    chosen = settings("exact", max_length=200, seed=3, fewshot_seed=5)
+    results = theirs(
+        folder, name, chosen, random_seed=3, numpy_random_seed=1237, torch_random_seed=1237,
+        fewshot_random_seed=5,
+    )  # fmt: skip
+    found = evaluate(scorer(llama(), "exact", max_length=200), loaded(folder, name), chosen)
+    assert_same(found, results, name)
+
+
+def test_a_pair_is_a_right_answer_and_a_prediction_and_so_are_its_flips(folder):
+    """lm-eval's f1, and a metric of a definition's own that gives plain numbers."""
+    chosen = settings("exact", max_length=200)
+    for name, metric in (("zero_shot", "f1"), ("coded", "pairs")):
+        found = [
+            evaluate(scorer(llama(seed), "exact", max_length=200), loaded(folder, name), chosen)
+            for seed in (0, 1)
+        ]
+        one, two = (f.outcomes[f.outcomes["metric"] == metric] for f in found)
+        assert one["value"].tolist() == [0, 1, 0, 1, 0, 1, 0]
+        assert set(one["weight"]) <= {0.0, 1.0}
+        right = [(rows["value"] == rows["weight"]).to_numpy() for rows in (one, two)]
+        counted = flips(one, two)[metric]
+        assert counted.documents == 7
+        assert counted.right_to_wrong == (right[0] & ~right[1]).sum()
+        assert counted.wrong_to_right == (~right[0] & right[1]).sum()
+        assert counted.right_to_wrong + counted.wrong_to_right == np.sum(right[0] != right[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"unsafe_code": "true"}, "runs code that the model writes"),
+     ({"doc_to_image": "text"}, "asks about images or sound")],
+)  # fmt: skip
+def test_what_is_not_run_here_is_refused(folder, tmp_path, changes, words):
+    ((key, value),) = changes.items()
+    (tmp_path / "odd.yaml").write_text(f"task: odd\n{DATA}{key}: {value}\n{TASKS['zero_shot']}")
+    (tmp_path / "odd").symlink_to(folder / "data" / "zero_shot")
+    task = load_task(plan_task("odd", data=tmp_path, definitions=tmp_path))
+    with pytest.raises(DataError, match=f"odd: it {words}"):
+        evaluate(scorer(llama(), "exact"), task, settings("exact"))
+
+
+class Listener(LM):
+    """Notes what it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.arguments = []
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        self.arguments += [one.args for one in requests]
+        return [(-1.0, True) for _ in requests]
+
+    loglikelihood_rolling = generate_until = None
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("name", ["coded", "five_shot"])
+def test_text_that_was_drawn_is_shown_as_it_was_asked(folder, name, seed):
+    spec = plan_task(name, data=folder / "data", definitions=folder / "own")
+    task, model = load_task(spec), Listener()
+    evaluate(model, task, settings("exact", seed=seed))
+    record = SimpleNamespace(
+        cell="softpick/bf16",
+        documents={name: task.digest},
+        key_parts={"scoring": {"seed": seed, "fewshot_seed": FEWSHOT_SEED}},
+    )
+    for document in range(7):
+        asked = tuple(model.arguments[2 * document : 2 * document + 2])
+        assert rebuild_requests(record, [spec], document)[name] == asked
+    record.documents[name] = "0"
+    with pytest.raises(DataError, match="ask something else than softpick/bf16 was asked"):
+        rebuild_requests(record, [spec], 0)

@@ -1,0 +1,117 @@
+"""What cannot be scored is named, with its line where there is one, and costs nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from scoring_models import choices, scorer
+from small_recipe import DEMO, qbench, small_recipe
+from transformers import OPTConfig, OPTForCausalLM
+
+from qbench.errors import DataError, UnavailableError
+from qbench.evaluation.evaluate import evaluate
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.tasks import plan_task
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.running.grid import run_cells
+from qbench.store import Store
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return shutil.copytree(DEMO / "data", tmp_path / "data")
+
+
+def change(data, task, line, **fields):
+    path = data / task / "test.jsonl"
+    rows = [json.loads(one) for one in path.read_text().splitlines()]
+    rows[line - 1] |= fields
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("line", [1, 3])
+@pytest.mark.parametrize(
+    ("task", "fields", "words"),
+    [
+        ("demo_pages", {"page": -1}, "page is -1, and a text to score is needed"),
+        ("demo_pages", {"page": ""}, 'page is "", and a text to score is needed'),
+        ("demo_pages", {"page": " \n"}, "page is .*, and a text to score is needed"),
+        ("demo_choice", {"query": None}, "query is null, so there is nothing to ask"),
+        ("demo_choice", {"query": []}, r"query is \[\], so there is nothing to ask"),
+        ("demo_choice", {"query": {}}, r"query is \{\}, so there is nothing to ask"),
+        ("demo_choice", {"answer": 99}, "its label, answer, is 99, and there are 4 choices"),
+    ],
+)
+def test_nonsense_is_refused_with_its_line_when_it_is_planned(data, task, line, fields, words):
+    change(data, task, line, **fields)
+    with pytest.raises(DataError, match=rf"test\.jsonl:{line}: {task}: {words}"):
+        plan_task(task, data=data, definitions=DEMO / "tasks")
+
+
+def test_a_text_of_nothing_is_refused_with_its_line_when_it_is_loaded(data):
+    """Its target is computed: known when lm-eval has made it."""
+    change(data, "demo_lastword", 2, text="")
+    task = load_task(plan_task("demo_lastword", data=data, definitions=DEMO / "tasks"))
+    with pytest.raises(DataError, match=r"test\.jsonl:2: there is no target text"):
+        evaluate(None, task, scorer(opt(32), "exact").settings)
+
+
+def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, capfd):
+    """A continuation that is longer than the context; the other tasks, and damage, are kept."""
+    change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
+    path = small_recipe(tmp_path, data=str(data), checkpoints={"a": str(DEMO / "softpick")})
+    planned = plan(Recipe.load(path), device="cpu")
+    for record in run_cells(planned, out=tmp_path / "out"):
+        assert record.status == "ok"
+        assert {score.task for score in record.scores} == {"demo_lastword", "demo_pages"}
+        (named,) = record.failed_tasks.items()
+        assert named[0] == "demo_choice"
+        assert "does not fit into evaluation.max_length" in named[1]
+    assert set(record.damage.tasks) == {"demo_lastword", "demo_pages"}
+    assert record.damage.tasks["demo_pages"].distributions.kl.mean > 0
+    out = tmp_path / "out"
+    assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "a/fp32") == 1
+    assert "demo_choice: failed: a continuation of" in (out / "tables.md").read_text()
+    assert "cells lack a task" in capfd.readouterr().err
+
+
+def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
+    change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
+    path = small_recipe(tmp_path, data=str(data), tasks=["demo_choice"], quantizers=["fp32"])
+    (record, _) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
+    assert record.status == "failed"
+    assert "does not fit into evaluation.max_length" in record.error
+    assert Store(tmp_path / "out").records()[0].failed_tasks == {}
+
+
+def opt(embedded: int):
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=400, hidden_size=64, word_embed_proj_dim=embedded, ffn_dim=96,
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256, init_std=0.15,
+    )  # fmt: skip
+    return OPTForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_head_narrower_than_the_layers_is_scored_as_lm_eval_does(mode):
+    """As of opt-350m, whose embeddings are half as wide as its layers."""
+    model = opt(32)
+    expected = scorer(model, "lm-eval").loglikelihood(choices(5), disable_tqdm=True)
+    found = scorer(model, mode).loglikelihood(choices(5), disable_tqdm=True)
+    if mode == "exact":
+        assert found == expected
+    assert [a for a, _ in found] == pytest.approx([a for a, _ in expected], abs=1e-4)
+
+
+def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
+    model = opt(64)
+    model.get_decoder = lambda: lambda ids, use_cache: (torch.zeros(1, 8, 48),)
+    with pytest.raises(UnavailableError, match=r"does not give what its LM head takes.*lm-eval"):
+        scorer(model, "exact")
