@@ -7,7 +7,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.passkey import FILLER, Passkey, key, prompts, scores
-from qbench.evaluation.scoring import greedy as decoding
+from qbench.evaluation.scoring import generate as decoding
 from qbench.evaluation.scoring.generate import at_once, greedy, reserved_cache
 from qbench.evaluation.tasks import plan_task
 from qbench.overrides import Overrides

@@ -106,12 +106,12 @@ def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():
     check = Check(Tolerance(), by_bias=True)
-    check.add(
+    found = check.compare(
         task="a", documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
         fast=[(-1.0, True), (-2.0, True), (-3.0, True), (-1.5, True)],
         exact=[(-1.2, True), (-1.8, True), (-2.4, True), (-1.2, False)],
-    )  # fmt: skip
-    (found,) = check.samples  # documents: (0.2 − 0.2) / 2, −0.6 / 2, −0.3
+    ).sample  # fmt: skip
+    # documents: (0.2 − 0.2) / 2, −0.6 / 2, −0.3
     assert found.bias_per_token == pytest.approx(-0.2)
     assert found.bias_stderr == pytest.approx(0.1)
     assert found.mean_per_token == pytest.approx((0.2 + 0.2 + 0.3 + 0.3) / 4)
