@@ -1,0 +1,253 @@
+"""Scores of other models, under every normalizer, and of quantized ones: exact as lm-eval's, fast
+as exact, or refused with the reason and what to say instead."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import bitsandbytes
+import numpy as np
+import pytest
+import torch
+import transformers
+from normalizer_parameters import attach
+from quantizer_models import DIGEST
+from recorded_rows import recorded, watch
+from scoring_models import choices, llama, pages, scorer
+from transformers import Gemma2Config, Gemma2ForCausalLM
+from treated_models import decoder
+
+from qbench.attention.kv_cache import KV_CACHE
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.transformers import attend
+from qbench.errors import UnavailableError
+from qbench.evaluation.kl import KLObserver
+from qbench.evaluation.scoring.batching import Packing
+from qbench.evaluation.scoring.forward import PackedForward, unquantized_activations
+from qbench.evaluation.scoring.generate import greedy
+from qbench.evaluation.scoring.requests import Request
+from qbench.evaluation.settings import Tolerance
+from qbench.quantizers import bnb, config_of, parse
+from qbench.quantizers.quantize import apply, quantize
+
+SMALL = {
+    "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.15,
+}  # fmt: skip
+AFTER_HEAD = r"changes its logits after the LM head.*use scoring: lm-eval"
+WINDOWS = "windows or other layers; use scoring: exact"
+# Class, changes of the configuration, what exact and what fast scoring say (None: they score).
+# tests/models runs every class of the table in the modes that it says.
+MODELS = {
+    "tied": ("Llama", {"tie_word_embeddings": True}, None, None),
+    "window": ("Mistral", {"sliding_window": 8}, None, WINDOWS),
+    "scaled": ("Granite", {"logits_scaling": 8.0}, AFTER_HEAD, AFTER_HEAD),
+    "capped": ("Gemma2", {"head_dim": 16}, AFTER_HEAD, AFTER_HEAD),
+    "hands nothing on": ("StableLm", {}, None, "StableLmForCausalLM .*use scoring: exact"),
+    "no attention": ("Mamba", {}, None, "use scoring: exact"),
+}
+SCHEMES = {
+    "token": "int4-token",
+    "recent tokens": {"name": "int3-token", "keep_recent": 6},
+    "kivi, recent, before RoPE": {
+        "name": "int3-channel", "group_size": 8, "keep_recent": 8, "before_rope": True,
+    },
+}  # fmt: skip
+LOOSE = Tolerance(mean=10.0, largest=100.0, changed=1.0)
+
+
+def answers(model, mode, requests=None, **changes):
+    requests = choices(7) if requests is None else requests
+    lm = scorer(model, mode, **changes)
+    if requests[0].request_type == "loglikelihood":
+        return lm.loglikelihood(requests, disable_tqdm=True)
+    return [(value, None) for value in lm.loglikelihood_rolling(requests, disable_tqdm=True)]
+
+
+def assert_close(found, expected):
+    """A value may lie on the border between two codes, and rounding then decide: of a few."""
+    off = sorted(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
+    assert off[len(off) * 3 // 4] < 1e-3
+    assert off[-1] < 0.5
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_scored_as_lm_eval_scores_it_or_refused(name, mode):
+    kind, changes, *refusals = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    refusal = refusals[0 if mode == "exact" else 1]
+    bounds = Tolerance(mean=1e-3, largest=1e-3, changed=0.0)
+    if refusal is not None:
+        with pytest.raises(UnavailableError, match=refusal):
+            scorer(model, mode, tolerance=bounds)
+        return
+    ours, expected = answers(model, mode, tolerance=bounds), answers(model, "lm-eval")
+    assert [a for a, _ in ours] == pytest.approx([a for a, _ in expected], abs=1e-3)
+
+
+def gemma2():
+    """A window in every other layer, scores capped at 3."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=400, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=4,
+        sliding_window=8, attn_logit_softcapping=3.0, final_logit_softcapping=None,
+        max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+    return Gemma2ForCausalLM(config).eval()
+
+
+def model_with(normalizer="softpick", scheme=None, make=llama, slopes=True):
+    model = attach(make(), normalizer, slopes=slopes) if normalizer != "softpick" else make()
+    assert attend(model, normalizer=normalizer) == f"{normalizer}/reference"
+    if scheme is None:
+        return model
+    return apply(model, config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32"), {})
+
+
+@pytest.mark.parametrize("make", [llama, gemma2])
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_exact_scores_equal_those_of_hflm_to_the_bit(normalizer, make):
+    model = model_with(normalizer, make=make, slopes=make is gemma2)
+    expected = answers(model, "lm-eval")
+    assert answers(model, "exact") == expected
+    windows = pages((3, 0, 75))
+    assert answers(model, "exact", windows) == answers(model, "lm-eval", windows)
+    if normalizer != "softmax":
+        attend(model, normalizer="softmax")
+        softmax = answers(model, "exact")
+        assert max(abs(a - b) for (a, _), (b, _) in zip(expected, softmax, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("requests", [choices(7), pages((3, 75, 40))], ids=["choices", "windows"])
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_fast_scores_are_the_exact_ones(normalizer, requests):
+    model = model_with(normalizer)
+    found, expected = (answers(model, mode, requests) for mode in ("fast", "exact"))
+    assert [a for a, _ in found] == pytest.approx([a for a, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("requests", [choices(9), pages((3, 75, 40))], ids=["choices", "windows"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fast_scores_of_a_quantized_cache_are_the_exact_ones(scheme, requests):
+    model = model_with(scheme=scheme)
+    exact = answers(model, "exact", requests)
+    assert_close(answers(model, "fast", requests, tolerance=LOOSE), exact)
+    plain = answers(model_with(), "exact", requests)
+    assert max(abs(a - b) for (a, _), (b, _) in zip(plain, exact, strict=True)) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+def test_fast_scores_of_a_quantized_cache_under_every_normalizer(normalizer, scheme):
+    model = model_with(normalizer, scheme)
+    assert_close(answers(model, "fast", tolerance=LOOSE), answers(model, "exact"))
+
+
+def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
+    """Before its keys are laid out for each of its suffixes."""
+    from qbench.quantizers.kv_cache import rounding
+
+    rounded = []
+    right = rounding.by_token
+
+    def noting(x, form, group):
+        rounded.append(x.shape[2])
+        return right(x, form, group)
+
+    model = model_with(scheme="token")
+    fast = scorer(model, "fast", sample=0, tolerance=LOOSE)
+    monkeypatch.setattr(rounding, "by_token", noting)
+    fast.loglikelihood(choices(9), disable_tqdm=True)
+    assert sum(rounded) == fast.report().tokens * 3 * 2  # layers, keys and values
+
+
+def test_prompts_decoded_side_by_side_read_the_same_cache():
+    model = model_with(scheme="kivi, recent, before RoPE")
+    prompts = [[(7 * i + 3 * t) % 400 for t in range(21)] for i in range(3)]
+    for prompt, answer in zip(prompts, greedy(model, prompts, 12), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+def test_packs_are_tried_out_without_the_steps_of_few_bits(monkeypatch):
+    """Which make rounding as large as the error of an attention that sees other tokens."""
+    model = model_with(scheme="kivi, recent, before RoPE")
+    cache = getattr(model.model.layers[0].self_attn, KV_CACHE)
+    right = cache.rounded
+
+    def unsteady(key, value, positions):
+        coded = right(key, value, positions)
+        return tuple(x + torch.randn(x.shape) * x.norm(dim=-1, keepdim=True) for x in coded)
+
+    monkeypatch.setattr(cache, "rounded", unsteady)
+    fast = scorer(model, "fast", sample=0, tolerance=LOOSE)
+    before = fast.loglikelihood(choices(2), disable_tqdm=True)
+    assert before != fast.loglikelihood(choices(2), disable_tqdm=True)  # it is rounded again
+    ids = torch.arange(9)[None]
+    with torch.no_grad(), unquantized_activations(model):
+        paused = model(ids, use_cache=False).logits
+    plain = model_with()(ids, use_cache=False).logits
+    torch.testing.assert_close(paused, plain, rtol=0, atol=1e-4)
+
+
+TEXTS = ([5, 9, 11, 40, 2, 7, 31], [5, 9, 11, 40, 80, 3], [8, 6, 4, 90])  # two share a prefix
+
+
+@torch.no_grad()
+def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
+    found = {}
+    for queries_keys in (True, False):
+        entry = {
+            "kv": "int4-token",
+            "outliers": {"name": "rotation", "queries_keys": queries_keys},
+        }
+        model = quantize(
+            decoder("llama-biases"),
+            config_of(entry, compute_dtype="float32"),
+            calibration=None,
+            digest=DIGEST,
+            artifacts=tmp_path,
+        ).model
+        alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
+        requests = [Request([*ids, 0], len(ids), i) for i, ids in enumerate(TEXTS)]
+        (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
+        batch = pack.collate(requests)
+        rows = [batch.rows[batch.scored.row[list(batch.scored.request).index(i)]] for i in range(3)]
+        forward = PackedForward(model, model.get_decoder())
+        with forward.ready():
+            packed = forward(batch)[rows]
+        torch.testing.assert_close(packed, torch.stack(alone), rtol=1e-4, atol=1e-4)
+        found[queries_keys] = alone[0]
+    assert (found[True] - found[False]).norm() > 1e-3 * found[True].norm()
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_answers_and_divergence_of_llm_int8_are_the_librarys(mode, tmp_path, monkeypatch):
+    original, requests = llama(dtype=torch.bfloat16), choices(9)
+    chosen = parse("bnb-8bit", {"compute_dtype": "bfloat16", "threshold": 1.0})
+    model = quantize(
+        copy.deepcopy(original), chosen, calibration=None, digest=DIGEST, artifacts=tmp_path
+    ).model
+    base = recorded(original, requests)
+
+    def scored():
+        observer = KLObserver(base)
+        found = watch(model, observer, requests, mode, tolerance=LOOSE)
+        (one,) = observer.divergences.values()
+        return found, [getattr(one, f.name) for f in dataclasses.fields(one)]
+
+    found, measured = scored()
+    assert measured[0].max() > 0
+    monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
+    expected, same = scored()
+    assert found == expected
+    assert all(map(np.array_equal, measured, same))
