@@ -9,8 +9,10 @@ import pytest
 import torch
 import yaml
 
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model
 from qbench.cli.app import app
+from qbench.plugins import source_digest
 from qbench.store import Store
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
@@ -36,7 +38,16 @@ def results(tmp_path_factory):
                 "name": "plugins",
                 "checkpoints": {"softmax": str(DEMO / "softmax"), "toy": str(toy)},
                 "compute_dtype": "float32",
-                "quantizers": ["fp32", {"name": "sign-1bit", "gain": 0.9, "label": "signs"}],
+                "quantizers": [
+                    "fp32",
+                    {"name": "sign-1bit", "gain": 0.9, "label": "signs"},
+                    {"name": "gptq-4bit", "group_size": 64},
+                ],
+                "calibration": {
+                    "path": str(DEMO / "calibration.jsonl"),
+                    "samples": 2,
+                    "length": 32,
+                },
                 "tasks": ["demo_choice", "demo_pages"],
                 "definitions": str(DEMO / "tasks"),
                 "data": str(DEMO / "data"),
@@ -64,6 +75,20 @@ def test_the_cells_ran_on_the_plug_ins_and_passed_their_audit(results):
     assert 1 <= cell.audit.bits_per_weight < 2
     assert cell.damage.tasks["demo_choice"].distributions.kl.mean > 0
     assert cell.key_parts["quantizer"]["gain"] == 0.9
+
+
+def test_weights_calibrated_under_a_plug_in_have_its_source_in_their_key(results):
+    """An edited normalizer gave 178.81 with the weights that were calibrated under the old one,
+    where 175.04 is right."""
+    sources = {}
+    for path in (results.parent / "cache" / "artifacts").glob("*/*/manifest.json"):
+        parts = json.loads(path.read_text())["parts"]
+        found = parts["calibration"] or {}
+        sources[path.parent.name.rpartition("-")[0], found.get("attention")] = found
+    digest = source_digest(NORMALIZERS.get("toy").__class__)
+    assert sources["gptq-4bit", "qbench-toy-reference"]["normalizer source"] == digest
+    assert "normalizer source" not in sources["gptq-4bit", "qbench-softmax-reference"]
+    assert sources["sign-1bit", None] == {}
 
 
 def test_tables_and_report_show_them(results):

@@ -83,6 +83,27 @@ def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_
     assert retried.finished > broken.finished
 
 
+def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monkeypatch):
+    """It was held to a copy of itself, which cannot fail."""
+    from qbench import checkpoints
+
+    inner, loads = checkpoints.load_model, []
+
+    def load_model(*of, **named):
+        model = inner(*of, **named)
+        if not loads:
+            model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+        loads.append(model)
+        return model
+
+    monkeypatch.setattr(checkpoints, "load_model", load_model)
+    out = tmp_path / "out"
+    options = ("--out", out, "--device", "cpu", "--only", "softmax/fp32")
+    assert qbench("run", small_recipe(tmp_path), *options) == 1
+    (record,) = Store(out).records()
+    assert record.error == "audit: model.layers.1.mlp.up_proj: not the original weights"
+
+
 def test_worker_processes_give_the_scores_of_one_process(tmp_path):
     path = small_recipe(tmp_path)
     alone, beside = tmp_path / "alone", tmp_path / "beside"

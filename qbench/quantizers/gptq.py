@@ -217,7 +217,7 @@ def solve(weight: Tensor, factor: Factor, settings: Gptq) -> Solved:
 def _grid(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
     """Scale and zero, float32 [out, n], of ``groups`` [out, n, weights in a group], as gptqmodel
     has them: a symmetric group without negative values has its lowest at 0."""
-    largest = torch.tensor(2.0**settings.num_bits - 1, device=groups.device)
+    largest = torch.full((), 2.0**settings.num_bits - 1, device=groups.device)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if settings.symmetric:
         high = torch.maximum(low.abs(), high)

@@ -57,7 +57,8 @@ class Quantized:
 
 def backend(settings: Settings) -> Any:
     """The module with the functions of a method, see ``qbench.quantizers.config``."""
-    return importlib.import_module(BACKENDS[type(settings)])
+    kind = next(kind for kind in type(settings).__mro__ if kind in BACKENDS)
+    return importlib.import_module(BACKENDS[kind])
 
 
 def quantize(
