@@ -13,7 +13,7 @@ from bitsandbytes import functional
 from quantizer_models import DIGEST, PROBE, llama, logits, settings
 
 from qbench.quantizers import bnb
-from qbench.quantizers.bnb_inputs import quantized
+from qbench.quantizers.bnb import quantized
 from qbench.quantizers.quantize import quantize
 
 pytestmark = [

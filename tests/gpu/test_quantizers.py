@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:inner dimension:UserWarning"),
 ]
 
-OWN = {}
 CASES = [
     ("bnb-4bit", {}),
     ("bnb-4bit", {"quant_type": "fp4", "double_quant": True}),
@@ -42,8 +41,7 @@ CASES = [
     *((f"hqq-{bits}bit", {}) for bits in (2, 3, 4, 8)),
     ("hqq-4bit", {"axis": 0, "compute_dtype": "float32"}),
     *((f"rtn-{bits}bit", {}) for bits in (2, 3, 4, 8)),
-    *((f"gptq-{bits}bit", OWN) for bits in (2, 3, 4, 8)),
-    ("gptq-4bit", {**OWN, "desc_act": True, "compute_dtype": "float32"}),
+    ("gptq-4bit", {"desc_act": True, "compute_dtype": "float32"}),
     *((f"gptq-{bits}bit", {}) for bits in (2, 3, 4, 8)),
     ("gptq-4bit", {"desc_act": True, "symmetric": False}),
 ]
@@ -86,24 +84,14 @@ def test_the_gpu_gives_what_the_cpu_gives(name, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_gptq_beats_rounding_to_the_same_grid_and_both_backends_agree(bits, tmp_path):
+def test_gptq_beats_rounding_to_the_same_grid(bits, tmp_path):
     original = llama("softpick", device="cuda")
     text = calibration(seed=5).ids.to("cuda")
-    theirs, ours, rounded = (
+    ours, rounded = (
         damage(on_gpu(settings(name, **stated), tmp_path).model, original, text)
-        for name, stated in (
-            (f"gptq-{bits}bit", {}),
-            (f"gptq-{bits}bit", OWN),
-            (f"rtn-{bits}bit", {"symmetric": True}),
-        )
+        for name, stated in ((f"gptq-{bits}bit", {}), (f"rtn-{bits}bit", {"symmetric": True}))
     )
-    assert max(theirs, ours) < rounded
-    assert theirs == pytest.approx(ours, rel=0.3)
-
-
-def test_the_library_stays_on_the_cpu_where_the_model_is(tmp_path):
-    made = make(settings("gptq-4bit"), tmp_path, "softpick")
-    assert {t.device.type for t in made.model.state_dict().values()} == {"cpu"}
+    assert ours < rounded
 
 
 @pytest.mark.parametrize(
@@ -113,7 +101,6 @@ def test_the_library_stays_on_the_cpu_where_the_model_is(tmp_path):
         ("bnb-8bit", {}),
         ("hqq-2bit", {}),
         ("rtn-3bit", {}),
-        ("gptq-3bit", OWN),
         ("gptq-2bit", {}),
         ("gptq-3bit", {}),
     ],
@@ -149,9 +136,10 @@ def test_decoding_4_bit_codes_ourselves_gives_what_the_librarys_gpu_kernel_gives
     """And so do the codes that a CPU has made."""
     layer = torch.nn.Linear(width, 40, bias=False, dtype=getattr(torch, dtype))
     chosen = settings("bnb-4bit", quant_type=table, double_quant=double, compute_dtype=dtype)
-    stored = chosen.store("layer", layer)
-    here = chosen.rebuild(plain(layer), stored)
-    there = chosen.rebuild(plain(layer.cuda()), {n: t.cuda() for n, t in stored.items()})
+    stored = bnb.quantize("layer", layer, chosen.weights)
+    here = bnb.from_packed(plain(layer), stored, chosen.weights)
+    moved = {name: tensor.cuda() for name, tensor in stored.items()}
+    there = bnb.from_packed(plain(layer.cuda()), moved, chosen.weights)
     state = there.weight.quant_state
     theirs = functional.dequantize_4bit(there.weight.data, state).float().cpu()
     close = {"rtol": 1e-5, "atol": 1e-7} if dtype == "float32" else {"rtol": 5e-3, "atol": 1e-6}

@@ -89,14 +89,6 @@ def test_experts_and_turned_layers_are_quantized_by_every_method(kind, name, sta
     assert len(experts) == layers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gpt2"])
-def test_gptqmodel_quantizes_them_too(kind, tmp_path):
-    found = report(kind, tmp_path, "gptq-4bit", group_size=32)
-    assert found.problems == ()
-    assert found.coverage > 0.97
-
-
 def test_bitsandbytes_does_not_choose_an_experts_kernel_by_its_number_of_rows(
     tmp_path, monkeypatch
 ):

@@ -11,17 +11,15 @@ from bitsandbytes import functional
 from quantizer_models import logits, make, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qbench.quantizers import bnb, bnb_inputs
-from qbench.quantizers.bnb_inputs import quantized
+from qbench.quantizers import bnb
+from qbench.quantizers.bnb import quantized
 
 
 @pytest.fixture
 def quantizations(monkeypatch):
     """Inputs that were quantized, one entry each."""
-    counted, inner = [], bnb_inputs._quantize
-    monkeypatch.setattr(
-        bnb_inputs, "_quantize", lambda *given: counted.append(given) or inner(*given)
-    )
+    counted, inner = [], bnb._quantize
+    monkeypatch.setattr(bnb, "_quantize", lambda *given: counted.append(given) or inner(*given))
     return counted
 
 

@@ -15,7 +15,6 @@ GPTQ = {"name": "gptq-4bit", "group_size": 16}
 WEIGHTS = {
     "unquantized": None,
     "gptq": GPTQ,
-    "gptqmodel": {**GPTQ},
     "rtn": {"name": "rtn-4bit", "group_size": 16},
     "hqq": {"name": "hqq-4bit", "group_size": 16},
     "bnb": "bnb-4bit",
@@ -47,7 +46,7 @@ def judged(chosen, model, which="llama-biases", normalizer="softmax"):
 @pytest.mark.parametrize("outliers", TRANSFORMS)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(weights, outliers, tmp_path):
-    which = "llama-wide"  # gptqmodel takes multiples of 32
+    which = "llama-wide"
     chosen = quantizer(WEIGHTS[weights], TRANSFORMS[outliers])
     report = judged(chosen, make(chosen, tmp_path, which).model, which)
     assert report.problems == ()
