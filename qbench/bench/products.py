@@ -20,21 +20,24 @@ from torch import Tensor, nn
 from qbench.bench.attention_timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import write_atomically
+from qbench.quantizers import scaled_mm
+from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
+from qbench.quantizers.int8_kernel import TILES, int8_product
 from qbench.quantizers.linear import plain
-from qbench.quantizers.products import codes, kernels, layers, real
 from qbench.text import markdown
 
 WIDTHS = {"340M": (1024, 2816), "1.8B": (2048, 5632)}  # hidden and intermediate size
 TOKENS = (2048, 16384, 65536)
 GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # layers with one input
 FORMATS = {
-    "int8 a token": ("int8", "row"),
-    "fp8 a token": ("e4m3", "row"),
-    "fp8 a tensor": ("e4m3", "tensor"),
+    "int8 a token": QuantFormat(num_bits=8),
+    "fp8 a token": QuantFormat(num_bits=8, type="float"),
+    "fp8 a tensor": QuantFormat(num_bits=8, type="float", strategy="tensor"),
 }
 # Relative to the product in float64 of what the codes stand for: bfloat16's own rounding gives
 # 1.7e-3, and fp8 tensor cores add up 14 bits of a sum before it goes to float32.
-LIMIT = {"int8": 2.5e-3, "e4m3": 4e-3}
+LIMIT = {"int": 2.5e-3, "float": 4e-3}
 
 Block = dict[str, nn.Module]
 
@@ -121,12 +124,13 @@ def _block(model: str) -> Block:
     }
 
 
-def _real(block: Block, kind: str, per: str) -> Block:
+def _real(block: Block, form: QuantFormat) -> Block:
+    """Weights in the format of activations."""
     model = nn.ModuleDict()
     for name, layer in block.items():
-        tensors = layers.store(layer.weight, kind, per)
-        model[name] = layers.ScaledLinear(plain(layer), tensors)
-    real.install(model, dict(model.named_children()), kind, per, {})
+        codes, scale = encode(layer.weight, form)
+        model[name] = scaled_mm.ScaledLinear(plain(layer), {"codes": codes, "scale": scale})
+    scaled_mm.multiply_codes(model, dict(model.named_children()), form, {})
     return dict(model.named_children())
 
 
@@ -154,20 +158,22 @@ def _check(model: str) -> list[dict[str, Any]]:
     """Every layer in every format, on odd numbers of tokens."""
     rows, block = [], _block(model)
     for tokens in (1, 19, 1000):
-        for arithmetic, (kind, per) in FORMATS.items():
-            real_block = _real(block, kind, per)
+        for arithmetic, form in FORMATS.items():
+            real_block = _real(block, form)
             for group, x in zip(GROUPS, _inputs(block, tokens), strict=True):
                 for name in group:
                     layer = real_block[name]
-                    wanted = codes.decode(*codes.encode(x, kind, per)).double()
-                    wanted = wanted @ codes.decode(layer.codes, layer.scale).double().T
+                    whole = form.strategy == "tensor"
+                    fixed = scale_of_tensor(*torch.aminmax(x), form) if whole else None
+                    wanted = decode(*encode_definition(x, form, fixed)).double()
+                    wanted = wanted @ decode(layer.codes, layer.scale).double().T
                     off = float((layer(x).double() - wanted).norm() / wanted.norm())
                     rows.append({"case": f"{model} {arithmetic} {name} {tokens}", "error": off,
-                                 "limit": LIMIT[kind]})  # fmt: skip
-                    if not off <= LIMIT[kind]:
+                                 "limit": LIMIT[form.type]})  # fmt: skip
+                    if not off <= LIMIT[form.type]:
                         raise EvaluationError(
                             f"{rows[-1]['case']}: {off:.2g} off the product in float64, at most "
-                            f"{LIMIT[kind]:g} is right"
+                            f"{LIMIT[form.type]:g} is right"
                         )
     return rows
 
@@ -176,8 +182,8 @@ def _blocks(model: str, tokens: int, repeat_ms: int) -> list[dict[str, Any]]:
     block = _block(model)
     inputs = _inputs(block, tokens)
     times = {"bf16": milliseconds(_run(block, inputs), repeat_ms)}
-    for arithmetic, (kind, per) in FORMATS.items():
-        times[arithmetic] = milliseconds(_run(_real(block, kind, per), inputs), repeat_ms)
+    for arithmetic, form in FORMATS.items():
+        times[arithmetic] = milliseconds(_run(_real(block, form), inputs), repeat_ms)
     return [
         {
             "model": model,
@@ -209,19 +215,19 @@ def _parts(layer: nn.Linear, tokens: int) -> Iterator[tuple[str, Callable[[], An
     x = torch.randn(tokens, wide, device="cuda", dtype=torch.bfloat16)
     flops, read, made = 2 * tokens * wide * tall, (tokens + tall) * wide, tokens * tall
     yield "bf16 product", partial(F.linear, x, layer.weight), 2 * (read + made), flops
-    for arithmetic, (kind, per) in FORMATS.items():
-        scaled = _real({"it": layer}, kind, per)["it"]
-        coded = real.encode(x, kind, per)
-        product = partial(real.multiply, kind, coded, scaled, x.dtype)
-        yield f"encoding {arithmetic}", partial(real.encode, x, kind, per), 3 * x.numel(), 0
+    for arithmetic, form in FORMATS.items():
+        scaled = _real({"it": layer}, form)["it"]
+        coded = encode(x, form)
+        product = partial(scaled_mm.scaled_mm, *coded, scaled, x.dtype)
+        yield f"encoding {arithmetic}", partial(encode, x, form), 3 * x.numel(), 0
         yield f"{arithmetic} product", product, read + 2 * made, flops
-        if kind == "int8":
+        if form.type == "int":
             run = partial(torch._int_mm, coded[0], scaled.codes.T)
             yield "torch._int_mm, sums left as int32", run, read + 4 * made, flops
             scale, columns = coded[1], scaled.scale
-            for tile in kernels.TILES:
+            for tile in TILES:
                 run = partial(
-                    kernels.int8_product,
+                    int8_product,
                     coded[0],
                     scale,
                     scaled.codes,

@@ -4,8 +4,7 @@ What is named here imports no torch: ``qbench plan`` and ``qbench list`` start a
 is in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audit``.
 """
 
-from qbench.quantizers import heads, weights  # noqa: F401  (they register)
-from qbench.quantizers.activations import floats, integers  # noqa: F401  (they register)
+from qbench.quantizers import activations, heads, kv_cache  # noqa: F401  (they register)
 from qbench.quantizers.config import (
     SETTINGS,
     Evidence,
@@ -13,11 +12,8 @@ from qbench.quantizers.config import (
     QuantizationConfig,
     WeightSettings,
 )
-from qbench.quantizers.kv_cache import settings as _kv_settings  # noqa: F401  (it registers)
 from qbench.quantizers.names import QUANTIZERS, config_of, parse, register, unquantized_dtype
 from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
-from qbench.quantizers.products import combinations  # noqa: F401  (they register)
-from qbench.quantizers.products import weights as _scaled_weights  # noqa: F401
 from qbench.quantizers.weights import Rtn
 
 __all__ = [

@@ -429,33 +429,62 @@ class PackedWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """What quantized values can be, said so that who did not quantize them can find them again.
+class QuantFormat:
+    """What rounded values can be and what shares a scale, in the words of compressed-tensors'
+    ``QuantizationArgs``: said so that who did not round them can find them again.
 
-    ``kind``: ``symmetric`` (codes −(2^(bits−1)−1) … 2^(bits−1)−1 times a scale), ``asymmetric``
-    (codes 0 … 2^bits−1 less a zero point, times a scale), or the name of a floating-point format
-    of the elements (``e4m3``, ``e2m1``). ``scale_format``: what a scale is rounded to (``float32``,
-    ``e8m0``, ``e4m3``).
+    ``type`` int: codes −(2^(num_bits−1)−1) … 2^(num_bits−1)−1 times a scale; or, where not
+    ``symmetric``, codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1
+    of 4, times a scale.
+
+    ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
+    a ``channel`` over ``group_size`` tokens, the whole ``tensor``; ``tensor_group``: groups, under
+    a scale of the tensor's (NVFP4). ``dynamic``: scales come from the values themselves; else that
+    of the tensor is fixed before. ``scale_dtype``: what scales are rounded to, as torch names it.
+
+    ``zero_point``: ``int``, a code, of a range that holds 0, so that 0 stays 0; ``float``, the
+    lowest value itself, rounded as scales are (KIVI).
     """
 
-    kind: str
-    bits: float
-    scale_format: str = "float32"
+    num_bits: int
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: Literal["token", "group", "channel", "tensor", "tensor_group"] = "token"
+    group_size: int = WHOLE_ROW
+    dynamic: bool = True
+    scale_dtype: Literal["float32", "float16", "float8_e4m3fn", "float8_e8m0fnu"] = "float32"
+    zero_point: Literal["int", "float"] = "int"
+
+    @property
+    def element(self) -> str:
+        """``int4``, ``e4m3``, ``e2m1``."""
+        return f"int{self.num_bits}" if self.type == "int" else ELEMENTS.get(self.num_bits, "float")
+
+    @property
+    def largest(self) -> float:
+        """Of the codes; the smallest is its negative, or 0 where not symmetric."""
+        if self.type == "float":
+            return {"e4m3": 448.0, "e2m1": 6.0}[self.element]
+        return 2.0 ** (self.num_bits - 1) - 1 if self.symmetric else 2.0**self.num_bits - 1
+
+    @property
+    def one_of_tensor(self) -> bool:
+        """Whether a scale is that of all that comes at once: tokens change each other."""
+        return self.dynamic and self.strategy.startswith("tensor")
+
+
+ELEMENTS = {8: "e4m3", 4: "e2m1"}  # floating-point formats by their bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEvidence:
     """How the input of one module is quantized, as far as the audit must be told.
 
-    ``scale_of``: what shares a scale: ``group`` values along the last axis (−1: all of them), the
-    whole ``tensor``, or ``text``: it is fixed at ``scale``, with ``zero`` in an asymmetric grid.
-    With ``e4m3`` scales ``tensor`` and ``text`` speak of the scale above those of the groups.
-    ``inside``: the module itself quantizes, so that no hook sees its quantized input.
+    ``scale`` and ``zero``: what is fixed, where ``format`` is not dynamic. ``inside``: the module
+    itself quantizes, so that no hook sees its quantized input.
     """
 
-    grid: Grid
-    scale_of: str
-    group: int = -1
+    format: QuantFormat
     scale: Tensor | None = None
     zero: Tensor | None = None
     inside: bool = False
@@ -465,22 +494,18 @@ class ActivationEvidence:
 class KVEvidence:
     """How the cache of one attention module is quantized: what the audit measures it with.
 
-    ``bits`` of a code, ``scale_bits`` of all that is stored beside the codes of one scale;
-    ``floating``: the codes are e4m3; ``key_group``: tokens whose keys share a scale in each
-    channel; ``channels`` of a head and token that share one otherwise, None: all;
-    ``whole_tensor``: everything of a layer does. ``keep_first``, ``keep_recent``: tokens that stay
-    unquantized.
+    With ``format.strategy`` channel, keys share scales along tokens, and values along as many
+    channels of a token. ``keep_first``, ``keep_recent``: tokens that stay unquantized.
     """
 
-    bits: int
-    scale_bits: int
-    floating: bool = False
-    symmetric: bool = True
-    key_group: int = 1
-    channels: int | None = None
-    whole_tensor: bool = False
+    format: QuantFormat
     keep_first: int = 0
     keep_recent: int = 0
+
+    @property
+    def key_group(self) -> int:
+        """Tokens whose keys share a scale in each channel."""
+        return self.format.group_size if self.format.strategy == "channel" else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from qbench.quantizers.config import (
     WHOLE_ROW,
     WIDEST,
     GroupSize,
+    QuantFormat,
     WeightSettings,
     strategy,
 )
@@ -235,6 +236,55 @@ class Gptq(WeightSettings):
         return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero
 
 
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class ScaledWeights(WeightSettings):
+    """Codes of 8 bits times a float32 scale, so that the largest magnitude is the largest code:
+    nothing is clipped. The formats that int8 and fp8 products of hardware take in; with activations
+    of the same format products can be real, without weights are dequantized first."""
+
+    type: ClassVar[Literal["int", "float"]]
+    num_bits: Literal[8]
+    per: Literal["row", "tensor"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.per}"
+
+    @property
+    def scheme(self) -> str:
+        return f"{'int8' if self.type == 'int' else 'fp8 e4m3'} per {self.per}"
+
+    @property
+    def format(self) -> QuantFormat:
+        strategy = "token" if self.per == "row" else "tensor"
+        return QuantFormat(num_bits=8, type=self.type, strategy=strategy)
+
+    @property
+    def note(self) -> str:
+        return "round to nearest"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / columns if self.per == "row" else 32 / (rows * columns)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Int8Weights(ScaledWeights):
+    """Codes −127 … 127."""
+
+    type: ClassVar[Literal["int", "float"]] = "int"
+    method: ClassVar[str] = "int8"
+    title: ClassVar[str] = "Int8 weights"
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Fp8Weights(ScaledWeights):
+    """E4M3 without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022)."""
+
+    type: ClassVar[Literal["int", "float"]] = "float"
+    method: ClassVar[str] = "fp8"
+    title: ClassVar[str] = "FP8 weights"
+
+
 for _bits, _kind, _line in (
     (4, Bnb4, "bitsandbytes nf4 or fp4, blocks of 64"),
     (8, Bnb8, "bitsandbytes LLM.int8, activations quantized too"),
@@ -253,3 +303,9 @@ for _kind, _line in (
             backend=f"qbench.quantizers.{_kind.method}",
             num_bits=_bits,
         )
+for _name, _scaled, _per, _line in (
+    ("int8-row", Int8Weights, "row", "int8, a scale a row: what int8 products take"),
+    ("fp8-row", Fp8Weights, "row", "fp8 e4m3, a scale a row: what fp8 products take"),
+    ("fp8-tensor", Fp8Weights, "tensor", "fp8 e4m3, one scale a matrix, for fp8 products"),
+):
+    register(_name, _scaled, _line, backend="qbench.quantizers.scaled_mm", num_bits=8, per=_per)

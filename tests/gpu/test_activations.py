@@ -10,13 +10,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
 from quantizer_models import DIGEST, PROBE, calibration, llama
-from test_rounding import GRIDS, INF, NAN, draw, ties
+from test_fake_quant import FORMATS, INF, NAN, draw, equal, in_groups, of_tensor, ties
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
-from qbench.quantizers import config_of, formats
-from qbench.quantizers.activations import kernel, ranges, rounding
-from qbench.quantizers.activations.quantize import fixed_by
+from qbench.quantizers import config_of, fake_quant
+from qbench.quantizers import fake_quant_kernels as kernels
+from qbench.quantizers.audit.activations import expected, groups_of
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import ActivationEvidence
 from qbench.quantizers.quantize import quantize
@@ -40,46 +40,37 @@ def odd(columns, dtype):
     return x.to(dtype).cuda()
 
 
-def same(found, expected):
-    """Bit for bit, but for the sign of zeros and what kind of NaN there is."""
-    pair = [tensor.nan_to_num(0.0) + 0.0 for tensor in (found, expected)]
-    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(*pair)
+def moved(fixed, device):
+    zero = None if fixed.zero is None else fixed.zero.to(device)
+    return fake_quant.Scale(fixed.scale.to(device), zero)
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [16, 32, 384, 2816, 8200])
 def test_the_kernel_is_the_definition_bit_for_bit(name, dtype, columns):
-    grid, x = GRIDS[name], odd(columns, dtype)
-    fixed = fixed_by(torch.tensor(-2.0).cuda(), torch.tensor(3.0).cuda(), grid)
-    given = [(None, None), (fixed.scale, fixed.zero)]
-    for scale, zero in given[:1] if grid.scale_format == "e8m0" else given:
-        assert same(kernel.rounded(x, grid, scale, zero), rounding.rounded(x, grid, scale, zero))
-        assert same(  # and on a CPU
-            kernel.rounded(x, grid, scale, zero).cpu(),
-            rounding.rounded(x.cpu(), grid, *(t if t is None else t.cpu() for t in (scale, zero))),
-        )
+    form, x = FORMATS[name], odd(columns, dtype)
+    for chosen in filter(None, (form, of_tensor(form))):
+        fixed = None
+        if chosen is not form:
+            fixed = moved(fake_quant.scale_of_tensor(*torch.tensor([-2.0, 3.0]), chosen), "cuda")
+        found = kernels.fake_quantize_rows(x, chosen, fixed)
+        assert equal(found, fake_quant.fake_quantize_definition(x, chosen, fixed))
+        there = None if fixed is None else moved(fixed, "cpu")
+        assert equal(found.cpu(), fake_quant.fake_quantize_definition(x.cpu(), chosen, there))
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_and_the_audit_decide_ties_as_the_definition_does(name, dtype):
-    grid = GRIDS[name]
-    size = {"e8m0": 32, "e4m3": 16}.get(grid.scale_format, 32)
-    x = ties().to(dtype).view(-1, size)
-    given = fixed_by(*torch.aminmax(x.cuda()), grid)
-    for fixed in [None] if grid.scale_format == "e8m0" else [None, given]:
-        scale, zero = (fixed.scale, fixed.zero) if fixed else (None, None)
-        found = kernel.rounded(x.cuda(), grid, scale, zero)
-        there = rounding.rounded(x, grid, *(t if t is None else t.cpu() for t in (scale, zero)))
-        assert same(found.cpu(), there)
-        about = ActivationEvidence(
-            grid=grid, scale_of="text" if fixed else "group", group=size, scale=scale, zero=zero
-        )
-        shape = formats.groups_of(x, about).shape
-        wanted, _, _ = formats.expected(x.cuda().double().view(shape), about)
-        off = (found.double().view(shape) - wanted).abs()
-        assert not (off > 4 * torch.finfo(dtype).eps * wanted.abs()).any()
+    size = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}.get(FORMATS[name].scale_dtype, 32)
+    x, form = ties().to(dtype), in_groups(FORMATS[name], size)
+    found = fake_quant.fake_quantize(x.cuda(), form)
+    assert equal(found.cpu(), fake_quant.fake_quantize(x, form))
+    about = ActivationEvidence(format=form)
+    wanted, _, _ = expected(groups_of(x.cuda().double(), about), about)
+    off = (groups_of(found.double(), about) - wanted).abs()
+    assert not (off > 4 * torch.finfo(dtype).eps * wanted.abs()).any()
 
 
 def on_gpu(stated, folder, dtype="bfloat16"):
@@ -107,7 +98,7 @@ def test_every_scheme_passes_its_audit(name, weights, tmp_path):
 
 def test_counting_values_does_not_wait_for_the_device():
     x = odd(2816, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
-    here, there = (ranges.Seen(t.device, counted=True) for t in (x, x.cpu()))
+    here, there = (fake_quant.Observer(t.device, counted=True) for t in (x, x.cpu()))
     there.add(x.cpu())
     try:
         torch.cuda.set_sync_debug_mode("error")

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
 from pair import loss, pair_model, texts
 from scoring_models import choices, llama, pages, tokenizer
+from test_fake_quant import KV_FORMATS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention import kv_cache
@@ -24,9 +25,9 @@ from qbench.attention.transformers import attend
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
-from qbench.quantizers.kv_cache import kernels, rounding
-from qbench.quantizers.kv_cache.audit import measure_kv
-from qbench.quantizers.kv_cache.rounding import Format
+from qbench.quantizers import fake_quant_kernels as kernels
+from qbench.quantizers.audit.kv_cache import measure_kv
+from qbench.quantizers.kv_fake_quant import by_channel, by_token
 from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
 
@@ -34,14 +35,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-FORMATS = {
-    "int8": (8, False, True, torch.float16),
-    "int4": (4, False, True, torch.float16),
-    "int3 asymmetric": (3, False, False, torch.float16),
-    "int2, float32 scales": (2, False, True, torch.float32),
-    "int8 asymmetric, float32 scales": (8, False, False, torch.float32),
-    "fp8": (8, True, True, torch.float16),
-}
 SCHEMES = {
     "token": "int4-token",
     "fp8": "fp8-token",
@@ -62,32 +55,25 @@ def draw(batch, heads, tokens, width, dtype=torch.float32):
 
 
 def assert_rounds_as_the_definition(form, dtype, width, group, tokens=333):
-    key = draw(2, 3, tokens, width) * torch.logspace(-3, 2, width, device="cuda")
-    key, value = key.to(dtype), draw(2, 3, tokens, width, dtype)
-    key[0, 0, 2] = 0
-    found = kernels.by_token((key, value), form, width, None, 0)
-    for x, y in zip(found, (key, value), strict=True):
-        assert torch.equal(x, rounding.by_token(y, form, width))
+    x = (draw(2, 3, tokens, width) * torch.logspace(-3, 2, width, device="cuda")).to(dtype)
+    x[0, 0, 2] = 0
+    for size in (width, group):
+        assert torch.equal(kernels.fake_quantize_tokens(x, form, size), by_token(x, form, size))
     positions = torch.arange(tokens, device="cuda", dtype=torch.int32)[None] - 5
-    spared = kernels.by_token((key,), form, group, positions, 4)[0]
+    but_first = kernels.fake_quantize_tokens(x, form, group, positions, 4)
     kept = (positions < 4)[:, None, :, None]
-    assert torch.equal(spared, torch.where(kept, key, rounding.by_token(key, form, group)))
+    assert torch.equal(but_first, torch.where(kept, x, by_token(x, form, group)))
     positions = torch.where(positions > 40, positions - 41, positions)  # two sequences
     for first in (0, 3):
-        found = kernels.by_channel(key, form, positions, first, group)
-        assert torch.equal(found, rounding.by_channel(key, form, positions, first, group))
-
-
-def format_of(name) -> Format:
-    bits, floating, symmetric, scale_dtype = FORMATS[name]
-    return Format(bits=bits, floating=floating, symmetric=symmetric, scale_dtype=scale_dtype)
+        found = kernels.fake_quantize_channels(x, form, positions, first, group)
+        assert torch.equal(found, by_channel(x, form, positions, first, group))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_kernels_round_as_the_definition_to_the_bit(name, dtype):
     torch.manual_seed(0)
-    assert_rounds_as_the_definition(format_of(name), dtype, 64, 32)
+    assert_rounds_as_the_definition(KV_FORMATS[name], dtype, 64, 32)
 
 
 @pytest.mark.parametrize(("width", "group", "dtype"), [
@@ -95,7 +81,7 @@ def test_kernels_round_as_the_definition_to_the_bit(name, dtype):
 ])  # fmt: skip
 def test_kernels_round_heads_of_other_widths(width, group, dtype):
     torch.manual_seed(0)
-    assert_rounds_as_the_definition(format_of("int3 asymmetric"), dtype, width, group)
+    assert_rounds_as_the_definition(KV_FORMATS["int3 asymmetric"], dtype, width, group)
 
 
 RESIDUALS = [

@@ -14,12 +14,15 @@ from quantizer_models import DIGEST, calibration, ids
 from treated_models import decoder
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import config_of
+from qbench.quantizers import config_of, scaled_mm
+from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
+from qbench.quantizers.int8_kernel import int8_product
 from qbench.quantizers.linear import plain
 from qbench.quantizers.outliers import hadamard, rotating
 from qbench.quantizers.outliers import kernel as rotation_kernel
-from qbench.quantizers.products import codes, kernels, layers, real
 from qbench.quantizers.quantize import quantize
 
 pytestmark = [
@@ -37,26 +40,28 @@ def draw(shape, dtype=torch.bfloat16):
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("per", ["row", "tensor"])
-@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["token", "tensor", "fixed"])
+@pytest.mark.parametrize("kind", ["int", "float"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_encoding_kernel_is_the_definition(shape, kind, per, dtype):
-    x = draw(shape, dtype)
-    for given in (None, torch.tensor([[0.013]], device="cuda")):
-        wanted, found = codes.encode(x, kind, per, given), kernels.encode(x, kind, per, given)
+def test_the_encoding_kernel_is_the_definition(shape, kind, strategy, dtype):
+    dynamic = strategy != "fixed"
+    form = QuantFormat(
+        num_bits=8, type=kind, strategy="token" if strategy == "token" else "tensor",
+        dynamic=dynamic,
+    )  # fmt: skip
+    for x in (draw(shape, dtype), broken(shape, dtype)):
+        ends = torch.aminmax(x) if dynamic else torch.tensor([-1.3, 1.6], device="cuda")
+        fixed = None if strategy == "token" else scale_of_tensor(*ends, form)
+        wanted, found = encode_definition(x, form, fixed), kernels.encode(x, form, fixed)
         assert torch.equal(found[0].float(), wanted[0].float())
-        assert torch.equal(found[1], wanted[1].expand_as(found[1]))
+        assert torch.equal(found[1].nan_to_num(-1), wanted[1].nan_to_num(-1))
 
 
-@pytest.mark.parametrize("kind", ["int8", "e4m3"])
-def test_what_is_not_finite_is_no_number_afterwards(kind):
-    x = draw((4, 64))
-    x[1, 3], x[2, 5] = torch.nan, torch.inf
-    found = codes.decode(*kernels.encode(x, kind, "row"))
-    assert found[1:3].isnan().all()
-    assert found[[0, 3]].isfinite().all()
-    assert codes.decode(*kernels.encode(x, kind, "tensor")).isnan().all()
+def broken(shape, dtype):
+    x = draw(shape, dtype)
+    x[-1, 3], x[0, 5] = torch.nan, torch.inf
+    return x
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -76,30 +81,37 @@ def test_the_int8_product_is_exact(shape, dtype, bias):
     sums = (a.double() @ b.double().T).float()  # exact: below 2⁵³
     wanted = sums * scales[0] * scales[1].T
     wanted = (wanted if offset is None else wanted + offset.float()).to(dtype)
-    found = kernels.int8_product(a, scales[0], b, scales[1], offset, dtype)
+    found = int8_product(a, scales[0], b, scales[1], offset, dtype)
     # sums · scale · scale + bias may be fused into one rounding
     torch.testing.assert_close(
         found, wanted, rtol=2**-22 if dtype == torch.float32 else 2**-7, atol=1e-2
     )
 
 
-@pytest.mark.parametrize("per", ["row", "tensor"])
-@pytest.mark.parametrize("weights_per", ["row", "tensor"])
-@pytest.mark.parametrize("kind", ["int8", "e4m3"])
-@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 1000])
-def test_a_real_product_is_that_of_its_codes(tokens, kind, weights_per, per):
-    if kind == "e4m3" and torch.cuda.get_device_capability() < (8, 9):
+def realized(layer, form, weights=None):
+    """``layer`` over codes of ``weights``, or of ``form``, that multiplies codes of ``form``."""
+    codes, scale = encode(layer.weight, weights or form)
+    scaled = scaled_mm.ScaledLinear(plain(layer), {"codes": codes, "scale": scale})
+    scaled_mm.multiply_codes(nn.ModuleDict({"layer": scaled}), {"layer": scaled}, form, {})
+    return scaled
+
+
+@pytest.mark.parametrize("strategy", ["token", "tensor"])
+@pytest.mark.parametrize("of_weights", ["token", "tensor"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+@pytest.mark.parametrize("tokens", [1, 17, 1000])
+def test_a_real_product_is_that_of_its_codes(tokens, kind, of_weights, strategy):
+    if kind == "float" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 products here")
     torch.manual_seed(1)
     layer = nn.Linear(1024, 2816, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    scaled = layers.ScaledLinear(plain(layer), layers.store(layer.weight, kind, weights_per))
-    model = nn.ModuleDict({"layer": scaled})
-    real.install(model, dict(model.named_children()), kind, per, {})
+    form = QuantFormat(num_bits=8, type=kind, strategy=strategy)
+    scaled = realized(layer, form, QuantFormat(num_bits=8, type=kind, strategy=of_weights))
     x = draw((tokens, 1024))
-    wanted = codes.decode(*codes.encode(x, kind, per)).double()
-    wanted = wanted @ codes.decode(scaled.codes, scaled.scale).double().T + layer.bias.double()
-    off = (model["layer"](x).double() - wanted).norm() / wanted.norm()
-    assert off < {"int8": 2.5e-3, "e4m3": 4e-3}[kind]
+    wanted = decode(*encode(x, form)).double() @ decode(scaled.codes, scaled.scale).double().T
+    wanted += layer.bias.double()
+    off = (scaled(x).double() - wanted).norm() / wanted.norm()
+    assert off < {"int": 2.5e-3, "float": 4e-3}[kind]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,7 +129,7 @@ def test_the_online_rotation_is_the_definition(shape, dtype):
 def cell(weights, activations, arithmetic, dtype="bfloat16", **more):
     named = {"name": activations, "arithmetic": arithmetic}
     entry = {"weights": weights, "activations": named, **more}
-    return config_of(entry, compute_dtype=dtype).resolved(CONFIG, "cuda")
+    return config_of(entry, compute_dtype=dtype).resolved(CONFIG, "cuda")[0]
 
 
 def built(chosen, folder):
@@ -178,14 +190,11 @@ def test_int8_in_float32_is_the_simulation_to_rounding(outliers, tmp_path):
 
 def test_fp8_widths_that_are_no_multiple_of_16_are_refused_by_name():
     layer = nn.Linear(40, 80, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    model = nn.ModuleDict(
-        {"odd": layers.ScaledLinear(plain(layer), layers.store(layer.weight, "e4m3", "row"))}
-    )
-    with pytest.raises(QuantizationError, match="odd is 40 → 80 wide: real e4m3 products"):
-        real.install(model, dict(model.named_children()), "e4m3", "row", {})
+    with pytest.raises(QuantizationError, match="layer is 40 → 80 wide: real e4m3 products"):
+        realized(layer, QuantFormat(num_bits=8, type="float"))
 
 
-@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("kind", ["int", "float"])
 def test_real_products_are_within_a_step_of_torchaos_own(kind):
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
@@ -199,13 +208,10 @@ def test_real_products_are_within_a_step_of_torchaos_own(kind):
     layer = theirs[0].requires_grad_(False)
     x = draw((64, 1024))
     exact = layer(x).float()
-    scaled = layers.ScaledLinear(plain(layer), layers.store(layer.weight, kind, "row"))
-    model = nn.ModuleDict({"layer": scaled})
-    real.install(model, dict(model.named_children()), kind, "row", {})
-    ours = model["layer"](x).float()
+    ours = realized(layer, QuantFormat(num_bits=8, type=kind))(x).float()
     config = (
         Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-        if kind == "int8"
+        if kind == "int"
         else Float8DynamicActivationFloat8WeightConfig(
             granularity=PerRow(), set_inductor_config=False
         )

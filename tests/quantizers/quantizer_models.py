@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qbench.attention.transformers import attend
 from qbench.machine.devices import cpu_flags
 from qbench.quantizers import QuantizationConfig, parse
+from qbench.quantizers.activations import VNNI
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import plain
-from qbench.quantizers.products.activations import VNNI
 from qbench.quantizers.quantize import Quantized, backend, quantize
 
 needs_vnni = pytest.mark.skipif(

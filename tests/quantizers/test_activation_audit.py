@@ -6,14 +6,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 from quantizer_models import PROBE, calibration, llama, make
+from torch import nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import QuantizationConfig, config_of, formats, parse
-from qbench.quantizers.activations import inputs, ranges, rounding
-from qbench.quantizers.activations.integers import IntTensor, IntToken
+from qbench.quantizers import config_of, fake_quant, parse
+from qbench.quantizers.activations import PerTensor, PerToken, Static
+from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.config import ActivationEvidence, Grid
-from qbench.quantizers.names import ACTIVATIONS
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import ActivationEvidence, QuantFormat, QuantizationConfig
+from qbench.quantizers.names import ACTIVATIONS, BACKENDS
 from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -39,8 +41,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("artifacts")
 
 
-@pytest.mark.parametrize("name", DYNAMIC + STATIC + MIXING)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CASES = [(name, "float32") for name in DYNAMIC + STATIC + MIXING]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*CASES, ("int8-static", "bfloat16")])
 def test_every_scheme_passes(name, dtype, folder):
     chosen = of(name, {"float32": "fp32", "bfloat16": "bf16"}[dtype], dtype)
     report = check(make(chosen, folder).model, chosen)
@@ -90,21 +94,21 @@ def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):
     model.get_submodule(LAYER)._forward_pre_hooks.clear()
     first, second = check(model, chosen).problems
     assert first.startswith(f"{LAYER}: ")
-    assert "% of its input's values are not what symmetric of 4 bits makes of them" in first
+    assert "% of its input's values are not what int4 makes of them" in first
     assert second.startswith(f"{LAYER}: ")
     assert "levels under one scale of its input, 4 bits have 16" in second
 
 
-def _to_128(x, grid, *fixed):
+def _to_128(x):
     scale = x.abs().amax(-1, keepdim=True) / 128
     return torch.round(x / scale).clamp(-127, 127) * scale
 
 
-def _coarse(x, grid, *fixed):
-    return rounding.rounded(x, Grid(kind="symmetric", bits=7))
+def _coarse(x):
+    return fake_quant.fake_quantize(x, QuantFormat(num_bits=7))
 
 
-def _truncated(x, grid, *fixed):
+def _truncated(x):
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.trunc(x / scale) * scale
 
@@ -113,27 +117,21 @@ def _truncated(x, grid, *fixed):
 def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder):
     chosen = of("int8-token")
     model = make(chosen, folder).model
-    model.qbench_inputs.quantize = lambda x, fixed: wrong(x, None)
+    model.qbench_inputs.quantize = lambda x, fixed: wrong(x)
     problems = check(model, chosen).problems
-    assert len([p for p in problems if "are not what symmetric of 8 bits makes of them" in p]) == 14
+    assert len([p for p in problems if "are not what int8 makes of them" in p]) == 14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Undeclared(IntTensor):
+class Undeclared(PerTensor):
     """Says nothing of what its scale sees."""
 
-    @property
-    def batch_invariant(self):
-        return False
-
-    @property
-    def causal(self):
-        return False
+    batch_invariant = causal = True
 
 
-def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder):
-    part = Undeclared(bits=8, symmetric=True)
-    chosen = QuantizationConfig(activations=part, dtype="float32")
+def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):
+    monkeypatch.setitem(BACKENDS, Undeclared, fake_quant.__name__)
+    chosen = QuantizationConfig(activations=Undeclared(), dtype="float32")
     report = check(make(chosen, folder).model, chosen)
     future, mates = report.problems
     assert future.startswith("changing the last token moves earlier logits by 0.0")
@@ -196,7 +194,7 @@ def test_layers_with_one_input_have_it_quantized_once(folder):
 
 def test_an_input_changed_in_place_is_quantized_again():
     made = []
-    hooks = inputs.Inputs(lambda x, _: made.append(x.clone()) or x * 2, {}, ["a"])
+    hooks = fake_quant.FakeQuant(lambda x, _: made.append(x.clone()) or x * 2, {}, ("a",))
     hook, x = hooks.hook("a"), torch.ones(2)
     first = hook(None, (x,))[0]
     assert hook(None, (x,))[0] is first
@@ -213,28 +211,53 @@ def test_static_ranges_are_those_of_the_calibration_text(folder):
     original.get_submodule(LAYER).register_forward_pre_hook(lambda _, a: seen.append(a[0]))
     original(calibration().ids, use_cache=False)
     largest = float(torch.cat(seen).abs().max())
-    assert float(model.qbench_inputs.fixed[LAYER].scale) == pytest.approx(largest / 127, rel=1e-4)
+    assert float(model.qbench_inputs.scales[LAYER].scale) == pytest.approx(largest / 127, rel=1e-4)
 
 
-@pytest.mark.parametrize(("percentile", "counted"), [(100.0, False), (99.0, True)])
-def test_values_are_counted_for_a_percentile_alone(percentile, counted, monkeypatch):
-    made = []
+class Shared(nn.Module):
+    """Two layers with one input; the first is then called alone, with a smaller one."""
 
-    class Recorded(ranges.Seen):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            made.append(self)
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    monkeypatch.setattr(ranges, "Seen", Recorded)
-    settings = {"percentile": percentile, "symmetric": True, "spared": ()}
-    found = ranges.ranges(llama(), calibration(), **settings, progress=lambda *_: None)
-    assert len(found) == 14
-    assert {one.counts is not None for one in made} == {counted}
+    def forward(self, input_ids, use_cache):
+        x = input_ids.float().expand(4, 8) / 10
+        self.a(x)
+        self.b(x)
+        y = x / 8
+        self.b(y)
+        self.a(y + 1)
+        return self.b(y + 1)
+
+
+def test_a_layer_that_shares_an_input_keeps_the_range_of_all_that_it_took_in():
+    text = Calibration(ids=torch.tensor([[80]]), seed=0)
+    found = fake_quant.calibrate(Shared(), Static(), text, lambda *_: None)
+    assert {name: ends.tolist() for name, ends in found.items()} == {"a": [-8, 8], "b": [-8, 8]}
+
+
+def test_values_are_counted_for_a_percentile_alone():
+    for percentile, counted in ((100.0, False), (99.0, True)):
+        model = llama()
+        made = []
+        whole = fake_quant.Observer.__init__
+
+        def noting(self, *of, counted, whole=whole, made=made):
+            made.append(counted)
+            whole(self, *of, counted=counted)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(fake_quant.Observer, "__init__", noting)
+            settings = Static(percentile=percentile)
+            found = fake_quant.calibrate(model, settings, calibration(), lambda *_: None)
+        assert len(found) == 14
+        assert set(made) == {counted}
 
 
 def test_a_percentile_is_that_of_the_values():
     x = torch.randn(20000, generator=torch.Generator().manual_seed(0))
-    seen = ranges.Seen(x.device, counted=True)
+    seen = fake_quant.Observer(x.device, counted=True)
     for part in x.split(3000):
         seen.add(part)
     assert int(seen.counts.sum()) == len(x)
@@ -245,7 +268,9 @@ def test_a_percentile_is_that_of_the_values():
 
 def test_another_width_is_one_line(folder, monkeypatch):
     monkeypatch.setattr(ACTIVATIONS, "_things", dict(ACTIVATIONS._things))
-    ACTIVATIONS.register("int5-token", IntToken, "int5, one scale a token", bits=5, symmetric=True)
+    ACTIVATIONS.register("int5-token", PerToken, "int5, one scale a token", num_bits=5,
+        backend="qbench.quantizers.fake_quant",
+    )  # fmt: skip
     chosen = of("int5-token")
     report = check(make(chosen, folder).model, chosen)
     assert report.problems == ()
@@ -254,9 +279,9 @@ def test_another_width_is_one_line(folder, monkeypatch):
 
 
 def test_a_grid_that_the_audit_does_not_know_is_refused_by_name():
-    about = ActivationEvidence(grid=Grid(kind="posit", bits=8), scale_of="group")
-    with pytest.raises(QuantizationError, match="posit: the audit knows symmetric, asymmetric"):
-        formats.expected(torch.ones(2, 4, dtype=torch.float64), about)
+    about = ActivationEvidence(format=QuantFormat(num_bits=6, type="float"))
+    with pytest.raises(QuantizationError, match="float: the audit knows integers, e4m3 and e2m1"):
+        expected(torch.ones(2, 4, dtype=torch.float64), about)
 
 
 def test_what_amplifies_rounding_is_measured_row_by_row(folder):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from kv_cache_models import SCHEMES, ids, model_of
 
+from qbench.quantizers import kv_fake_quant as rounding
+from qbench.quantizers.audit import kv_cache as kv_audit
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.kv_cache import rounding
-from qbench.quantizers.kv_cache.audit import measure_kv
-from qbench.quantizers.kv_cache.cache import ATTRIBUTE
+from qbench.quantizers.audit.kv_cache import measure_kv
+from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.kv_fake_quant import ATTRIBUTE
 from qbench.quantizers.names import config_of
 
 BITS = {  # of a stored value: the code, and its share of scales and lowest values in float16
@@ -50,7 +51,7 @@ def broken_audit(monkeypatch, method, replacement, scheme="token"):
 
 def test_the_audit_finds_too_many_levels(monkeypatch):
     right = rounding.by_token
-    finer = rounding.Format(bits=4, floating=False, symmetric=True, scale_dtype=torch.float32)
+    finer = QuantFormat(num_bits=4)
     problems = broken_audit(
         monkeypatch, "by_token", lambda x, form, group: right(x, finer, group),
         "token, first and recent",
@@ -103,3 +104,12 @@ def test_a_cell_whose_cache_is_no_cache_fails(monkeypatch):
     failed = audit(model_of(), model, quantizer, ids(2, 40))
     assert not failed.passed
     assert any("nothing was quantized" in line for line in failed.problems)
+
+
+def test_a_model_that_states_no_context_is_measured_on_the_whole_probe(monkeypatch):
+    model = model_of("llama", "softmax", "token")
+    quantizer = config_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
+    monkeypatch.setattr(kv_audit, "context_length", lambda config: None)
+    measured, problems = measure_kv(model, quantizer, ids(2, 40))
+    assert problems == []
+    assert measured.tokens == 40

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.activations.inputs import weights_alone
+from qbench.quantizers.audit.activations import measure_inputs
+from qbench.quantizers.audit.independence import RowByRow, independence
+from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.weights import audit_weights, first_line
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.independence import RowByRow, independence
-from qbench.quantizers.kv_cache.audit import measure_kv
+from qbench.quantizers.fake_quant import weights_alone
 from qbench.quantizers.matrices import matrices, not_finite
 from qbench.quantizers.measure_heads import measure_heads
-from qbench.quantizers.measure_inputs import measure_inputs
 from qbench.quantizers.outliers.check import treat
 from qbench.records import Audit, KVAudit
 

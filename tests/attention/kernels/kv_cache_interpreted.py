@@ -1,8 +1,6 @@
 """Kernels of a quantized KV cache, for interpreter.py: each case's name, and how far it is from the
 definition."""
 
-import unittest.mock
-
 import torch
 from attention_cases import NORMALIZERS
 from normalizer_parameters import parameters
@@ -10,22 +8,7 @@ from normalizer_parameters import parameters
 from qbench.attention import kv_cache
 from qbench.attention.kernels.varlen import packed_spans
 from qbench.attention.kv_cache import Residual, Sources
-from qbench.quantizers.kv_cache import kernels, rounding
-from qbench.quantizers.kv_cache.rounding import Format
-from qbench.quantizers.names import KV_CACHES
 
-FORMATS = {
-    "int4": (4, False, True, torch.float16),
-    "int3 asymmetric": (3, False, False, torch.float16),
-    "int2, float32 scales": (2, False, True, torch.float32),
-    "int8 asymmetric, float32 scales": (8, False, False, torch.float32),
-    "fp8": (8, True, True, torch.float16),
-}
-CACHES = {
-    "int4-token": {"keep_first": 2},
-    "int3-channel": {"group_size": 4},
-    "fp8-tensor": {},
-}
 RESIDUALS = {
     "softpick": Residual(keep_first=3, keep_recent=7),
     "softmax": Residual(keep_first=2, keep_recent=5, key_group=8),
@@ -36,46 +19,6 @@ RESIDUALS = {
 def draw(batch, heads, tokens, width):
     """Laid out as [B, T, H, D], as transformers has it."""
     return torch.randn(batch, tokens, heads, width).transpose(1, 2)
-
-
-def rounds():
-    """Values that differ from the definition's, in all: none."""
-    positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
-    packed = torch.cat([torch.arange(-2, 5), torch.arange(4)])[None].int()
-    for name, (bits, floating, symmetric, dtype) in FORMATS.items():
-        form = Format(bits=bits, floating=floating, symmetric=symmetric, scale_dtype=dtype)
-        key = draw(2, 3, 11, 24) * torch.logspace(-3, 2, 24)
-        value = draw(2, 3, 11, 24)
-        key[0, 1, 2] = 0
-        wrong = 0
-        for group in (24, 8):
-            found = kernels.by_token((key, value), form, group, None, 0)
-            wrong += sum(
-                int((x != rounding.by_token(y, form, group)).sum())
-                for x, y in zip(found, (key, value), strict=True)
-            )
-        spared = kernels.by_token((key,), form, 8, positions, 4)[0]
-        kept = (positions < 4)[:, None, :, None]
-        wrong += int((spared != torch.where(kept, key, rounding.by_token(key, form, 8))).sum())
-        for places in (positions, packed):
-            for first in (0, 1):
-                found = kernels.by_channel(key, form, places, first, 3)
-                wrong += int((found != rounding.by_channel(key, form, places, first, 3)).sum())
-        yield f"rounding {name}", wrong
-
-
-def caches():
-    """What attention modules carry rounds by kernels what it rounds by the definition."""
-    positions = torch.arange(11)[None].int()
-    for name, options in CACHES.items():
-        cache = KV_CACHES.parse(name, options).cache()
-        key, value = draw(2, 3, 11, 16), draw(2, 3, 11, 16)
-        found = cache.rounded(key, value, positions)
-        with unittest.mock.patch("qbench.quantizers.kv_cache.cache.by_kernel", return_value=False):
-            wanted = cache.rounded(key, value, positions)
-        wrong = sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
-        same = sum(int(torch.equal(a, b)) for a, b in zip(found, (key, value), strict=True))
-        yield f"rounding by {name}", wrong + same
 
 
 def error(found, expected):

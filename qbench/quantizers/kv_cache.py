@@ -8,36 +8,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import SETTINGS, KVCacheSettings, KVEvidence
+from qbench.quantizers.config import SETTINGS, KVCacheSettings, QuantFormat
 from qbench.quantizers.names import KV_CACHES
 from qbench.records import Part
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from qbench.quantizers.kv_cache.cache import Cache
-
 WHOLE_HEAD = -1
 LONGEST = 2**20  # tokens
-BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, "fp8": 8}
-GROUP = "values of a head that share a scale"
-Kept = Annotated[int, Field(ge=0, le=LONGEST)]
+Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class KVCache(KVCacheSettings):
     """What all of them have. Scales are dynamic: taken from the keys and values themselves."""
 
-    method: ClassVar[str] = "kv"
-
-    format: Literal["int8", "int4", "int3", "int2", "fp8"]
+    num_bits: Literal[8, 4, 3, 2]
+    type: Literal["int", "float"] = "int"
     symmetric: Annotated[
         bool,
         Field(
@@ -49,10 +40,10 @@ class KVCache(KVCacheSettings):
         bool, Field(description="quantize keys before their rotation, as KVQuant does")
     ] = False
     keep_first: Annotated[
-        Kept, Field(description="tokens at the beginning of a sequence that stay unquantized")
+        Tokens, Field(description="tokens at the beginning of a sequence that stay unquantized")
     ] = 0
     keep_recent: Annotated[
-        Kept,
+        Tokens,
         Field(description="latest tokens, the query's own among them, that are unquantized still"),
     ] = 0
     scale_dtype: Annotated[
@@ -60,28 +51,37 @@ class KVCache(KVCacheSettings):
         Field(description="what scales and lowest values are stored in"),
     ] = "float16"
 
-    scales: ClassVar[str]  # "token", "channel" or "tensor"
-
-    def __post_init__(self) -> None:
-        if self.format == "fp8" and not self.symmetric:
-            raise ValueError("symmetric must be true for fp8, which has a sign of its own")
+    scales: ClassVar[Literal["token", "channel", "tensor"]]
 
     @property
-    def bits(self) -> int:
-        return BITS[self.format]
+    def element(self) -> str:
+        return "fp8" if self.type == "float" else f"int{self.num_bits}"
 
     @property
     def name(self) -> str:
-        return f"{self.format}-{self.scales}"
+        return f"{self.element}-{self.scales}"
+
+    @property
+    @abstractmethod
+    def format(self) -> QuantFormat: ...
+
+    def _format(
+        self, strategy: Literal["token", "group", "channel", "tensor"], group_size: int = WHOLE_HEAD
+    ) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type=self.type,
+            symmetric=self.symmetric,
+            strategy=strategy,
+            group_size=group_size,
+            scale_dtype=self.scale_dtype,
+            zero_point="float",
+        )
 
     @property
     def key_group(self) -> int:
         """Tokens whose keys share a scale in each channel, and so are quantized together."""
-        return 1
-
-    @abstractmethod
-    def channels(self, head_dim: int) -> int:
-        """Of a head's channels, how many share a scale within one token."""
+        return self.format.group_size if self.scales == "channel" else 1
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class KVCache(KVCacheSettings):
 
     @property
     def precision(self) -> Part:
-        words = [f"{self.format} {self.grouping}"]
+        words = [f"{self.element} {self.grouping}"]
         if not self.symmetric:
             words.append("asymmetric")
         if self.before_rope:
@@ -99,7 +99,7 @@ class KVCache(KVCacheSettings):
             words.append(f"first {self.keep_first} tokens unquantized")
         if self.keep_recent:
             words.append(f"last {self.keep_recent} tokens unquantized")
-        return Part(bits=self.bits, scheme=", ".join(words), simulated=True)
+        return Part(bits=self.num_bits, scheme=", ".join(words), simulated=True)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if config.get("kv_lora_rank"):
@@ -123,7 +123,7 @@ class KVCache(KVCacheSettings):
         if self.key_group > 1 and config.get("sliding_window") and _windows(config):
             raise RecipeError(
                 f"kv: {self.name}: a sliding window drops tokens from the middle of a group, whose "
-                f"scale then cannot be told; take {self.format}-token for this checkpoint"
+                f"scale then cannot be told; take {self.element}-token for this checkpoint"
             )
 
     def _check_width(self, width: int | None) -> None:
@@ -135,34 +135,22 @@ class KVCache(KVCacheSettings):
                 + (f", or {WHOLE_HEAD} for the whole head" if self.scales == "token" else "")
             )
 
-    def install(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-        from qbench.quantizers.kv_cache.cache import install
-
-        install(model, self)
-
-    def evidence(self, model: nn.Module) -> Mapping[str, KVEvidence]:
-        from qbench.quantizers.kv_cache.cache import evidence
-
-        return evidence(model)
-
-    @abstractmethod
-    def cache(self) -> Cache:
-        """What attention asks, see :mod:`qbench.quantizers.kv_cache.cache`."""
-
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class ByToken(KVCache):
     """A scale for each head and token, or several."""
 
-    scales: ClassVar[str] = "token"
+    scales: ClassVar[Literal["token", "channel", "tensor"]] = "token"
 
     group_size: Annotated[
         Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
         Field(description="channels of a head that share a scale; -1 is the whole head"),
     ] = WHOLE_HEAD
 
-    def channels(self, head_dim: int) -> int:
-        return head_dim if self.group_size == WHOLE_HEAD else self.group_size
+    @property
+    def format(self) -> QuantFormat:
+        whole = self.group_size == WHOLE_HEAD
+        return self._format("token" if whole else "group", self.group_size)
 
     @property
     def grouping(self) -> str:
@@ -170,18 +158,13 @@ class ByToken(KVCache):
             return "per head and token"
         return f"per token in groups of {self.group_size} channels"
 
-    def cache(self) -> Cache:
-        from qbench.quantizers.kv_cache.cache import TokenCache
-
-        return TokenCache(self)
-
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class ByChannel(KVCache):
     """KIVI: keys have a scale for each channel and group of tokens, values for each token and group
     of channels, since it is keys whose channels are of very different size."""
 
-    scales: ClassVar[str] = "channel"
+    scales: ClassVar[Literal["token", "channel", "tensor"]] = "channel"
 
     symmetric: Annotated[
         bool,
@@ -201,21 +184,13 @@ class ByChannel(KVCache):
     ] = 32
 
     @property
-    def key_group(self) -> int:
-        return self.group_size
-
-    def channels(self, head_dim: int) -> int:
-        return self.group_size
+    def format(self) -> QuantFormat:
+        return self._format("channel", self.group_size)
 
     @property
     def grouping(self) -> str:
         size = self.group_size
         return f"keys per channel in groups of {size} tokens, values per token of {size} channels"
-
-    def cache(self) -> Cache:
-        from qbench.quantizers.kv_cache.cache import ChannelCache
-
-        return ChannelCache(self)
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -223,7 +198,7 @@ class ByTensor(KVCache):
     """One scale for all keys of a layer that a forward pass holds, and one for all values: later
     tokens and batch-mates change it, which is declared."""
 
-    scales: ClassVar[str] = "tensor"
+    scales: ClassVar[Literal["token", "channel", "tensor"]] = "tensor"
 
     @property
     def batch_invariant(self) -> bool:  # type: ignore[override]
@@ -233,17 +208,13 @@ class ByTensor(KVCache):
     def causal(self) -> bool:  # type: ignore[override]
         return False
 
-    def channels(self, head_dim: int) -> int:
-        return head_dim
+    @property
+    def format(self) -> QuantFormat:
+        return self._format("tensor")
 
     @property
     def grouping(self) -> str:
         return "per tensor"
-
-    def cache(self) -> Cache:
-        from qbench.quantizers.kv_cache.cache import TensorCache
-
-        return TensorCache(self)
 
 
 def head_dim(config: Mapping[str, Any]) -> int | None:
@@ -278,18 +249,19 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
-for _format in BITS:
-    _fixed = {"format": _format, **({"symmetric": True} if _format == "fp8" else {})}
-    KV_CACHES.register(
-        f"{_format}-token", ByToken, f"{_format}, a scale for each head and token", **_fixed
-    )
-    if _format != "fp8":
-        KV_CACHES.register(
-            f"{_format}-channel",
-            ByChannel,
-            f"{_format}, keys along channels in groups of tokens, values along tokens (KIVI)",
-            **_fixed,
-        )
-    KV_CACHES.register(
-        f"{_format}-tensor", ByTensor, f"{_format}, one scale a layer, batch-mates mixed", **_fixed
-    )
+for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float")):
+    _fixed = {"num_bits": _bits, "type": _type, **({"symmetric": True} if _type == "float" else {})}
+    for _kind, _line in (
+        (ByToken, "a scale for each head and token"),
+        (ByChannel, "keys along channels in groups of tokens, values along tokens (KIVI)"),
+        (ByTensor, "one scale a layer, batch-mates mixed"),
+    ):
+        _name = "fp8" if _type == "float" else f"int{_bits}"
+        if _name != "fp8" or _kind is not ByChannel:
+            KV_CACHES.register(
+                f"{_name}-{_kind.scales}",
+                _kind,
+                f"{_name}, {_line}",
+                backend="qbench.quantizers.kv_fake_quant",
+                **_fixed,
+            )

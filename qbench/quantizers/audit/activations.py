@@ -1,4 +1,10 @@
-"""What products with weight matrices take in, measured where they take it."""
+"""What products with weight matrices take in, measured where they take it, and what it should be.
+
+Nothing of the second half is shared with what quantizes. Formats are tables of all their values,
+in float64. Scales, zero points and ratios are divided in float32, as where they are computed:
+values of 16 bits lie on ties so often that what float64 makes of them is another code, and another
+scale of a block changes all of the block.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers import formats
-from qbench.quantizers.activations.inputs import weights_alone
+from qbench.errors import QuantizationError
 from qbench.quantizers.audit.weights import levels
-from qbench.quantizers.config import ActivationEvidence, QuantizationConfig, matching
+from qbench.quantizers.config import (
+    WHOLE_ROW,
+    ActivationEvidence,
+    QuantizationConfig,
+    matching,
+)
+from qbench.quantizers.fake_quant import weights_alone
 from qbench.quantizers.matrices import Matrix
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit
@@ -48,9 +59,13 @@ def measure_inputs(
         return None, [f"{name}: its input is quantized, unasked" for name in list(about)[:3]]
     if not about and config.activations is None:
         return None, []
-    spared = matching(wanted, config.activations.ignore if config.activations else ())
-    problems = _uncovered([m for n, m in wanted.items() if n not in about and n not in spared])
-    problems += [f"{n}: its input is quantized, unasked" for n in about if n in spared]
+    ignored = matching(wanted, config.activations.ignore if config.activations else ())
+    problems = [
+        f"{name}: its input is not quantized; say ignore beside the activations to allow it"
+        for name in wanted
+        if name not in about and name not in ignored
+    ]
+    problems += [f"{n}: its input is quantized, unasked" for n in about if n in ignored]
     sums = _watch(quantized, about, config, probe)
     measured = {name: one for name, one in sums.items() if one.count}
     if about and not measured:
@@ -74,7 +89,7 @@ def measure_inputs(
         clipped=sum(s.clipped for s in measured.values())
         / max(1, sum(s.count for s in measured.values())),
         error=_error(measured.values()),
-        left_out=tuple(sorted(spared)),
+        left_out=tuple(sorted(ignored)),
         unmeasured=tuple(name for name in about if name not in measured),
         modules=modules,
     ), problems
@@ -138,8 +153,8 @@ class _Watch:
 
     def _compare(self, before: Tensor, after: Tensor) -> None:
         """``after`` against what ``before`` should have become."""
-        wide = formats.groups_of(before.double(), self.about)
-        found = formats.groups_of(after, self.about)
+        wide = groups_of(before.double(), self.about)
+        found = groups_of(after, self.about)
         self.sums.levels = max(self.sums.levels, levels(found))
         found = found.double()
         wanted = self._add(wide, found)
@@ -151,13 +166,13 @@ class _Watch:
             worst = float((found - wanted).norm() / wanted.norm())
             self.sums.problems.append(
                 f"{float(off.double().mean()):.1%} of its input's values are not what "
-                f"{self.about.grid.kind} of {self.about.grid.bits:g} bits makes of them "
+                f"{_named(self.about)} makes of them "
                 f"(relative difference {worst:.2g})"
             )
 
     def _add(self, wide: Tensor, found: Tensor | None = None) -> Tensor:
         """Count clipped values and the error; gives what ``wide`` should become."""
-        wanted, low, high = formats.expected(wide, self.about)
+        wanted, low, high = expected(wide, self.about)
         beyond = (wide > high * (1 + 1e-6)) | (wide < low * (1 + 1e-6))
         found = wanted if found is None else found
         self.sums.clipped += float(beyond.sum())
@@ -169,9 +184,9 @@ class _Watch:
     def _compare_inside(self, module: nn.Module, before: Tensor, output: Tensor) -> None:
         """The module's output against the product of what its input should become and the weight
         that it stores."""
-        wide = formats.groups_of(before.double(), self.about)
+        wide = groups_of(before.double(), self.about)
         wanted = self._add(wide).reshape(before.shape)
-        self.sums.levels = max(self.sums.levels, levels(formats.groups_of(wanted, self.about)))
+        self.sums.levels = max(self.sums.levels, levels(groups_of(wanted, self.about)))
         name = next(n for n, one in self.model.named_modules() if one is module)
         weight = evidence_of(self.model, self.config).weights[name].dequantize().double()
         bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]
@@ -186,14 +201,6 @@ class _Watch:
             )
 
 
-def _uncovered(missing: Iterable[Matrix]) -> list[str]:
-    """Linear layers whose inputs nothing quantizes; and, of other matrices, those that weigh."""
-    return [
-        f"{matrix.name}: its input is not quantized; say ignore beside the activations to allow it"
-        for matrix in missing
-    ]
-
-
 def _error(sums: Iterable[_Sums]) -> float:
     found = list(sums)
     squared = sum(one.error_squared for one in found)
@@ -201,3 +208,88 @@ def _error(sums: Iterable[_Sums]) -> float:
     if not math.isfinite(squared) or not math.isfinite(norm):
         return math.inf
     return math.sqrt(squared / norm) if norm else 0.0
+
+
+def _named(about: ActivationEvidence) -> str:
+    form = about.format
+    return form.element if form.symmetric else f"asymmetric {form.element}"
+
+
+# What a quantized input should be
+
+
+def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
+    """[..., in] → [groups, values in a group]: values of one scale together."""
+    size = about.format.group_size
+    if about.format.strategy == "tensor":
+        return x.reshape(1, -1)
+    return x.reshape(-1, x.shape[-1] if size == WHOLE_ROW else size)
+
+
+def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``groups`` float64 [groups, n]: the values [groups, n] that they should become, the
+    lowest and the highest that their scales, stored in float32, allow [groups or 1, 1]."""
+    form, bits = about.format, about.format.num_bits
+    largest = groups.abs().amax(1, keepdim=True)
+    given = None if about.scale is None else about.scale.double().reshape(1, 1)
+    if form.type == "int" and not form.symmetric:
+        low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True)
+        span = (high.clamp(min=0) - low).float().double()
+        scale = _usable(_ratio(span, 2**bits - 1) if given is None else given)
+        zero = _ratio(-low, scale).round() if given is None else about.zero.double().reshape(1, 1)  # type: ignore[union-attr]
+        codes = (_ratio(groups, scale).round() + zero).clamp(0, 2**bits - 1)
+        return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
+    if form.type == "int":
+        most = 2 ** (bits - 1) - 1
+        scale = _usable(_ratio(largest, most) if given is None else given)
+        return _ratio(groups, scale).round().clamp(-most, most) * scale, -most * scale, most * scale
+    table = _table(form.element).to(groups.device)
+    if form.scale_dtype == "float8_e8m0fnu":
+        power = torch.floor(torch.log2(_usable(largest)))
+        scale = torch.exp2((power - torch.floor(torch.log2(table[-1]))).clamp(min=-126))
+    elif form.scale_dtype == "float8_e4m3fn":
+        e4m3 = _table("e4m3").to(groups.device)
+        above = torch.ones((), dtype=torch.float64, device=groups.device)
+        if form.one_of_tensor:
+            above = _usable(_ratio(_ratio(largest.max(), table[-1]), e4m3[-1]))
+        elif given is not None:
+            above = _usable(given)
+        ratio = _ratio(_ratio(largest, table[-1]), above)
+        scale = _nearest(ratio, e4m3).clamp(min=2.0**-9) * above
+    else:
+        scale = _ratio(largest, table[-1]) if given is None else given
+    scale = _usable(scale.float().double())  # as it is stored
+    return _nearest(_ratio(groups, scale), table) * scale, table[0] * scale, table[-1] * scale
+
+
+def _ratio(x: Tensor, by: Tensor | float) -> Tensor:
+    """x / ``by`` of float32 values, rounded to float32 once; a tensor also where ``by`` is a
+    number, by whose reciprocal CUDA would multiply."""
+    divisor = torch.as_tensor(by, dtype=torch.float32, device=x.device)
+    return (x.float() / divisor.expand_as(x)).double()
+
+
+def _table(element: str) -> Tensor:
+    """All values of a floating-point format in order, float64."""
+    if element == "e4m3":
+        every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
+        return every[every.isfinite()].unique()
+    if element != "e2m1":
+        raise QuantizationError(
+            f"{element}: the audit knows integers, e4m3 and e2m1, and finds no other values again"
+        )
+    positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    return torch.cat([-positive, positive]).unique()
+
+
+def _nearest(x: Tensor, table: Tensor) -> Tensor:
+    """The values of ``table``, in order, nearest to ``x``; ties to the one of even index."""
+    above = torch.searchsorted(table, x).clamp(1, len(table) - 1)
+    low, high = table[above - 1], table[above]
+    origin = int(torch.searchsorted(table, torch.zeros_like(table[:1])))
+    up = (high - x < x - low) | ((high - x == x - low) & ((above - origin) % 2 == 0))
+    return torch.where(up, high, low)
+
+
+def _usable(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, torch.ones_like(scale))

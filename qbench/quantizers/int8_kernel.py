@@ -1,8 +1,7 @@
-"""Triton kernels for real products: rows to codes, and int8 products with their scales.
+"""An int8 product in Triton that applies its scales before anything is written.
 
 ``torch._int_mm`` leaves int32 sums behind, four bytes a number to write, read and scale: at the
-widths of small models that takes longer than the product. Here scales are applied before anything
-is written.
+widths of small models that takes longer than the product.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.quantizers.products.codes import DTYPE, LARGEST, Coded
-
-LONGEST = 65536  # columns of a row
-TAKEN = 2048  # values a program encodes, unless a row is longer
 Tile = tuple[int, int, int, int, int]  # rows, columns, depth, warps, stages
 TILES: list[Tile] = [  # in the order of their speed on an H200 (results/bench/products-h200.md)
     (128, 128, 128, 8, 3),
@@ -25,64 +20,6 @@ TILES: list[Tile] = [  # in the order of their speed on an H200 (results/bench/p
     (32, 64, 128, 4, 4),
 ]
 GROUP = 8  # tiles of rows that take the same columns after one another, which stay in the cache
-
-
-@triton.jit
-def _encode_kernel(
-    x_at, codes_at, scale_at, fixed_at, rows, columns,
-    LARGEST: tl.constexpr, INT: tl.constexpr, FIXED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
-    x = tl.load(x_at + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    # max() leaves NaN out; the sum of x · 0 does not, and inf · 0 is NaN
-    broken = tl.sum(x * 0.0, axis=1)[:, None]
-    if FIXED:
-        scale = tl.load(fixed_at) + broken
-    else:
-        largest = tl.max(tl.abs(x), axis=1)[:, None] + broken
-        scale = tl.div_rn(largest, largest * 0.0 + LARGEST)
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    ratio = tl.div_rn(x, x * 0.0 + divisor)
-    ratio = tl.where(ratio == ratio, ratio, 0.0)
-    ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)
-    if not INT:  # steps of a value are 2^(its exponent − 3), at least 2^(−6 − 3)
-        exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) & 255) - 127
-        step = ((tl.maximum(exponent, -6) - 3 + 127) << 23).to(tl.float32, bitcast=True)
-        ratio = tl.div_rn(ratio, step)
-    ratio = (ratio + 12582912.0) - 12582912.0  # 1.5 · 2²³: to whole numbers, ties to even
-    if not INT:
-        ratio *= step
-    tl.store(codes_at + row * columns + column, ratio.to(codes_at.dtype.element_ty), mask=inside)
-    tl.store(scale_at + row, scale, mask=row < rows)
-
-
-def fits(x: Tensor) -> bool:
-    """Whether the kernels take rows ``x`` [rows, columns]."""
-    return x.is_cuda and len(x) > 0 and x.shape[1] <= LONGEST
-
-
-def encode(x: Tensor, kind: str, per: str, fixed: Tensor | None = None) -> Coded:
-    """As ``codes.encode``, bit for bit; rows contiguous."""
-    rows, columns = x.shape
-    given = fixed
-    if per == "tensor" and fixed is None:
-        low, high = torch.aminmax(x)
-        largest = torch.maximum(-low, high).float().view(1, 1)
-        given = largest / torch.full_like(largest, LARGEST[kind])
-        given = torch.where(torch.isinf(given), torch.nan, given)
-    codes = torch.empty(x.shape, dtype=DTYPE[kind], device=x.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(columns)
-    at_once = max(1, TAKEN // block)
-    _encode_kernel[(triton.cdiv(rows, at_once),)](
-        x, codes, scale, scale if given is None else given, rows, columns,
-        LARGEST=LARGEST[kind], INT=kind == "int8", FIXED=given is not None,
-        ROWS=at_once, BLOCK=block, num_warps=min(16, max(4, at_once * block // 512)),
-    )  # fmt: skip
-    return codes, given if per == "tensor" and fixed is None else scale
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.audit.weights import levels
-from qbench.quantizers.config import KVEvidence, QuantizationConfig
-from qbench.quantizers.kv_cache.cache import ATTRIBUTE, attention_modules
-from qbench.quantizers.kv_cache.settings import context_length
+from qbench.quantizers.config import WHOLE_ROW, KVEvidence, QuantizationConfig
+from qbench.quantizers.kv_cache import context_length
+from qbench.quantizers.kv_fake_quant import ATTRIBUTE, attention_modules
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import KVAudit, KVModuleAudit
 
@@ -81,10 +81,12 @@ def _watched(names: Mapping[nn.Module, str], consumed: dict[str, Any]) -> Iterat
 def _long_enough(probe: Tensor, found: Mapping[str, KVEvidence], model: nn.Module) -> Tensor:
     """``probe``, repeated where it ends before anything is quantized."""
     needed = max((e.keep_first + 2 * e.key_group for e in found.values()), default=0)
-    context = context_length(model.config.to_dict()) or needed
-    times = math.ceil(min(needed, context) / probe.shape[1])
+    context = context_length(model.config.to_dict())
+    if context is not None:
+        needed, probe = min(needed, context), probe[:, :context]
+    times = max(1, math.ceil(needed / probe.shape[1]))
     device = next(model.parameters()).device
-    return probe.repeat(1, max(1, times))[:, : max(context, 1)].to(device)
+    return probe.repeat(1, times)[:, :context].to(device)
 
 
 def _module(
@@ -93,12 +95,12 @@ def _module(
     positions = read.positions[0].long()  # the probe has no padding: all rows are alike
     sources = read.sources
     problems = []
-    spared = positions < evidence.keep_first
+    first = positions < evidence.keep_first
     for what, x, y in (
         ("keys", read.key, read.quantized_key),
         ("values", sources.value, sources.quantized_value),
     ):
-        if not torch.equal(x[:, :, spared], y[:, :, spared]):
+        if not torch.equal(x[:, :, first], y[:, :, first]):
             problems.append(f"{name}: {what} of the first {evidence.keep_first} tokens are changed")
     parts = {
         "keys": _groups(read.key, read.quantized_key, positions, evidence, keys=True),
@@ -120,7 +122,9 @@ def _module(
                 "half a step"
             )
     values = sum(x.numel() for x, _ in parts.values())
-    scales = sum(x.shape[0] for x, _ in parts.values()) * evidence.scale_bits
+    stored = 1 if evidence.format.symmetric else 2  # a scale, and the lowest value
+    beside = stored * torch.finfo(getattr(torch, evidence.format.scale_dtype)).bits
+    scales = sum(x.shape[0] for x, _ in parts.values()) * beside
     return (
         KVModuleAudit(
             name=name,
@@ -147,12 +151,13 @@ def _groups(
 
     def arranged(tensor: Tensor) -> Tensor:
         tokens = tensor[:, :, chosen].double()
-        if evidence.whole_tensor:
+        if evidence.format.strategy == "tensor":
             return tokens.reshape(1, -1)
         if count > 1:
             tokens = tokens.reshape(batch, heads, whole // count, count, width)
             return tokens.transpose(3, 4).reshape(-1, count)
-        return tokens.reshape(-1, evidence.channels or width)
+        group = evidence.format.group_size
+        return tokens.reshape(-1, width if group == WHOLE_ROW else group)
 
     return arranged(x), arranged(y)
 
@@ -163,17 +168,17 @@ def _measure(x: Tensor, y: Tensor, evidence: KVEvidence, rounding: float) -> dic
     the result (by ``rounding``, relative) may add, from theirs."""
     if not x.numel():
         return {"levels": 0, "error": 0.0, "clipped": 0.0}
-    off = (y - x).abs()
+    off, form = (y - x).abs(), evidence.format
     largest = x.abs().amax(1, keepdim=True)
-    if evidence.floating:
+    if form.type == "float":
         step = largest / 448
         half = torch.maximum(x.abs() * E4M3["relative"], step * E4M3["least"])
-    elif evidence.symmetric:
-        half = largest / (2.0 ** (evidence.bits - 1) - 1) / 2
+    elif form.symmetric:
+        half = largest / (2.0 ** (form.num_bits - 1) - 1) / 2
     else:
-        half = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / (2.0**evidence.bits - 1) / 2
+        half = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / (2.0**form.num_bits - 1) / 2
     # scales may be rounded to float16, whose least number is 2^-24; results to the model's dtype
-    bound = half * 1.001 + largest * (2.0**-10 + rounding / 2) + 2.0 ** (evidence.bits - 24)
+    bound = half * 1.001 + largest * (2.0**-10 + rounding / 2) + 2.0 ** (form.num_bits - 24)
     error = float(off.norm() / x.norm()) if x.norm() else 0.0
     return {
         "levels": levels(y.float()),

@@ -1,0 +1,369 @@
+"""Formats of activations: the settings, and when hardware multiplies them. Imports no torch.
+
+What a linear layer takes in is rounded to a format and multiplied in the model's dtype
+(``fake_quant``), or multiplied as codes by weights of the same format (``scaled_mm``).
+
+FP8 is E4M3 with a float32 scale. MX formats have blocks of 32 with a power of two as scale (OCP
+Microscaling Formats v1.0, 2023). NVFP4 has blocks of 16 with an E4M3 scale under a float32 one of
+the tensor (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import RecipeError
+from qbench.machine import devices
+from qbench.quantizers.config import (
+    SETTINGS,
+    WHOLE_ROW,
+    ActivationSettings,
+    GroupSize,
+    Patterns,
+    QuantFormat,
+    WeightSettings,
+    strategy,
+)
+from qbench.quantizers.names import ACTIVATIONS, register_combination
+from qbench.quantizers.weights import ScaledWeights
+from qbench.records import Part
+
+MX_BLOCK, NVFP4_BLOCK = 32, 16
+WEIGHTS = {"int": "int8-row", "float": "fp8-row or fp8-tensor"}  # what real products take
+MULTIPLE = {"int": 8, "float": 16}  # of inputs and outputs, in cuBLAS
+VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}  # without, PyTorch's int8 products are wrong
+CAPABILITY = {"int": (8, 0), "float": (8, 9)}  # Ampere; Ada and Hopper
+
+Percentile = Annotated[
+    float,
+    Field(
+        ge=50,
+        le=100,
+        description="per cent of the values on calibration text that the range holds, what is "
+        "beyond is clipped; 100: from the smallest to the largest",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class FakeQuantized(ActivationSettings):
+    """Inputs of linear layers rounded to ``format``. A subclass gives it, and ``scheme``."""
+
+    ignore: Annotated[
+        Patterns,
+        Field(
+            strict=False,
+            description="layers whose inputs stay unquantized: parts of their names, such as "
+            "down_proj, or patterns over whole names, such as '*.o_proj'",
+        ),
+    ] = ()
+
+    percentile: ClassVar[float] = 100.0
+    real: ClassVar[bool] = False  # whether codes are multiplied by codes
+
+    @property
+    @abstractmethod
+    def format(self) -> QuantFormat: ...
+
+    @property
+    @abstractmethod
+    def scheme(self) -> str:
+        """In the field's words: ``int8 per token``."""
+
+    @property
+    def precision(self) -> Part:
+        return Part(bits=self.format.num_bits, scheme=self.scheme, simulated=True)
+
+    @property
+    def needs_calibration(self) -> bool:  # type: ignore[override]  # of what is stated
+        return not self.format.dynamic
+
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
+        return not self.format.one_of_tensor
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
+        return not self.format.one_of_tensor
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        for width in ("hidden_size", "intermediate_size"):
+            if problem := self.misfit(width, config.get(width)):
+                raise RecipeError(problem)
+
+    def misfit(self, what: str, size: Any) -> str | None:
+        """What is wrong where groups do not divide a width ``size``."""
+        group = self.format.group_size
+        if group == WHOLE_ROW or not isinstance(size, int) or size % group == 0:
+            return None
+        return (
+            f"{self.name}: {what} is {size}, no multiple of the {group} values that share a scale; "
+            "leave out what does not fit (ignore), or choose another format"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Multipliable(FakeQuantized):
+    """A format that matrix products of hardware take in, and whether they do."""
+
+    arithmetic: Annotated[
+        Literal["simulated", "real", "auto"],
+        Field(
+            description="real: codes times codes, with weights of the same format; simulated: "
+            "rounded values in the model's dtype; auto: real where it can be, decided when planned"
+        ),
+    ] = "simulated"
+    num_bits: Annotated[int, Field(ge=2, le=8)] = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+
+    per: ClassVar[str]  # as names have it
+
+    @property
+    def real(self) -> bool:  # type: ignore[override]  # of what is stated
+        return self.arithmetic == "real"
+
+    @property
+    def name(self) -> str:
+        if self.type == "float":
+            return f"fp8-{'row' if self.per == 'token' else self.per}"
+        return f"int{self.num_bits}-{self.per}{'' if self.symmetric else '-asymmetric'}"
+
+    def _scheme(self, per: str) -> str:
+        element = "fp8 e4m3" if self.type == "float" else f"int{self.num_bits}"
+        return f"{element} {per}{'' if self.symmetric else ', asymmetric'}"
+
+    @property
+    def precision(self) -> Part:
+        simulated = {"simulated": True, "real": False, "auto": None}[self.arithmetic]
+        return Part(bits=self.num_bits, scheme=self.scheme, simulated=simulated)
+
+    @property
+    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]  # of what is stated
+        return ("torchao",) if self.real else ()
+
+    def resolved(
+        self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
+    ) -> tuple[Multipliable, str]:
+        if self.arithmetic == "simulated":
+            return self, ""
+        obstacle = self._obstacle(weights, config, device)
+        if self.arithmetic == "auto":
+            chosen = "simulated" if obstacle else "real"
+            reason = f", since {obstacle}" if obstacle else ""
+            line = f"{self.name}: arithmetic auto: {chosen}{reason}"
+            return dataclasses.replace(self, arithmetic=chosen), line
+        if obstacle:
+            raise RecipeError(f"{self.name}: arithmetic: real: {obstacle}; say simulated or auto")
+        return self, ""
+
+    def _obstacle(
+        self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
+    ) -> str | None:
+        """Why codes cannot be multiplied by codes; None where they can."""
+        kind, group = self.type, self.format.group_size
+        if group != WHOLE_ROW or self.num_bits != 8 or not self.symmetric:
+            return f"products of hardware take no {self.scheme}"
+        if not isinstance(weights, ScaledWeights) or weights.type != kind:
+            found = weights.name if weights else "unquantized ones"
+            return f"it takes weights: {WEIGHTS[kind]}, not {found}"
+        if ignored := [name for name in weights.ignore if name not in self.ignore]:
+            return f"weights leave {ignored[0]} out and activations do not"
+        if kind == "float" and weights.compute_dtype != "bfloat16":
+            return f"fp8 products give bfloat16, not {weights.compute_dtype}"
+        for width in ("hidden_size", "intermediate_size"):
+            size = config.get(width)
+            if isinstance(size, int) and size % MULTIPLE[kind]:
+                return f"{width} {size} is no multiple of {MULTIPLE[kind]}"
+        return _device_obstacle(kind, device)
+
+
+def _device_obstacle(kind: str, device: str) -> str | None:
+    if device == "cpu":
+        if kind == "float":
+            return "fp8 products need a GPU"
+        flags = devices.cpu_flags()
+        if flags and not flags & VNNI:
+            return "int8 sums saturate on this CPU, which has no VNNI"
+        return None
+    here, least = devices.capability(), CAPABILITY[kind]
+    if here >= least:
+        return None
+    name = "fp8" if kind == "float" else "int8"
+    return "{} products need a GPU of compute capability {}.{}, and this one has {}.{}".format(
+        name, *least, *here
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class PerToken(Multipliable):
+    """One scale a token, or one for each group along it, from its own values: nothing is
+    clipped."""
+
+    per: ClassVar[str] = "token"
+
+    group_size: Annotated[
+        GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
+    ] = WHOLE_ROW
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type=self.type,
+            symmetric=self.symmetric,
+            strategy="token" if self.group_size == WHOLE_ROW else "group",
+            group_size=self.group_size,
+        )
+
+    @property
+    def scheme(self) -> str:
+        whole = "per token" if self.type == "int" else "per row"
+        return self._scheme(whole if self.group_size == WHOLE_ROW else strategy(self.group_size))
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class PerTensor(Multipliable):
+    """One scale for everything that a layer takes in at once: every token of a batch depends on
+    all others, so that scores depend on batch-mates and on the future."""
+
+    per: ClassVar[str] = "tensor"
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits, type=self.type, symmetric=self.symmetric, strategy="tensor"
+        )
+
+    @property
+    def scheme(self) -> str:
+        return self._scheme("per tensor, dynamic")
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Static(Multipliable):
+    """One scale a layer, fixed on calibration text: the cheapest in hardware, and the case of the
+    literature on outliers (Bondarenko et al. 2021, 2023)."""
+
+    per: ClassVar[str] = "static"
+
+    percentile: Percentile = 100.0  # type: ignore[misc]  # others hold all values
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type=self.type,
+            symmetric=self.symmetric,
+            strategy="tensor",
+            dynamic=False,
+        )
+
+    @property
+    def scheme(self) -> str:
+        share = "" if self.percentile == 100 else f" ({self.percentile:g} %)"
+        return self._scheme(f"per tensor, static{share}")
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Mx(FakeQuantized):
+    """Blocks of 32 along a token, a power of two as scale: values beyond the largest element are
+    clipped to it, as the specification has it."""
+
+    num_bits: Literal[4, 8]
+
+    @property
+    def name(self) -> str:
+        return f"mxfp{self.num_bits}"
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type="float",
+            strategy="group",
+            group_size=MX_BLOCK,
+            scale_dtype="float8_e8m0fnu",
+        )
+
+    @property
+    def scheme(self) -> str:
+        return f"mxfp{self.num_bits} in blocks of {MX_BLOCK}"
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Nvfp4(FakeQuantized):
+    """E2M1 in blocks of 16 along a token; each block's scale is E4M3 times the layer's."""
+
+    name: ClassVar[str] = "nvfp4"  # type: ignore[assignment]  # there is one
+
+    tensor_scale: Annotated[
+        Literal["static", "dynamic", "none"],
+        Field(
+            description="the layer's scale: static, from calibration text; dynamic, from all that "
+            "it takes in at once, so that scores depend on batch-mates; none, which is 1"
+        ),
+    ] = "static"
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=4,
+            type="float",
+            strategy="group" if self.tensor_scale == "none" else "tensor_group",
+            group_size=NVFP4_BLOCK,
+            dynamic=self.tensor_scale != "static",
+            scale_dtype="float8_e4m3fn",
+        )
+
+    @property
+    def scheme(self) -> str:
+        return f"nvfp4 in blocks of {NVFP4_BLOCK}, tensor scale {self.tensor_scale}"
+
+
+def _register(name: str, kind: type[FakeQuantized], line: str, **fixed: Any) -> None:
+    ACTIVATIONS.register(name, kind, line, backend="qbench.quantizers.fake_quant", **fixed)
+
+
+KINDS: tuple[tuple[type[Multipliable], str], ...] = (
+    (PerToken, "one scale a token, from its own values"),
+    (PerTensor, "one scale a batch; scores depend on batch-mates"),
+    (Static, "one scale a layer, fixed on calibration text"),
+)
+for _bits in (8, 6, 4):
+    for _symmetric in (True, False):
+        for _kind, _line in KINDS:
+            _register(
+                f"int{_bits}-{_kind.per}{'' if _symmetric else '-asymmetric'}",
+                _kind,
+                f"int{_bits}{'' if _symmetric else ' with a zero point'}, {_line}",
+                num_bits=_bits,
+                type="int",
+                symmetric=_symmetric,
+            )
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_register("fp8-row", PerToken, "fp8 e4m3, one scale a token", **_FP8, group_size=WHOLE_ROW)
+_register("fp8-tensor", PerTensor, "fp8 e4m3, one scale a batch; scores depend on it", **_FP8)
+_register("fp8-static", Static, "fp8 e4m3, one scale a layer, fixed on text", **_FP8)
+_register("mxfp8", Mx, "MXFP8: e4m3 in blocks of 32, a power of two as scale", num_bits=8)
+_register("mxfp4", Mx, "MXFP4: e2m1 in blocks of 32, a power of two as scale", num_bits=4)
+_register("nvfp4", Nvfp4, "NVFP4: e2m1 in blocks of 16, e4m3 scales")
+
+for _name, _weights, _activations, _line in (
+    ("w8a8-int8", "int8-row", "int8-token", "int8: weights a row, activations a token"),
+    ("w8a8-int8-static", "int8-row", "int8-static", "int8: weights a row, activations fixed"),
+    ("w8a8-fp8", "fp8-row", "fp8-row", "fp8 e4m3: weights a row, activations a token"),
+    ("w8a8-fp8-tensor", "fp8-tensor", "fp8-tensor", "fp8 e4m3: one scale a matrix and a batch"),
+):
+    register_combination(
+        _name,
+        f"{_line}; multiplied as such where the device can",
+        weights=_weights,
+        activations={"name": _activations, "arithmetic": "auto"},
+    )

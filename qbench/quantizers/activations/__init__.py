@@ -1,1 +1,0 @@
-"""Quantizers of activations: what products with weight matrices take in."""

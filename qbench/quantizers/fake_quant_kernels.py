@@ -1,0 +1,318 @@
+"""The rounding of ``fake_quant`` in Triton: values are read once and written once.
+
+Equal to the definition bit for bit: divisions are rounded as IEEE 754 has it, rounding to whole
+numbers adds and takes off 1.5 · 2²³, whose last bit is worth 1, and no product is fused with a sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.fake_quant import CODES, ELEMENTS, LEAST_E4M3, LEAST_EXPONENT, Scale
+
+TILE = 4096  # values a program takes, unless a group is longer
+LONGEST = 65536  # values in a group
+MAGIC = tl.constexpr(12582912.0)
+SMALLEST = tl.constexpr(LEAST_EXPONENT)
+SMALLEST_E4M3 = tl.constexpr(LEAST_E4M3)
+FLOAT16, E8M0, E4M3 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SCALES = {"float32": 0, "float16": 1, "float8_e8m0fnu": 2, "float8_e4m3fn": 3}
+
+
+@triton.jit
+def _whole(x):
+    return (x + MAGIC) - MAGIC
+
+
+@triton.jit
+def _exponent(x):
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+@triton.jit
+def _two_to(exponent):
+    kept = tl.minimum(tl.maximum(exponent, SMALLEST), 127)
+    return ((kept + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, LARGEST: tl.constexpr):
+    exponent = tl.maximum(_exponent(x), LOWEST) - MANTISSA
+    value = _whole(x * _two_to(-exponent)) * _two_to(exponent)
+    kept = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    return tl.where(value == value, kept, value)
+
+
+@triton.jit
+def _divided(x, by):
+    return tl.div_rn(x, tl.broadcast_to(tl.where(by == 0, 1.0, by), x.shape))
+
+
+@triton.jit
+def _stored(scale, SCALE: tl.constexpr):
+    if SCALE == FLOAT16:
+        scale = scale.to(tl.float16).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _quantize(
+    x, inside, fixed, fixed_zero, AXIS: tl.constexpr, FIXED: tl.constexpr, FLOAT: tl.constexpr,
+    SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """Codes of float32 ``x`` [M, N], and the scale and zero point of each group, which lies along
+    AXIS, where ``inside``; or the ``fixed`` ones, [M, 1], under which E4M3 scales are groups' own.
+    """
+    scale = fixed
+    zero = fixed_zero
+    if not FIXED or SCALE == E4M3:
+        # max() leaves NaN out; the sum of x · 0 does not
+        wrong = tl.sum(x * 0.0, AXIS, keep_dims=True)
+        zero = wrong
+        if SYMMETRIC:
+            span = tl.max(tl.where(inside, tl.abs(x), 0.0), AXIS, keep_dims=True) + wrong
+        elif LOW_IS_ZERO:
+            low = tl.min(tl.where(inside, x, float("inf")), AXIS, keep_dims=True) + wrong
+            high = tl.max(tl.where(inside, x, float("-inf")), AXIS, keep_dims=True)
+            zero = _stored(low, SCALE)
+            span = tl.maximum(high - zero, 0.0) + wrong
+        else:
+            low = tl.minimum(tl.min(tl.where(inside, x, 0.0), AXIS, keep_dims=True), 0.0) + wrong
+            high = tl.maximum(tl.max(tl.where(inside, x, 0.0), AXIS, keep_dims=True), 0.0) + wrong
+            span = high - low
+        scale = _stored(tl.div_rn(span, tl.full(span.shape, LARGEST, tl.float32)), SCALE)
+        if not SYMMETRIC and not LOW_IS_ZERO:
+            zero = _whole(_divided(-low, scale))
+        if SCALE == E8M0:
+            exponent = _exponent(span)
+            scale = tl.where(exponent == 128, span * 0.0, _two_to(exponent - HIGHEST))
+        if SCALE == E4M3:
+            if FIXED:
+                scale = tl.div_rn(scale, tl.where(fixed == 0, 1.0, fixed))
+            scale = tl.where(scale < SMALLEST_E4M3, SMALLEST_E4M3, scale)
+            scale = _nearest(scale, 3, -6, 448.0)
+            if FIXED:
+                scale *= fixed
+    if FLOAT:
+        codes = _nearest(_divided(x, scale), MANTISSA, LOWEST, LARGEST)
+    elif SYMMETRIC:
+        codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)), -LARGEST), LARGEST)
+    elif LOW_IS_ZERO:
+        codes = tl.minimum(tl.maximum(_whole(_divided(x - zero, scale)), 0.0), LARGEST)
+    else:
+        codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)) + zero, 0.0), LARGEST)
+    return codes + x * 0.0, scale, zero
+
+
+@triton.jit
+def _dequantize(codes, scale, zero, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr):
+    if SYMMETRIC:
+        value = codes * scale
+    elif LOW_IS_ZERO:
+        value = codes * scale + zero
+    else:
+        value = (codes - zero) * scale
+    return value
+
+
+@triton.jit(do_not_specialize=["total", "tokens", "first", "position_stride"])
+def _rows_kernel(
+    source, target, scales, fixed_at, zero_at, positions, strides, position_stride, heads, tokens,
+    parts, first, total, length,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, FIXED: tl.constexpr,
+    FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """ROWS groups of ``length`` values: of a dense matrix, or, where there are ``strides``, of
+    [B, H, T, D]: a row is one token, head and part of the head's channels."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < total)[:, None] & (column < length)  # [ROWS, BLOCK]
+    if strides is None:
+        at = row * length
+        out = at
+    else:
+        (s_batch, s_head, s_token), (t_batch, t_head, t_token) = strides
+        part = row % parts * length
+        head = row // parts % heads
+        token = row // (parts * heads) % tokens
+        batch = row // (parts * heads) // tokens
+        at = batch * s_batch + head * s_head + token * s_token + part
+        out = batch * t_batch + head * t_head + token * t_token + part
+    read = tl.load(source + at[:, None] + column, mask=inside, other=0.0)
+    x = read.to(tl.float32)
+    fixed = tl.zeros([ROWS, 1], tl.float32)
+    zero = tl.zeros([ROWS, 1], tl.float32)
+    if FIXED:
+        fixed += tl.load(fixed_at)
+        if not SYMMETRIC:
+            zero += tl.load(zero_at)
+    codes, scale, zero = _quantize(
+        x, inside, fixed, zero, 1, FIXED, FLOAT, SYMMETRIC, LOW_IS_ZERO, SCALE, LARGEST, MANTISSA,
+        LOWEST, HIGHEST,
+    )  # fmt: skip
+    if ENCODE:
+        scale += tl.sum(x * 0.0, 1, keep_dims=True)
+        tl.store(scales + row[:, None], scale, mask=(row < total)[:, None])
+        y = tl.where((codes == codes) & (scale == scale), codes, 0.0)
+        y = y.to(target.dtype.element_ty)
+    else:
+        y = _dequantize(codes, scale, zero, SYMMETRIC, LOW_IS_ZERO).to(target.dtype.element_ty)
+    if positions is not None:
+        place = tl.load(positions + batch * position_stride + token, mask=row < total, other=0)
+        y = tl.where((place < first)[:, None], read, y)
+    tl.store(target + out[:, None] + column, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "first", "position_stride"])
+def _channels_kernel(
+    source, target, positions, strides, position_stride, heads, tokens, first,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    """One program GROUP tokens and a head of [B, H, T, D]. Whole groups do not overlap, so at most
+    one begins among them: that one is rounded. Other rows of ``target`` are left as they are."""
+    (s_batch, s_head, s_token), (t_batch, t_head, t_token) = strides
+    batch = tl.program_id(1).to(tl.int64) // heads
+    head = tl.program_id(1) % heads
+    index = tl.arange(0, TOKENS)
+    token = tl.program_id(0) * GROUP + index
+    row = positions + batch * position_stride
+    place = tl.load(row + token, mask=(index < GROUP) & (token < tokens), other=-1)
+    last = token + GROUP - 1
+    end = tl.load(row + last, mask=(index < GROUP) & (last < tokens), other=-1)
+    begins = (place >= first) & ((place - first) % GROUP == 0) & (end == place + GROUP - 1)
+    if tl.max(begins.to(tl.int32)) > 0:
+        token = (tl.sum(tl.where(begins, token, 0)) + index).to(tl.int64)
+        channel = tl.arange(0, BLOCK)[None, :]
+        inside = (index < GROUP)[:, None] & (channel < WIDTH)  # [TOKENS, BLOCK]
+        at = batch * s_batch + head * s_head + token * s_token
+        x = tl.load(source + at[:, None] + channel, mask=inside, other=0.0).to(tl.float32)
+        codes, scale, zero = _quantize(
+            x, inside, 1.0, 0.0, 0, False, FLOAT, SYMMETRIC, LOW_IS_ZERO, SCALE, LARGEST,
+            MANTISSA, LOWEST, HIGHEST,
+        )  # fmt: skip
+        y = _dequantize(codes, scale, zero, SYMMETRIC, LOW_IS_ZERO)
+        out = batch * t_batch + head * t_head + token * t_token
+        tl.store(target + out[:, None] + channel, y.to(target.dtype.element_ty), mask=inside)
+
+
+def fits(x: Tensor) -> bool:
+    """Whether the kernels take ``x`` [..., n], one group a row."""
+    known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return x.is_cuda and known and x.shape[-1] <= LONGEST
+
+
+def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
+    """As ``fake_quant.fake_quantize_rows``."""
+    x = x.contiguous()
+    out, length = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        _rows(x, out, None, form, fixed, total=x.numel() // length, length=length)
+    return out
+
+
+def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Tensor, Tensor]:
+    """As ``fake_quant.encode``, for rows that there are."""
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=CODES[form.type], device=x.device)
+    scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    if fixed is not None and form.dynamic:
+        fixed = Scale(torch.where(torch.isinf(fixed.scale), torch.nan, fixed.scale))
+    _rows(x, codes, scale, form, fixed, total=len(x), length=x.shape[1])
+    return codes, fixed.scale.view(1, 1) if fixed is not None and form.dynamic else scale
+
+
+def fake_quantize_tokens(
+    x: Tensor, form: QuantFormat, group: int, positions: Tensor | None = None, first: int = 0
+) -> Tensor:
+    """``x`` [B, H, T, D]: ``group`` channels of one head and token share a scale. Tokens at
+    ``positions`` [B or 1, T] before ``first`` come out as they are."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    out = _like(x)
+    batch, heads, tokens, width = x.shape
+    parts = width // group
+    if out.numel():
+        _rows(
+            x, out, None, form, None, total=batch * heads * tokens * parts, length=group,
+            positions=positions if first else None, strides=_strides(x, out), heads=heads,
+            tokens=tokens, parts=parts, first=first,
+        )  # fmt: skip
+    return out
+
+
+def fake_quantize_channels(
+    x: Tensor, form: QuantFormat, positions: Tensor, first: int, group: int
+) -> Tensor:
+    """``x`` [B, H, T, D] as ``kv_rounding.by_channel`` gives it."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    out = _like(x).copy_(x)
+    batch, heads, tokens, width = x.shape
+    if out.numel():
+        _channels_kernel[(triton.cdiv(tokens, group), batch * heads)](
+            x, out, positions, _strides(x, out), _position_stride(positions), heads, tokens, first,
+            GROUP=group, TOKENS=triton.next_power_of_2(group), WIDTH=width,
+            BLOCK=triton.next_power_of_2(width), enable_fp_fusion=False, **_constants(form),
+        )  # fmt: skip
+    return out
+
+
+def _rows(
+    x: Tensor, out: Tensor, scales: Tensor | None, form: QuantFormat, fixed: Scale | None, *,
+    total: int, length: int, positions: Tensor | None = None, strides: Any = None, heads: int = 1,
+    tokens: int = 1, parts: int = 1, first: int = 0,
+) -> None:  # fmt: skip
+    block = triton.next_power_of_2(length)
+    rows = max(1, TILE // block)
+    scale = None if fixed is None else fixed.scale
+    zero = None if fixed is None else fixed.zero
+    _rows_kernel[(triton.cdiv(total, rows),)](
+        x, out, scales, scale, zero, positions, strides, _position_stride(positions), heads,
+        tokens, parts, first, total, length, ROWS=rows, BLOCK=block, ENCODE=scales is not None,
+        FIXED=fixed is not None, num_warps=min(16, max(4, rows * block // 1024)),
+        enable_fp_fusion=False, **_constants(form),
+    )  # fmt: skip
+
+
+@functools.cache
+def _constants(form: QuantFormat) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    element = ELEMENTS.get(form.element)
+    return {
+        "FLOAT": form.type == "float",
+        "SYMMETRIC": form.symmetric,
+        "LOW_IS_ZERO": form.zero_point == "float",
+        "SCALE": SCALES[form.scale_dtype],
+        "LARGEST": form.largest,
+        "MANTISSA": element.mantissa if element else 0,
+        "LOWEST": element.lowest if element else 0,
+        "HIGHEST": element.highest if element else 0,
+    }
+
+
+def _like(x: Tensor) -> Tensor:
+    """Laid out as [B, T, H, D], which is how a pack's keys are gathered."""
+    batch, heads, tokens, width = x.shape
+    return x.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(tensor.stride()[:3] for tensor in tensors)
+
+
+def _position_stride(positions: Tensor | None) -> int:
+    """One row of positions serves every batch row."""
+    if positions is None:
+        return 0
+    assert positions.dtype == torch.int32
+    assert positions.stride(1) == 1
+    return positions.stride(0) if positions.shape[0] > 1 else 0

@@ -1,0 +1,200 @@
+"""Linear layers over codes of 8 bits and scales, and products of codes by codes on hardware that
+has them: int8 anywhere, fp8 on CUDA.
+
+What a CPU multiplies goes through torchao, and so do fp8 products. Its eager int8 product on CUDA
+(0.18) does not: it formats its input as text in every call, which waits for the GPU, and falls
+back to the CPU or to float32 in silence; a kernel of ours stands in for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.activations import MULTIPLE
+from qbench.quantizers.config import PackedWeight, QuantFormat
+from qbench.quantizers.fake_quant import ATTRIBUTE, CODES, FakeQuant, Scale, decode, encode
+from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.weights import ScaledWeights
+
+ENVIRONMENT = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}  # its own kernels: none is used
+
+
+class ScaledLinear(nn.Module):
+    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1]; its forward
+    dequantizes, then multiplies."""
+
+    def __init__(self, shape: Plain, tensors: Tensors) -> None:
+        super().__init__()
+        self.in_features, self.out_features = shape.in_features, shape.out_features
+        self.dtype = shape.dtype
+        self.register_buffer("codes", tensors["codes"])
+        self.register_buffer("scale", tensors["scale"])
+        self.register_buffer("bias", shape.bias)
+
+    def dequantize(self) -> Tensor:
+        """The weight, ``dtype`` [out, in]; computed in float32 and rounded once."""
+        return decode(self.codes, self.scale).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} → {self.out_features}, {self.codes.dtype}"
+
+
+class ScaledMM(ScaledLinear):
+    """A ``ScaledLinear`` that multiplies codes by codes, but for while ``inputs`` are paused.
+    ``inputs`` encode once what several layers share, with the layer's ``fixed`` scale if there is
+    one. A class of its own, so that an audit's record names what ran."""
+
+    inputs: FakeQuant
+    fixed: Scale | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inputs.paused:
+            return super().forward(x)
+        y = scaled_mm(*self.inputs.once(x, self.fixed), self, x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+# The method for weights
+
+
+def quantize(name: str, layer: nn.Linear, settings: ScaledWeights) -> Tensors:
+    codes, scale = encode(layer.weight.detach(), settings.format)
+    return {"codes": codes, "scale": scale}
+
+
+def from_packed(shape: Plain, tensors: Tensors, settings: ScaledWeights) -> nn.Module:
+    return ScaledLinear(shape, tensors).eval()
+
+
+def unpack(module: nn.Module, settings: ScaledWeights) -> PackedWeight | None:
+    if not isinstance(module, ScaledLinear):
+        return None
+    by_row = module.scale.numel() > 1
+
+    def groups(weight: Tensor) -> Tensor:
+        return weight if by_row else weight.reshape(1, -1)
+
+    return PackedWeight(
+        tensors={"codes": module.codes, "scale": module.scale},
+        dequantize=lambda: decode(module.codes, module.scale).to(torch.float32),
+        groups=groups,
+    )
+
+
+# Real products
+
+
+def multiply_codes(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    form: QuantFormat,
+    scales: Mapping[str, Scale],
+) -> None:
+    """Let ``modules`` of ``model`` multiply codes of ``form`` by codes; ``scales``: fixed ones of
+    their inputs by the module's name.
+
+    Raises QuantizationError, naming the layer, for one that cannot: libraries skip those.
+    """
+
+    def encode_rows(x: Tensor, fixed: Scale | None) -> tuple[Tensor, Tensor]:
+        return encode(x.reshape(-1, x.shape[-1]), form, fixed)
+
+    inputs = FakeQuant(encode_rows, scales, tuple(modules))
+    for name, module in modules.items():
+        _require(name, module, form)
+        if form.type == "int" and module.codes.device.type == "cpu":
+            _require_sums()
+        module.__class__ = ScaledMM
+        module.inputs, module.fixed = inputs, scales.get(name)
+    setattr(model, ATTRIBUTE, inputs)
+
+
+def scaled_mm(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
+    """``codes`` [rows, in] by the layer's, times both scales, plus its bias:
+    ``dtype`` [rows, out]."""
+    return (_int8 if codes.dtype == torch.int8 else _fp8)(codes, scale, layer, dtype)
+
+
+def _int8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
+    rows = scale.expand(len(codes), 1).contiguous()
+    columns = layer.scale.expand(layer.out_features, 1)
+    if codes.is_cuda:
+        from qbench.quantizers.int8_kernel import int8_product  # needs Triton
+
+        return int8_product(codes, rows, layer.codes, columns.contiguous(), layer.bias, dtype)
+    y = _torchao("torchao.kernel").int_scaled_matmul(codes, layer.codes.T, rows)
+    y = y * columns.T
+    return (y if layer.bias is None else y + layer.bias.float()).to(dtype)
+
+
+def _fp8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
+    """Sums in float32: fast accumulation, torchao's default, keeps about 14 bits of them."""
+    rows, columns = scale, layer.scale
+    if rows.numel() > 1 or columns.numel() > 1:  # a library takes one kind of scales at a time
+        rows = rows.expand(len(codes), 1).contiguous()
+        columns = columns.expand(layer.out_features, 1).contiguous()
+    return _torchao("torchao.float8.inference").addmm_float8_unwrapped_inference(
+        codes,
+        rows,
+        layer.codes.T,
+        columns.T,
+        output_dtype=dtype,
+        bias=layer.bias,
+        use_fast_accum=False,
+    )
+
+
+@cache
+def _require_sums() -> None:
+    """Raise QuantizationError where a CPU's int8 products saturate on the way: without VNNI two
+    products are added in 16 bits, and no library says so."""
+    ones = torch.full((16, 64), 127, dtype=torch.int8)
+    found = _torchao("torchao.kernel").int_scaled_matmul(ones, ones.T, torch.ones(16, 1))
+    if not bool((found == 64 * 127**2).all()):
+        raise QuantizationError(
+            f"int8 products are wrong on this CPU: 64 · 127² = {64 * 127**2:,} came out as "
+            f"{int(found[0, 0]):,}; set arithmetic: simulated"
+        )
+
+
+def _require(name: str, module: nn.Module, form: QuantFormat) -> None:
+    if not isinstance(module, ScaledLinear) or module.codes.dtype != CODES[form.type]:
+        raise QuantizationError(
+            f"{name}: {type(module).__name__} holds no {form.element} codes that real products "
+            "could take; set arithmetic: simulated"
+        )
+    size = MULTIPLE[form.type]
+    if module.in_features % size or module.out_features % size:
+        raise QuantizationError(
+            f"{name} is {module.in_features} → {module.out_features} wide: real {form.element} "
+            f"products take multiples of {size}, and libraries skip such a layer in silence; set "
+            "arithmetic: simulated, or leave it out of weights and activations"
+        )
+
+
+@cache
+def _torchao(module: str) -> Any:
+    """A module of torchao, its remarks kept from the terminal; what the user set stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        return importlib.import_module(module)
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

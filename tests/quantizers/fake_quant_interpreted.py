@@ -1,0 +1,128 @@
+"""The Triton kernels of fake quantization and int8 products under the interpreter (the mode is read
+when Triton is imported), beside the definitions: prints a line a case, name, tab, what went wrong.
+Rounding in float32 and float16 alone, since the interpreter cuts bfloat16 off."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_CACHE_DIR"] = os.devnull
+
+import unittest.mock
+import warnings
+
+import torch
+from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tensor, ties
+
+from qbench.quantizers import fake_quant, kv_fake_quant
+from qbench.quantizers import fake_quant_kernels as kernels
+from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.int8_kernel import int8_product
+from qbench.quantizers.kv_fake_quant import KVFakeQuant
+from qbench.quantizers.names import KV_CACHES
+
+CACHES = {
+    "int4-token": {"keep_first": 2},
+    "int3-channel": {"group_size": 4},
+    "int2-token": {"symmetric": False, "group_size": 8},
+    "fp8-token": {"scale_dtype": "float32"},
+}
+
+
+def odd(columns):
+    x = draw(7, columns)
+    x[1], x[2, 1], x[3, 2] = 0.0, NAN, INF
+    x[4] *= 1e-30
+    return x
+
+
+def activations():
+    for name, form in FORMATS.items():
+        for dtype in (torch.float32, torch.float16):
+            wrong = 0
+            inputs = (odd(16), odd(100), ties(4, 32).view(-1, 16))
+            whole = of_tensor(form)
+            for x in inputs if dtype == torch.float32 else inputs[2:]:
+                for chosen in filter(None, (form, whole)):
+                    ends = map(torch.tensor, (-7.0, 3.0))
+                    fixed = fake_quant.scale_of_tensor(*ends, form) if chosen is whole else None
+                    of = (x.to(dtype), chosen, fixed)
+                    wanted = fake_quant.fake_quantize_definition(*of)
+                    wrong += not equal(kernels.fake_quantize_rows(*of), wanted)
+            print(f"{name} {dtype}", wrong or "", sep="\t")
+
+
+def codes():
+    for kind in ("int", "float"):
+        for strategy in ("token", "tensor"):
+            wrong = 0
+            for dynamic in (True, False) if strategy == "tensor" else (True,):
+                form = QuantFormat(num_bits=8, type=kind, strategy=strategy, dynamic=dynamic)
+                for x in (draw(5, 48), draw(33, 20), draw(1, 16), odd(100)):
+                    fixed = None
+                    if strategy == "tensor":
+                        ends = torch.aminmax(x) if dynamic else map(torch.tensor, (-2.0, 3.0))
+                        fixed = fake_quant.scale_of_tensor(*ends, form)
+                    wanted = fake_quant.encode_definition(x, form, fixed)
+                    found = kernels.encode(x, form, fixed)
+                    wrong += not equal(found[0].float(), wanted[0].float())
+                    wrong += not equal(found[1], wanted[1])
+            print(f"codes {kind} {strategy}", wrong or "", sep="\t")
+
+
+def product(count, depth, bias, dtype):
+    columns, generator = 37, torch.Generator().manual_seed(count)
+    a, b = (torch.randint(-127, 128, (n, depth), generator=generator) for n in (count, columns))
+    scales = [torch.rand(n, 1, generator=generator) + 0.1 for n in (count, columns)]
+    offset = torch.randn(columns, generator=generator).to(dtype) if bias else None
+    wanted = (a @ b.T).float() * scales[0] * scales[1].T
+    wanted = (wanted if offset is None else wanted + offset.float()).to(dtype)
+    a, b = a.to(torch.int8), b.to(torch.int8)
+    found = int8_product(a, scales[0], b, scales[1], offset, dtype, tile=(16, 32, 32, 4, 1))
+    # the interpreter cuts bfloat16 off where hardware rounds
+    off = float(((found - wanted).abs() / wanted.abs().clamp(min=1e-3)).max())
+    return "" if off <= (0 if dtype == torch.float32 else 2**-7) else f"off by {off}"
+
+
+def keys():
+    """[B, H, T, D] laid out as [B, T, H, D], as transformers has it."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 11, 3, 24, generator=generator).transpose(1, 2)
+    x = x * torch.logspace(-3, 2, 24)
+    x[0, 1, 2], x[1, 0, 4, 3] = 0, NAN
+    return x
+
+
+def caches():
+    positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
+    packed = torch.cat([torch.arange(-2, 5), torch.arange(4)])[None].int()
+    for name, form in KV_FORMATS.items():
+        x, wrong = keys(), 0
+        for group in (24, 8):
+            wanted = kv_fake_quant.by_token(x, form, group)
+            wrong += not equal(kernels.fake_quantize_tokens(x, form, group), wanted)
+        for places in (positions, packed):
+            for first in (0, 1):
+                of = (x, form, places, first, 3)
+                wanted = kv_fake_quant.by_channel(*of)
+                wrong += not equal(kernels.fake_quantize_channels(*of), wanted)
+        print(f"keys {name}", wrong or "", sep="\t")
+    for name, options in CACHES.items():
+        cache = KVFakeQuant(KV_CACHES.parse(name, options))
+        both = []
+        for chosen in (True, False):
+            with unittest.mock.patch.object(kv_fake_quant, "by_kernel", return_value=chosen):
+                both.append(cache.rounded(keys(), keys() * 2, positions))
+        wrong = sum(not equal(a, b) for a, b in zip(*both, strict=True))
+        print(f"cache {name}", wrong or "", sep="\t")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    activations()
+    codes()
+    for shape in ((1, 16), (33, 20), (7, 100)):
+        for dtype in (torch.float32, torch.bfloat16):
+            for bias in (False, True):
+                print(f"product {shape} {dtype} {bias}", product(*shape, bias, dtype), sep="\t")
+    caches()

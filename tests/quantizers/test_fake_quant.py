@@ -1,0 +1,244 @@
+"""Formats: their one definition, against other definitions, the kernels, and on odd values."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from interpreted_script import results_of
+
+from qbench.quantizers.audit import activations as audit
+from qbench.quantizers.audit.weights import levels
+from qbench.quantizers.config import ActivationEvidence, QuantFormat
+from qbench.quantizers.fake_quant import (
+    ELEMENTS,
+    Scale,
+    decode,
+    encode,
+    fake_quantize,
+    nearest,
+    scale_of_tensor,
+)
+from qbench.quantizers.kv_fake_quant import by_channel, by_tensor, by_token
+
+INF, NAN = torch.inf, torch.nan
+FP8 = {"num_bits": 8, "type": "float"}
+FP4 = {"num_bits": 4, "type": "float"}
+FORMATS = {
+    **{f"int{b}": QuantFormat(num_bits=b) for b in (2, 4, 6, 8)},
+    **{f"int{b} with a zero": QuantFormat(num_bits=b, symmetric=False) for b in (4, 8)},
+    "fp8": QuantFormat(**FP8),
+    "mxfp8": QuantFormat(**FP8, scale_dtype="float8_e8m0fnu"),
+    "mxfp4": QuantFormat(**FP4, scale_dtype="float8_e8m0fnu"),
+    "nvfp4": QuantFormat(**FP4, scale_dtype="float8_e4m3fn"),
+}
+LOW = {"zero_point": "float"}  # an asymmetric format's, as KIVI has it
+KV_FORMATS = {
+    "int4": QuantFormat(num_bits=4, scale_dtype="float16", **LOW),
+    "int3 asymmetric": QuantFormat(num_bits=3, symmetric=False, scale_dtype="float16", **LOW),
+    "int2, float32 scales": QuantFormat(num_bits=2, **LOW),
+    "int8 asymmetric, float32 scales": QuantFormat(num_bits=8, symmetric=False, **LOW),
+    "fp8": QuantFormat(**FP8, scale_dtype="float16", **LOW),
+}
+
+
+def in_groups(form, size):
+    return replace(form, strategy="group", group_size=size)
+
+
+def of_tensor(form, *, dynamic=False):
+    """``form`` under one scale; None for MX, whose blocks have their own alone."""
+    if form.scale_dtype == "float8_e8m0fnu":
+        return None
+    if form.scale_dtype == "float8_e4m3fn":
+        return replace(form, strategy="tensor_group", dynamic=dynamic)
+    return replace(form, strategy="tensor", dynamic=dynamic)
+
+
+def equal(found, wanted):
+    """To the bit, but for the sign of zeros and what kind of NaN there is."""
+    same = torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
+    return same and torch.equal(found.isnan(), wanted.isnan())
+
+
+def draw(rows=64, columns=96, seed=0):
+    """Rows of very different sizes, each with an outlier."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x[:, 0] *= 20
+    return x * torch.logspace(-3, 3, rows)[:, None]
+
+
+def ties(rows=256, columns=384):
+    """What down_proj takes in, silu(gate) · up, of 8 bits of mantissa: the largest is 7, so that
+    NVFP4's block scales lie on E4M3's ties, and every 32 reach as far below 0 as above, so that
+    zero points do."""
+    generator = torch.Generator().manual_seed(1)
+    gate, up = torch.randn(2, rows, columns, generator=generator)
+    x = (torch.nn.functional.silu(gate) * up).bfloat16().float().clamp(-7, 7)
+    groups = x.view(-1, 32)
+    groups[0, 0] = 7.0
+    groups[:, 0] = groups.abs().amax(1)
+    groups[:, 1] = -groups[:, 0]
+    return x
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "expected"),
+    [
+        ("int4", [7.0, -7.0, 0.5, 1.5, 2.5, -0.5, 3.49], [7.0, -7.0, 0.0, 2.0, 2.0, 0.0, 3.0]),
+        ("int4 with a zero", [-1.0, 14.0, 0.0, 3.4, 3.6], [-1.0, 14.0, 0.0, 3.0, 4.0]),
+        ("int4 with a zero", [2.0, 30.0, 0.0, 3.4, 16.9], [2.0, 30.0, 0.0, 4.0, 16.0]),
+    ],
+)
+def test_codes_by_hand(name, x, expected):
+    """2^(bits − 1) − 1 levels on each side, half to even; a zero point covers the values and
+    keeps 0."""
+    assert fake_quantize(torch.tensor([x]), FORMATS[name]).tolist() == [expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_integers_are_those_of_compressed_tensors_formulas(bits, dtype):
+    """scale = max|x| / q_max; round, clamp, times scale; written here once more."""
+    x = draw().to(dtype)
+    most = torch.tensor(2.0 ** (bits - 1) - 1)
+    scale = x.float().abs().amax(-1, keepdim=True) / most
+    wanted = (x.float() / scale).round().clamp(-most, most) * scale
+    assert torch.equal(fake_quantize(x, QuantFormat(num_bits=bits)), wanted.to(dtype))
+
+
+def test_e4m3_is_torchs_own_on_every_16_bit_pattern():
+    every = (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32)
+    every = every[every.abs() <= 448]
+    cast = every.to(torch.float8_e4m3fn).float()
+    assert torch.equal(nearest(every, ELEMENTS["e4m3"]), cast)
+
+
+@pytest.mark.parametrize("scale_dtype", ["float16", "float32"])
+def test_a_cache_in_fp8_is_torchs_own_cast_under_a_stored_scale(scale_dtype):
+    form = QuantFormat(**FP8, scale_dtype=scale_dtype, **LOW)
+    x = draw(32, 48)
+    scale = (x.abs().amax(-1, keepdim=True) / torch.tensor(448.0)).to(getattr(torch, scale_dtype))
+    wanted = (x / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale.float()
+    assert torch.equal(by_token(x, form, 48), wanted)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_an_asymmetric_cache_is_kivis(bits):
+    """Section 3 of KIVI: the lowest value is the zero point; both are kept in float16."""
+    form = QuantFormat(num_bits=bits, symmetric=False, scale_dtype="float16", **LOW)
+    x = draw(32, 48)
+    low = x.amin(-1, keepdim=True).half().float()
+    steps = torch.tensor(2.0**bits - 1)
+    scale = ((x.amax(-1, keepdim=True) - low) / steps).half().float()
+    wanted = ((x - low) / scale).round().clamp(min=0).minimum(steps) * scale + low
+    assert torch.equal(by_token(x, form, 48), wanted)
+    keys = x.view(1, 1, 32, 48)
+    positions = torch.arange(32)[None].int()
+    turned = by_token(keys.transpose(2, 3), form, 8).transpose(2, 3)  # groups of 8 tokens
+    assert torch.equal(by_channel(keys, form, positions, 0, 8), turned)
+    assert torch.equal(by_tensor(keys, form, None, 0).flatten(), by_token(x.view(-1), form, 1536))
+
+
+@pytest.mark.parametrize(
+    ("name", "element", "size"), [("mxfp8", "float8_e4m3fn", 32), ("mxfp4", "float4_e2m1fn_x2", 32)]
+)
+def test_mx_formats_are_torchaos(name, element, size):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    x = draw().bfloat16()
+    theirs = mx.MXTensor.to_mx(x, getattr(torch, element), size).dequantize(torch.bfloat16)
+    assert torch.equal(fake_quantize(x, in_groups(FORMATS[name], size)), theirs)
+
+
+@pytest.mark.parametrize("level", ["one", "two"])
+def test_nvfp4_is_torchaos(level):
+    """But for ties, since it multiplies by a reciprocal; and it has no scale below 2⁻⁶."""
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x, form = draw(), replace(FORMATS["nvfp4"], group_size=16)
+    form = replace(form, strategy="group" if level == "one" else "tensor_group")
+    given = scale_of_tensor(*torch.aminmax(x), form).scale if level == "two" else None
+    theirs = nvfp4.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=given).dequantize(torch.float32)
+    ours = fake_quantize(x, form)
+    blocks = x.unflatten(-1, (-1, 16)).abs().amax(-1, keepdim=True)
+    held = blocks / (1.0 if given is None else given) / 6
+    same = ((held > 2**-6) & (held < 448)).expand(-1, -1, 16).flatten(1)
+    assert same.double().mean() > 0.3
+    different = (ours[same] - theirs[same]).abs() > 1e-6 * ours[same].abs()
+    assert different.double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("scales", ["group", "tensor", "fixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_audit_decides_ties_as_the_definition_does(name, scales, dtype):
+    form, x = FORMATS[name], ties().to(dtype)
+    blocks = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}.get(form.scale_dtype)
+    if scales == "group":
+        form = in_groups(form, blocks or 32)
+    elif (form := of_tensor(form, dynamic=scales == "tensor")) is None:
+        pytest.skip("every block has its own scale alone")
+    else:
+        form = replace(form, group_size=blocks or -1)
+    fixed = None if form.dynamic else scale_of_tensor(*torch.aminmax(x), form)
+    given = (fixed.scale, fixed.zero) if fixed else (None, None)
+    about = ActivationEvidence(format=form, scale=given[0], zero=given[1])
+    found = audit.groups_of(fake_quantize(x, form, fixed), about)
+    wanted, _, _ = audit.expected(audit.groups_of(x.double(), about), about)
+    off = (found.double() - wanted).abs() > 4 * torch.finfo(dtype).eps * wanted.abs()
+    assert float(off.double().mean()) == 0
+    assert levels(found) <= 2**form.num_bits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_stay_zeros(name):
+    x = torch.zeros(3, 32)
+    x[1] = 5.0
+    assert torch.equal(fake_quantize(x, FORMATS[name])[[0, 2]], torch.zeros(2, 32))
+    if whole := of_tensor(FORMATS[name], dynamic=True):
+        assert torch.equal(fake_quantize(torch.zeros(3, 32), whole), torch.zeros(3, 32))
+        assert fake_quantize(torch.zeros(0, 32), whole).shape == (0, 32)
+
+
+@pytest.mark.parametrize("broken", [NAN, INF, -INF])
+@pytest.mark.parametrize("form", [*FORMATS.values(), *KV_FORMATS.values()], ids=str)
+def test_what_is_not_finite_is_never_hidden(form, broken):
+    x = draw(4, 32)
+    x[1, 5] = broken
+    found = fake_quantize(x, form)
+    assert found[1].isnan().all()
+    assert found[[0, 2, 3]].isfinite().all()
+    if form.scale_dtype == "float32":
+        whole = of_tensor(form)
+        fixed = scale_of_tensor(torch.tensor(-2.0), torch.tensor(3.0), whole)
+        given = fake_quantize(x, whole, fixed)
+        assert given[1, 5].isnan()
+        assert given.isnan().sum() == 1
+        assert fake_quantize(x, of_tensor(form, dynamic=True)).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8 with a zero", "fp8"])
+def test_a_fixed_scale_clips_what_is_beyond_it(name):
+    form = of_tensor(FORMATS[name])
+    fixed = scale_of_tensor(torch.tensor(-2.0), torch.tensor(3.0), form)
+    found = fake_quantize(torch.tensor([[-100.0, 100.0]]), form, fixed)
+    low = -2.0 if "zero" in name else -3.0
+    assert found.flatten().tolist() == pytest.approx([low, 3.0], rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_codes_times_scales_are_what_is_simulated(name):
+    form, x = FORMATS[name], draw(9, 64)
+    assert torch.equal(decode(*encode(x, form)), fake_quantize(x, form))
+    whole = of_tensor(form, dynamic=True)
+    assert torch.equal(decode(*encode(x, whole)), fake_quantize(x, whole))
+    x[1, 4] = NAN
+    assert decode(*encode(x, form)).isnan().sum() == 64  # the row, and no other
+    fixed = decode(*encode(x, of_tensor(form), Scale(torch.tensor(0.1))))
+    assert fixed.isnan().sum() == 64
+    assert decode(*encode(x, whole)).isnan().all()
+
+
+def test_the_kernels_in_the_interpreter_equal_the_definitions():
+    problems = results_of("fake_quant_interpreted.py")
+    assert len(problems) == 2 * len(FORMATS) + 4 + 12 + len(KV_FORMATS) + 4
+    assert {name: problem for name, problem in problems.items() if problem} == {}
