@@ -153,7 +153,7 @@ def test_fast_scores_of_a_quantized_cache_under_every_normalizer(normalizer, sch
 
 def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
     """Before its keys are laid out for each of its suffixes."""
-    from qbench.quantizers.kv_cache import rounding
+    from qbench.quantizers import kv_fake_quant as rounding
 
     rounded = []
     right = rounding.by_token
