@@ -286,13 +286,14 @@ def kernel_attention(
     causal: bool = False,
     window: int | None = None,
     spans: Tensor | None = None,
+    span_count: Tensor | None = None,
     max_seqlen_q: int | None = None,
 ) -> Tensor:
-    """:func:`attention` by a kernel, for inference; ``spans`` as ``kernels.attention``. Raises
+    """:func:`attention` by a kernel, for inference; ``spans``, ``span_count`` as
+    ``kernels.attention``. Raises
     UnavailableError for a normalizer or a parameter that the kernels do not have, and for inputs
     that need gradients."""
-    from qbench.attention.kernels import kv_cache, require
-    from qbench.attention.kernels.ops import Parameters
+    from qbench.attention.kernels import kv_cache, ops, require
 
     reference.check(query, sources.key, sources.value, mask)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
@@ -303,10 +304,11 @@ def kernel_attention(
             "attention: the kernel of a KV cache with keep_recent or groups of tokens has "
             "no backward pass; use 'reference', or torch.no_grad()"
         )
+    mask, spans = ops.counted(mask, spans, span_count)
     return kv_cache.attention(
         query, sources, keep_first=residual.keep_first, keep_recent=residual.keep_recent,
         key_group=residual.key_group, positions=positions, normalizer=normalizer,
-        parameters=Parameters.of(given), scale=scale, softcap=softcap or 0.0, mask=mask,
+        parameters=ops.Parameters.of(given), scale=scale, softcap=softcap or 0.0, mask=mask,
         causal=causal, window=window, spans=spans, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
 

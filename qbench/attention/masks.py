@@ -1,9 +1,10 @@
 """The function that transformers asks once a forward pass who may attend to whom.
 
-Where it is plain causality no mask is made, so that the causal kernels run. Under torch.compile a
-mask's values are not known when that is decided, and transformers cannot tell the positions that
-a model counts by itself from packed ones that it was given. So :func:`watch_positions` has the
-model say whether it was given any.
+Where it is plain causality no mask is made, so that the causal kernels run. Under torch.compile
+the values of padding masks and positions are not known when that is decided, and transformers
+cannot tell the positions that a model counts by itself from packed ones that it was given. So
+where kernels attend, which sequences there are is found when the compiled graph runs, by
+``varlen.sequence_spans``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
 
@@ -22,51 +23,38 @@ from transformers.masking_utils import sdpa_mask
 class Mask:
     """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks:
     never for packed sequences with ``cu_seq_lens``, nor where the kernels are given ``spans``,
-    the sequences inside the padding (see :mod:`qbench.attention.kernels.varlen`), or ``window``,
-    how many keys up to its own a query sees. Where ``banded``, these two say all there is to say
-    beside causality. ``padding`` [B, T]: the model's ``attention_mask``, of which the keys are the
-    part from ``kv_offset`` on: a cache of a sliding window has dropped those before. ``written``:
-    how many keys a static cache holds; what comes after is room for later ones."""
+    which rows are sequences (see :mod:`qbench.attention.kernels.varlen`), of which ``span_count``
+    count, or ``window``, how many keys up to its own a query sees. Where ``banded``, these say all
+    there is to say beside causality. ``padding`` [B, T]: the model's ``attention_mask``, of which
+    the keys are the part from ``kv_offset`` on: a cache of a sliding window has dropped those
+    before. ``written``: how many keys a static cache holds; what comes after is room for later
+    ones."""
 
     make: Callable[[], Tensor]
     made: list[Tensor]
     banded: bool = False
     spans: Tensor | None = None
+    span_count: Tensor | None = None
     window: int | None = None
     padding: Tensor | None = None
     kv_offset: int = 0
     written: int | None = None
 
+    def settings(self, queries: int) -> dict[str, Any]:
+        """What attention functions take instead of a mask, where ``banded``."""
+        found: dict[str, Any] = {"window": self.window}
+        if self.spans is not None:
+            found["spans"] = self.spans
+        if self.span_count is not None:
+            found["span_count"] = self.span_count
+            if self.padding is not None:  # with causality, where spans cannot say it
+                found["mask"] = self.padding[:, None, None].expand(-1, 1, queries, -1)
+        return found
+
     def dense(self) -> Tensor:
         if not self.made:
             self.made.append(self.make())
         return self.made[0]
-
-
-class _Counted:
-    """The configuration of the model whose forward pass counts its positions itself."""
-
-    config: PreTrainedConfig | None = None
-
-
-_counted = _Counted()
-
-
-def watch_positions(model: PreTrainedModel) -> None:
-    """Makes forward passes of ``model`` tell :func:`mask_function` whether positions were given."""
-    decoder = model.get_decoder()
-    if _before not in decoder._forward_pre_hooks.values():
-        decoder.register_forward_pre_hook(_before, with_kwargs=True)
-        decoder.register_forward_hook(_after)
-
-
-def _before(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-    given = len(inputs) > 1 or options.get("position_ids") is not None
-    _counted.config = None if given else module.config
-
-
-def _after(module: nn.Module, inputs: Any, output: Any) -> None:
-    _counted.config = None
 
 
 def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
@@ -99,28 +87,32 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
             batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size,
             options,
         )  # fmt: skip
-        if compiling:  # values of a padding mask are not known yet
-            plain = attention_mask is None
-            if plain and not use_vmap and _is_packed(mask_function):
-                allow_is_causal_skip |= config is not None and _counted.config is config
-        else:
-            plain = attention_mask is None or bool(attention_mask.all())
+        plain = attention_mask is None or (not compiling and bool(attention_mask.all()))
         fixed = isinstance(q_offset, int)
         aligned = fixed and q_offset + q_length == kv_offset + kv_length
         wide = local_size is None or kv_length < local_size
         if allow_is_causal_skip and wide and plain and aligned and written is None:
             return None
         window = None if wide else _window(local_size, config)
-        banded = (
-            allow_is_causal_skip and (wide or window is not None) and implementation == "triton"
-        )
+        by_kernels = (wide or window is not None) and implementation == "triton"
+        banded = allow_is_causal_skip and by_kernels
         rows = {"padding": attention_mask, "kv_offset": kv_offset, "written": written}
         if banded and plain and aligned:
             return Mask(make, [], banded=True, window=window, **rows)
+        whole = aligned and q_length == kv_length
+        packed = attention_mask is None and not allow_is_causal_skip and not use_vmap
+        joined = None
+        if packed and whole and by_kernels and _is_packed(mask_function):
+            joined = _joined(mask_function, batch_size, q_length, options["device"])
+        if joined is not None or (compiling and banded and whole):
+            from qbench.attention.kernels.varlen import sequence_spans
+
+            spans, count = sequence_spans(joined, attention_mask)
+            return Mask(make, [], banded=True, spans=spans, span_count=count, window=window, **rows)
         if compiling:
             return make()
         spans = None
-        if banded and fixed and attention_mask is not None:
+        if banded and attention_mask is not None:
             from qbench.attention.kernels.varlen import padded_spans
 
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -135,6 +127,14 @@ def _is_packed(mask_function: Callable | None) -> bool:
     """Whether transformers may have cut a causal mask by positions, and not joined it with blocks
     that see each other both ways, which it does by another function."""
     return mask_function is not None and mask_function.__name__ == "and_mask"
+
+
+def _joined(mask_function: Callable, batch: int, length: int, device: torch.device) -> Tensor:
+    """Whether each token sees the token before it [B, T], which the first of a sequence does not;
+    of a mask that is causal within sequences."""
+    row = torch.arange(batch, device=device)[:, None]
+    query = torch.arange(length, device=device)[None]
+    return mask_function(row, 0, query, (query - 1).clamp(min=0)).expand(batch, length)
 
 
 def _window(local_size: int | None, config: PreTrainedConfig | None) -> int | None:

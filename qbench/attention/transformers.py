@@ -1,14 +1,13 @@
 """Our attention inside transformers' models, through AttentionInterface and AttentionMaskInterface.
 
 ``qbench-<normalizer>-<implementation>`` are the names that ``attn_implementation=`` takes, e.g.
-``qbench-softpick-reference``; :func:`attention_name` makes them known to transformers, and may be
-asked for normalizers that were registered later. What a model under these names understands:
+``qbench-softpick-reference``. Importing this module makes those of all normalizers known to
+transformers; :func:`attention_name` those of normalizers that were registered later. What a model
+under these names understands:
 
 - no mask: causal, the last query aligned with the last key (also chunked prefill and decode);
 - ``attention_mask`` [B, T] of 0/1: padding on either side, or holes, also with a KV cache;
 - packed ``position_ids`` [B, T] (0 1 2 0 1 …) without mask and cache: no sequence sees another;
-  under torch.compile, whether given positions are packed is not known, so a dense mask is made:
-  leave out those that only count, and set the attention by :func:`attend`, which sees to that;
 - ``cu_seq_lens_q``, ``cu_seq_lens_k`` (int32 [S + 1]), ``max_length_q``, ``max_length_k``, batch
   1, no mask and no cache: the same, and the cheapest way for many sequences; pass
   ``position_ids`` too, since the rotary embedding needs them;
@@ -32,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from qbench.attention import kv_cache, reference
 from qbench.attention.implementation import choose
 from qbench.attention.kv_cache import KV_CACHE, READ, read, residual, rotate
-from qbench.attention.masks import Mask, mask_function, watch_positions
+from qbench.attention.masks import Mask, mask_function
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 from qbench.errors import UnavailableError
 
@@ -65,7 +64,6 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
             f"{type(model).__name__} does not take its attention from AttentionInterface; "
             "say attention: native to run it on its own"
         )
-    watch_positions(model)
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
 
 
@@ -148,15 +146,12 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, two_sources,
             )  # fmt: skip
             return _of_kept_heads(module, output).transpose(1, 2), None
-        band = {}
-        if isinstance(attention_mask, Mask):
-            if attention_mask.banded:
-                band = {"window": attention_mask.window}
-                if attention_mask.spans is not None:
-                    band["spans"] = attention_mask.spans
-                attention_mask = None
-            else:
-                attention_mask = attention_mask.dense()
+        settings: dict[str, Any] = {}
+        if isinstance(attention_mask, Mask) and attention_mask.banded:
+            settings = attention_mask.settings(query.shape[2])
+            attention_mask = None
+        elif isinstance(attention_mask, Mask):
+            attention_mask = attention_mask.dense()
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             raise UnavailableError(
                 f"{normalizer} attention takes bool masks, True = attend, not "
@@ -170,9 +165,8 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             parameters=parameters,
             scale=scaling,
             softcap=softcap,
-            mask=attention_mask,
             causal=causal and attention_mask is None,
-            **band,
+            **({"mask": attention_mask} | settings),
         )
         output = _of_kept_heads(module, output)
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
@@ -273,3 +267,8 @@ def _registered(normalizer: str, implementation: str) -> str:
     AttentionInterface.register(name, _attention(normalizer, implementation))
     AttentionMaskInterface.register(name, mask_function(implementation))
     return name
+
+
+for _normalizer in NORMALIZERS:
+    for _implementation in ("reference", "triton"):
+        _registered(_normalizer, _implementation)

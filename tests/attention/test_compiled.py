@@ -50,7 +50,8 @@ def received(monkeypatch, implementation="triton"):
     seen = []
 
     def function(query, key, value, *, mask=None, causal=False, window=None, **settings):
-        seen.append((mask is not None, causal, window))
+        count = settings.get("span_count")
+        seen.append((mask is not None, causal, window, None if count is None else "spans"))
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
         )
@@ -60,32 +61,55 @@ def received(monkeypatch, implementation="triton"):
     return seen
 
 
-CAUSAL, MASKED = (False, True, None), (True, False, None)
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
 
 
 @pytest.mark.parametrize(
-    ("make", "inputs", "expected"),
+    ("make", "inputs", "mask"),
     [
-        (llama, {}, CAUSAL),
-        (llama, {"position_ids": PACKED}, MASKED),
-        (llama, {"position_ids": torch.arange(9)[None]}, MASKED),  # not known to be plain
-        (llama, {"attention_mask": torch.ones(2, 9, dtype=torch.long)}, MASKED),
-        (mistral, {}, (False, True, 5)),
-        (mistral, {"position_ids": PACKED}, MASKED),
+        (llama, {}, False),
+        (llama, {"position_ids": PACKED}, False),
+        (llama, {"attention_mask": torch.ones(2, 9, dtype=torch.long)}, True),  # where it has holes
+        (mistral, {}, False),
+        (mistral, {"position_ids": PACKED}, False),
     ],
 )
-def test_what_is_plain_causality_runs_as_such_in_a_compiled_model(
-    monkeypatch, make, inputs, expected
+def test_a_compiled_model_on_kernels_is_handed_sequences_and_no_dense_mask(
+    monkeypatch, make, inputs, mask
 ):
+    """By plain set_attn_implementation."""
     seen = received(monkeypatch)
+    interface._registered.cache_clear()
     model = make()
-    attend(model, normalizer="softmax")
+    model.set_attn_implementation(interface.attention_name("softmax", "triton", "cpu"))
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for _ in range(2):
         compiled(ids, use_cache=False, **inputs).logits.sum().backward()
-    assert seen == [expected] * 4  # two layers, two passes
+    window = 5 if make is mistral else None
+    assert seen == [(mask, True, window, "spans")] * 4  # two layers, two passes
+
+
+@pytest.mark.parametrize(
+    ("joined", "padding", "count", "spans"),
+    [
+        ([[1, 1, 1], [1, 1, 1]], None, 0, []),
+        ([[1, 1, 0], [1, 1, 1]], None, 3, [[0, 0, 2, 0, 2, 0], [0, 2, 3, 2, 3, 0],
+                                          [1, 0, 3, 0, 3, 0]]),
+        (None, [[1, 1, 1], [1, 1, 1]], 0, []),
+        (None, [[0, 1, 1], [1, 1, 0]], 2, [[0, 1, 3, 1, 3, 0], [1, 0, 2, 0, 2, 0]]),
+        (None, [[1, 0, 1], [1, 1, 1]], -1, []),
+    ],
+)  # fmt: skip
+def test_which_sequences_there_are(joined, padding, count, spans):
+    from qbench.attention.kernels.varlen import sequence_spans
+
+    given = [None if rows is None else torch.tensor(rows).bool() for rows in (joined, padding)]
+    found, counted = sequence_spans(*given)
+    assert counted.tolist() == [count]
+    assert counted.device.type == "cpu"
+    assert found[: max(count, 0)].tolist() == spans
+    torch.library.opcheck(torch.ops.qbench.sequence_spans.default, given)
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -123,23 +147,8 @@ def test_a_static_cache_in_a_compiled_model_is_right_or_refused(normalizer, slop
     torch.testing.assert_close(torch.cat(pieces, 1), expected)
 
 
-def test_a_model_that_was_not_told_to_watch_its_positions_gets_a_mask(monkeypatch):
-    """Even right after another of the same configuration that was."""
-    seen = received(monkeypatch)
-    watched = llama()
-    attend(watched, normalizer="softmax")
-    other = LlamaForCausalLM(watched.config)
-    ids = torch.arange(9)[None]
-    for model, expected in ((watched, CAUSAL), (other, MASKED)):
-        torch.compile(model, fullgraph=True, backend="eager")(ids, use_cache=False)
-        assert seen == [expected] * 2
-        seen.clear()
-
-
 def test_blocks_that_see_each_other_are_no_plain_causality(monkeypatch):
     from transformers.masking_utils import create_causal_mask
-
-    from qbench.attention import masks
 
     received(monkeypatch)
     model = llama()
@@ -147,13 +156,11 @@ def test_blocks_that_see_each_other_are_no_plain_causality(monkeypatch):
     states, blocks = torch.zeros(1, 6, 32), torch.tensor([[-1, 0, 0, 0, -1, -1]])
 
     def make(states, positions):
-        masks._counted.config = model.config
         return create_causal_mask(
             model.config, states, None, None, positions, block_sequence_ids=blocks
         )
 
     got = torch.compile(make, fullgraph=True, backend="eager")(states, torch.arange(6)[None])
-    masks._counted.config = None
     expected = torch.ones(6, 6, dtype=torch.bool).tril()
     expected[1:4, 1:4] = True
     assert torch.equal(got[0, 0], expected)

@@ -78,13 +78,15 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     spans: Tensor | None = None,
+    span_count: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> Tensor:
     """Attention by the kernels; arguments, result and errors as ``reference.attention``.
 
     ``spans`` (int32 [S, 6], see :mod:`qbench.attention.kernels.varlen`) limits it to sequences
-    inside the batch rows; rows outside them give 0. ``max_seqlen_q`` and
+    inside the batch rows; rows outside them give 0. With ``span_count``, as ``sequence_spans``
+    gives it, so many of them; ``mask`` is then for where spans cannot say it. ``max_seqlen_q`` and
     ``max_seqlen_k`` are the most query and key rows of one sequence, if known. Raises ValueError
     for float64, UnavailableError for a normalizer or a parameter that the kernels do not have.
     """
@@ -114,7 +116,7 @@ def attention(
         normalizer, scale, softcap or 0.0, causal, window or 0,
         max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
     )  # fmt: skip
-    return ops.apply(query, key, value, mask, spans, ops.Parameters.of(given), settings)
+    return ops.apply(query, key, value, mask, spans, span_count, ops.Parameters.of(given), settings)
 
 
 def packed_attention(

@@ -362,6 +362,16 @@ def has_tma_layout(tensor: Tensor) -> bool:
 # What torch.compile and autograd see.
 
 
+def counted(
+    mask: Tensor | None, spans: Tensor | None, span_count: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask and the spans to go by, see ``varlen.sequence_spans``: one or the other."""
+    if spans is None or span_count is None:
+        return mask, spans
+    count = int(span_count)
+    return (mask, None) if count < 0 else (None, spans[:count] if count else None)
+
+
 @torch.library.custom_op("qbench::attention", mutates_args=())
 def attention(
     query: Tensor,
@@ -369,6 +379,7 @@ def attention(
     value: Tensor,
     mask: Tensor | None,
     spans: Tensor | None,
+    span_count: Tensor | None,
     sinks: Tensor | None,
     bias: Tensor | None,
     slopes: Tensor | None,
@@ -382,13 +393,14 @@ def attention(
     max_seqlen_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
+    mask, spans = counted(mask, spans, span_count)
     return forward(query, key, value, mask, spans, Parameters(sinks, bias, slopes, s), settings)
 
 
 @attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, sinks: Any, bias: Any,
-    slopes: Any, s: Any, normalizer: str, *rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, span_count: Any, sinks: Any,
+    bias: Any, slopes: Any, s: Any, normalizer: str, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     output, lse = empty_output(query, value, covered=True)
     return output, lse, empty_flags(query, key, require(normalizer))
@@ -405,6 +417,7 @@ def attention_backward(
     needs_expm1: Tensor,
     mask: Tensor | None,
     spans: Tensor | None,
+    span_count: Tensor | None,
     sinks: Tensor | None,
     bias: Tensor | None,
     slopes: Tensor | None,
@@ -422,6 +435,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
     wanted = Wanted(wanted_param, wanted_sinks, wanted_slopes)
+    mask, spans = counted(mask, spans, span_count)
     dq, dk, dv, *learned = backward(
         gradient, query, key, value, output, lse, needs_expm1, mask, spans,
         Parameters(sinks, bias, slopes, s), settings, wanted,
@@ -441,20 +455,19 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, mask, spans, *parameters = inputs[:9]
-    ctx.settings = inputs[9:]
+    ctx.settings = inputs[10:]
     ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(query, key, value, *output, mask, spans, *parameters)
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
     wanted = _wanted(ctx)
     dq, dk, dv, *learned = attention_backward(gradient, *ctx.saved_tensors, *ctx.settings, *wanted)
-    return dq, dk, dv, None, None, *_of_parameters(ctx, *learned), *[None] * len(ctx.settings)
+    return dq, dk, dv, None, None, None, *_of_parameters(ctx, *learned), *[None] * len(ctx.settings)
 
 
 def _wanted(ctx: Any) -> Wanted:
-    sinks, bias, slopes, s = ctx.needs_input_grad[5:9]
+    sinks, bias, slopes, s = ctx.needs_input_grad[6:10]
     return Wanted(param=bias or s, sinks=sinks, slopes=slopes)
 
 
@@ -462,7 +475,7 @@ def _of_parameters(
     ctx: Any, param: Tensor | None, sinks: Tensor | None, slopes: Tensor | None
 ) -> list[Tensor | None]:
     gradients = Parameters(sinks=sinks, bias=param, slopes=slopes, s=param)
-    asked = zip(gradients, ctx.needs_input_grad[5:9], strict=True)
+    asked = zip(gradients, ctx.needs_input_grad[6:10], strict=True)
     return [gradient if needed else None for gradient, needed in asked]
 
 
@@ -474,13 +487,12 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, value, mask, spans, *parameters, settings = inputs
-        output, lse, needs_expm1 = forward(
-            query, key, value, mask, spans, Parameters(*parameters), settings
-        )
+        query, key, value, mask, spans, span_count, *parameters, settings = inputs
+        mask, spans = counted(mask, spans, span_count)
+        found = forward(query, key, value, mask, spans, Parameters(*parameters), settings)
         ctx.settings = settings
-        ctx.save_for_backward(query, key, value, output, lse, needs_expm1, mask, spans, *parameters)
-        return output
+        ctx.save_for_backward(query, key, value, *found, mask, spans, *parameters)
+        return found[0]
 
     @staticmethod
     @once_differentiable
@@ -489,16 +501,16 @@ class _Eager(torch.autograd.Function):
         dq, dk, dv, *learned = backward(
             gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, _wanted(ctx)
         )
-        return dq, dk, dv, None, None, *_of_parameters(ctx, *learned), None
+        return dq, dk, dv, None, None, None, *_of_parameters(ctx, *learned), None
 
 
 def apply(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
-    parameters: Parameters, settings: Settings,
+    span_count: Tensor | None, parameters: Parameters, settings: Settings,
 ) -> Tensor:  # fmt: skip
     """Attention by the operator where something looks into it, such as torch.compile, a mode of
     dispatch or a tensor of another class; directly elsewhere."""
     plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in (query, key, value))
     if plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
-        return _Eager.apply(query, key, value, mask, spans, *parameters, settings)
-    return attention(query, key, value, mask, spans, *parameters, *settings)[0]
+        return _Eager.apply(query, key, value, mask, spans, span_count, *parameters, settings)
+    return attention(query, key, value, mask, spans, span_count, *parameters, *settings)[0]

@@ -1,7 +1,9 @@
-"""Which rows of a batch are sequences: int32 [S, 6], one row a sequence.
+"""Which rows of a batch are sequences, the metadata of variable-length attention: ``spans``, int32
+[S, 6], one row a sequence.
 
 A row is (batch row, first query, last query + 1, first key, last key + 1, shift); query row i
-stands at key row i + shift, which is what causality and windows go by.
+stands at key row i + shift, which is what causality and windows go by. It is what FlashAttention's
+``cu_seqlens`` say, and of padded batches too.
 """
 
 from __future__ import annotations
@@ -38,3 +40,42 @@ def padded_spans(padding: Tensor, queries: int, shift: int) -> Tensor | None:
     last_q = (last - shift).clamp(0, queries)
     shifts = torch.full_like(rows, shift)
     return torch.stack([rows, first_q, last_q, first, last, shifts], 1).contiguous()
+
+
+@torch.library.custom_op("qbench::sequence_spans", mutates_args=())
+def sequence_spans(joined: Tensor | None, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Spans of queries and keys that stand at the same rows, and in int64 [1] on the CPU how many
+    of them count: 0 where every batch row is one whole sequence, so that no spans are needed, and
+    -1 where spans cannot say it. One or the other is given: ``joined`` bool [B, T], whether each
+    token belongs to the sequence of the token before it; ``padding`` bool [B, T], True = a token.
+
+    Waits for the GPU. An operator, so that torch.compile takes it as it is: its kernels are chosen
+    by values that a compiler does not know.
+    """
+    if padding is not None:
+        batch, length = padding.shape
+        spans = padded_spans(padding, length, 0)
+        count = -1 if spans is None else 0 if bool(padding.all()) else batch
+        if spans is None:
+            spans = padding.new_zeros((batch, 6), dtype=torch.int32)
+        return spans, torch.tensor([count])
+    assert joined is not None
+    batch, length = joined.shape
+    starts = ~joined
+    starts[:, 0] = True
+    first = starts.flatten().nonzero().flatten()
+    row = first // length
+    last = torch.cat([first[1:], first.new_full((1,), batch * length)]) - row * length
+    first = first - row * length
+    spans = joined.new_zeros((batch * length, 6), dtype=torch.int32)
+    count = first.shape[0]
+    spans[:count] = torch.stack([row, first, last, first, last, torch.zeros_like(row)], 1).int()
+    return spans, torch.tensor([0 if count == batch else count])
+
+
+@sequence_spans.register_fake
+def _(joined: Tensor | None, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    given = padding if joined is None else joined
+    assert given is not None
+    rows = given.shape[0] if joined is None else given.shape[0] * given.shape[1]
+    return given.new_empty((rows, 6), dtype=torch.int32), torch.empty(1, dtype=torch.int64)

@@ -157,6 +157,40 @@ def model():
     return [ran, float((found[1] - found[0]).norm() / found[0].norm())]
 
 
+def compiled_model(padding, positions):
+    """A model that was given its attention by plain set_attn_implementation: its logits where there
+    are tokens, and a gradient, compiled and not, beside those of the reference: largest error."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import qbench.attention.transformers  # noqa: F401 (makes the names known)
+
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, vocab_size=31, initializer_range=0.3,
+    )  # fmt: skip
+    built = LlamaForCausalLM(config)
+    ids = torch.randint(0, 31, (2, 9))
+    given = {"use_cache": False}
+    tokens = torch.ones(2, 9, dtype=torch.bool)
+    if padding:
+        given["attention_mask"] = torch.tensor(padding)
+        tokens = given["attention_mask"].bool()
+    if positions:
+        given["position_ids"] = torch.tensor(positions)
+    found = []
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"
+    for name, compiled in (("reference", False), ("triton", False), ("triton", True)):
+        built.set_attn_implementation(f"qbench-softpick-{name}")
+        built.zero_grad()
+        torch._dynamo.reset()
+        run = torch.compile(built, fullgraph=True, backend="aot_eager") if compiled else built
+        logits = run(ids, **given).logits[tokens]
+        logits.square().sum().backward()
+        found.append(torch.cat([logits.flatten(), built.model.embed_tokens.weight.grad.flatten()]))
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    return max(float((one - found[0]).norm() / found[0].norm()) for one in found[1:])
+
+
 def operator(normalizer):
     """What torch.compile sees: the operator as torch checks one, and whether its gradients, those
     of every parameter too, are as without the dispatcher."""
@@ -165,10 +199,10 @@ def operator(normalizer):
     given = parameters(of)
     sources = [tensor.requires_grad_() for tensor in (*tensors, *given.values())]
     settings = ops.Settings(normalizer, 0.25, 2.0, True, 0, 9, 9)
-    arguments = (*tensors, None, None, *ops.Parameters(**given), *settings)
+    arguments = (*tensors, None, None, None, *ops.Parameters(**given), *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.qbench.attention.default, arguments, test_utils=checks)
-    direct = ops.apply(*arguments[:5], ops.Parameters(**given), settings)
+    direct = ops.apply(*arguments[:6], ops.Parameters(**given), settings)
     outputs = (direct, ops.attention(*arguments)[0])
     found, expected = (torch.autograd.grad(out, sources, gradient) for out in outputs)
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -114,6 +114,21 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(interpreted):
     assert error <= LIMIT
 
 
+@pytest.mark.parametrize(
+    ("padding", "positions"),
+    [
+        (None, None),
+        (None, [[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]]),
+        ([[1] * 9, [1] * 9], None),
+        ([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]], None),
+        ([[1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9], None),
+    ],
+    ids=["plain", "packed", "all tokens", "padded", "holes"],
+)
+def test_a_compiled_model_by_plain_set_attn_implementation(interpreted, padding, positions):
+    assert interpreted("compiled_model", padding, positions) <= LIMIT
+
+
 @pytest.mark.parametrize("normalizer", ["sigmoid", "softmax-sink", "scalable-softpick-next"])
 def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(interpreted, normalizer):
     assert interpreted("operator", normalizer) is True
