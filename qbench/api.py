@@ -2,7 +2,8 @@
 
 ``Recipe.load`` reads a recipe, ``plan`` finds all that it speaks of, ``run`` makes its records,
 ``compare`` sets them side by side, ``tables`` shows that, ``load_records`` gives every score as a
-row of a pandas table. Everything else may change without notice. Importing this imports no torch.
+row of a pandas table. ``attend`` sets the attention of a model of one's own. Everything else may
+change without notice. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from qbench.recipe import Recipe
 
 if TYPE_CHECKING:
     import pandas as pd
+    from transformers import PreTrainedModel
 
     from qbench.comparison.lines import Comparison
     from qbench.records import Record
 
-__all__ = ["Overrides", "Recipe", "compare", "load_records", "plan", "run", "tables"]
+__all__ = ["Overrides", "Recipe", "attend", "compare", "load_records", "plan", "run", "tables"]
 
 settle()
 
@@ -111,6 +113,19 @@ def load_records(folder: str | Path) -> pd.DataFrame:
         for score in record.scores
     ]
     return pd.DataFrame(rows)
+
+
+def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
+    """Makes a model of transformers attend by ``normalizer``, one of ``qbench list normalizers``;
+    returns what runs, e.g. "softpick/triton".
+
+    ``implementation``: "triton" (kernels, on a CUDA GPU), "reference" (PyTorch), or "auto", triton
+    on CUDA. Raises RecipeError for an unknown name, UnavailableError where triton cannot run or the
+    model's class does not take its attention from outside.
+    """
+    from qbench.attention.transformers import attend as set_attention
+
+    return set_attention(model, normalizer=normalizer, implementation=implementation)
 
 
 @contextmanager
