@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from qbench.machine.devices import choose_device
 from qbench.machine.quiet import settle, terminal
-from qbench.overrides import Overrides
 from qbench.plan import Plan
 from qbench.plan import plan as plan_on
-from qbench.recipe import Recipe
+from qbench.recipe import Overrides, Recipe
 
 if TYPE_CHECKING:
     import pandas as pd

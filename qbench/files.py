@@ -28,6 +28,17 @@ def digest(payload: bytes) -> str:
     return sha256(payload).hexdigest()
 
 
+def read_regular(path: Path, *, most: int | None = None) -> bytes:
+    """The content of the file ``path``. Raises OSError for what is no file (a folder, a device, a
+    pipe, which may never end) and for one of more than ``most`` bytes."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a file")
+    if most is not None and found.st_size > most:
+        raise OSError(errno.EFBIG, f"{found.st_size:,} bytes; at most {most:,} are read")
+    return Path(path).read_bytes()
+
+
 def write_atomically(path: Path, payload: bytes) -> None:
     """Write ``payload`` so that ``path`` holds either the old or the new content, never half.
 

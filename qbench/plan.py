@@ -1,7 +1,7 @@
 """Recipe → Plan: every cell with its content key. Imports no torch, loads no model and no task.
 
-A plan is made once and can be pickled: whoever runs a cell, in this process or on another host,
-gets it as it is.
+What would fail in a cell, or has to be chosen for a model, is found here. A plan is made once and
+can be pickled: whoever runs a cell, in this process or on another host, gets it as it is.
 """
 
 from __future__ import annotations
@@ -10,34 +10,39 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from qbench import __version__
+from qbench import __version__, passkey
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
+from qbench.checkpoints.attention import choose_attention
 from qbench.checkpoints.shapes import Shapes, linear_shapes
 from qbench.code import code_digest
-from qbench.errors import CheckpointError, CheckpointProblems, RecipeError
-from qbench.evaluation.settings import ScoringSettings, resolve
-from qbench.evaluation.tasks import TaskSpec
+from qbench.errors import (
+    CheckpointError,
+    CheckpointProblems,
+    DataError,
+    DataProblems,
+    MissingDataError,
+    QuantizationError,
+    RecipeError,
+    RecipeProblems,
+)
+from qbench.evaluation.definitions import expand
+from qbench.evaluation.settings import Mode, ScoringSettings, resolve
+from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.machine.environment import hardware, versions
 from qbench.plugins import Plugin, loaded
-from qbench.preflight import (
-    model_choices,
-    refusal,
-    require_bos,
-    require_room,
-    require_runnable,
-    resolved,
-)
 from qbench.quantizers import QuantizationConfig
-from qbench.quantizers.texts import CalibrationText
-from qbench.recipe import Column, Recipe
-from qbench.recipe_inputs import find_calibration, find_tasks
+from qbench.quantizers.texts import CalibrationText, file_digest, find_text, read_texts
+from qbench.recipe import Column, Evaluation, Recipe, Task
 from qbench.records import Grid, GridCell
+
+CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,15 +158,19 @@ def plan(
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
         shapes = linear_shapes(checkpoint)
-        base = None
+        bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
         for column in sorted(recipe.quantizers, key=_quantized):
+            base = None
+            if _quantized(column) and recipe.evaluation.damage and bases:
+                dtype = column.quantization.compute_dtype
+                base = bases.get(dtype) or next(iter(bases.values()))
             cell = _cell(
                 name, checkpoint, shapes, column, recipe, device, gpu, calibration, shared, base
             )
             cells.append(cell)
             require_room(name, tasks, cell.scoring.max_length)
-            if base is None and not _quantized(column) and recipe.evaluation.damage:
-                base = cell.grid_cell
+            if not _quantized(column):
+                bases.setdefault(column.quantization.compute_dtype, cell.grid_cell)
     found = Plan(
         recipe=recipe,
         device=device,
@@ -280,3 +289,234 @@ def content_key(parts: dict[str, Any]) -> str:
     """SHA-256 of the canonical JSON of ``parts``: 64 hexadecimal digits."""
     canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+# --- tasks and calibration text
+
+
+def find_tasks(
+    recipe: Recipe, checkpoints: Iterable[Checkpoint]
+) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
+    """The tasks, and with ``skip_missing`` the names of those whose data are missing.
+
+    Raises DataProblems with all that is wrong with their data, not the first of it alone.
+    """
+    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
+    data = recipe.resolve(recipe.data) if recipe.data else None
+    found, skipped, problems = [], [], []
+    for task in _leaf_tasks(recipe.tasks, definitions, _trained(recipe, checkpoints)):
+        try:
+            found.append(
+                plan_task(
+                    task.name,
+                    data=data,
+                    definitions=definitions,
+                    files=task.files.evaluation,
+                    fewshot_files=task.files.fewshot,
+                    num_fewshot=task.num_fewshot,
+                )
+            )
+        except DataError as error:
+            if recipe.skip_missing and isinstance(error, MissingDataError):
+                skipped.append(task.name)
+            else:
+                problems.append(error)
+                if data is None:  # the hub: what ails one task ails the next, after minutes
+                    break
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise DataProblems([str(error) for error in problems])
+    if not found:
+        raise DataProblems([f"{', '.join(skipped)}: no data in {data}; no task is left to run"])
+    return tuple(found), tuple(skipped)
+
+
+def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
+    """The longest context that a checkpoint was trained with, as far as recipe and files say."""
+    stated = [one.max_length for one in checkpoints if one.max_length is not None]
+    limit = recipe.evaluation.max_length
+    known = stated if limit is None else [min(limit, length) for length in stated] or [limit]
+    return max(known, default=passkey.SHORTEST)
+
+
+def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None, trained: int) -> list[Task]:
+    """Tasks with groups and tags opened into their members."""
+    leaves = [
+        task.model_copy(update={"name": leaf})
+        for task in tasks
+        for leaf in _members(task.name, definitions, trained)
+    ]
+    names = [leaf.name for leaf in leaves]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise RecipeError(f"tasks: {', '.join(twice)} is there twice, once in a group or tag")
+    return leaves
+
+
+def _members(name: str, definitions: Path | None, trained: int) -> list[str]:
+    if name == passkey.GROUP:
+        return [passkey.task_name(length) for length in passkey.task_lengths(trained)]
+    return [name] if passkey.task_length(name) is not None else expand(name, definitions)
+
+
+def find_calibration(recipe: Recipe) -> CalibrationText | None:
+    """The text that calibrated quantizers see; None where the recipe has none of them."""
+    source = recipe.calibration
+    if source is None or not any(c.quantization.needs_calibration for c in recipe.quantizers):
+        return None
+    data = recipe.resolve(recipe.data) if recipe.data else None
+    path = find_text(source.path, base=recipe.folder, data=data)
+    read_texts(path, most=CALIBRATION_LINES)  # raises for a malformed beginning
+    return CalibrationText(
+        path=path,
+        digest=file_digest(path),
+        samples=source.samples,
+        length=source.length,
+        seed=source.seed,
+        bos=recipe.evaluation.add_bos,
+    )
+
+
+# --- what is chosen for a model, and what can never run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelChoices:
+    """What a checkpoint's class decides: ``attention`` and, in ``checkpoint``, its normalizer;
+    the ``fastest`` mode that it can be scored in, and why that is ``slower`` than fast."""
+
+    checkpoint: Checkpoint
+    attention: str
+    native: str  # why it runs on its own attention, "" where it does not
+    fastest: Mode
+    slower: str
+    tried: bool
+
+    def notes(self, mode: Mode, device: str) -> tuple[str, ...]:
+        """What is chosen for the model that another one would not get, a line each."""
+        notes = []
+        if not self.tried:
+            notes.append(
+                f"{self.checkpoint.abilities.name} is none of the classes that were tried (qbench "
+                "list models); its attention is compared with transformers' own when it is loaded"
+            )
+        if self.native:
+            notes.append(f"attention native/{self.attention}: {self.native}")
+        if self.slower and (device == "cuda" or mode == "lm-eval"):
+            notes.append(f"scoring {mode}: {self.slower}")
+        return tuple(notes)
+
+
+def model_choices(
+    name: str, checkpoint: Checkpoint, evaluation: Evaluation, device: str
+) -> ModelChoices:
+    """What the class of the checkpoint ``name`` decides about its cells.
+
+    Raises RecipeError where ``evaluation`` asks for an attention that it cannot have.
+    """
+    can = checkpoint.abilities
+    chosen = choose_attention(name, checkpoint, evaluation.attention, device)
+    fastest, slower = can.scoring, can.slower
+    if chosen.normalizer == NATIVE and fastest == "fast":
+        fastest, slower = "exact", "packs need our attention"
+    if not can.tried and evaluation.scoring != "auto":  # as asked; the scorer looks at it closely
+        fastest, slower = "fast", ""
+    return ModelChoices(
+        checkpoint=replace(checkpoint, normalizer=chosen.normalizer),
+        attention=chosen.implementation,
+        native=chosen.why,
+        fastest=fastest,
+        slower=slower,
+        tried=can.tried,
+    )
+
+
+def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
+    """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none.
+
+    Where classes of transformers have a say in what a tokenizer puts first, and where it seems to
+    put none, they are asked, which imports torch.
+    """
+    if not add_bos:
+        return
+    if checkpoint.format != "transformers" and _file_adds_bos(checkpoint.folder):
+        return
+    from qbench.checkpoints import load_tokenizer
+    from qbench.evaluation.scoring.requests import check_bos
+
+    try:
+        check_bos(load_tokenizer(checkpoint), add_bos)
+    except RecipeError as error:
+        raise RecipeError(f"checkpoints.{name}: {error}") from None
+
+
+def resolved(
+    checkpoint: Checkpoint, quantization: QuantizationConfig, device: str
+) -> tuple[QuantizationConfig, str, str | None]:
+    """``quantization`` with every open choice made, a line on what was chosen, and why it cannot
+    run on ``device`` ("cpu" or "cuda"), or not with this checkpoint."""
+    try:
+        return *quantization.resolved(checkpoint.config, device), None
+    except RecipeError as error:
+        return quantization, "", str(error)
+
+
+def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig) -> str | None:
+    """Why a quantizer can never run with this checkpoint, whose linear layers have these
+    ``shapes``; None where nothing speaks against it."""
+    weights = quantization.weights
+    try:
+        if weights is not None:
+            weights.check_layers(shapes)
+    except QuantizationError as error:
+        return str(error)
+    if quantization.kv_cache is not None and checkpoint.normalizer == NATIVE:
+        return (
+            f"{checkpoint.abilities.name} runs on its own attention, and the KV cache is quantized "
+            "in ours"
+        )
+    spared = checkpoint.abilities.spared
+    if spared and weights is not None and spared not in weights.ignore:
+        return (
+            f"{checkpoint.abilities.name} reads the weight of {spared} by itself; say ignore: "
+            f"[{spared}]"
+        )
+    return None
+
+
+def require_runnable(cells: Iterable[Cell]) -> None:
+    """Raises RecipeProblems for cells that can never run: a line a reason, with all of them."""
+    reasons: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.refusal is not None:
+            reasons.setdefault(cell.refusal, []).append(cell.name)
+    if reasons:
+        lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        raise RecipeProblems([*lines, "these cells can never run; --only PATTERN runs others"])
+
+
+def _file_adds_bos(folder: Path) -> bool:
+    """Whether ``tokenizer.json`` alone says that a BOS is put first."""
+    from tokenizers import Tokenizer
+
+    try:
+        about = json.loads((folder / "tokenizer_config.json").read_bytes())
+        if "add_bos_token" in about or "add_eos_token" in about:  # replaces what the file says
+            return False
+        bos = about.get("bos_token")
+        bos = bos["content"] if isinstance(bos, dict) else bos
+        return Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a").tokens[:1] == [bos]
+    except Exception:  # whatever is wrong with the files, transformers says it
+        return False
+
+
+def require_room(name: str, tasks: Sequence[TaskSpec], max_length: int) -> None:
+    """Raises RecipeError for a task that generates as many tokens as ``max_length``, or more:
+    no room would be left for its prompt."""
+    for task in tasks:
+        if task.output_type == "generate_until" and task.max_gen_toks >= max_length:
+            raise RecipeError(
+                f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
+                f"room for its prompt in the {max_length} of checkpoints.{name}; raise "
+                "evaluation.max_length or leave the task out"
+            )

@@ -1,50 +1,106 @@
-"""A recipe: YAML → Recipe. Every validation of user input that needs no model. No torch."""
+"""A recipe: YAML, and what the command line puts in its place → Recipe. No torch.
+
+Every check of user input that needs no model. Relative paths are relative to the recipe's file,
+those of options to the working folder.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
     Field,
     InstanceOf,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from qbench import recipe_yaml
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import QbenchError, RecipeError, RecipeProblems, shown
+from qbench.checkpoints.find import HUB_ID
+from qbench.errors import DataError, QbenchError, RecipeError, RecipeProblems, shown
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
-from qbench.overrides import Overrides
-from qbench.plugins import load_packages
+from qbench.files import reason
+from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
-from qbench.quantizers.texts import HUB_FILE
-from qbench.recipe_fields import (
-    MOST_TOKENS,
-    FilePath,
-    Flag,
-    Seed,
-    Strict,
-    Text,
-    Whole,
-    problem,
-    problem_lines,
-)
-from qbench.recipe_override import folder_of, group_checkpoints, source_of
-from qbench.recipe_plugins import PluginFiles, load_plugins
-from qbench.recipe_source import Source
-from qbench.recipe_tasks import Files, Task
-from qbench.records import NAME, Name
+from qbench.quantizers.names import COMBINATIONS, PARTS
+from qbench.quantizers.texts import HUB_FILE, find_text
+from qbench.recipe_yaml import Location, Source, problem_lines
+from qbench.records import NAME, Digest, Line, Name, TaskName
 
 LABEL = re.compile(NAME)
 MOST_BATCH = 2**16  # requests
 MOST_DOCUMENTS = 10**9
+MOST_TOKENS = 2**24  # of one text
+UNQUANTIZED = ("bf16", "fp16", "fp32")
+NAME_CHARACTERS = 64
+FROM_OPTIONS = Path("options")  # where messages say that a problem lies, without a recipe
+
+
+# --- what fields are made of
+
+
+def _is_text(value: object) -> object:
+    if isinstance(value, str) and not all(c.isprintable() for c in value):
+        raise ValueError(f"a path is printable text (it is {shown(value)})")
+    return value
+
+
+Whole = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**32)]
+Text = Annotated[Line, Field(min_length=1)]
+FilePath = Annotated[Path, BeforeValidator(_is_text)]
+
+
+class Strict(BaseModel):
+    """Unknown keys are refused, values are not changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def problem(location: Location, message: str) -> ValidationError:
+    """A problem at ``location`` within what is validated."""
+    kind = PydanticCustomError("recipe", "{message}", {"message": message})
+    details = InitErrorDetails(type=kind, loc=location, input=None)
+    return ValidationError.from_exception_data("Recipe", [details])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overrides:
+    """What the command line, or a caller, puts in place of parts of a recipe. None, or no entry:
+    what the recipe says. Paths are relative to the working folder."""
+
+    checkpoints: Mapping[str, str] = field(default_factory=dict)  # name → folder or hub id
+    quantizers: tuple[str, ...] | None = None  # names, or labels of the recipe's
+    tasks: tuple[str, ...] | None = None  # lm-eval's names
+    definitions: Path | None = None  # folder of further tasks' definitions
+    data: Path | None = None  # folder of <task>/<split>.jsonl
+    calibration: Path | None = None  # JSON Lines with a text field, or hf://datasets/…
+    calibration_samples: int | None = None  # documents that calibrated quantizers see
+    calibration_length: int | None = None  # tokens of each
+    skip_missing: bool = False  # leave tasks out that the data folder lacks
+    limit: int | None = None  # documents of each task
+    dtype: str | None = None  # bfloat16 or float32: of all cells, unquantized ones too
+    scoring: str | None = None  # auto, exact, fast or lm-eval
+
+
+# --- the recipe
 
 
 class CheckpointSource(Strict):
@@ -97,6 +153,52 @@ class Evaluation(Strict):
         return value
 
 
+Stems = Annotated[tuple[TaskName, ...], Field(min_length=1)]
+
+
+class Files(Strict):
+    """File stems that may stand for a task's splits in a data folder, the one that is scored and
+    the one that few-shot examples are drawn from; the first that exists is used. None: the split's
+    own name alone."""
+
+    evaluation: Stems | None = None
+    fewshot: Stems | None = None
+
+
+def _of_evaluation(value: Any) -> Any:
+    """A list alone is of the evaluation split."""
+    if isinstance(value, list):
+        return Files(evaluation=TypeAdapter(Stems).validate_python(value))
+    if not isinstance(value, dict | Files):
+        raise ValueError(
+            "must be a list of file names without .jsonl, or {evaluation: […], fewshot: […]} "
+            f"(it is {shown(value)})"
+        )
+    return value
+
+
+class Task(Strict):
+    """A task by its lm-eval name."""
+
+    name: TaskName
+    files: Annotated[Files, BeforeValidator(_of_evaluation)] = Files()
+    num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
+
+
+class PluginFile(Strict):
+    """A Python file, and where stated the SHA-256 that it must have."""
+
+    path: FilePath
+    sha256: Digest | None = None
+
+
+def _with_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+PluginFiles = tuple[Annotated[PluginFile, BeforeValidator(_with_path)], ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     """One column of the grid: a quantizer under a label that is unique in its recipe."""
@@ -136,12 +238,12 @@ class Recipe(Strict):
         """
         load_packages()
         path = Path(path) if path is not None else None
-        source = source_of(path, overrides or Overrides())
+        source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():
             raise RecipeError(f"{path}: it is a training recipe; say qbench train {path}")
-        folder = folder_of(path)
-        load_plugins(source, folder)
-        group_checkpoints(source, folder)
+        folder = _folder(path)
+        _load_plugins(source, folder)
+        _group_checkpoints(source, folder)
         try:
             recipe = cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
@@ -284,3 +386,281 @@ def _known_keys(location: tuple[int | str, ...]) -> str:
     if location[:2] == ("evaluation", "tolerance") and len(location) > 2:
         names = [field.name for field in fields(Tolerance)]
     return "known: " + ", ".join(name for name in names if name != "folder")
+
+
+# --- what options say in place of the file, or without one
+
+
+def save(path: Path | None, changed: Overrides, to: Path) -> None:
+    """Write the recipe ``path`` as it runs with ``changed``, with absolute paths and the plug-in
+    files of this process, to the file ``to``. Raises OutputError where that cannot be written."""
+    values, folder = _source(path, changed).values, _folder(path)
+    for what in ("data", "definitions"):
+        if values.get(what) is not None:
+            values[what] = _absolute(folder, str(values[what]))
+    text = values.get("calibration")
+    if isinstance(text, dict) and not str(text.get("path", HUB_FILE)).startswith(HUB_FILE):
+        values["calibration"] = {**text, "path": _absolute(folder, text["path"])}
+    values["checkpoints"] = {
+        name: _located(folder, stated) for name, stated in values["checkpoints"].items()
+    }
+    if files := [{"path": plugin.path, "sha256": plugin.digest} for plugin in loaded()]:
+        values["plugins"] = files
+    recipe_yaml.write(to, values, "Written by qbench run --save-recipe.")
+
+
+def _source(path: Path | None, changed: Overrides) -> Source:
+    """The recipe ``path`` with parts of it replaced; None: what ``changed`` says alone."""
+    source = _one_off(changed) if path is None else recipe_yaml.read(path)
+    try:
+        found = {name: _found(source.path, path) for name, path in changed.checkpoints.items()}
+        _replace_checkpoints(source, found)
+        for what, folder in (("data", changed.data), ("definitions", changed.definitions)):
+            if folder is not None:
+                source.replace(os.path.realpath(folder), what)
+        if changed.calibration is not None:
+            text = str(changed.calibration)
+            whole = text if text.startswith(HUB_FILE) else os.path.realpath(text)
+            source.replace(whole, "calibration", "path")
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"a path that an option names is none ({reason(error)})") from None
+    for what, key, names in (
+        ("quantizers", "label", changed.quantizers),
+        ("tasks", "name", changed.tasks),
+    ):
+        if names is not None:
+            source.replace(_named(source.values.get(what), names, key), what)
+    if changed.skip_missing:
+        source.values["skip_missing"] = True
+    for value, *location in (
+        (changed.calibration_samples, "calibration", "samples"),
+        (changed.calibration_length, "calibration", "length"),
+        (changed.limit, "evaluation", "limit"),
+        (changed.scoring and str(changed.scoring), "evaluation", "scoring"),
+    ):
+        if value is not None:
+            source.replace(value, *location)
+    if changed.dtype is not None:
+        _replace_dtype(source, str(changed.dtype))
+    return source
+
+
+def _folder(path: Path | None) -> Path:
+    """What a recipe's relative paths are relative to."""
+    return Path.cwd() if path is None else Path(os.path.realpath(path)).parent
+
+
+def _absolute(folder: Path, path: str) -> str:
+    return os.path.realpath(folder / Path(path).expanduser())
+
+
+def _located(folder: Path, stated: Any) -> Any:
+    """A checkpoint of a recipe: a folder by its absolute path, a hub id as it is."""
+    if isinstance(stated, dict):
+        return {**stated, "path": _located(folder, stated.get("path"))}
+    if isinstance(stated, list):
+        return [_located(folder, one) for one in stated]
+    if isinstance(stated, str) and "*" in stated:
+        return os.path.join(folder, os.path.expanduser(stated))
+    there = isinstance(stated, str) and os.path.isdir(_absolute(folder, stated))
+    return _absolute(folder, stated) if there else stated
+
+
+def _one_off(changed: Overrides) -> Source:
+    """A recipe of options alone. Raises RecipeError, which names what is missing."""
+    given = {
+        "--checkpoint NAME=FOLDER_OR_HUB_ID": changed.checkpoints,
+        "--quantizers bf16,gptq-4bit": changed.quantizers,
+        "--tasks piqa,sciq": changed.tasks,
+    }
+    if missing := [option for option, value in given.items() if not value]:
+        raise RecipeError(f"name a recipe, or say what to run: {', '.join(missing)} missing")
+    values: dict[str, Any] = {
+        "name": "-".join(changed.checkpoints)[:NAME_CHARACTERS],
+        "checkpoints": dict.fromkeys(changed.checkpoints),
+    }
+    if changed.data is not None and changed.calibration is None:
+        with suppress(DataError):  # where one is needed, that is said with its remedy
+            text = find_text(HUB_FILE, base=Path.cwd(), data=Path(os.path.realpath(changed.data)))
+            values["calibration"] = {"path": str(text)}
+    return Source(FROM_OPTIONS, values, {})
+
+
+def _named(stated: Any, names: tuple[str, ...], key: str) -> list[Any]:
+    """The entries of a recipe's list that ``names`` pick, by ``key`` or name, with what the recipe
+    says of them; others as they are named."""
+    known: dict[str, Any] = {}
+    for entry in stated if isinstance(stated, list) else []:
+        if isinstance(entry, dict):
+            known.setdefault(str(entry.get(key) or entry.get("name")), entry)
+    other = _parts_of if key == "label" else str
+    return [known[name] if name in known else other(name) for name in names]
+
+
+def _parts_of(label: str) -> Any:
+    """A quantizer by its name, or its parts by the label that tables print, such as
+    ``gptq-4bit+int8-token+kv-int4-token``; ``kv4`` is short for ``kv-int4-token``."""
+    if label in PARTS["weights"] or label in COMBINATIONS:
+        return label
+    parts: dict[str, Any] = {}
+    for name in label.split("+"):
+        name = re.sub(r"^kv([2-8])$", r"kv-int\1-token", name)
+        if name in COMBINATIONS:
+            parts |= COMBINATIONS.get(name).parts
+            continue
+        short = {"kv-": "kv", "heads-": "prune_heads"}
+        kinds = [kind for prefix, kind in short.items() if name.startswith(prefix)] or PARTS
+        name = re.sub("^(kv|heads)-", "", name)
+        kind = next((kind for kind in kinds if kind not in parts and name in PARTS[kind]), None)
+        if kind is None:
+            return label  # unknown: said with all names that are known
+        parts[kind] = name
+    return {**parts, "label": label}
+
+
+def _found(recipe: Path, source: str) -> str:
+    """An absolute path for a folder, and for what is no hub id either: a command line's paths
+    are relative to where it is given, not to the recipe. A hub id as it is."""
+    path = os.path.expanduser(source)
+    if os.path.isdir(path) or not HUB_ID.fullmatch(source):
+        return os.path.realpath(path)
+    if os.path.isdir(os.path.join(os.path.dirname(os.path.realpath(recipe)), source)):
+        raise RecipeError(
+            f"--checkpoint {source}: no such folder here, but one beside {recipe}; name it "
+            "by its path from here"
+        )
+    return source
+
+
+def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
+    """Other paths for checkpoints of the recipe; what else it says of them stays, but the
+    revision. Raises RecipeError for one that it does not have, or has no path for."""
+    declared = source.values.get("checkpoints", {})
+    if not isinstance(declared, dict):
+        return  # the schema says so, with its location
+    for name, path in sources.items():
+        if name not in declared:
+            known = ", ".join(map(str, declared)) or "none"
+            raise RecipeError(
+                f"--checkpoint {name}={path}: {source.path} has no {name}; it has {known}"
+            )
+        stated = declared[name] if isinstance(declared[name], dict) else {}
+        kept = {k: v for k, v in stated.items() if k not in ("path", "revision")}
+        declared[name] = {**kept, "path": path}
+        source.lines["checkpoints", name, "path"] = 0
+    for name, stated in declared.items():
+        if stated is None:
+            raise RecipeError(
+                f"{source.at(('checkpoints', name))}: checkpoints.{name}: no default is known; "
+                f"say --checkpoint {name}=FOLDER_OR_HUB_ID"
+            )
+
+
+def _replace_dtype(source: Source, dtype: str) -> None:
+    """Compute in ``dtype`` everywhere. Unquantized columns become those of that dtype, each
+    with its label."""
+    source.values["compute_dtype"] = dtype
+    unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
+    quantizers = source.values.get("quantizers")
+    if not isinstance(quantizers, list):
+        return  # the schema says so, with its location
+    changed: list[Any] = []
+    for entry in quantizers:
+        entry = _in_dtype(entry, unquantized)
+        if isinstance(entry, dict) and "weights" in entry:
+            entry["weights"] = _in_dtype(entry["weights"], unquantized)
+        changed.append(entry)
+    if changed.count(unquantized) > 1:
+        raise RecipeError(
+            f"--dtype {dtype}: {source.at(('quantizers',))}: quantizers: bf16 and fp32 would "
+            f"both be {unquantized}; take one out, or give each a label"
+        )
+    source.values["quantizers"] = changed
+
+
+def _in_dtype(entry: Any, unquantized: str) -> Any:
+    """A quantizer of a recipe without a dtype of its own, or ``unquantized``."""
+    if isinstance(entry, dict):
+        entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
+        if entry.get("name") in UNQUANTIZED:
+            entry["name"] = unquantized
+        return entry
+    return unquantized if entry in UNQUANTIZED else entry
+
+
+class _Plugins(BaseModel):
+    plugins: PluginFiles = ()
+
+
+def _load_plugins(source: Source, folder: Path) -> None:
+    """Load the files that a recipe names, so that it can name what they register.
+
+    Raises RecipeError for one that does not load, or is not the one that the recipe states.
+    """
+    try:
+        named = _Plugins.model_validate({"plugins": source.values.get("plugins", ())}).plugins
+    except ValidationError as error:
+        known = "known: " + ", ".join(PluginFile.model_fields)
+        raise RecipeProblems(problem_lines(source, error, lambda _: known)) from None
+    for number, one in enumerate(named):
+        location = f"{source.at(('plugins', number))}: plugins[{number}]"
+        try:
+            plugin = load_file(folder / one.path.expanduser(), location=location)
+        except RuntimeError as error:  # ~nobody
+            raise RecipeError(f"{location}: {error}") from None
+        if one.sha256 not in (None, plugin.digest):
+            raise RecipeError(
+                f"{location}: {plugin.path} is another file than the recipe states, its SHA-256 is "
+                f"{plugin.digest}; state that, or leave sha256 out, to run what it is now"
+            )
+
+
+# --- several trainings of one kind
+
+
+def _group_checkpoints(source: Source, folder: Path) -> None:
+    """Take apart checkpoints that stand for several trainings of one kind, a list or a path
+    with ``*`` (relative to ``folder``): ``softmax`` becomes ``softmax.1``, ``softmax.2``, …,
+    and a group of ``replicates``. Raises RecipeError where fewer than two are found, or where one
+    of these names is that of another checkpoint."""
+    declared = source.values.get("checkpoints")
+    if not isinstance(declared, dict):
+        return  # the schema says so, with its location
+    made: dict[str, Any] = {}
+    groups: dict[str, list[str]] = {}
+    for name, entry in declared.items():
+        members = _members(entry, folder)
+        if members is None:
+            made[name] = entry
+            continue
+        location = f"{source.at(('checkpoints', name))}: checkpoints.{name}"
+        if len(members) < 2:
+            raise RecipeError(
+                f"{location}: {shown(entry)} gives {len(members)} "
+                "checkpoints; seeds of one kind are two or more"
+            )
+        groups[name] = [f"{name}.{number}" for number in range(1, len(members) + 1)]
+        for member, one in zip(groups[name], members, strict=True):
+            if member in declared:
+                raise RecipeError(
+                    f"{location}: its trainings are {', '.join(groups[name])}, and {member} is "
+                    "another checkpoint too; name one of them otherwise"
+                )
+            made[member] = one
+            source.lines["checkpoints", member] = source.lines.get(("checkpoints", name), 0)
+    if groups:
+        source.values["checkpoints"] = made
+        stated = source.values.get("replicates") or {}
+        source.values["replicates"] = {**stated, **groups} if isinstance(stated, dict) else stated
+
+
+def _members(entry: Any, folder: Path) -> list[Any] | None:
+    """The checkpoints that one entry stands for; None for an entry of a single one."""
+    if isinstance(entry, list):
+        return entry
+    path = entry.get("path") if isinstance(entry, dict) else entry
+    if not isinstance(path, str) or "*" not in path:
+        return None
+    found = sorted(glob.glob(os.path.expanduser(path), root_dir=folder))
+    found = [one for one in found if os.path.isdir(folder / one)]
+    return [{**entry, "path": one} if isinstance(entry, dict) else one for one in found]

@@ -11,8 +11,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
-from qbench.overrides import Overrides
-from qbench.recipe import Recipe
+from qbench.recipe import Overrides, Recipe
 from qbench.store import Store, run_id, runs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -63,12 +62,11 @@ def test_quantizers_and_tasks_replace_a_recipes_and_keep_what_it_says_of_them(tm
     changed = Overrides(quantizers=("fine", "rtn-8bit"), tasks=("demo_pages", "sciq"))
     recipe = Recipe.load(path, changed)
     assert [column.label for column in recipe.quantizers] == ["fine", "rtn-8bit"]
-    assert recipe.quantizers[0].quantizer.settings["group_size"] == 32
+    assert recipe.quantizers[0].quantization.weights.group_size == 32
     assert [task.name for task in recipe.tasks] == ["demo_pages", "sciq"]
 
 
 def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
-    from qbench.recipe_override import save
 
     (tmp_path / "recipes").mkdir()
     (tmp_path / "models" / "one").mkdir(parents=True)
@@ -76,6 +74,8 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
     path.write_text("name: r\ncheckpoints: {one: ../models/one, two: {path: a/b, revision: x}}\n"
                     "quantizers: [bf16]\ntasks: [sciq]\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    from qbench.recipe import save
+
     save(path, Overrides(limit=3), tmp_path / "kept.yaml")
     kept = yaml.safe_load((tmp_path / "kept.yaml").read_text())
     assert kept["checkpoints"] == {"one": str(tmp_path / "models" / "one"),

@@ -101,7 +101,7 @@ def test_a_setting_changes_keys_when_it_can_change_a_score(tmp_path, copies, cha
     assert {label for label in before if before[label] != after[label]} == changed
 
 
-@pytest.mark.parametrize("module", ["quantizers/calibration.py", "evaluation/tasks.py", "run.py"])
+@pytest.mark.parametrize("module", ["quantizers/calibration.py", "evaluation/tasks.py", "cell.py"])
 def test_another_version_of_our_own_code_changes_every_key(tmp_path, copies, monkeypatch, module):
     before = keys(tmp_path, copies)
     package = tmp_path / "qbench"

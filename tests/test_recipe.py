@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from qbench.errors import RecipeError
-from qbench.overrides import Overrides
-from qbench.recipe import Recipe
+from qbench.recipe import Overrides, Recipe
 
 GOOD = {
     "name": "small",
@@ -30,7 +29,7 @@ def test_a_good_recipe_keeps_order_labels_and_defaults(tmp_path):
     recipe = Recipe.load(write(tmp_path))
     assert list(recipe.checkpoints) == ["softmax", "softpick"]
     assert [q.label for q in recipe.quantizers] == ["bf16", "rtn-4bit-g64"]
-    assert recipe.quantizers[1].quantizer.group_size == 64
+    assert recipe.quantizers[1].quantization.weights.group_size == 64
     assert recipe.evaluation.softmax_dtype == "float32"
     assert recipe.evaluation.add_bos is False
 
@@ -38,7 +37,7 @@ def test_a_good_recipe_keeps_order_labels_and_defaults(tmp_path):
 def test_the_compute_dtype_of_the_recipe_reaches_quantized_cells_that_state_none(tmp_path):
     quantizers = ["fp32", "rtn-4bit", {"name": "rtn-8bit", "compute_dtype": "float16"}]
     recipe = Recipe.load(write(tmp_path, compute_dtype="float32", quantizers=quantizers))
-    assert [q.quantizer.compute_dtype for q in recipe.quantizers] == [
+    assert [q.quantization.compute_dtype for q in recipe.quantizers] == [
         "float32",
         "float32",
         "float16",
@@ -61,7 +60,7 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
     tmp_path, quantizers, wanted
 ):
     recipe = Recipe.load(write(tmp_path, quantizers=quantizers))
-    assert [q.quantizer.compute_dtype for q in recipe.quantizers] == wanted
+    assert [q.quantization.compute_dtype for q in recipe.quantizers] == wanted
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_another_dtype_keeps_both_of_two_labelled_unquantized_columns(tmp_path):
     quantizers = [{"name": "fp32", "label": "full"}, {"name": "bf16", "label": "half"}]
     recipe = Recipe.load(write(tmp_path, quantizers=quantizers), Overrides(dtype="float32"))
     assert [q.label for q in recipe.quantizers] == ["full", "half"]
-    assert {q.quantizer.compute_dtype for q in recipe.quantizers} == {"float32"}
+    assert {q.quantization.compute_dtype for q in recipe.quantizers} == {"float32"}
 
 
 def test_another_dtype_does_not_drop_one_of_two_unquantized_columns(tmp_path):
@@ -188,7 +187,7 @@ def test_another_dtype_replaces_the_unquantized_cell_and_what_quantized_ones_com
     quantizers = ["bf16", {"name": "rtn-4bit", "compute_dtype": "bfloat16"}]
     recipe = Recipe.load(write(tmp_path, quantizers=quantizers), Overrides(dtype="float32"))
     assert [q.label for q in recipe.quantizers] == ["fp32", "rtn-4bit"]
-    assert {q.quantizer.compute_dtype for q in recipe.quantizers} == {"float32"}
+    assert {q.quantization.compute_dtype for q in recipe.quantizers} == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_yaml_merge_keys_work(tmp_path):
     path.write_text(
         text + "quantizers:\n- &a {name: rtn-4bit, group_size: 64}\n- {<<: *a, name: rtn-3bit}\n"
     )
-    assert [q.quantizer.group_size for q in Recipe.load(path).quantizers] == [64, 64]
+    assert [q.quantization.weights.group_size for q in Recipe.load(path).quantizers] == [64, 64]
 
 
 def test_another_checkpoint_must_still_have_the_normalizer_that_the_recipe_states(tmp_path):

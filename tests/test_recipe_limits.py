@@ -14,9 +14,8 @@ import yaml
 from test_recipe import RECIPES, write
 
 from qbench.errors import RecipeError
-from qbench.overrides import Overrides
-from qbench.recipe import Recipe
-from qbench.recipe_source import read
+from qbench.recipe import Overrides, Recipe
+from qbench.recipe_yaml import read
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghij")
@@ -44,7 +43,7 @@ ODD = {
     "tab": ("name: a\nb:\n\t- c", ":3: found character"),
     "empty": ("", "a recipe is a mapping"),
     "a word": ("recipe", "a recipe is a mapping"),
-    "large": ("name: a\n" + "# x\n" * 100_000, "400,008 bytes; a recipe has at most"),
+    "large": ("name: a\n" + "# x\n" * 100_000, "400,008 bytes; at most 262,144"),
     "long line": ("a" * 200_000 + ": 1", "mapping values are not allowed"),
     "surrogate": ('name: "\\ud800"', "name: "),
 }  # fmt: skip

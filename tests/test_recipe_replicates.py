@@ -6,8 +6,7 @@ import pytest
 from small_recipe import DEMO, small_recipe
 
 from qbench.errors import RecipeError
-from qbench.overrides import Overrides
-from qbench.recipe import Recipe
+from qbench.recipe import Overrides, Recipe
 
 PAIR = {"softmax": str(DEMO / "softmax"), "softpick": str(DEMO / "softpick")}
 

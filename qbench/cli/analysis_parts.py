@@ -51,7 +51,7 @@ def parts_of(
 ) -> list[Part]:
     from qbench.analyses import LONG_CONTEXT
     from qbench.analysis.plan import chosen
-    from qbench.preflight import require_runnable
+    from qbench.plan import require_runnable
 
     cells = chosen(plan, only)
     require_runnable(cells)

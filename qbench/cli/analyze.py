@@ -25,7 +25,7 @@ from qbench.cli.options import (
 from qbench.cli.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.overrides import Overrides
+from qbench.recipe import Overrides
 from qbench.text.reasons import together
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from qbench.cli.worded import WordedGroup
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
 from qbench.machine.quiet import redirected, terminal
-from qbench.overrides import Overrides
+from qbench.recipe import Overrides
 
 NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
 

@@ -15,7 +15,7 @@ import typer
 from qbench.errors import RecipeError
 from qbench.machine.clock import mark
 from qbench.machine.memory import require_memory
-from qbench.overrides import Overrides
+from qbench.recipe import Overrides
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -26,7 +26,7 @@ from qbench.cli.screen import show_written
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder
 from qbench.machine.quiet import terminal
-from qbench.overrides import Overrides
+from qbench.recipe import Overrides
 
 if TYPE_CHECKING:
     from qbench.evaluation.noise import Noise

@@ -156,9 +156,8 @@ def _asked(
     record: Record, recipe: Path, data: Path | None, document: int, task: str | None
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
     from qbench.machine.quiet import redirected, settle
-    from qbench.overrides import Overrides
-    from qbench.recipe import Recipe
-    from qbench.recipe_inputs import find_tasks
+    from qbench.plan import find_tasks
+    from qbench.recipe import Overrides, Recipe
 
     wanted = Recipe.load(recipe, Overrides(data=data, tasks=None if task is None else (task,)))
     planned, _ = find_tasks(wanted, ())

@@ -40,7 +40,7 @@ from qbench.cli.screen import complain
 from qbench.files import require_folder
 from qbench.machine.clock import mark
 from qbench.machine.quiet import terminal
-from qbench.overrides import Overrides
+from qbench.recipe import Overrides
 from qbench.text.reasons import some
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def run(
         from qbench.cli.results import show_tables  # beside the process's own imports
         from qbench.comparison.floors import read_noise
         from qbench.plan import cell_names, select
-        from qbench.recipe_override import save
+        from qbench.recipe import save
         from qbench.running.grid import readable
         from qbench.store import Store
 
@@ -201,7 +201,7 @@ def plan(
     Exit code 2 where a cell can never run.
     """
     from qbench.cli.planning import plan_lines
-    from qbench.preflight import require_runnable
+    from qbench.plan import require_runnable
     from qbench.store import Store
 
     overrides = Overrides(

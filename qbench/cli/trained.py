@@ -11,7 +11,7 @@ import typer
 from qbench.cli.options import Device
 from qbench.cli.screen import show_written
 from qbench.errors import RecipeError
-from qbench.overrides import Overrides
+from qbench.recipe import Overrides
 
 if TYPE_CHECKING:
     from qbench.records import Training

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from qbench.recipe_fields import Flag, Strict
+from qbench.recipe import Flag, Strict
 
 
 class Compute(Strict):

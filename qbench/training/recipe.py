@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, RecipeProblems, shown
-from qbench.recipe_fields import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole, problem_lines
-from qbench.recipe_source import Source, read
+from qbench.recipe import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole
+from qbench.recipe_yaml import Source, problem_lines, read
 from qbench.records import Name
 from qbench.training.compute import Compute
 

@@ -10,10 +10,9 @@ from qbench.evaluation.passkey import FILLER, Passkey, key, prompts, scores
 from qbench.evaluation.scoring import generate as decoding
 from qbench.evaluation.scoring.generate import at_once, greedy, reserved_cache
 from qbench.evaluation.tasks import plan_task
-from qbench.overrides import Overrides
 from qbench.passkey import DOCUMENTS, depth, task_length, task_lengths
 from qbench.plan import plan
-from qbench.recipe import Recipe
+from qbench.recipe import Overrides, Recipe
 from qbench.store import Store
 
 

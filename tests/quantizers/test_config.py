@@ -10,11 +10,10 @@ import pytest
 from quantizer_models import make, settings
 
 from qbench.errors import RecipeError
-from qbench.overrides import Overrides
 from qbench.quantizers import QUANTIZERS, QuantizationConfig, Rtn, config_of, parse
 from qbench.quantizers.names import ACTIVATIONS, COMBINATIONS, KV_CACHES, PRUNINGS, TRANSFORMS
 from qbench.quantizers.weights import Gptq
-from qbench.recipe import Recipe
+from qbench.recipe import Overrides, Recipe
 
 
 def test_the_names_are_those_of_the_paper_and_its_yardsticks():

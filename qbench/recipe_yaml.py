@@ -1,0 +1,181 @@
+"""A recipe before it is checked: YAML 1.2 with the lines of its file, read and written.
+
+The tree of nodes is looked through before any value is made of it, so that aliases cannot grow
+into more than fits, and no tag makes anything but plain data.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+
+from qbench.errors import RecipeError, shown
+from qbench.files import read_regular, reason, write_atomically
+from qbench.records import DIGEST, LINE, NAME, TASK
+
+LARGEST = 256 * 1024  # bytes; the largest of ours has 2,000
+MOST_VALUES = 10_000  # in a recipe, aliases written out
+TAG = "tag:yaml.org,2002:"
+PLAIN = {f"{TAG}{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}
+PATTERNS = {
+    f"^{NAME}$": "letters, digits and . _ + - only, at most 64",
+    LINE: "one line of text",
+    TASK: "the name of a task, without / and line breaks",
+    DIGEST: "a SHA-256, 64 hexadecimal digits",
+}
+
+Location = tuple[int | str, ...]  # as pydantic's ``loc``: ("checkpoints", "softmax", "path")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A recipe's ``values``, and the ``lines`` of its file that they stand in, from 1."""
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[Location, int]
+
+    def at(self, location: Location) -> str:
+        """``path:line`` of the innermost part of ``location`` that the file has."""
+        for end in range(len(location), 0, -1):
+            if location[:end] in self.lines:
+                line = self.lines[location[:end]]
+                return f"{self.path}:{line}" if line else str(self.path)
+        return str(self.path)
+
+    def replace(self, value: Any, *location: str) -> None:
+        """Put ``value`` in the place of ``part`` or ``part.key``; no line is named for it."""
+        part, *key = location
+        if key:
+            stated = self.values.get(part) or {}
+            if not isinstance(stated, dict):
+                place = self.at((part,))
+                raise RecipeError(f"{place}: {part}: must be a mapping (it is {shown(stated)})")
+            value = {**stated, key[0]: value}
+        self.values[part] = value
+        self.lines[location] = 0
+
+
+def read(path: Path) -> Source:
+    """Raises RecipeError, with the line, for what is no recipe-like YAML."""
+    text = _text(path)
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        root = yaml.compose(text)
+        if not isinstance(root, MappingNode):
+            raise RecipeError(
+                f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
+            )
+        lines = _lines(path, root, yaml.constructor)
+        return Source(path, yaml.constructor.construct_document(root), lines)
+    except RecursionError:
+        raise RecipeError(f"{path}: nested too deeply") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(f"{path}:{line}: {error.reason}") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        context = "" if (error.context or "while").startswith("while") else f"{error.context} "
+        message = " ".join(f"{context}{error.problem or 'not YAML'}".split())
+        raise RecipeError(f"{path}:{mark.line + 1 if mark else 1}: {message}") from None
+    except YAMLError as error:
+        raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def write(path: Path, values: dict[str, Any], comment: str) -> None:
+    """Raises OutputError where ``path`` cannot be written. ``read`` gives ``values`` again."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.allow_unicode, yaml.width = False, True, 100
+    yaml.sort_base_mapping_type_on_output = False
+    text = io.StringIO()
+    yaml.dump(values, text)
+    write_atomically(path, f"# {comment}\n{text.getvalue()}".encode())
+
+
+def problem_lines(
+    source: Source, error: ValidationError, known: Callable[[Location], str]
+) -> list[str]:
+    """One line a problem, with its place in the file; ``known`` says which keys a place has."""
+    lines = []
+    within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
+    for one in error.errors():
+        if one["type"] == "too_short" and one["loc"] in within:
+            continue  # pydantic counts only items that are well; the others are told of
+        location = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in one["loc"]
+        ).lstrip(".")
+        message = one["msg"].removeprefix("Value error, ")
+        if one["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            message = "unknown key; " + known(one["loc"])
+        elif one["type"] == "dataclass_type":
+            message = f"must be a mapping; {known((*one['loc'], ''))} (it is "
+            message += f"{shown(one['input'])})"
+        elif one["type"] == "string_pattern_mismatch":
+            allowed = PATTERNS[one["ctx"]["pattern"]]
+            message = f"must be {allowed} (it is {shown(one['input'])})"
+        elif one["type"] not in ("value_error", "missing", "recipe"):
+            message += f" (it is {shown(one['input'])})"
+        lines.append(f"{source.at(one['loc'])}: {location}: {message}")
+    return [" ".join(line.split("\n")) for line in lines]
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path, most=LARGEST).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text ({error.reason})") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
+
+
+def _lines(path: Path, root: MappingNode, constructor: Any) -> dict[Location, int]:
+    """The line of every value. Raises RecipeError for a tag, key or value that no recipe has."""
+    lines: dict[Location, int] = {}
+    count = 0
+
+    def wrong(node: Node, message: str) -> RecipeError:
+        return RecipeError(f"{path}:{node.start_mark.line + 1}: {message}")
+
+    def look(node: Node, location: Location) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_VALUES:
+            raise wrong(node, f"more than {MOST_VALUES:,} values, aliases written out")
+        if node.tag == f"{TAG}timestamp":
+            raise wrong(node, f"{shown(node.value)} is a date; put text into quotes")
+        if node.tag not in PLAIN:
+            raise wrong(node, f"tag {shown(str(node.tag))}: only plain values are read")
+        if isinstance(node, ScalarNode):
+            try:
+                constructor.construct_object(node)
+            except (ValueError, KeyError):
+                kind = str(node.tag).rpartition(":")[2]
+                raise wrong(node, f"{shown(node.value)} is no {kind}") from None
+        elif isinstance(node, SequenceNode):
+            for number, part in enumerate(node.value):
+                lines[*location, number] = part.start_mark.line + 1
+                look(part, (*location, number))
+        elif isinstance(node, MappingNode):
+            for key, value in node.value:
+                if key.tag == f"{TAG}merge":
+                    for merged in value.value if isinstance(value, SequenceNode) else [value]:
+                        look(merged, location)
+                elif not isinstance(key, ScalarNode) or key.tag != f"{TAG}str":
+                    raise wrong(key, "a key must be a word; put others into quotes")
+                else:
+                    lines[*location, key.value] = key.start_mark.line + 1
+                    look(value, (*location, key.value))
+
+    look(root, ())
+    return lines
