@@ -102,7 +102,7 @@ def test_both_recipes_run_whole_as_they_are_shipped(hub, qbench, tmp_path):
     reused = [record["stages"][1]["detail"] for name, record in found.items() if "gptq" in name]
     assert set(reused) == {
         "artifact reused: our own GPTQ"
-    }  # quantized for the other recipe, with its settings
+    }
     hub.requests.clear()
     again = qbench("run", GPTQ, "--device", "cpu", HF_HUB_OFFLINE="1")
     assert again.code == 0, again.errors
