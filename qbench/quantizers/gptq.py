@@ -12,6 +12,7 @@ at every group, and it builds a CUDA kernel where it finds a compiler and says n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from qbench.quantizers.linear import Plain, Tensors, linears
 from qbench.quantizers.weights import Gptq
 
 WIDTH = 128  # columns updated at once; the others lag behind until it is done
+TRITON = find_spec("triton") is not None  # of Linux alone; without it columns take long
 DAMP_STEP = 0.01  # by which damping is raised where H is singular
 
 
@@ -238,8 +240,8 @@ def _block(
     ``upper`` [n, n]; ``scale`` and ``zero`` [rows, groups], of which column i takes number
     ``group[i]``. Codes and errors over the diagonal, [rows, n] each.
     """
-    if work.is_cuda:
-        from qbench.quantizers import gptq_columns  # needs Triton
+    if work.is_cuda and TRITON:
+        from qbench.quantizers import gptq_columns  # imports Triton
 
         return gptq_columns.block(work, upper, scale, zero, group, bits)
     work = work.clone()

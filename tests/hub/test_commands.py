@@ -100,9 +100,7 @@ def test_both_recipes_run_whole_as_they_are_shipped(hub, qbench, tmp_path):
         assert heads == [method for method in methods for _ in ("Δ", "damage")]
         assert "missing" not in shown
     reused = [record["stages"][1]["detail"] for name, record in found.items() if "gptq" in name]
-    assert set(reused) == {
-        "artifact reused: our own GPTQ"
-    }
+    assert set(reused) == {"artifact reused: our own GPTQ"}
     hub.requests.clear()
     again = qbench("run", GPTQ, "--device", "cpu", HF_HUB_OFFLINE="1")
     assert again.code == 0, again.errors

@@ -22,7 +22,7 @@ from qbench.quantizers.quantize import evidence_of
 from qbench.records import Audit, ModuleAudit
 
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
-ROWS = 512  # of the identity at once
+ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
 MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 FEW = 16  # levels that a GPU counts one by one, in a tenth of the time of sorting
