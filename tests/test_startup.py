@@ -24,7 +24,7 @@ READERS = (
     "published",
     "published.check",
     "report",
-    "comparison.statistics",
+    "statistics",
     "tables",
     "gate.verdict",
 )

@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from qbench import text
 from qbench.errors import EvaluationError
 from qbench.machine.environment import environment
-from qbench.text import markdown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +96,7 @@ def table(found: dict[str, Any]) -> str:
          row["detail"]]
         for row in found["rows"]
     ]  # fmt: skip
-    return markdown.table(head, rows, align="llrrl")
+    return text.table(head, rows, align="llrrl")
 
 
 def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) -> Iterator[Row]:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qbench import text
 from qbench.attention import kernels
 from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.attention_timing import Clock, given, random_tensor, sparse_keys
-from qbench.text import markdown
 
 DECODE = (64, 4096, 16, 64)
 PACKED = (64, 4096, 16, 64)  # sequences, most tokens of one, heads, width
@@ -92,7 +92,7 @@ def decode_table(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
         "",
-        markdown.table(head, cells, align="llrrr"),
+        text.table(head, cells, align="llrrr"),
     ]
 
 
@@ -103,5 +103,5 @@ def packed_table(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Packed sequences of many lengths, forward.",
         "",
-        markdown.table(("sequences", "tokens", "kernel", "ms"), cells, align="rrlr"),
+        text.table(("sequences", "tokens", "kernel", "ms"), cells, align="rrlr"),
     ]

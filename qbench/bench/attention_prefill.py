@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qbench import text
 from qbench.attention import kernels
 from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
@@ -20,7 +21,6 @@ from qbench.bench.attention_timing import (
     milliseconds,
     random_tensor,
 )
-from qbench.text import markdown
 
 SHAPES = ((8, 1024, 16, 64), (4, 4096, 16, 64), (4, 4096, 32, 64), (4, 4096, 16, 128))
 WANTED = (SHAPES[1], SHAPES[3])  # most: whoever is stopped has them
@@ -177,7 +177,7 @@ def prefill_table(rows: list[dict[str, Any]]) -> str:
                 best = by_name.get((shape, other), {}).get(direction)
                 cells.append("–" if rate is None or best is None else f"{rate / best:.2f}")
         lines.append(cells)
-    return markdown.table(head, lines, align="ll" + "r" * 6)
+    return text.table(head, lines, align="ll" + "r" * 6)
 
 
 def step_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -197,7 +197,7 @@ def step_table(rows: list[dict[str, Any]]) -> list[str]:
         "A short step: forward and backward pass together; launched from the host each time, and "
         "captured as a CUDA graph and replayed.",
         "",
-        markdown.table(head, cells, align="llrrrr"),
+        text.table(head, cells, align="llrrrr"),
     ]
 
 
@@ -216,7 +216,7 @@ def flash_sigmoid_lines(rows: list[dict[str, Any]]) -> list[str]:
         f"Sigmoid's forward pass, × torch's FlashAttention-2 in the same run. Apple's FlashSigmoid "
         f"claims {FLASH_SIGMOID:.2f} on an H100.",
         "",
-        markdown.table(("B, T, H, D", "× FlashAttention-2"), cells, align="lr"),
+        text.table(("B, T, H, D", "× FlashAttention-2"), cells, align="lr"),
     ]
 
 

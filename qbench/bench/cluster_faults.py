@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from qbench import text
 from qbench.bench import cluster_stub as stub
 from qbench.bench.cluster import (
     PACKAGE,
@@ -30,7 +31,6 @@ from qbench.bench.cluster import (
 from qbench.bench.network import Network
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import Plan
-from qbench.text import markdown
 
 CELLS = 6
 VICTIM = "softmax/rtn-1"  # the cell that kills, or eats
@@ -282,4 +282,4 @@ def table(results: Sequence[Result]) -> str:
         ])  # fmt: skip
     head = ("fault", "runs", "as it must be", "innocent cells good", "cells at fault failed",
             "finished cells made again", "cells begun twice", "median seconds")  # fmt: skip
-    return markdown.table(head, rows, align="lrrrrrrr")
+    return text.table(head, rows, align="lrrrrrrr")

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from qbench import text
 from qbench.bench import cluster_stub as stub
 from qbench.bench.cluster import bed, judged, run_on, stub_plan
 from qbench.machine.environment import peak_memory_gib
 from qbench.store import Store
 from qbench.tables import write_tables
-from qbench.text import markdown
 
 TASKS = 5
 CELL_SECONDS = "0.05"
@@ -76,7 +76,7 @@ def table(found: Scale) -> str:
         ["report (qbench report)", f"{found.report:.1f} s", "the report"],
         ["peak memory of this process", f"{found.report_gib:.2f} GiB", ""],
     ]
-    return markdown.table(("", "measured", "floor"), rows, align="lrr")
+    return text.table(("", "measured", "floor"), rows, align="lrr")
 
 
 def _mib(process: int) -> float:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from qbench import text
 from qbench.errors import RecipeError
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine.environment import environment
 from qbench.records import Environment, ScoringReport
-from qbench.text import markdown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -164,7 +164,7 @@ def table(comparison: Comparison) -> str:
         ]
         for row in comparison.rows
     ]
-    return markdown.table(head, rows, align="llrrrrrrr")
+    return text.table(head, rows, align="llrrrrrrr")
 
 
 def _or_dash(value: float | None, form: str) -> str:

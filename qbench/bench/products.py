@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qbench import text
 from qbench.bench.attention_timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import write_atomically
@@ -25,7 +26,6 @@ from qbench.quantizers.config import QuantFormat
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
 from qbench.quantizers.int8_kernel import TILES, int8_product
 from qbench.quantizers.linear import plain
-from qbench.text import markdown
 
 WIDTHS = {"340M": (1024, 2816), "1.8B": (2048, 5632)}  # hidden and intermediate size
 TOKENS = (2048, 16384, 65536)
@@ -81,7 +81,7 @@ def table(results: dict[str, Any]) -> str:
         f"torch {results['versions']['torch']}. The linear layers of a block, activations encoded "
         "on the way; speed relative to bf16.",
         "",
-        markdown.table(
+        text.table(
             ("model", "tokens", "arithmetic", "ms", "times bf16's speed"),
             [
                 [row["model"], row["tokens"], row["arithmetic"], f"{row['ms']:.3f}",
@@ -93,7 +93,7 @@ def table(results: dict[str, Any]) -> str:
         "",
         "The parts alone. Bytes are those that are read and written once.",
         "",
-        markdown.table(
+        text.table(
             ("model", "tokens", "part", "ms", "TFLOP/s", "TB/s"),
             [
                 [row["model"], row["tokens"], row["part"], f"{row['ms']:.3f}",

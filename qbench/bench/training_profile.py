@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qbench.text import markdown
+from qbench import text
 
 SHOWN = 25  # kernels
 NAME = 90  # characters of a kernel's
@@ -68,5 +68,5 @@ def profile_table(one: Profile) -> str:
     head = ("kernel", "calls", "ms", "share")
     return (
         f"## {one.title}: {one.wall_ms:.1f} ms a step, {busy:.1f} ms in kernels\n\n"
-        f"{markdown.table(head, lines, align='lrrr')}\n"
+        f"{text.table(head, lines, align='lrrr')}\n"
     )

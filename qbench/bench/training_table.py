@@ -6,11 +6,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from qbench import text
 from qbench.bench.training import RUNS, SHAPES, STEPS, Row
 from qbench.bench.training_profile import Profile
 from qbench.files import write_atomically
 from qbench.machine.environment import environment
-from qbench.text import markdown
 from qbench.training.compute import Compute
 from qbench.training.processes import Processes
 
@@ -59,7 +59,7 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
                 f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
                 "data, forward, backward, clipping, AdamW.",
                 "",
-                markdown.table(head, lines, align="lllrrrrrr"),
+                text.table(head, lines, align="lllrrrrrr"),
                 "",
                 "Kernels of attention, as a profile of one step named them:",
                 "",

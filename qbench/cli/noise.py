@@ -50,7 +50,7 @@ def noise(
     A difference below it says nothing, and the tables of the same results folder mark it so.
     Written there as noise.json.
     """
-    from qbench.comparison.floors import FILE, to_bytes
+    from qbench.comparison.lines import FILE, to_bytes
     from qbench.plan import cell_names
     from qbench.store import write_atomically
     from qbench.tables.noise import table

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from qbench.running.progress import Display
 
 FOR_TABLES = (
-    "qbench.comparison.effects", "qbench.tables", "pyarrow.parquet", "pyarrow.pandas_compat",
+    "qbench.comparison.compare", "qbench.tables", "pyarrow.parquet", "pyarrow.pandas_compat",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def run(
     with first_process(device, cluster, **where) as first:
         from qbench.cell import cache_folder
         from qbench.cli.results import show_tables  # beside the process's own imports
-        from qbench.comparison.floors import read_noise
+        from qbench.comparison.lines import read_noise
         from qbench.plan import cell_names, select
         from qbench.recipe import save
         from qbench.running.grid import readable

@@ -1,21 +1,232 @@
-"""What changed between two sets of results of the same cells, document by document.
-
-Serves ``qbench compare A B`` (two results folders) and the gate (a folder against a baseline).
-"""
+"""All cells of a results folder with the outcomes that their scores rest on."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from qbench.comparison.metrics import base_metric, is_percentage
-from qbench.comparison.result_sets import CellResults, Name, ResultSet, read_results
-from qbench.comparison.seed_changes import SeedChange, seed_changes
-from qbench.comparison.statistics import Effect, Panel, adjust, effect, value
-from qbench.comparison.trainings import differences, unlike
+from qbench.comparison import explain
+from qbench.comparison.lines import Comparison, judge
+from qbench.comparison.metrics import REDUNDANT, base_metric, is_percentage
 from qbench.errors import ResultsError
-from qbench.records import Score
+from qbench.records import Precision, Record, Score, Trained
+from qbench.statistics import Column, Effect, Panel, SeedEffect, adjust, effect, over_seeds, value
 from qbench.store import Store
+
+Name = tuple[str, str]  # task, metric
+AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CellResults:
+    """One cell: what its scores are, and the outcomes that they rest on."""
+
+    key: str
+    key_parts: Mapping[str, object]
+    method: str
+    audited: bool
+    measures: Mapping[str, float]  # of the audit; empty for unquantized cells
+    scores: Mapping[Name, Score]
+    columns: Mapping[Name, Column]
+    documents: Mapping[str, str]  # task → digest of what was asked, wherever it came from
+    precision: Precision = field(default_factory=Precision)
+    training: Trained | None = None  # None where the checkpoint does not say
+
+    @property
+    def tasks(self) -> Mapping[str, str]:
+        """Task → digest of its definition and data files, which stands in the key."""
+        digests = self.key_parts.get("tasks", {})
+        return digests if isinstance(digests, Mapping) else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ResultSet:
+    """All cells of a results folder or baseline. ``broken`` says why a cell has none."""
+
+    name: str
+    cells: Mapping[str, CellResults]
+    broken: Mapping[str, str]
+    replicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
+    """The cells of a results folder with their outcomes, redundant metrics left out.
+
+    ``decimals``: outcomes are rounded to so many, to be compared with what was kept so.
+    """
+    grid = store.grid()
+    cells, broken = {}, {}
+    for cell in grid.cells:
+        record = store.get(cell)
+        status, reason = judge(record)
+        if status != "ok":
+            broken[cell.cell] = f"{status}: {reason}"
+            continue
+        cells[cell.cell] = _cell(store, record, decimals)
+    return ResultSet(name=grid.name, cells=cells, broken=broken, replicates=grid.replicates)
+
+
+def _cell(store: Store, record: Record, decimals: int | None) -> CellResults:
+    scores = {(score.task, score.metric): score for score in record.scores}
+    kept = {
+        name: score
+        for name, score in scores.items()
+        if (name[0], REDUNDANT.get(name[1])) not in scores
+    }
+    columns = {
+        name: Column.of(
+            rows["document"].to_numpy(),
+            values if decimals is None else values.round(decimals),
+            rows["weight"].to_numpy(),
+        )
+        for name, rows in store.outcomes(record).groupby(["task", "metric"], sort=False)
+        if name in kept
+        for values in [rows["value"].to_numpy(dtype=float)]
+    }
+    return CellResults(
+        key=record.key,
+        key_parts=record.key_parts,
+        method=record.method,
+        audited=record.audit is not None,
+        measures=_measures(record),
+        scores={name: score for name, score in kept.items() if name in columns},
+        columns=columns,
+        documents=record.documents,
+        precision=record.precision,
+        training=record.training,
+    )
+
+
+def _measures(record: Record) -> dict[str, float]:
+    if record.audit is None or not record.quantized:
+        return {}
+    measures = {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
+    if record.audit.activations is not None:
+        measures["activation_error"] = record.audit.activations.error
+    if record.audit.kv_cache is not None:
+        measures["key_error"] = record.audit.kv_cache.key_error
+        measures["value_error"] = record.audit.kv_cache.value_error
+    return measures
+
+
+def training_notes(comparison: Comparison) -> list[str]:
+    """What the trainings of checkpoints that are compared do not have in common, beside their
+    normalizers: a line a pair; that there is nothing, where all are known. Else no line."""
+    trained = {
+        one.checkpoint: one.training
+        for one in comparison.records.values()
+        if one.training is not None
+    }
+    groups = comparison.grid.replicates
+    lines = unlike(trained, comparison.checkpoints, groups)
+    if lines or len(comparison.checkpoints) < 2 or trained.keys() < {*comparison.checkpoints}:
+        return lines
+    names = " and ".join(comparison.groups)
+    return [
+        f"By the records of their training {names} differ in the normalizer alone"
+        f"{', trainings of one kind in the seed alone' if groups else ''}."
+    ]
+
+
+def unlike(
+    trained: Mapping[str, Trained],
+    checkpoints: Sequence[str],
+    replicates: Mapping[str, tuple[str, ...]],
+) -> list[str]:
+    """The same of the checkpoints of one grid, the first of which is the baseline."""
+    lines = []
+    for one, other, seeds in _pairs(checkpoints, replicates):
+        pair = trained.get(one), trained.get(other)
+        if None in pair:
+            continue
+        differing = differences(*pair, seeds=seeds)
+        if differing:
+            lines.append(
+                f"{one} and {other} were trained otherwise than in the normalizer alone: "
+                f"{'; '.join(differing)}."
+            )
+        if seeds and pair[0].normalizer != pair[1].normalizer:
+            lines.append(
+                f"{one} and {other} stand for seeds of one kind, and have two normalizers."
+            )
+    return lines
+
+
+def _pairs(
+    checkpoints: Sequence[str], replicates: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, str, bool]]:
+    """Checkpoints that should be alike; and whether in all but the seed."""
+    for members in replicates.values():
+        yield from ((members[0], member, True) for member in members[1:])
+    if not replicates:
+        yield from ((checkpoints[0], other, False) for other in checkpoints[1:])
+        return
+    base, *others = replicates.values()
+    for members in others:
+        yield from ((one, other, False) for one, other in zip(base, members, strict=False))
+
+
+def differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
+    """What two trainings do not have in common beside their normalizers, and their ``seeds`` where
+    that is so: a few words a part."""
+    return [
+        f"{found.part} {_short(found.a)} and {_short(found.b)}"
+        for found in explain.differences(one.in_common, other.in_common)
+        if not (seeds and found.part == "seed")
+    ]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedChange:
+    """One metric of one task of one group at one precision: the mean change over its trainings."""
+
+    group: str
+    quantizer: str
+    score: Score  # of the first training, for its names
+    effect: SeedEffect  # new − old
+
+
+def seed_changes(old: ResultSet, new: ResultSet) -> tuple[SeedChange, ...]:
+    """Of groups that both have alike; p-values adjusted over all. Empty without replicates."""
+    found = [
+        SeedChange(group=group, quantizer=quantizer, score=score, effect=effect)
+        for group, members in old.replicates.items()
+        if new.replicates.get(group) == members
+        for quantizer in _quantizers(old, members)
+        for score, effect in _group(old, new, [f"{member}/{quantizer}" for member in members])
+    ]
+    adjusted = adjust([one.effect for one in found])
+    return tuple(
+        dataclasses.replace(one, effect=effect) for one, effect in zip(found, adjusted, strict=True)
+    )
+
+
+def _quantizers(results: ResultSet, members: tuple[str, ...]) -> list[str]:
+    named = (cell.split("/", 1) for cell in results.cells)
+    return [quantizer for checkpoint, quantizer in named if checkpoint == members[0]]
+
+
+def _group(old: ResultSet, new: ResultSet, cells: list[str]) -> Iterator[tuple[Score, SeedEffect]]:
+    sides: dict[str, Mapping[str, CellResults]] = {"old": old.cells, "new": new.cells}
+    if not all(cell in side for side in sides.values() for cell in cells):
+        return
+    for name, score in old.cells[cells[0]].scores.items():
+        columns = {
+            (side, cell): results[cell].columns.get(name)
+            for side, results in sides.items()
+            for cell in cells
+        }
+        if any(column is None for column in columns.values()):
+            continue
+        signs = [[{("new", cell): 1, ("old", cell): -1} for cell in cells]]
+        effect = over_seeds(Panel.of(columns), signs, score.aggregation)
+        if effect is not None:
+            yield score, effect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from qbench.comparison.floors import read_floors
-from qbench.comparison.lines import Comparison, Entry, Line, judge
+from qbench.comparison.lines import Comparison, Entry, Line, judge, read_floors
 from qbench.comparison.metrics import rank
 from qbench.errors import ResultsError
 from qbench.records import Grid, GridCell, Record, Score
@@ -37,7 +36,7 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
     )
     if not statistics:
         return comparison
-    from qbench.comparison.effects import with_effects  # scipy is slow to import
+    from qbench.comparison.effects import with_effects
 
     return with_effects(comparison, store, seed=seed)
 

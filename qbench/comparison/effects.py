@@ -1,28 +1,127 @@
-"""Comparison → the same with intervals and tests on every line, from per-document outcomes."""
+"""Effects with error bars over all comparisons of a grid: Δ, damage, differences of damage.
+
+The same over seeds. Slow to import (scipy).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from qbench.comparison.lines import Comparison, Line, redundant
-from qbench.comparison.replicates import seed_lines
-from qbench.comparison.statistics import (
+from qbench.comparison.lines import QUESTIONS as SEED_QUESTIONS
+from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, redundant
+from qbench.statistics import (
     Column,
     Effect,
     Interval,
     Panel,
     Resampled,
+    SeedEffect,
     adjust,
     effect,
+    mean_score,
     needs_rounds,
+    over_seeds,
     resample,
     score,
 )
+from qbench.statistics.seeds import Signs
 from qbench.store import Store
+
+
+def seed_lines(
+    comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]]
+) -> tuple[SeedLine, ...]:
+    """A line for each of the comparison's that all groups have; ``columns`` as ``read_columns``
+    gives them. p-values are adjusted over the grid within each question."""
+    if not comparison.grid.replicates:
+        return ()
+    made = [_line(comparison, line, columns.get(line.task, {})) for line in comparison.lines]
+    found = [line for line in made if line is not None]
+    for question in TESTED:
+        places = [
+            (index, group)
+            for index, one in enumerate(found)
+            for group in getattr(one, question)
+            if not redundant(one.line, comparison.lines)
+        ]
+        answers = adjust([getattr(found[i], question)[group] for i, group in places])
+        for (index, group), answer in zip(places, answers, strict=True):
+            changed = {**getattr(found[index], question), group: answer}
+            found[index] = dataclasses.replace(found[index], **{question: changed})
+    return tuple(found)
+
+
+def _line(
+    comparison: Comparison, line: Line, columns: Mapping[tuple[str, str], Column]
+) -> SeedLine | None:
+    groups = comparison.grid.replicates
+    values = {
+        group: tuple(line.entry(member).value for member in members)
+        for group, members in groups.items()
+    }
+    found: dict[str, dict[str, SeedEffect]] = {question: {} for question in SEED_QUESTIONS}
+    means = {}
+    for question, group, asked in _seed_questions(comparison, line):
+        names = {name: None for part in asked for signs in part for name in signs}
+        if not all(name in columns for name in names):
+            continue
+        panel = Panel.of({name: columns[name] for name in names})
+        answer = over_seeds(panel, asked, line.aggregation)
+        if answer is not None:
+            found[question][group] = answer
+            if question == "scores":
+                means[group] = mean_score(panel, list(names), line.aggregation)
+    return SeedLine(line=line, values=values, means=means, **found) if means else None
+
+
+def _seed_questions(
+    comparison: Comparison, line: Line
+) -> Iterator[tuple[str, str, list[list[Signs]]]]:
+    """Question, group, and the contrasts of its trainings."""
+    groups = comparison.grid.replicates
+    base, *others = groups
+    whole = comparison.unquantized
+
+    def signs(member: str, sign: int) -> dict[tuple[str, str], int]:
+        return {(f"{member}/{line.quantizer}", line.metric): sign}
+
+    def damage(member: str, sign: int) -> dict[tuple[str, str], int]:
+        return signs(member, sign) | {(f"{member}/{whole}", line.metric): -sign}
+
+    for group, members in groups.items():
+        yield "scores", group, [[signs(member, 1) for member in members]]
+    for group in others:
+        yield "deltas", group, _against(groups[group], groups[base], signs)
+    if not line.quantized or whole is None:
+        return
+    comparable = {
+        group: all(
+            comparison.same_weights(f"{member}/{line.quantizer}", f"{member}/{whole}")
+            for member in members
+        )
+        for group, members in groups.items()
+    }
+    for group, members in groups.items():
+        if comparable[group]:
+            yield "damages", group, [[damage(member, 1) for member in members]]
+            if group != base and comparable[base]:
+                yield "differences", group, _against(members, groups[base], damage)
+
+
+def _against(
+    members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], dict]
+) -> list[list[Signs]]:
+    """One group minus another: pair by pair where there are as many of both."""
+    if len(members) == len(base):
+        return [
+            [signs(one, 1) | signs(other, -1) for one, other in zip(members, base, strict=True)]
+        ]
+    return [[signs(one, 1) for one in members], [signs(other, -1) for other in base]]
+
 
 Name = tuple[str, str]  # cell, metric
 QUESTIONS = ("deltas", "damages", "differences")

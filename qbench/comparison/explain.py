@@ -10,7 +10,7 @@ from typing import Any
 from qbench.errors import ResultsError
 from qbench.records import Record
 from qbench.store import Store, read_record
-from qbench.text.escape import one_line
+from qbench.text import one_line
 
 ABSENT = "(absent)"
 

@@ -22,13 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 
-from qbench.comparison.changes import Changes, compare_sets
-from qbench.comparison.result_sets import CellResults, ResultSet, read_results
-from qbench.comparison.statistics import Column
+from qbench.comparison.changes import CellResults, Changes, ResultSet, compare_sets, read_results
 from qbench.errors import ResultsError
 from qbench.files import write_atomically
 from qbench.gate.layers import Layer, Layers, read_layers
 from qbench.records import Precision, Score
+from qbench.statistics import Column
 from qbench.store import Store
 
 VERSION = 2

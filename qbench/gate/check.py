@@ -15,9 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qbench.comparison.changes import Change, compare_sets
-from qbench.comparison.result_sets import CellResults, read_results
-from qbench.comparison.statistics import Column, Worsening, documents_needed, worsening
+from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
 from qbench.errors import ResultsError
 from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.gates import AUDIT, Gate, Inconclusive, Verdict, whole
@@ -25,6 +23,7 @@ from qbench.gate.identity import require_same
 from qbench.gate.layers import layer_gates, read_layers
 from qbench.gate.margins import AUDIT as AUDIT_MARGINS
 from qbench.gate.margins import Margin, margin_of, require_known
+from qbench.statistics import Column, Worsening, documents_needed, worsening
 from qbench.store import Store
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qbench.comparison.changes import Change
-from qbench.comparison.statistics import Worsening
+from qbench.statistics import Worsening
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 Inconclusive = Literal["pass", "fail"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from qbench.comparison.changes import CellResults
 from qbench.comparison.explain import Difference, differences
-from qbench.comparison.result_sets import CellResults
 from qbench.errors import ResultsError
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.

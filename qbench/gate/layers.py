@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qbench.comparison.statistics import Worsening
 from qbench.gate.gates import AUDIT, Gate, whole
 from qbench.records import Record
+from qbench.statistics import Worsening
 from qbench.store import Store
 
 DIGEST_DIGITS = 16  # 64 bits tell layers apart

@@ -9,9 +9,7 @@ from xml.etree import ElementTree
 
 from qbench.files import write_atomically
 from qbench.gate.gates import AUDIT, Gate, Verdict
-from qbench.text.escape import for_markdown
-from qbench.text.markdown import table
-from qbench.text.numbers import NO_VALUE, metric_title, number
+from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
 SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from qbench import text
 from qbench.errors import RecipeError
-from qbench.text import markdown
 
 # The papers' names → lm-eval's.
 TASKS = {
@@ -153,7 +153,7 @@ def show(one: PublishedTable) -> str:
     align = "".join(
         "r" if any(map(_is_number, cells)) else "l" for cells in zip(*rows, strict=True)
     )
-    return "\n\n".join([f"### {one.name}", about, markdown.table(one.columns, rows, align=align)])
+    return "\n\n".join([f"### {one.name}", about, text.table(one.columns, rows, align=align)])
 
 
 def _is_number(text: str) -> bool:

@@ -20,7 +20,7 @@ from qbench.tables.along import correlation, pairs
 from qbench.tables.analyses import Why
 from qbench.tables.chance import at_chance
 from qbench.tables.pruned import Pruned, pruned_alone
-from qbench.text.numbers import MINUS
+from qbench.text import MINUS
 
 DEPTHS = 10  # rows of the passkey figure
 LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale

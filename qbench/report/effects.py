@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from qbench.comparison.lines import Comparison, Line, redundant
-from qbench.comparison.statistics import Effect
 from qbench.comparison.wording import RATIO_NOTE, arrow, detectable_text, effect_text, interval_text
 from qbench.published import Printed, printed
 from qbench.report.table import Cell, DataTable, build, p_value
+from qbench.statistics import Effect
 from qbench.store import KEY_DIGITS
 from qbench.tables.beside import find_printed
 from qbench.tables.layout import delta_text, entry_text, noise_notes
-from qbench.text.numbers import MINUS, NO_VALUE, metric_title
+from qbench.text import MINUS, NO_VALUE, metric_title
 
 NAMES = ["Task", "Metric", "Quantizer"]
 MARKS = "‡ differs from 0 at 5 % after Holm's correction, † after Benjamini–Hochberg's only."

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qbench.comparison.lines import Comparison, Line
-from qbench.comparison.statistics import Effect
 from qbench.report import rows
 from qbench.report.costs import Found, cost_figures, distribution_figures
 from qbench.report.effects import shown
@@ -26,7 +25,8 @@ from qbench.report.style import (
     panels,
     room_for,
 )
-from qbench.text.numbers import metric_title
+from qbench.statistics import Effect
+from qbench.text import metric_title
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

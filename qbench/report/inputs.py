@@ -8,7 +8,7 @@ from qbench.comparison.lines import Comparison
 from qbench.records import Leak
 from qbench.report.costs import sound
 from qbench.report.table import Cell, DataTable, build, plain
-from qbench.text.numbers import NO_VALUE
+from qbench.text import NO_VALUE
 
 
 def inputs(comparison: Comparison) -> Iterator[DataTable]:

@@ -9,7 +9,7 @@ from qbench.records import Audit, Damage, Unavailable
 from qbench.report.costs import STAGES, bits_per_weight, sound
 from qbench.report.table import Cell, DataTable, build, plain
 from qbench.store import KEY_DIGITS
-from qbench.text.numbers import NO_VALUE
+from qbench.text import NO_VALUE
 
 NAMED = 4
 KL_NOTE = (

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from qbench.comparison.lines import Line
 from qbench.report.style import MARKERS, SERIES, cut
-from qbench.text.numbers import metric_title
+from qbench.text import metric_title
 
 ROW = 0.25  # inches
 # What an axis of logarithms may have ticks at: multiples of these; or these times powers of ten.

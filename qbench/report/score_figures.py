@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from qbench.comparison.lines import Comparison, Line
 from qbench.report.costs import Found
 from qbench.report.style import DASHES, MARKERS, SERIES, WIDTH, cut, legend, panels
-from qbench.text.numbers import metric_title
+from qbench.text import metric_title
 
 LOG_FROM = 20.0  # a perplexity axis whose ends are this far apart is logarithmic
 LEFT, RIGHT = 0.62, 0.14  # inches beside a panel

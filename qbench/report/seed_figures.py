@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from qbench.comparison.lines import Comparison, Line
-from qbench.comparison.seed_lines import SeedLine
-from qbench.comparison.statistics import SeedEffect
+from qbench.comparison.lines import Comparison, Line, SeedLine
 from qbench.report import rows
 from qbench.report.costs import Found
 from qbench.report.style import INK, SERIES, legend, panels, room_for
-from qbench.text.numbers import metric_title
+from qbench.statistics import SeedEffect
+from qbench.text import metric_title
 
 TITLES = {
     "differences": "Difference of damages",

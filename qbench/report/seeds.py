@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qbench.comparison.lines import Comparison, redundant
-from qbench.comparison.seed_lines import SeedLine
-from qbench.comparison.seed_wording import (
+from qbench.comparison.changes import training_notes
+from qbench.comparison.lines import Comparison, SeedLine, redundant
+from qbench.comparison.wording import (
     LEGEND,
     RATIOS_LEGEND,
     SEEDS_LEGEND,
     SHARE,
     SHARE_LEGEND,
+    arrow,
     each_text,
     ends_text,
     mean_text,
@@ -19,11 +20,9 @@ from qbench.comparison.seed_wording import (
     order_note,
     values_text,
 )
-from qbench.comparison.statistics import SeedEffect
-from qbench.comparison.trainings import training_notes
-from qbench.comparison.wording import arrow
 from qbench.report.table import Cell, DataTable, build, p_value, plain
-from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
+from qbench.statistics import SeedEffect
+from qbench.text import MINUS, NO_VALUE, metric_title, number
 
 NAMES = ["Task", "Metric", "Quantizer"]
 TITLES = {

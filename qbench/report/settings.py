@@ -8,7 +8,7 @@ from qbench.comparison.explain import flat
 from qbench.comparison.lines import Comparison
 from qbench.records import Record
 from qbench.report.table import Cell, DataTable, build, short
-from qbench.text.numbers import NO_VALUE
+from qbench.text import NO_VALUE
 
 # Parts of a key that have a table of their own, or follow from the others.
 APART = ("quantizer", "calibration", "damage against")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qbench.comparison.lines import Comparison, Line, redundant
-from qbench.comparison.statistics import Effect
+from qbench.statistics import Effect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

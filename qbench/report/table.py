@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qbench.text.numbers import NO_VALUE
+from qbench.text import NO_VALUE
 
 DIGITS = 12  # of a digest that are shown
 

@@ -9,9 +9,9 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from qbench import __version__
+from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
 from qbench.comparison.lines import Comparison
-from qbench.comparison.trainings import training_notes
 from qbench.errors import RecipeError
 from qbench.files import write_atomically
 from qbench.report import why

@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from qbench.running.estimate import Estimate, in_words
-from qbench.text.reasons import reason_alone
+from qbench.text import reason_alone
 
 
 class Left(ProgressColumn):

@@ -9,7 +9,7 @@ from qbench.comparison.explain import flat
 from qbench.comparison.metrics import is_percentage
 from qbench.records import Audit, Damage, Record, RecordModel, ScoringReport, Unavailable
 from qbench.show.layout import pairs, table
-from qbench.text.numbers import NO_VALUE, metric_title, number, significant
+from qbench.text import NO_VALUE, metric_title, number, significant
 
 EMPTY: tuple[object, ...] = ([], {}, "")
 

@@ -13,7 +13,7 @@ from qbench.errors import ResultsError
 from qbench.records import GridCell, Record
 from qbench.show.layout import table
 from qbench.store import Store
-from qbench.text.numbers import NO_VALUE, metric_title
+from qbench.text import NO_VALUE, metric_title
 
 
 def document_text(

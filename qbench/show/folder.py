@@ -9,7 +9,7 @@ from qbench.records import Grid
 from qbench.show.cell import took
 from qbench.show.layout import table
 from qbench.store import KEY_DIGITS, Store, read, run_id, runs
-from qbench.text.numbers import NO_VALUE
+from qbench.text import NO_VALUE
 
 
 def folder_text(store: Store) -> str:

@@ -14,7 +14,7 @@ from qbench.tables.analyses import Section, Why
 from qbench.tables.chance import AT_CHANCE, at_chance
 from qbench.tables.pruned import pruned
 from qbench.tables.written import per_cent_text, value_text
-from qbench.text.numbers import NO_VALUE
+from qbench.text import NO_VALUE
 
 LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
 NORMAL = 1.96  # standard errors either side: 95 %

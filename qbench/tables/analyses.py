@@ -13,8 +13,7 @@ from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.errors import ResultsError
 from qbench.records import Analysis, LinearInput, Measured, Record, Sensitivity
 from qbench.store import Store
-from qbench.text.numbers import NO_VALUE, number
-from qbench.text.reasons import together
+from qbench.text import NO_VALUE, number, together
 
 MASSIVE_SHOWN = 5  # of each cell; all that are kept are in massive.csv
 Cells = Sequence[Analysis]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from qbench.records import Analysis, Delimiters, Hidden, Sensitivity, Sinks
-from qbench.text.escape import for_csv
+from qbench.text import for_csv
 
 Row = dict[str, object]
 WITHOUT_KEY = ("maps.csv",)  # a row a weight: keys would be most of the file

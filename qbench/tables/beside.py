@@ -8,7 +8,7 @@ from qbench.comparison.lines import Comparison, Line
 from qbench.published import Printed
 from qbench.published.check import doubts
 from qbench.tables.table import Table
-from qbench.text.numbers import MINUS, NO_VALUE
+from qbench.text import MINUS, NO_VALUE
 
 
 def find_printed(line: Line, paper: dict[tuple, Printed]) -> Printed | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from qbench.records import Analysis, Damage, Record
 from qbench.tables.analyses import Section, Why, paper_values
-from qbench.text.numbers import NO_VALUE, number
+from qbench.text import NO_VALUE, number
 
 KL = (
     "KL divergence from the unquantized model, nats a token, mean over all scored tokens of all "

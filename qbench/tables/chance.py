@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qbench.passkey import CHANCE, DIGITS, task_length
 from qbench.tables.table import Table
-from qbench.text.numbers import metric_title
+from qbench.text import metric_title
 
 AT_CHANCE = 0.05  # a score that guessing reaches in so large a share of runs, or larger
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from qbench.comparison.changes import Change, Changes
+from qbench.comparison.changes import Change, Changes, SeedChange
 from qbench.comparison.metrics import is_percentage
-from qbench.comparison.seed_changes import SeedChange
-from qbench.comparison.seed_wording import LEGEND, SEEDS_LEGEND, ends_text, mean_text
-from qbench.comparison.wording import RATIO_NOTE, interval_text
-from qbench.text.escape import for_markdown
-from qbench.text.markdown import table
-from qbench.text.numbers import NO_VALUE, metric_title, number
+from qbench.comparison.wording import (
+    LEGEND,
+    RATIO_NOTE,
+    SEEDS_LEGEND,
+    ends_text,
+    interval_text,
+    mean_text,
+)
+from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
 SEEDS_HEAD = (
     *("Over seeds", "Task", "Metric", "New − old, mean", "95 % interval", "p"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qbench.comparison.lines import Comparison
 from qbench.records import SampleDifference
 from qbench.tables.table import Table
-from qbench.text.numbers import MINUS
+from qbench.text import MINUS
 
 
 def judged_notes(comparison: Comparison, table: Table) -> list[str]:

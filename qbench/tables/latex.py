@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from qbench.tables.layout import INTERVAL, WORDS, Layout
 from qbench.tables.width import GAP, PORTRAIT, split, table_width, text_width
-from qbench.text.escape import for_latex
+from qbench.text import for_latex
 
 PREAMBLE = r"""\documentclass{article}
 \usepackage{array}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from qbench.comparison.changes import training_notes
 from qbench.comparison.lines import Comparison, Entry, Line
-from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
 from qbench.published import printed
 from qbench.store import KEY_DIGITS
@@ -17,7 +17,7 @@ from qbench.tables.cache import cache_notes
 from qbench.tables.chance import chance_notes
 from qbench.tables.judged import judged_notes
 from qbench.tables.table import Table, pairs
-from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
+from qbench.text import MINUS, NO_VALUE, metric_title, number
 
 BELOW_NOISE = "≈"
 NOISE_LEGEND = (

@@ -11,10 +11,10 @@ from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
 from qbench.records import Precision
 from qbench.tables.beside import find_printed, standard_errors_away
-from qbench.text.escape import for_csv
+from qbench.text import for_csv
 
 if TYPE_CHECKING:
-    from qbench.comparison.statistics import Effect
+    from qbench.statistics import Effect
 
 # Where activations or the KV cache are parts of their own.
 PRECISION = ("precision", "activations", "arithmetic", "kv_cache")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qbench.tables.layout import WORDS, Layout
-from qbench.text.escape import for_markdown
-from qbench.text.markdown import table
+from qbench.text import for_markdown, table
 
 
 def markdown(tables: Sequence[Layout]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from qbench import text
 from qbench.comparison.metrics import is_percentage
-from qbench.text import markdown
-from qbench.text.numbers import MINUS, NO_VALUE, metric_title, number
+from qbench.text import MINUS, NO_VALUE, metric_title, number
 
 if TYPE_CHECKING:
     from qbench.evaluation.noise import Moved
@@ -34,7 +34,7 @@ def table(moved: Iterable[Moved]) -> str:
                 f"{entry.mean_log_likelihood:.2g}".replace("-", MINUS),
             ]
         )
-    return markdown.table(HEAD, rows, align="lllrrrrr")
+    return text.table(HEAD, rows, align="lllrrrrr")
 
 
 def _signed(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qbench.comparison.lines import Comparison, Line
 from qbench.comparison.wording import effect_text, interval_text
 from qbench.records import Damage, Record, TaskDamage
-from qbench.text.numbers import NO_VALUE, significant
+from qbench.text import NO_VALUE, significant
 
 KL_NOTE = (
     "KL: mean divergence of the quantized from the unquantized model's next-token distributions, "

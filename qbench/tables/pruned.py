@@ -9,7 +9,7 @@ from qbench.records import Damage, Record
 from qbench.tables.analyses import Section
 from qbench.tables.beside_damage import kl
 from qbench.tables.written import per_cent_text, value_text
-from qbench.text.numbers import number
+from qbench.text import number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qbench.comparison.lines import Comparison, redundant
-from qbench.comparison.seed_lines import SeedLine
-from qbench.comparison.seed_wording import (
+from qbench.comparison.changes import training_notes
+from qbench.comparison.lines import Comparison, SeedLine, redundant
+from qbench.comparison.wording import (
     LEGEND,
     RATIOS_LEGEND,
     SEEDS_LEGEND,
@@ -18,10 +18,9 @@ from qbench.comparison.seed_wording import (
     share_text,
     values_text,
 )
-from qbench.comparison.trainings import training_notes
 from qbench.tables.layout import INTERVAL, Layout, line_names, precision_notes
 from qbench.tables.table import Table
-from qbench.text.numbers import MINUS, NO_VALUE, number
+from qbench.text import MINUS, NO_VALUE, number
 
 
 def seed_layouts(comparison: Comparison, table: Table) -> list[Layout]:

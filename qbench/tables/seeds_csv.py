@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import io
 
-from qbench.comparison.lines import Comparison
-from qbench.comparison.seed_lines import QUESTIONS
-from qbench.text.escape import for_csv
+from qbench.comparison.lines import QUESTIONS, Comparison
+from qbench.text import for_csv
 
 NAMES = {"scores": "score", "deltas": "delta", "damages": "damage", "differences": "did"}
 COLUMNS = (

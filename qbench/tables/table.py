@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from qbench.comparison.lines import Comparison, Line, redundant
-from qbench.text.numbers import MINUS
-from qbench.text.reasons import together
+from qbench.text import MINUS, together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,7 @@ from qbench.tables import along, analyses
 from qbench.tables.along import passkey_text
 from qbench.tables.analyses import Section, Why, texts
 from qbench.tables.beside_damage import beside, over_seeds
-from qbench.text.escape import for_markdown
-from qbench.text.markdown import table
-from qbench.text.numbers import MINUS, NO_VALUE
+from qbench.text import MINUS, NO_VALUE, for_markdown, table
 
 MEASURES = {
     "sink_rate_0.2": "Sink rate %, ε 0.2",

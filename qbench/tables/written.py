@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qbench.text.numbers import NO_VALUE, number
+from qbench.text import NO_VALUE, number
 
 
 def value_text(value: float | None, form: str) -> str:

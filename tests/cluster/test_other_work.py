@@ -14,7 +14,7 @@ pytest.importorskip("distributed")
 
 from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.bench.cluster import bed
-from qbench.comparison.floors import read_noise
+from qbench.comparison.lines import read_noise
 from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qbench.comparison.statistics import Panel
+from qbench.statistics import Panel
 
 SIMULATIONS = 400
 TWO = {"new": 1, "old": -1}

@@ -7,7 +7,7 @@ import pytest
 from scipy import optimize, stats
 from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
 
-from qbench.comparison.statistics.counts import mcnemar, score_interval
+from qbench.statistics.effect import mcnemar, score_interval
 
 # McNemar
 

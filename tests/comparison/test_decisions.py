@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 from panels import SIMULATIONS, TWO, answers, panel
 
-from qbench.comparison.statistics import (
-    adjust,
-    documents_needed,
-    effect,
-    resample,
-    worsening,
-)
+from qbench.statistics import adjust, documents_needed, effect, resample, worsening
 
 # Many tests, power, non-inferiority
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qbench.comparison.statistics import bootstrap
+from qbench.statistics import panel
 
 
 @pytest.mark.parametrize("documents", [61, 1_839, 50_001])
@@ -13,5 +13,5 @@ def test_counts_are_those_of_all_rounds_drawn_at_once(documents):
         0, documents, size=(rounds, documents), dtype=np.int32
     )
     expected = [np.bincount(one, minlength=documents) for one in drawn]
-    found = bootstrap._counts(documents, rounds, np.random.default_rng(0))
+    found = panel._counts(documents, rounds, np.random.default_rng(0))
     assert np.array_equal(found, expected)

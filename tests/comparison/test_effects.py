@@ -10,13 +10,7 @@ import pytest
 from panels import FOUR, SIMULATIONS, TWO, answers, panel
 from scipy import stats
 
-from qbench.comparison.statistics import (
-    Column,
-    Panel,
-    effect,
-    resample,
-    score,
-)
+from qbench.statistics import Column, Panel, effect, resample, score
 
 # Intervals of effects
 

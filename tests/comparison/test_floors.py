@@ -6,7 +6,7 @@ import pytest
 from synthetic import key, make_store
 
 from qbench.comparison.compare import compare
-from qbench.comparison.floors import to_bytes
+from qbench.comparison.lines import to_bytes
 from qbench.errors import ResultsError
 from qbench.tables import render
 

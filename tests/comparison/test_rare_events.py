@@ -9,12 +9,13 @@ import pytest
 from panels import FOUR, TWO, panel
 from scipy import special, stats
 
-from qbench.comparison.statistics import effect, resample
-from qbench.comparison.statistics.counts import score_interval, sign_flips
-from qbench.comparison.statistics.power import (
+from qbench.statistics import effect, resample
+from qbench.statistics.effect import (
     detectable_by_mcnemar,
     detectable_by_t,
     mcnemar_power,
+    score_interval,
+    sign_flips,
 )
 
 REPETITIONS = 2_000

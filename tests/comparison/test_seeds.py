@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qbench.comparison.statistics import Panel, effect, over_seeds
+from qbench.statistics import Panel, effect, over_seeds
 
 DOCUMENTS = 50
 

@@ -15,7 +15,7 @@ from qbench.gate import baseline, check
 
 
 def test_a_baseline_gives_back_what_was_put_in(good, standard):
-    from qbench.comparison.result_sets import read_results
+    from qbench.comparison.changes import read_results
 
     ours, again = read_results(good, decimals=baseline.DECIMALS), baseline.read(standard).outcomes
     assert again.name == ours.name

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from gate_results import changed
 
-from qbench.comparison.statistics import Column, Panel, effect, worsening
 from qbench.errors import RecipeError
 from qbench.gate import check, margins
 from qbench.records import Score
+from qbench.statistics import Column, Panel, effect, worsening
 
 
 def column(values) -> Column:

@@ -9,7 +9,7 @@ import pytest
 from synthetic import MOMENT, key, make_store
 
 from qbench.comparison.compare import compare
-from qbench.comparison.floors import to_bytes
+from qbench.comparison.lines import to_bytes
 from qbench.report.content import data_tables
 from qbench.report.settings import headline
 

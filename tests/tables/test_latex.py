@@ -14,7 +14,7 @@ from qbench.tables import render
 from qbench.tables.latex import latex
 from qbench.tables.layout import Layout
 from qbench.tables.width import GAP, LANDSCAPE, PORTRAIT, split, table_width, text_width
-from qbench.text.escape import for_latex
+from qbench.text import for_latex
 
 SIZES = {"arc_easy": 400, "lambada_openai": 300, "wikitext": 30}
 QUANTIZERS = ("bf16", "hqq-2bit", "hqq-8bit")

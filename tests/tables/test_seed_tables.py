@@ -9,12 +9,12 @@ import io
 import pytest
 from synthetic import make_store
 
+from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
-from qbench.comparison.seed_wording import each_text, ends_text, mean_text
-from qbench.comparison.statistics import SeedEffect
-from qbench.comparison.trainings import training_notes
+from qbench.comparison.wording import each_text, ends_text, mean_text
 from qbench.records import Trained
 from qbench.report import write
+from qbench.statistics import SeedEffect
 from qbench.tables import render, write_tables
 
 SIZES = {"arc_easy": 120, "wikitext": 30}

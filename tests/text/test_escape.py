@@ -17,8 +17,7 @@ from qbench.comparison.compare import compare
 from qbench.store import Store
 from qbench.tables import render
 from qbench.tables.changes import changes_table
-from qbench.text.escape import for_csv, for_latex, for_markdown
-from qbench.text.markdown import table
+from qbench.text import for_csv, for_latex, for_markdown, table
 
 HOSTILE = {
     "newline": "a\n\\input{/etc/passwd}",

@@ -10,7 +10,7 @@ from qbench.comparison.compare import compare
 from qbench.running.progress import Display
 from qbench.tables.table import delta
 from qbench.tables.write import render
-from qbench.text.reasons import together
+from qbench.text import together
 
 
 def test_lines_of_one_reason_become_one():

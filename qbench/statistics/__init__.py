@@ -6,19 +6,20 @@ effect is a sum with signs: Δ and damage have two terms, a difference-in-differ
 bootstrap of the documents serves all effects of a task.
 """
 
-from qbench.comparison.statistics.bootstrap import ROUNDS, Resampled, resample
-from qbench.comparison.statistics.effect import (
+from qbench.statistics.effect import (
     Effect,
     Interval,
+    Worsening,
+    adjust,
+    documents_needed,
     effect,
     needs_rounds,
     score,
     value,
+    worsening,
 )
-from qbench.comparison.statistics.multiplicity import adjust
-from qbench.comparison.statistics.noninferiority import Worsening, documents_needed, worsening
-from qbench.comparison.statistics.panel import Column, Panel
-from qbench.comparison.statistics.seeds import SeedEffect, mean_score, over_seeds
+from qbench.statistics.panel import ROUNDS, Column, Panel, Resampled, resample
+from qbench.statistics.seeds import SeedEffect, mean_score, over_seeds
 
 __all__ = [
     "ROUNDS",

@@ -1,31 +1,188 @@
-"""One effect: a signed sum of scores on the same documents, with its interval and its test."""
+"""One effect, a signed sum of scores on the same documents: interval, test, power, multiplicity.
+
+A right answer is 0 or 1; the change of an answer is −1, 0 or 1; the difference of two changes is
+−2 … 2. All are counted as integers, so that a tie is a tie.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
-from scipy import special
+from numpy.typing import NDArray
+from scipy import optimize, special
+from statsmodels.stats.multitest import multipletests
 
 from qbench.comparison.metrics import LOG_SCALE
-from qbench.comparison.statistics.bootstrap import ENOUGH_TO_CORRECT, Resampled, bootstrap_interval
-from qbench.comparison.statistics.counts import mcnemar, score_interval, sign_flips
-from qbench.comparison.statistics.panel import Floats, Panel
-from qbench.comparison.statistics.power import (
-    detectable_by_mcnemar,
-    detectable_by_t,
-    detectable_in_steps,
-)
-from qbench.comparison.statistics.ratio import (
+from qbench.statistics.panel import (
+    ENOUGH_TO_CORRECT,
     SLOPES,
+    Floats,
+    Panel,
+    Resampled,
     as_scored,
+    bootstrap_interval,
     contrast,
     effective_documents,
 )
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Exact two-sided p of McNemar's test: of gained + lost changes, each is a fair coin."""
+    return min(1.0, 2 * float(special.bdtr(min(gained, lost), gained + lost, 0.5)))
+
+
+def sign_flips(counts: Mapping[int, int]) -> float:
+    """Exact two-sided p that the mean is 0, where each value is as likely as its negative.
+
+    ``counts`` maps a value to the number of documents with it. For values of −1 and 1 this is
+    McNemar's exact test; Fisher (1935), The Design of Experiments, section 21.
+    """
+    total = sum(value * count for value, count in counts.items())
+    chances = np.ones(1)  # of the sums −reach … reach
+    for size in {abs(value) for value in counts if value}:
+        changes = counts.get(size, 0) + counts.get(-size, 0)
+        up = np.arange(changes + 1)
+        one = np.zeros(2 * size * changes + 1)
+        one[2 * size * up] = np.exp(
+            special.gammaln(changes + 1)
+            - special.gammaln(up + 1)
+            - special.gammaln(changes - up + 1)
+            - changes * math.log(2)
+        )
+        chances = np.convolve(chances, one)
+    sums = np.arange(len(chances)) - len(chances) // 2
+    return min(1.0, float(chances[np.abs(sums) >= abs(total)].sum()))
+
+
+def score_interval(
+    counts: Mapping[int, int], *, lowest: int, highest: int, confidence: float
+) -> tuple[float, float]:
+    """Interval of the mean of a value between ``lowest`` and ``highest``, from its counts.
+
+    The means that a score test does not reject, where the chances of the values are those of
+    largest likelihood under that mean; Lang (2008), Statistics in Medicine 27: 5874–5890. It
+    keeps its coverage with few or no changes. For values 0 and 1 it is Wilson's interval (1927),
+    for −1, 0 and 1 Tango's (1998, Statistics in Medicine 17: 891–908).
+    """
+    z = float(special.ndtri((1 + confidence) / 2))
+    span = highest - lowest
+    risen = {value - lowest: count for value, count in counts.items() if count}
+    fallen = {highest - value: count for value, count in counts.items() if count}
+    return highest - _upper(fallen, span, z), lowest + _upper(risen, span, z)
+
+
+def _upper(counts: Mapping[int, int], highest: int, z: float) -> float:
+    """Upper end for values 0 … ``highest``.
+
+    Under a mean above the observed one the chances of largest likelihood are proportional to
+    count / (1 − tilt · value / highest), with tilt in [0, 1); where no document has the highest
+    value, it takes what is left over at a tilt of 1. So ``path`` from 0 to 2 runs through all
+    means from the observed one to ``highest``.
+    """
+    documents = sum(counts.values())
+    mean = sum(value * count for value, count in counts.items()) / documents
+
+    def moments(path: float) -> tuple[float, float]:
+        tilt, rest = min(path, 1.0), max(path - 1.0, 0.0)
+        if tilt == 1.0 and highest in counts:
+            return float(highest), 0.0
+        shares = {value: count / (1 - tilt * value / highest) for value, count in counts.items()}
+        whole = sum(shares.values()) / (1 - rest) if rest < 1 else math.inf
+        first = rest * highest + sum(v * s for v, s in shares.items()) / whole
+        second = rest * highest**2 + sum(v * v * s for v, s in shares.items()) / whole
+        return first, max(second - first**2, 0.0)
+
+    def excess(path: float) -> float:
+        first, variance = moments(path)
+        return (first - mean) * math.sqrt(documents) - z * math.sqrt(variance)
+
+    if mean == highest:
+        return float(highest)
+    start = 1e-9 if len(counts) > 1 else 1 + 1e-9  # where all are alike, no tilt moves the mean
+    end = 1.0 if highest in counts else 2.0
+    return moments(optimize.brentq(excess, start, end, xtol=1e-14))[0]
+
+
+LEVEL = 0.05
+POWER = 0.80
+# The fewest changes, all in one direction, that McNemar's exact test finds significant:
+# 2 · 0.5⁶ = 0.031, while five give 0.0625.
+FEWEST = 6
+
+
+def detectable_by_t(stderr: float, documents: float) -> float:
+    """For Student's t on so many documents, given the effect's standard error; by the
+    noncentral t distribution (Cohen 1988, Statistical Power Analysis, section 2.2)."""
+    freedom = documents - 1
+    critical = special.stdtrit(freedom, 1 - LEVEL / 2)
+    return float(special.nctdtrinc(freedom, 1 - POWER, critical)) * stderr
+
+
+def detectable_in_steps(square: float, documents: int) -> float:
+    """For Student's t on documents' steps −2 … 2, whose mean square is ``square``.
+
+    As many documents change as were seen to, so that the spread shrinks as the mean grows.
+    """
+    reach = detectable_by_t(1.0, documents)
+    return reach * math.sqrt(square / (documents - 1 + reach**2))
+
+
+@functools.cache
+def detectable_by_mcnemar(changed: int, documents: int) -> float:
+    """For McNemar's exact test, as a share of the documents.
+
+    As many answers change as were seen to. Where so few would not be significant even if all
+    changed in one direction, more of them do: it is never below what ``FEWEST`` changes need.
+    Infinite below ``FEWEST`` documents.
+    """
+    if documents < FEWEST:
+        return math.inf
+    least = float(special.bdtri(FEWEST - 1, documents, 1 - POWER))
+    share = changed / documents
+    if share <= least:
+        return least
+    power = mcnemar_power(share, documents)
+    return float(optimize.brentq(lambda gap: power(gap) - POWER, 0.0, share, xtol=1e-9))
+
+
+def mcnemar_power(changed: float, documents: int) -> Callable[[float], float]:
+    """The chance that McNemar's exact test is significant at 5 %, by the difference.
+
+    ``changed`` is the share of answers that change; the difference is how many more of all
+    answers change in one direction than in the other.
+    """
+    spread = math.sqrt(documents * changed * (1 - changed))
+    middle = documents * changed
+    low = max(0, math.floor(middle - 6 * spread - 1))
+    high = min(documents, math.ceil(middle + 6 * spread + 1))
+    changes = np.arange(low, high + 1)
+    below = special.bdtr(changes.astype(float), documents, changed)
+    chances = np.diff(below, prepend=special.bdtr(low - 1, documents, changed) if low else 0.0)
+    minority = _critical(changes)
+    enough = minority >= 0
+    changes, minority, chances = changes[enough], minority[enough], chances[enough]
+
+    def power(difference: float) -> float:
+        share = min(1.0, (changed + difference) / (2 * changed))
+        found = special.bdtr(minority, changes, share) + special.bdtr(minority, changes, 1 - share)
+        return float(chances @ found)
+
+    return power
+
+
+def _critical(changes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The most changes in the rarer direction with p < 5 %, for each number of changes; −1
+    where there are too few."""
+    changes = np.maximum(changes, 1)
+    guess = np.floor(special.bdtrik(LEVEL / 2, changes, 0.5))
+    return guess - (special.bdtr(guess, changes, 0.5) >= LEVEL / 2)
+
 
 CONFIDENCE = 0.95
 # A bootstrap of a handful of changed answers is too narrow (90 % at 4 of 1,000), and of none has
@@ -291,3 +448,57 @@ def _paired_t(interval: Interval, documents: float) -> float:
     if interval.stderr == 0:
         return 1.0 if interval.estimate == 0 else 0.0
     return float(2 * special.stdtr(documents - 1, -abs(interval.estimate / interval.stderr)))
+
+
+Tested = TypeVar("Tested")  # an Effect or a SeedEffect
+
+
+def adjust(effects: Sequence[Tested]) -> list[Tested]:
+    """The same effects with p adjusted over all of them, in the same order."""
+    if not effects:
+        return []
+    raw = [effect.p for effect in effects]
+    holm = multipletests(raw, method="holm")[1]
+    bh = multipletests(raw, method="fdr_bh")[1]
+    return [
+        dataclasses.replace(effect, p_holm=float(a), p_bh=float(b))
+        for effect, a, b in zip(effects, holm, bh, strict=True)
+    ]
+
+
+LEVEL_NONINFERIORITY = 0.05  # one-sided
+CONFIDENCE_NONINFERIORITY = (
+    1 - 2 * LEVEL_NONINFERIORITY
+)  # of the two-sided interval whose ends are one-sided bounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worsening:
+    """How much worse the new score is, with one-sided 95 % bounds; negative is better."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def worsening(effect: Effect, *, higher_is_better: bool) -> Worsening:
+    """From an effect (new − old), on the scale of its test: for perplexities, of logarithms.
+
+    Student's t on the documents' contributions; score bounds where few answers changed.
+    """
+    low, high = effect.bounds
+    if higher_is_better:
+        return Worsening(estimate=-effect.estimate, low=-high, high=-low)
+    return Worsening(estimate=effect.estimate, low=low, high=high)
+
+
+def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
+    """Documents at which a bound tells, with 80 % power, a difference ``gap`` from the margin.
+
+    With a gap of the whole margin: what it takes to pass a quantizer that changes nothing. The
+    standard error shrinks as 1/√n. ``None`` where the gap is 0: no number is enough.
+    """
+    if gap <= 0:
+        return None
+    ratio = float(special.ndtri(1 - LEVEL_NONINFERIORITY) + special.ndtri(POWER)) * stderr / gap
+    return max(2, math.ceil(documents * ratio**2))

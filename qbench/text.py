@@ -1,0 +1,156 @@
+"""Numbers and foreign text as text: in a terminal, Markdown, HTML and LaTeX."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+
+MINUS = "−"
+NO_VALUE = "—"
+
+
+def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
+    """Two decimals as the papers print them; fractions become per cent."""
+    if value is None or math.isnan(value):  # ∞ − ∞
+        return NO_VALUE
+    if math.isinf(value):
+        return f"{MINUS if value < 0 else ''}∞"
+    text = f"{value * 100 if percent else value:{'+' if signed else ''}.2f}"
+    if text in ("-0.00", "+0.00"):
+        text = "+0.00" if signed else "0.00"
+    return text.replace("-", MINUS)
+
+
+def ratio(logarithm: float, *, decimals: int = 3) -> str:
+    """The ratio with this natural logarithm: 1.032, with three digits where it is far from 1."""
+    if logarithm > 700:  # near the largest double
+        return "∞"
+    value = math.exp(logarithm)
+    return f"{value:.{decimals}f}" if 0.1 <= value < 100 else f"{value:.3g}".replace("-", MINUS)
+
+
+def significant(value: float) -> str:
+    """Four significant digits, the scale of divergences."""
+    return f"{value:.4g}".replace("-", MINUS)
+
+
+def metric_title(metric: str) -> str:
+    """``acc_norm`` as the paper writes it: Acc Norm; a filter in brackets stays as it is."""
+    if metric == NO_VALUE:
+        return metric
+    name, bracket, rest = metric.partition(" [")
+    return name.replace("_", " ").title() + bracket + rest
+
+
+# What a spreadsheet takes for the beginning of a formula, full-width forms included
+# (OWASP, CSV injection).
+FORMULA = tuple("=+-@＝＋－＠")
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "↑": r"$\uparrow$",
+    "↓": r"$\downarrow$",
+    "→": r"$\rightarrow$",
+    "Δ": r"$\Delta$",
+    "−": r"$-$",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "≈": r"$\approx$",
+    "†": r"$^{\dagger}$",
+    "‡": r"$^{\ddagger}$",
+    "∞": r"$\infty$",
+    "—": "---",
+    "–": "--",
+    "…": r"\ldots{}",
+    "·": r"$\cdot$",
+    "’": "'",
+    "\u00a0": "~",
+    "\u202f": r"\,",
+    **{sign: "\\" + sign for sign in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': "''",
+}
+
+
+def one_line(text: str) -> str:
+    """Without line breaks, control characters and marks that turn the direction of writing."""
+    if text.isprintable():  # none of them, and a table has a hundred thousand texts
+        return text
+    kept = (" " if _breaks(character) else character for character in text)
+    return "".join(kept)
+
+
+def for_markdown(text: str) -> str:
+    """Text as a cell or line of Markdown shows it, on one line: no columns, tags or links."""
+    text = one_line(text).replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`")
+    text = text.replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace("](", "]\\(")
+
+
+def for_latex(text: str) -> str:
+    """Text as LaTeX sets it, also in a comment; what pdfLaTeX does not know becomes ``?``."""
+    known = "".join(LATEX.get(character, character) for character in one_line(text))
+    return re.sub(r"[^\x20-\x7e]", "?", known)
+
+
+def for_csv(value: object) -> object:
+    """A cell of CSV: text that a spreadsheet would compute gets an apostrophe; numbers stay."""
+    if not isinstance(value, str):
+        return value
+    text = one_line(value)
+    return f"'{text}" if text.lstrip().startswith(FORMULA) else text
+
+
+def _breaks(character: str) -> bool:
+    # Cc: controls, Cf: invisible formatting such as bidirectional overrides, Cs: lone surrogates,
+    # Zl and Zp: line and paragraph separators.
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) -> str:
+    """A table, aligned so that it reads well unrendered; every cell is escaped.
+
+    ``align`` has a letter for each column: ``l`` for words, ``r`` for numbers.
+    """
+    assert len(align) == len(head), f"{len(align)} letters for {len(head)} columns"
+    return tabulate(
+        [[for_markdown(str(cell)) for cell in row] for row in rows],
+        headers=[for_markdown(text) for text in head],
+        tablefmt="pipe",
+        colalign=[{"l": "left", "r": "right"}[letter] for letter in align],
+        disable_numparse=True,
+    )
+
+
+LOG = re.compile(r" \(the traceback is in [^()]*\)$")  # as qbench.cell writes it
+NAMES = 8  # that are written out; of more the number is
+
+
+def reason_alone(reason: str) -> str:
+    """Without the file that has the traceback, which every failed cell has of its own."""
+    return LOG.sub("", reason)
+
+
+def together(lines: Iterable[str]) -> list[str]:
+    """``name: reason`` lines with those of one reason as one, in the order in which they began."""
+    names: dict[str, list[str]] = {}
+    said: dict[str, str] = {}
+    for line in lines:
+        name, _, reason = line.partition(": ")
+        alone = reason_alone(reason)
+        names.setdefault(alone, []).append(name)
+        said.setdefault(alone, reason)
+    return [f"{some(of)}: {said[one]}" if one else some(of) for one, of in names.items()]
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many there are beside."""
+    rest = len(names) - NAMES
+    return ", ".join(names[:NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,1 +1,0 @@
-"""Text for people: numbers as papers print them, Markdown tables, foreign names made harmless."""
