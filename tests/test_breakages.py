@@ -9,7 +9,7 @@ import yaml
 
 from qbench.gate import baseline
 from qbench.gate.check import check
-from qbench.gate.gates import Gate
+from qbench.gate.layers import Gate
 from qbench.quantizers import bnb
 from qbench.store import Store
 

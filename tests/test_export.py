@@ -12,8 +12,8 @@ from lm_eval.utils import make_table
 from small_recipe import qbench
 from synthetic import make_store
 
+from qbench import export
 from qbench.errors import UnavailableError
-from qbench.export import lm_eval, model_card, tensorboard
 from qbench.store import Store
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"
@@ -23,8 +23,8 @@ REAL = Path(__file__).parents[1] / "results" / "pair-27m"
 def exported(tmp_path_factory):
     """Cells of the committed pair in both formats."""
     folder = tmp_path_factory.mktemp("export")
-    lm_eval.write(some("softmax/bf16", "softpick/gptq-3bit"), folder / "lm-eval")
-    model_card.write(some("softpick/hqq-2bit"), folder / "model-card")
+    export.write_lm_eval(some("softmax/bf16", "softpick/gptq-3bit"), folder / "lm-eval")
+    export.write_model_card(some("softpick/hqq-2bit"), folder / "model-card")
     return folder
 
 
@@ -78,7 +78,7 @@ def test_a_mean_that_is_no_accuracy_is_no_per_cent():
     brier = record.scores[0].model_copy(
         update={"metric": "brier_score", "aggregation": "mean", "value": 0.2134}
     )
-    card = model_card.card(record.model_copy(update={"scores": (brier,)}))
+    card = export.card(record.model_copy(update={"scores": (brier,)}))
     assert "value: 0.2134" in card
     assert "| brier_score | 0.21 |" in card
 
@@ -88,7 +88,7 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "events"
-    tensorboard.write(some("softpick/gptq-4bit"), folder)
+    export.write_tensorboard(some("softpick/gptq-4bit"), folder)
     events = EventAccumulator(str(folder / "softpick" / "gptq-4bit"))
     events.Reload()
     (record,) = [one for one in Store(REAL).records() if one.cell == "softpick/gptq-4bit"]
@@ -118,9 +118,9 @@ def records_of(path):
 
 def test_weights_and_biases_files_are_read_back(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from qbench.export import wandb
+    from qbench import export
 
-    (folder,) = wandb.write(some("softpick/gptq-4bit"), tmp_path)
+    (folder,) = export.write_wandb(some("softpick/gptq-4bit"), tmp_path)
     (record,) = some("softpick/gptq-4bit").records()
     (path,) = folder.glob("run-*.wandb")
     assert path.name == f"run-{record.key[:16]}.wandb"

@@ -11,8 +11,7 @@ import pytest
 
 from qbench.errors import RecipeError
 from qbench.published import claims, printed, sets, show, table, tables
-from qbench.published.check import check, doubts, summary
-from qbench.published.numbers import steps
+from qbench.published.check import check, doubts, steps, summary
 
 PAPER = Path(__file__).parents[2] / "shared" / "papers" / "softpick.txt"
 

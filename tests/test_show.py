@@ -11,8 +11,7 @@ from synthetic import make_store
 from qbench.cli.app import app
 from qbench.comparison.explain import find_cell, flat
 from qbench.errors import ResultsError
-from qbench.show import cell_text, document_text
-from qbench.show.document import unquantized
+from qbench.show import cell_text, document_text, unquantized
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"
 CELL = f"{REAL}/softpick/gptq-3bit"

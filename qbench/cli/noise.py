@@ -53,7 +53,7 @@ def noise(
     from qbench.comparison.lines import FILE, to_bytes
     from qbench.plan import cell_names
     from qbench.store import write_atomically
-    from qbench.tables.noise import table
+    from qbench.tables.changes import noise_table
 
     overrides = Overrides(
         checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype, scoring=scoring
@@ -72,7 +72,7 @@ def noise(
         found = {}
         for name, one in _noises(planned, chosen, place):
             found[name] = one
-            typer.echo(f"### {name}\n\n{table(one.moved)}\n")
+            typer.echo(f"### {name}\n\n{noise_table(one.moved)}\n")
     keys = {cell.name: cell.key for cell in planned.cells}
     cells = {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}
     path = job.out / FILE

@@ -184,9 +184,9 @@ def export(
 
     Failed and missing cells are left out, and named on standard error.
     """
-    from importlib import import_module
 
     from qbench.comparison.lines import judge
+    from qbench.export import WRITERS
 
     require_memory()
     store = opened(folder, run)
@@ -196,8 +196,7 @@ def export(
         status, reason = judge(store.get(cell))
         if status != "ok":
             typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
-    module = import_module(f"qbench.export.{to.value.replace('-', '_')}")
-    paths = module.write(store, place)
+    paths = WRITERS[to.value](store, place)
     typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
 
 

@@ -1,30 +1,75 @@
-"""The CI gate: results against a baseline, by paired non-inferiority.
-
-For each task and precision: is the new score at most a margin worse? *pass* where every document
-came out the same, or even the one-sided 95 % bound is within the margin, *fail* where the other
-bound is beyond it, else *inconclusive*. A cell that is missing, failed or unaudited fails. What
-the audit measured, of the model and of every layer, is held to the baseline too, without
-statistics.
-"""
+"""Are the results of what the baseline is of? Other weights are refused, the rest is named."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
+from qbench.comparison.explain import Difference, differences
 from qbench.errors import ResultsError
 from qbench.gate.baseline import DECIMALS, read
-from qbench.gate.gates import AUDIT, Gate, Inconclusive, Verdict, whole
-from qbench.gate.identity import require_same
-from qbench.gate.layers import layer_gates, read_layers
+from qbench.gate.layers import AUDIT, Gate, Inconclusive, Verdict, layer_gates, read_layers, whole
 from qbench.gate.margins import AUDIT as AUDIT_MARGINS
 from qbench.gate.margins import Margin, margin_of, require_known
 from qbench.statistics import Column, Worsening, documents_needed, worsening
 from qbench.store import Store
+
+# Parts of a cell's key that must be the baseline's, unless the user says otherwise.
+ACROSS = {
+    "weights": "are of other weights than the baseline",
+    "normalizer": "are of another attention normalizer than the baseline",
+}
+LEFT_OUT = ("damage against",)  # a key, which differs wherever anything does
+SHORT = 12  # digits of a digest that are shown
+
+
+def require_same(
+    old: Mapping[str, CellResults],
+    new: Mapping[str, CellResults],
+    *,
+    across: Collection[str] = (),
+) -> list[str]:
+    """Notes on every other part of the keys that differs, one a part.
+
+    Raises ResultsError for other weights or another normalizer, unless ``across`` names it.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    cells = [cell for cell in old if cell in new]
+    for cell in cells:
+        for one in differences(old[cell].key_parts, new[cell].key_parts):
+            part = one.part.split(".")[0]
+            if part in LEFT_OUT:
+                continue
+            if part in ACROSS and part not in across:
+                raise ResultsError(
+                    f"{cell}: these results {ACROSS[part]} ({_told(one)}); check results of the "
+                    f"same checkpoint, or say --across {part} if this is meant"
+                )
+            found.setdefault((one.part, one.a, one.b), []).append(cell)
+    return [
+        f"{part}: {_short(a)} → {_short(b)} in {_which(where, len(cells))}"
+        for (part, a, b), where in found.items()
+    ]
+
+
+def _told(one: Difference) -> str:
+    return f"{_short(one.a)} → {_short(one.b)}"
+
+
+def _short(text: str) -> str:
+    digest = len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
+    return f"{text[:SHORT]}…" if digest else text
+
+
+def _which(cells: Sequence[str], many: int) -> str:
+    if len(cells) == many:
+        return f"all {many} cells" if many > 1 else cells[0]
+    shown = ", ".join(cells[:3])
+    return shown if len(cells) <= 3 else f"{shown} and {len(cells) - 3} more cells"
 
 
 def check(

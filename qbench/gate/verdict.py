@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from qbench.files import write_atomically
-from qbench.gate.gates import AUDIT, Gate, Verdict
+from qbench.gate.layers import AUDIT, Gate, Verdict
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
 SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}

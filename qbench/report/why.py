@@ -7,16 +7,13 @@ from pathlib import Path
 
 from qbench.analyses import Analyses
 from qbench.errors import ResultsError
-from qbench.report import along_figures, why_figures
-from qbench.report.drawing import Plate, plates
-from qbench.report.figures import Drawn, drawn
-from qbench.report.table import Cell, DataTable, build
+from qbench.report import analysis_figures
+from qbench.report.figures import Drawn, Plate, drawn, plates
+from qbench.report.tables import Cell, DataTable, build
 from qbench.store import Store, write_atomically
-from qbench.tables import along
-from qbench.tables.analyses import Section, Why, gather, texts
+from qbench.tables import analyses
+from qbench.tables.analyses import Section, Why, all_sections, gather, markdown, pruned_rows, texts
 from qbench.tables.analyses_csv import CSV_FILES, as_csv, comma_separated, sensitivity_rows
-from qbench.tables.pruned import pruned_rows
-from qbench.tables.why import all_sections, markdown
 
 SECTION = "why"
 
@@ -26,7 +23,7 @@ def write_analyses(store: Store) -> list[Path]:
     the paths, Markdown first. Raises ResultsError where a file is damaged."""
     why = gather(store)
     folder = Analyses(store.directory).folder
-    keys = along_figures.passkey_rows(store, why.records)
+    keys = analysis_figures.passkey_rows(store, why.records)
     contents = {"tables.md": markdown(why)}
     contents |= {name: comma_separated(name, why.cells) for name in CSV_FILES}
     if why.long:
@@ -46,7 +43,7 @@ def write_analyses(store: Store) -> list[Path]:
 
 def write_numbers(store: Store, why: Why, folder: Path) -> list[Path]:
     """The numbers behind figures that need no analysis, as CSV, where there are any."""
-    found = _of_records(why, along_figures.passkey_rows(store, why.records))
+    found = _of_records(why, analysis_figures.passkey_rows(store, why.records))
     paths = []
     for name, text in found.items():
         if text:
@@ -55,19 +52,19 @@ def write_numbers(store: Store, why: Why, folder: Path) -> list[Path]:
     return paths
 
 
-def _of_records(why: Why, keys: Sequence[along_figures.Row]) -> dict[str, str]:
+def _of_records(why: Why, keys: Sequence[analysis_figures.Row]) -> dict[str, str]:
     return {"passkey.csv": as_csv(keys), "pruned.csv": as_csv(pruned_rows(why.records))}
 
 
 def why_tables(why: Why) -> list[DataTable]:
     """Those of the page; without analyses those of passkey retrieval and of pruned heads."""
-    found = all_sections(why) if why.there else along.of_records(why.records)
+    found = all_sections(why) if why.there else analyses.of_records(why.records)
     return [_table(section) for section in found]
 
 
 def why_plates(store: Store, why: Why, folder: Path, formats: Sequence[str]) -> list[Plate]:
     """Those of the page. Raises ResultsError where a table of outcomes is damaged."""
-    return plates(drawings(why, along_figures.passkey_rows(store, why.records)), folder, formats)
+    return plates(drawings(why, analysis_figures.passkey_rows(store, why.records)), folder, formats)
 
 
 def read(store: Store) -> tuple[Why | None, list[str]]:
@@ -81,8 +78,13 @@ def read(store: Store) -> tuple[Why | None, list[str]]:
     return why, [*dict.fromkeys([*texts(why.cells), *texts(why.long)]), *why.problems]
 
 
-def drawings(why: Why, keys: Sequence[along_figures.Row] = ()) -> list[Callable[[], list[Drawn]]]:
-    makers = [*why_figures.figures(why.cells, why.replicates), *along_figures.figures(why, keys)]
+def drawings(
+    why: Why, keys: Sequence[analysis_figures.Row] = ()
+) -> list[Callable[[], list[Drawn]]]:
+    makers = [
+        *analysis_figures.figures(why.cells, why.replicates),
+        *analysis_figures.figures_along_figures(why, keys),
+    ]
     return [lambda make=make: drawn(SECTION, make) for make in makers]
 
 

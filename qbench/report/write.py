@@ -15,13 +15,10 @@ from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.files import write_atomically
 from qbench.report import why
-from qbench.report.content import DataTable, data_tables, notes
-from qbench.report.drawing import Plate, plates
-from qbench.report.figures import groups
-from qbench.report.seeds import seed_summary
-from qbench.report.settings import headline
+from qbench.report.figures import Plate, groups, plates
 from qbench.report.style import inline
 from qbench.report.summary import summary
+from qbench.report.tables import DataTable, data_tables, headline, notes, seed_summary
 from qbench.store import Store
 
 FIGURE_FORMATS = ("svg", "png", "pdf")

@@ -1,7 +1,4 @@
-"""Analyses → tables: the softpick paper's table 4 and what it leaves out.
-
-Shares become per cent. Each table is text and knows no format.
-"""
+"""How single values stand in tables of analyses."""
 
 from __future__ import annotations
 
@@ -9,11 +6,30 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scipy import stats
+
+from qbench import published as papers
 from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.errors import ResultsError
-from qbench.records import Analysis, LinearInput, Measured, Record, Sensitivity
+from qbench.passkey import task_length
+from qbench.records import Analysis, Damage, LinearInput, Measured, Record, Score, Sensitivity
 from qbench.store import Store
-from qbench.text import NO_VALUE, number, together
+from qbench.tables.table import AT_CHANCE, at_chance
+from qbench.text import MINUS, NO_VALUE, for_markdown, number, table, together
+
+
+def value_text(value: float | None, form: str) -> str:
+    return NO_VALUE if value is None else form.format(value).replace("-", "−")
+
+
+def per_cent_text(logarithm: float | None) -> str:
+    """A ratio's logarithm as a change in per cent."""
+    if logarithm is None:
+        return NO_VALUE
+    if logarithm > 20:
+        return "∞"
+    return f"{number(math.expm1(logarithm), percent=True, signed=True)} %"
+
 
 MASSIVE_SHOWN = 5  # of each cell; all that are kept are in massive.csv
 Cells = Sequence[Analysis]
@@ -255,3 +271,486 @@ def _massive(whole: Cells) -> list[Section]:
             text=("Token",),
         )
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruned:
+    """A cell of which nothing but heads was cut out: how large a share of them, and its KL
+    divergence from the whole model, nats a token, mean over all scored tokens of all tasks."""
+
+    record: Record
+    share: float
+    kl: float
+
+
+def pruned_alone(records: Sequence[Record]) -> list[Pruned]:
+    """By checkpoint in the order of ``records``, then by share."""
+    found = []
+    for record in records:
+        only = (record.precision.weights, record.precision.activations, record.precision.kv_cache)
+        heads = record.audit.heads if record.audit else None
+        if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
+            continue
+        divergence = kl(record)
+        if divergence is not None:
+            found.append(Pruned(record=record, share=heads.share, kl=divergence))
+    names = list(dict.fromkeys(one.record.checkpoint for one in found))
+    return sorted(found, key=lambda one: (names.index(one.record.checkpoint), one.share))
+
+
+def pruned(records: Sequence[Record]) -> Iterator[Section]:
+    """How much of a model can go."""
+    rows = tuple(
+        (
+            one.record.cell,
+            str(len(one.record.audit.heads.pruned)),
+            number(one.share, percent=True),
+            value_text(one.kl, "{:.4g}"),
+            *(per_cent_text(change) for change in [_perplexity_change(one.record)]),
+        )
+        for one in pruned_alone(records)
+        if one.record.audit is not None and one.record.audit.heads is not None
+    )
+    if rows:
+        yield Section(
+            name="pruned",
+            title="Heads cut out",
+            note="Heads whose output is set to zero, chosen by what they give on the calibration "
+            "text, and what that does: KL divergence from the whole model, nats a token, and the "
+            "change of the first perplexity that the tasks have.",
+            head=("Cell", "Heads", "% of all", "KL", "Perplexity"),
+            rows=rows,
+        )
+
+
+def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The same in full precision, for a CSV file."""
+    return [
+        {
+            "checkpoint": one.record.checkpoint,
+            "quantizer": one.record.quantizer,
+            "heads": len(one.record.audit.heads.pruned),
+            "share": one.share,
+            "kl": one.kl,
+            "ln_perplexity_ratio": _perplexity_change(one.record),
+            "key": one.record.key,
+        }
+        for one in pruned_alone(records)
+        if one.record.audit is not None and one.record.audit.heads is not None
+    ]
+
+
+def _perplexity_change(record: Record) -> float | None:
+    assert isinstance(record.damage, Damage)
+    for task in record.damage.tasks.values():
+        for ratio in task.ln_perplexity_ratio.values():
+            return ratio.value
+    return None
+
+
+KL = (
+    "KL divergence from the unquantized model, nats a token, mean over all scored tokens of all "
+    "tasks"
+)
+
+
+def beside(why: Why) -> list[Section]:
+    """Each unquantized model's outliers beside what quantization did to the same weights."""
+    rows = [{"Cell": one.cell, **_text([one], why)} for one in _whole(why)]
+    note = f"Table 4's row beside the damage of the same weights quantized: {KL}."
+    return _section_beside_damage("beside", "Beside the damage", note, rows) if _labels(why) else []
+
+
+def over_seeds(why: Why) -> list[Section]:
+    """A row a group of trainings and unquantized quantizer; nothing without groups."""
+    rows = []
+    for group, members in why.replicates.items():
+        own = [one for one in _whole(why) if one.checkpoint in members]
+        for quantizer in dict.fromkeys(one.quantizer for one in own):
+            same = [one for one in own if one.quantizer == quantizer]
+            if len(same) == len(members):
+                cell = f"{group}/{quantizer}, {len(same)} trainings"
+                rows.append({"Cells": cell, **_text(same, why)})
+    note = (
+        "Means over trainings that differ in their seed; in brackets the lowest and the highest of "
+        f"them. Table 4's columns are those of the next table, and the last ones {KL}."
+    )
+    return _section_beside_damage("seeds", "Over seeds: table 4 beside the damage", note, rows)
+
+
+def _section_beside_damage(
+    name: str, title: str, note: str, rows: Sequence[Mapping[str, str]]
+) -> list[Section]:
+    if not rows:
+        return []
+    told = tuple(tuple(row.values()) for row in rows)
+    return [Section(name=name, title=title, note=note, head=tuple(rows[0]), rows=told)]
+
+
+def _whole(why: Why) -> list[Analysis]:
+    return [one for one in why.cells if not one.precision.quantized]
+
+
+def _labels(why: Why) -> list[str]:
+    """Quantizers whose damage is known of one of the models."""
+    return list(dict.fromkeys(label for one in _whole(why) for label in _damage(one, why)))
+
+
+def _text(cells: Sequence[Analysis], why: Why) -> dict[str, str]:
+    measured = [paper_values(one.measured) for one in cells if one.measured is not None]
+    row = {
+        name: _spread([values[name][0] for values in measured], lambda v, s=share: _number(v, s))
+        for name, (_, share) in measured[0].items()
+        if name != "Perplexity"
+    }
+    damages = [_damage(one, why) for one in cells]
+    for label in _labels(why):
+        row[f"KL {label}"] = _spread([found.get(label) for found in damages], "{:.4f}".format)
+    return row
+
+
+def _number(value: float, share: bool) -> str:
+    return number(value, percent=share)
+
+
+def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
+    """One value, or ``3.84 (3.10 to 4.51)``; none where one is not known."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return NO_VALUE
+    if len(known) == 1:
+        return text(known[0])
+    return f"{text(sum(known) / len(known))} ({text(min(known))} to {text(max(known))})"
+
+
+def _damage(one: Analysis, why: Why) -> dict[str, float]:
+    """Quantizer → KL divergence."""
+    found = {r.quantizer: kl(r) for r in why.records if _same_model(one, r)}
+    return {label: value for label, value in found.items() if value is not None}
+
+
+def _same_model(one: Analysis, record: Record) -> bool:
+    def model(parts: Mapping[str, object]) -> tuple:
+        return tuple(parts.get(name) for name in ("weights", "normalizer", "normalizer source"))
+
+    return (
+        record.quantized
+        and isinstance(record.damage, Damage)
+        and record.checkpoint == one.checkpoint
+        and model(record.key_parts) == model(one.key_parts)
+    )
+
+
+def kl(record: Record) -> float | None:
+    """Mean KL divergence over all scored tokens of all tasks, nats a token; None without."""
+    assert isinstance(record.damage, Damage)
+    every = [task.distributions for task in record.damage.tasks.values() if task.distributions]
+    tokens = sum(one.tokens for one in every)
+    return sum(one.kl.mean * one.tokens for one in every) / tokens if tokens else None
+
+
+LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
+NORMAL = 1.96  # standard errors either side: 95 %
+
+
+def sections_along(why: Why) -> list[Section]:
+    return [
+        *stretches(why),
+        *sensitivity(why),
+        *correlations(why),
+        *of_records(why.records),
+    ]
+
+
+def of_records(records: Sequence[Record]) -> list[Section]:
+    """Those that need no analysis."""
+    return [*pruned(records), *passkeys(records)]
+
+
+def stretches(why: Why) -> Iterator[Section]:
+    """Underscoring (the softpick paper's section 7.7): weights and losses along the text."""
+    found = why.long or why.cells
+    rows = []
+    for one in found:
+        assert one.measured is not None
+        for part in one.measured.stretches:
+            rows.append(
+                (
+                    one.cell,
+                    f"{part.first}–{part.last}",
+                    value_text(part.loss, "{:.3f}"),
+                    value_text(part.loss_stderr, "{:.3f}"),
+                    value_text(part.mass, "{:.3f}"),
+                    value_text(part.largest, "{:.3f}"),
+                    value_text(part.entropy, "{:.2f}"),
+                )
+            )
+    if rows:
+        texts = {one.text.samples for one in found if one.text is not None}
+        yield Section(
+            name="stretches",
+            title="Along the text: losses and weights",
+            note=f"Means over {'/'.join(map(str, sorted(texts)))} texts (with the standard error "
+            "of the loss), heads and the queries of a stretch of positions. Weights that shrink "
+            "along the text are what the softpick paper calls underscoring (section 7.7).",
+            head=("Cell", "Positions", "Loss, nats", "± s.e.", "Σ weights", "Largest weight",
+                  "Entropy, nats"),
+            rows=tuple(rows),
+            text=("Positions",),
+            keys=2,
+        )  # fmt: skip
+
+
+def sensitivity(why: Why) -> Iterator[Section]:
+    rows: list[tuple[str, ...]] = []
+    for one in why.sensitivities:
+        worst = sorted(one.units, key=lambda unit: -(unit.kl.value or 0.0))
+        shown = [*worst[:LAYERS_SHOWN], *([one.together] if one.together else [])]
+        rows += [
+            (
+                one.cell,
+                "all at once" if unit is one.together else unit.name,
+                value_text(unit.kl.value, "{:.4g}"),
+                value_text(unit.kl.stderr, "{:.2g}"),
+                per_cent_text(unit.ln_perplexity_ratio.value),
+            )
+            for unit in shown
+        ]
+    if rows:
+        yield Section(
+            name="sensitivity",
+            title="Quantized alone",
+            note=f"The {LAYERS_SHOWN} parts of each cell that hurt most when nothing else is "
+            "quantized: KL divergence from the unquantized model over the whole vocabulary, nats "
+            "a token, mean over texts; and the change of perplexity. All are in sensitivity.csv.",
+            head=("Cell", "Quantized", "KL", "± s.e.", "Perplexity"),
+            rows=tuple(rows),
+            text=("Quantized",),
+            keys=2,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One part of a model: its inputs' largest |x| over their rms, and the KL divergence when it
+    is quantized alone."""
+
+    name: str
+    layer: int | None
+    outliers: float
+    kl: float
+
+
+def pairs(one: Sensitivity, cells: Sequence[Analysis]) -> list[Pair]:
+    """Parts of which both is known. The outliers are those of the unquantized model of the same
+    checkpoint; those of a decoder layer are the most that one of its linear layers receives."""
+    analysis = next(
+        (a for a in cells if a.checkpoint == one.checkpoint and not a.precision.quantized), None
+    )
+    if analysis is None or analysis.measured is None:
+        return []
+    known = {given.name: given.largest_to_rms or 0.0 for given in analysis.measured.inputs}
+    found = []
+    for unit in one.units:
+        inside = [v for name, v in known.items() if name == unit.name
+                  or name.startswith(f"{unit.name}.")]  # fmt: skip
+        if inside and unit.kl.value is not None:
+            pair = Pair(name=unit.name, layer=unit.layer, outliers=max(inside), kl=unit.kl.value)
+            found.append(pair)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correlation:
+    """Spearman's rank correlation with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+
+def correlation(found: Sequence[Pair]) -> Correlation | None:
+    """Of outliers with KL; None of fewer than five pairs, or where all of one are equal.
+
+    The interval is on Fisher's z = artanh ρ with standard error √((1 + ρ²/2) / (n − 3)), which
+    holds for ranks (Bonett and Wright 2000, Psychometrika 65, 23–28). Layers of one model are
+    not independent draws: it says how far chance among so many layers could reach, no more.
+    """
+    if len(found) < 5:
+        return None
+    x, y = [one.outliers for one in found], [one.kl for one in found]
+    if len(set(x)) == 1 or len(set(y)) == 1:
+        return None
+    rho = float(stats.spearmanr(x, y).statistic)
+    if abs(rho) >= 1:
+        return Correlation(value=rho, low=rho, high=rho, pairs=len(found))
+    reach = NORMAL * math.sqrt((1 + rho**2 / 2) / (len(found) - 3))
+    low, high = (math.tanh(math.atanh(rho) + side * reach) for side in (-1, 1))
+    return Correlation(value=rho, low=low, high=high, pairs=len(found))
+
+
+def correlations(why: Why) -> Iterator[Section]:
+    rows = []
+    for one in why.sensitivities:
+        found = correlation(pairs(one, why.cells))
+        if found is not None:
+            rows.append(
+                (
+                    one.cell,
+                    value_text(found.value, "{:+.2f}"),
+                    f"{value_text(found.low, '{:+.2f}')} to {value_text(found.high, '{:+.2f}')}",
+                    str(found.pairs),
+                )
+            )
+    if rows:
+        yield Section(
+            name="correlation",
+            title="Outliers of inputs and damage",
+            note="Spearman's rank correlation, over the parts of a model, of the largest |x| / rms "
+            "of what a part receives with the KL divergence when it is quantized alone; 95 % "
+            "interval (Bonett and Wright 2000).",
+            head=("Cell", "ρ", "95 % interval", "Parts"),
+            rows=tuple(rows),
+        )
+
+
+def passkeys(records: Sequence[Record]) -> Iterator[Section]:
+    """The softpick paper's tables 5 and 7: accuracy by length."""
+    scored = {
+        record.cell: {
+            (length, score.metric): score
+            for score in record.scores
+            if (length := task_length(score.task)) is not None
+        }
+        for record in records
+    }
+    scored = {cell: found for cell, found in scored.items() if found}
+    lengths = sorted({length for found in scored.values() for length, _ in found})
+    for metric, title, note in (
+        ("exact_match", "Passkey retrieval", "Per cent of prompts whose five digits the model "
+         "gives back by greedy decoding, by tokens of the prompt."),
+        ("acc_digits", "Passkey retrieval, digit by digit", "Per cent of digits in their places."),
+    ):  # fmt: skip
+        rows = tuple(
+            (cell, *(passkey_text(found.get((length, metric))) for length in lengths))
+            for cell, found in scored.items()
+            if any(known == metric for _, known in found)
+        )
+        if rows:
+            yield Section(
+                name=f"passkey-{metric.replace('_', '-')}",
+                title=title,
+                note=f"{note} Chance: a score that guessed digits reach at least once in "
+                f"{round(1 / AT_CHANCE)} runs.",
+                head=("Cell", *map(str, lengths)),
+                rows=rows,
+            )
+
+
+def passkey_text(score: Score | None) -> str:
+    if score is None:
+        return NO_VALUE
+    chance = at_chance(score.metric, score.value, score.documents)
+    return f"{score.value * 100:.1f}{' (chance)' if chance else ''}"
+
+
+MEASURES = {
+    "sink_rate_0.2": "Sink rate %, ε 0.2",
+    "sink_rate_0.3": "Sink rate %, ε 0.3",
+    "kurtosis": "Kurtosis",
+    "min": "Min",
+    "max": "Max",
+    "sparsity": "Sparsity %",
+}
+
+
+def all_sections(why: Why) -> list[Section]:
+    return [*over_seeds(why), *sections(why), *beside(why), *sections_along(why)]
+
+
+def markdown(why: Why) -> str:
+    """All tables of the folder `analysis`."""
+    found = all_sections(why)
+    if not why.there:
+        found = []
+    parts = ["# Analysis"]
+    read = [*texts(why.cells), *texts(why.long)]
+    parts += ["\n".join(f"- {for_markdown(line)}" for line in read)] if read else []
+    parts += [text for section in found for text in as_markdown(section)]
+    parts += [for_markdown(problem) for problem in why.problems]
+    if len(parts) == 1:
+        parts.append("No cell was analyzed.")
+    return "\n\n".join(parts) + "\n"
+
+
+def as_markdown(section: Section) -> list[str]:
+    return [
+        f"## {section.title}",
+        section.note,
+        table(section.head, section.rows, align=section.align),
+    ]
+
+
+def beside_paper(why: Why, name: str) -> list[Section]:
+    """Tables 4, 5 and 7 as ``--published NAME``'s paper prints them, with ours of the same
+    normalizers below. Raises RecipeError for an unknown set."""
+    scale = papers.scale(name)
+    four = papers.table("softpick-table-04")
+    rows = [
+        (f"{scale} {row['model']} (paper)", *(_printed(row[column]) for column in MEASURES))
+        for row in four.rows
+        if row["size"] == scale
+    ]
+    ours = next((s for s in sections(why) if s.name == "table-4"), None)
+    if ours is not None:
+        places = [ours.head.index(title) for title in MEASURES.values()]
+        rows += [(row[0], *(row[place] for place in places)) for row in ours.rows]
+    told = f"{four.paper}, {four.source}: on 1,000 samples of SlimPajama; sparsity and hidden "
+    told += "states on 10 texts (*: zeros of softmax by underflow, as the paper notes). Ours: "
+    told += "; ".join(texts(why.cells)) if ours else "none; run `qbench analyze`"
+    found = [
+        Section(
+            name="published-4",
+            title="Beside the paper: sinks, hidden states, sparsity",
+            note=told + ".",
+            head=("Model", *MEASURES.values()),
+            rows=tuple(rows),
+        )
+    ]
+    five = _passkey(why.records, scale)
+    return [*found, five] if five is not None else found
+
+
+def _printed(text: str) -> str:
+    return text.replace("-", MINUS)
+
+
+def _passkey(records: Sequence[Record], scale: str) -> Section | None:
+    """Table 7, whose first two rows are table 5."""
+    seven = papers.table("softpick-table-07")
+    if seven.scale != scale:
+        return None
+    printed = [int(column) for column in seven.columns if column != "model"]
+    ours = {
+        record.cell: {length: s for s in record.scores if s.metric == "exact_match"
+                      and (length := task_length(s.task)) is not None}
+        for record in records
+    }  # fmt: skip
+    ours = {cell: found for cell, found in ours.items() if found}
+    lengths = sorted({*printed, *(length for found in ours.values() for length in found)})
+    rows = [
+        (f"{scale} {row['model']} (paper)", *(row.get(str(n), NO_VALUE) for n in lengths))
+        for row in seven.rows
+    ]
+    rows += [(cell, *(passkey_text(found.get(n)) for n in lengths)) for cell, found in ours.items()]
+    told = f"{seven.paper}, tables 5 and 7: per cent of keys retrieved, by tokens of the prompt."
+    if not ours:
+        told += " Ours: none; put passkey, or passkey_890 and the like, into the recipe's tasks."
+    return Section(
+        name="published-7",
+        title="Beside the paper: passkey retrieval",
+        note=told,
+        head=("Model", *map(str, lengths)),
+        rows=tuple(rows),
+    )

@@ -1,7 +1,11 @@
-"""What changed between two sets of results, in Markdown."""
+"""What changed between two sets of results, and how far batches alone moved scores, in Markdown."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from qbench import text
 from qbench.comparison.changes import Change, Changes, SeedChange
 from qbench.comparison.metrics import is_percentage
 from qbench.comparison.wording import (
@@ -12,7 +16,11 @@ from qbench.comparison.wording import (
     interval_text,
     mean_text,
 )
-from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
+from qbench.text import MINUS, NO_VALUE, for_markdown, metric_title, number, table
+
+if TYPE_CHECKING:
+    from qbench.evaluation.noise import Moved
+
 
 SEEDS_HEAD = (
     *("Over seeds", "Task", "Metric", "New − old, mean", "95 % interval", "p"),
@@ -73,3 +81,33 @@ def _texts(line: Change) -> list[str]:
         f"{effect.p:.2g}" if effect else NO_VALUE,
         str(line.documents) + (f" ({line.left_out} unpaired)" if line.left_out else ""),
     ]
+
+
+NOISE_HEAD = ("Task", "Metric", "Batches", "Score", "Moved by", "Changed documents",
+        "Largest change of a log-likelihood, nats", "Mean")  # fmt: skip
+
+
+def noise_table(moved: Iterable[Moved]) -> str:
+    """Markdown: one line a metric and variation; accuracies in per cent and points."""
+    rows = []
+    for entry in moved:
+        percent = is_percentage(entry.metric)
+        changed = entry.changed_documents
+        rows.append(
+            [
+                entry.task,
+                metric_title(entry.metric),
+                entry.variation,
+                number(entry.score, percent=percent),
+                _signed((entry.score - entry.base_score) * (100 if percent else 1)),
+                NO_VALUE if changed is None else f"{changed} of {entry.documents}",
+                f"{entry.largest_log_likelihood:.2g}".replace("-", MINUS),
+                f"{entry.mean_log_likelihood:.2g}".replace("-", MINUS),
+            ]
+        )
+    return text.table(NOISE_HEAD, rows, align="lllrrrrr")
+
+
+def _signed(value: float) -> str:
+    """Two significant digits: a floor of 3e−8 is not 0."""
+    return "0" if value == 0 else f"{value:+.2g}".replace("-", MINUS)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader
 
 from qbench.comparison.changes import training_notes
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
 from qbench.published import printed
+from qbench.records import Damage, Record, TaskDamage
 from qbench.store import KEY_DIGITS
-from qbench.tables import one_checkpoint
-from qbench.tables.beside import models, printed_cells, printed_notes
-from qbench.tables.by_part import PART_HEADS, labelled_parts, parts_alone
-from qbench.tables.cache import cache_notes
-from qbench.tables.chance import chance_notes
-from qbench.tables.judged import judged_notes
-from qbench.tables.table import Table, pairs
-from qbench.text import MINUS, NO_VALUE, metric_title, number
+from qbench.tables.table import (
+    PART_HEADS,
+    Table,
+    cache_notes,
+    chance_notes,
+    judged_notes,
+    labelled_parts,
+    models,
+    pairs,
+    parts_alone,
+    printed_cells,
+    printed_notes,
+)
+from qbench.text import MINUS, NO_VALUE, for_markdown, metric_title, number, significant, table
 
 BELOW_NOISE = "≈"
 NOISE_LEGEND = (
@@ -144,7 +153,7 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
         rows.append(
             (
                 *line_names(line, begins_task=begins[-1]),
-                *one_checkpoint.cells(comparison, line, unquantized, own),
+                *cells(comparison, line, unquantized, own),
             )
         )
     legend = DAMAGE_LEGEND.format(differences="")
@@ -152,10 +161,10 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
     return Layout(
         title=f"{table.name}: what it costs {table.checkpoints[0]}",
         method=table.method,
-        head=("Task", "Metric", "Quantization", *one_checkpoint.head(comparison.unquantized or "")),
+        head=("Task", "Metric", "Quantization", *head(comparison.unquantized or "")),
         rows=tuple(rows),
         begins_task=tuple(begins),
-        notes=(legend, one_checkpoint.KL_NOTE, *_ratio_notes(table, "damages"), *delta.notes),
+        notes=(legend, KL_NOTE, *_ratio_notes(table, "damages"), *delta.notes),
         keys=delta.keys,
     )
 
@@ -295,3 +304,73 @@ def documents_text(line: Line) -> str:
     if len(known) <= 1:
         return str(next(iter(known), NO_VALUE))
     return "/".join(NO_VALUE if count is None else str(count) for count in counts)
+
+
+KL_NOTE = (
+    "KL: mean divergence of the quantized from the unquantized model's next-token distributions, "
+    "in nats a token of the task. Flips: answers from right to wrong / from wrong to right."
+)
+
+
+def head(unquantized: str) -> tuple[str, ...]:
+    """Names of the columns after task, metric and quantization."""
+    return (unquantized, "quantized", "damage", "95 % interval", "KL", "flips", "Documents")
+
+
+def cells(comparison: Comparison, line: Line, whole: str, own: str) -> tuple[str, ...]:
+    """One quantized row; ``whole`` and ``own`` are the scores as text, unquantized and not."""
+    (checkpoint,) = comparison.checkpoints
+    effect = line.damages.get(checkpoint)
+    record = comparison.records.get(f"{checkpoint}/{line.quantizer}")
+    return (
+        whole,
+        own,
+        effect_text(effect, percent=line.percent),
+        interval_text(effect, percent=line.percent),
+        _divergence(record, line),
+        _flips(record, line),
+        str(effect.documents) if effect else NO_VALUE,
+    )
+
+
+def _of_task(record: Record | None, line: Line) -> TaskDamage | None:
+    if record is None or not isinstance(record.damage, Damage):
+        return None
+    return record.damage.tasks.get(line.task)
+
+
+def _divergence(record: Record | None, line: Line) -> str:
+    found = _of_task(record, line)
+    if found is None or found.distributions is None:
+        return NO_VALUE
+    return significant(found.distributions.kl.mean)
+
+
+def _flips(record: Record | None, line: Line) -> str:
+    found = _of_task(record, line)
+    flips = found.flips.get(line.metric) if found else None
+    return f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE
+
+
+def markdown(tables: Sequence[Layout]) -> str:
+    """The tables one below the other, with their notes."""
+    return "\n\n".join(_one(layout) for layout in tables) + "\n"
+
+
+def _one(layout: Layout) -> str:
+    align = "l" * WORDS + "r" * (len(layout.head) - WORDS)
+    notes = list(layout.notes)
+    if layout.keys:
+        notes.append(f"Records: {'; '.join(layout.keys)}.")
+    parts = [
+        f"### {for_markdown(layout.title)}",
+        table(layout.head, layout.rows, align=align),
+        "\n".join(f"- {for_markdown(note)}" for note in notes),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def page(tables: Sequence[Layout], *, title: str) -> str:
+    """A page with every table, readable without style sheet, script or network."""
+    templates = Environment(loader=PackageLoader("qbench.tables"), autoescape=True)
+    return templates.get_template("tables.html").render(tables=tables, title=title, words=WORDS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
 from qbench.records import Precision
-from qbench.tables.beside import find_printed, standard_errors_away
+from qbench.tables.table import find_printed, standard_errors_away
 from qbench.text import for_csv
 
 if TYPE_CHECKING:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
+
 from qbench.comparison.changes import training_notes
-from qbench.comparison.lines import Comparison, SeedLine, redundant
+from qbench.comparison.lines import QUESTIONS, Comparison, SeedLine, redundant
 from qbench.comparison.wording import (
     LEGEND,
     RATIOS_LEGEND,
@@ -20,7 +23,7 @@ from qbench.comparison.wording import (
 )
 from qbench.tables.layout import INTERVAL, Layout, line_names, precision_notes
 from qbench.tables.table import Table
-from qbench.text import MINUS, NO_VALUE, number
+from qbench.text import MINUS, NO_VALUE, for_csv, number
 
 
 def seed_layouts(comparison: Comparison, table: Table) -> list[Layout]:
@@ -145,3 +148,38 @@ def _notes(
 
 def _documents(effects: list) -> str:
     return "/".join(sorted({str(effect.documents) for effect in effects})) or NO_VALUE
+
+
+NAMES = {"scores": "score", "deltas": "delta", "damages": "damage", "differences": "did"}
+COLUMNS = (
+    *("task", "label", "metric", "direction", "quantizer", "method", "group", "question", "kind"),
+    *("estimate", "stderr", "low", "high", "p", "p_holm", "p_bh", "of_seeds", "seeds"),
+    *("documents", "each"),
+)
+FILE = "seeds.csv"
+
+
+def seeds_csv(comparison: Comparison) -> str:
+    """``kind`` says what the numbers are: a difference in the score's units, or a log ratio, of a
+    score the logarithm itself. ``of_seeds``: share of the variance that comes of the seeds."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    table.writeheader()
+    for one in comparison.seeds:
+        line = one.line
+        for question in QUESTIONS:
+            for group, effect in getattr(one, question).items():
+                row = {
+                    "task": line.task,
+                    "label": line.label,
+                    "metric": line.metric,
+                    "direction": "up" if line.higher_is_better else "down",
+                    "quantizer": line.quantizer,
+                    "method": line.method,
+                    "group": group,
+                    "question": NAMES[question],
+                    "each": " ".join(map(repr, effect.each)),
+                }
+                row |= {name: getattr(effect, name) for name in COLUMNS if name not in row}
+                table.writerow({name: for_csv(value) for name, value in row.items()})
+    return text.getvalue()

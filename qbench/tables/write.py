@@ -10,11 +10,9 @@ from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
 from qbench.tables.latex import latex
-from qbench.tables.layout import layouts
+from qbench.tables.layout import layouts, markdown
 from qbench.tables.long import comma_separated
-from qbench.tables.markdown import markdown
-from qbench.tables.seeds import seed_layouts
-from qbench.tables.seeds_csv import FILE, seeds_csv
+from qbench.tables.seeds import FILE, seed_layouts, seeds_csv
 from qbench.tables.table import delta
 
 FORMATS = ("md", "tex", "csv", "html")
@@ -39,15 +37,14 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
         return markdown(tables)
     if format == "tex":
         return latex(tables)
-    from qbench.tables.page import page  # Jinja2, which the other formats do without
+    from qbench.tables.layout import page
 
     return page(tables, title=comparison.name)
 
 
 def paper(store: Store, published: str) -> str:
     """What a paper prints of analyses and of passkey retrieval, with ours, in Markdown."""
-    from qbench.tables.analyses import gather  # scipy, which tables of scores do without
-    from qbench.tables.why import as_markdown, beside_paper
+    from qbench.tables.analyses import as_markdown, beside_paper, gather
 
     parts = [part for one in beside_paper(gather(store), published) for part in as_markdown(one)]
     return "\n" + "\n\n".join(parts) + "\n"

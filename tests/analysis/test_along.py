@@ -13,10 +13,17 @@ from qbench.errors import RecipeError
 from qbench.passkey import CHANCE
 from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
 from qbench.report.why import why_tables
-from qbench.tables.along import Pair, correlation, pairs, passkey_text, passkeys
-from qbench.tables.analyses import Why, gather
-from qbench.tables.chance import at_chance
-from qbench.tables.why import beside_paper
+from qbench.tables.analyses import (
+    Pair,
+    Why,
+    beside_paper,
+    correlation,
+    gather,
+    pairs,
+    passkey_text,
+    passkeys,
+)
+from qbench.tables.table import at_chance
 
 
 def some(count, noise, seed=0):

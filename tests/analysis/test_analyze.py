@@ -13,8 +13,7 @@ from qbench.analyses import Analyses, long_contexts
 from qbench.cli.app import app
 from qbench.errors import DataError, RecipeError
 from qbench.store import Store
-from qbench.tables.analyses import gather
-from qbench.tables.why import markdown
+from qbench.tables.analyses import gather, markdown
 
 SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
 

@@ -15,7 +15,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.metrics import base_metric, is_percentage
 from qbench.gate import baseline, check
 from qbench.gate.margins import parse_margins
-from qbench.report.content import data_tables
+from qbench.report.tables import data_tables
 from qbench.tables import render
 from qbench.tables.changes import changes_table
 

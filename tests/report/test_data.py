@@ -10,8 +10,7 @@ from synthetic import MOMENT, key, make_store
 
 from qbench.comparison.compare import compare
 from qbench.comparison.lines import to_bytes
-from qbench.report.content import data_tables
-from qbench.report.settings import headline
+from qbench.report.tables import data_tables, headline
 
 SIZES = {"arc_easy": 120, "lambada_openai": 100, "wikitext": 12}
 QUANTIZERS = ("bf16", "gptq-2bit", "gptq-4bit", "hqq-2bit")

@@ -15,10 +15,8 @@ from synthetic import make_store
 from qbench import report
 from qbench.comparison.compare import compare
 from qbench.records import Damage, Flips
-from qbench.report import rows
-from qbench.report.drawing import plates
-from qbench.report.figures import groups
-from qbench.report.score_figures import score_figures
+from qbench.report import figures
+from qbench.report.figures import groups, plates, score_figures
 from qbench.report.style import RC, WIDTH
 
 SIZES = {"arc_easy": 120, "piqa": 80, "wikitext": 12}
@@ -98,7 +96,7 @@ def test_every_effect_of_a_metric_is_drawn_with_its_interval(drawn, comparison):
 def test_ticks_of_an_axis_of_ratios_are_round_and_apart(low, high):
     axes = Figure().subplots()
     axes.set_xlim(low, high)
-    rows.show_powers(axes)
+    figures.show_powers(axes)
     ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
     assert 2 <= len(ticks) <= 8
     assert min(b - a for a, b in itertools.pairwise(ticks)) >= (high - low) / 7
@@ -122,7 +120,7 @@ def test_ticks_of_an_axis_of_ratios_are_round_and_apart(low, high):
 def test_ticks_of_an_axis_of_ratios_go_in_steps_that_a_reader_expects(low, high, wanted):
     axes = Figure().subplots()
     axes.set_xlim(math.log(low), math.log(high))
-    rows.show_powers(axes)
+    figures.show_powers(axes)
     form = axes.xaxis.get_major_formatter()
     assert " ".join(form(tick) for tick in axes.get_xticks()) == wanted
 

@@ -15,8 +15,7 @@ from qbench.analyses import Analyses
 from qbench.report.style import RC, SERIES
 from qbench.report.why import drawings, read, write_numbers
 from qbench.store import Store
-from qbench.tables.analyses import gather
-from qbench.tables.beside_damage import over_seeds
+from qbench.tables.analyses import gather, over_seeds
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
 CHECKPOINTS = ("softmax.1", "softmax.2", "softpick.1", "softpick.2")

@@ -15,7 +15,7 @@ from qbench.records import (
     SampleDifference,
     ScoringReport,
 )
-from qbench.report.content import data_tables
+from qbench.report.tables import data_tables
 from qbench.tables.write import render
 
 LAYERS = tuple(

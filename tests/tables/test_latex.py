@@ -11,9 +11,8 @@ from synthetic import PAPER, key, make_store
 
 from qbench.comparison.compare import compare
 from qbench.tables import render
-from qbench.tables.latex import latex
+from qbench.tables.latex import GAP, LANDSCAPE, PORTRAIT, latex, split, table_width, text_width
 from qbench.tables.layout import Layout
-from qbench.tables.width import GAP, LANDSCAPE, PORTRAIT, split, table_width, text_width
 from qbench.text import for_latex
 
 SIZES = {"arc_easy": 400, "lambada_openai": 300, "wikitext": 30}

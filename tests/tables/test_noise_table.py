@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qbench.evaluation.noise import Moved
-from qbench.tables.noise import table
+from qbench.tables.changes import noise_table
 
 
 def moved(metric: str, base: float, score: float, changed: int | None) -> Moved:
@@ -36,6 +36,6 @@ def moved(metric: str, base: float, score: float, changed: int | None) -> Moved:
 def test_accuracies_are_per_cent_and_what_is_not_0_is_not_called_0(
     metric, base, score, changed, wanted
 ):
-    told = " ".join(table([moved(metric, base, score, changed)]).split()).replace("\\", "")
+    told = " ".join(noise_table([moved(metric, base, score, changed)]).split()).replace("\\", "")
     assert wanted in told
     assert "| 5.7e−06 | 0 |" in told

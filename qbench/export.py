@@ -1,17 +1,35 @@
-"""lm-eval's own result files, which its tools and others read: results and samples of each cell."""
+"""A results folder in others' formats: lm-eval, model cards, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
+from qbench.comparison.metrics import is_percentage
+from qbench.errors import QbenchError, UnavailableError
+from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import write_atomically
-from qbench.records import Record, Score
-from qbench.store import Store
+from qbench.records import Damage, Record, Score
+from qbench.store import KEY_DIGITS, Store
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Finite values by name, ``task/metric`` and ``audit/…``; accuracies are fractions."""
+    found = {f"{score.task}/{score.metric}": score.value for score in record.scores}
+    if record.audit is not None and record.quantized:
+        found["audit/bits_per_weight"] = record.audit.bits_per_weight
+        found["audit/weight_error"] = record.audit.weight_error
+    if isinstance(record.damage, Damage):
+        for task, one in record.damage.tasks.items():
+            if one.distributions is not None:
+                found[f"{task}/mean_kl"] = one.distributions.kl.mean
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
 
 NO_STDERR = "N/A"  # lm-eval's word for it
 VALUE = ("metric", "value", "weight")
@@ -29,7 +47,7 @@ class Answer(NamedTuple):
     cut: int
 
 
-def write(store: Store, folder: Path) -> list[Path]:
+def write_lm_eval(store: Store, folder: Path) -> list[Path]:
     """``<checkpoint>__<quantizer>/results_<date>.json`` and ``samples_<task>_<date>.jsonl`` below
     ``folder``, for every good cell of the grid. Documents' texts are not kept, and so not there."""
     paths = []
@@ -159,3 +177,148 @@ def _metric(score: Score) -> tuple[str, str]:
 
 def _filter(metric: str) -> str:
     return metric.partition(" [")[2].removesuffix("]") or "none"
+
+
+def write_model_card(store: Store, folder: Path) -> list[Path]:
+    """``<checkpoint>__<quantizer>.md`` below ``folder`` for every good cell: put its head into the
+    README.md of the model's repository."""
+    paths = []
+    for record in store.records():
+        if record.status == "ok":
+            path = folder / f"{record.checkpoint}__{record.quantizer}.md"
+            write_atomically(path, card(record).encode())
+            paths.append(path)
+    return paths
+
+
+def card(record: Record) -> str:
+    """YAML between lines of dashes, and a table of the same scores for people."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = []
+    for score in record.scores:
+        percent = is_percentage(score.metric)
+        results.append(
+            EvalResult(
+                task_type="text-generation",
+                task_name="Text Generation",
+                dataset_type=data_set(score.task),
+                dataset_name=score.label,
+                metric_type=score.metric.partition(" [")[0],
+                metric_name=score.metric,
+                metric_value=score.value * 100 if percent else score.value,
+                metric_args=_about(score, percent),
+            )
+        )
+    name = f"{record.checkpoint}/{record.quantizer}"
+    head = ModelCardData(model_name=name, eval_results=results).to_yaml()
+    rows = [
+        f"| {score.label} | {score.metric} | {result.metric_value:.2f} | {score.documents} |"
+        for score, result in zip(record.scores, results, strict=True)
+    ]
+    made = f"Quantized with {record.title}, {record.precision.name}" if record.quantized else name
+    return (
+        f"---\n{head.strip()}\n---\n\n{made}; normalizer {record.normalizer}.\n\n"
+        "| Task | Metric | Value | Documents |\n| --- | --- | ---: | ---: |\n"
+        + "\n".join(rows) + "\n"
+    )  # fmt: skip
+
+
+def data_set(task: str) -> str:
+    """The Hub's id of a task's data set, where lm-eval knows the task; else the task's name."""
+    try:
+        path = read_definition(definition_file(task, None)).config.get("dataset_path")
+    except QbenchError:
+        return task
+    return str(path or task)
+
+
+def _about(score: Score, percent: bool) -> dict[str, object]:
+    about: dict[str, object] = {"documents": score.documents}
+    if score.stderr is not None:
+        about["stderr"] = score.stderr * 100 if percent else score.stderr
+    return about
+
+
+def write_tensorboard(store: Store, folder: Path) -> list[Path]:
+    """Event files in ``<checkpoint>/<quantizer>`` below ``folder``, for every good cell.
+
+    Raises UnavailableError where tensorboard is not installed.
+    """
+    try:
+        from tensorboard.summary import Writer
+    except ImportError:
+        raise UnavailableError(
+            "--to tensorboard: tensorboard is not installed; pip install tensorboard"
+        ) from None
+    paths = []
+    for record in store.records():
+        if record.status != "ok":
+            continue
+        place = folder / record.checkpoint / record.quantizer
+        writer = Writer(str(place))
+        for name, value in scalars(record).items():
+            writer.add_scalar(name, value, step=0)
+        writer.close()
+        paths.append(place)
+    return paths
+
+
+PROJECT = "qbench"
+
+
+def write_wandb(store: Store, folder: Path) -> list[Path]:
+    """Run folders ``wandb/offline-run-<date>-<id>`` below ``folder``, for every good cell;
+    ``wandb sync`` sends them. A run's id is its record's key, so that a cell is there once.
+
+    Raises UnavailableError where wandb is not installed.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise UnavailableError("--to wandb: wandb is not installed; pip install wandb") from None
+    name = store.grid().name
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for record in store.records():
+        if record.status != "ok":
+            continue
+        run = wandb.init(
+            mode="offline",
+            project=PROJECT,
+            group=name,
+            name=record.cell,
+            id=record.key[:KEY_DIGITS],
+            dir=folder,
+            config=about(record),
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
+            ),
+        )
+        run.log(scalars(record))
+        paths.append(Path(run.dir).parent)
+        run.finish()
+    return paths
+
+
+def about(record: Record) -> dict[str, Any]:
+    """What a run was of: its name's parts, and all that its key is the hash of."""
+    return {
+        "checkpoint": record.checkpoint,
+        "quantizer": record.quantizer,
+        "method": record.title,
+        "precision": record.precision.name,
+        "normalizer": record.normalizer,
+        "key": record.key,
+        "made": record.finished.isoformat(),
+        "key_parts": record.key_parts,
+    }
+
+
+WRITERS = {
+    "lm-eval": write_lm_eval,
+    "model-card": write_model_card,
+    "tensorboard": write_tensorboard,
+    "wandb": write_wandb,
+}

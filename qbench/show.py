@@ -1,0 +1,342 @@
+"""What results hold, as text for a terminal: a folder, a cell, a document. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import pandas as pd
+from tabulate import tabulate
+
+from qbench.comparison.explain import flat
+from qbench.comparison.lines import judge
+from qbench.comparison.metrics import LOG_SCALE, is_percentage
+from qbench.errors import ResultsError
+from qbench.records import (
+    Audit,
+    Damage,
+    Grid,
+    GridCell,
+    Record,
+    RecordModel,
+    ScoringReport,
+    Unavailable,
+)
+from qbench.store import KEY_DIGITS, Store, read, run_id, runs
+from qbench.text import NO_VALUE, metric_title, number, significant
+
+WIDTH = 100  # of a line; what is longer goes on below its column
+
+
+def pairs(found: Iterable[tuple[str, str]]) -> str:
+    known = list(found)
+    width = max((len(name) for name, _ in known), default=0)
+    lines: list[str] = []
+    for name, value in known:
+        pieces = list(_wrapped(value, max(20, WIDTH - width - 4))) or [""]
+        lines.append(f"  {name.ljust(width)}  {pieces[0]}")
+        lines += [f"  {'':{width}}  {piece}" for piece in pieces[1:]]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    for start in range(0, len(text), width):
+        yield text[start : start + width]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    if not rows:
+        return ""
+    text = tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True)
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+EMPTY: tuple[object, ...] = ([], {}, "")
+
+
+def cell_text(record: Record) -> str:
+    """Everything that a record says."""
+    parts: list[tuple[str, str]] = [
+        ("", _head(record)),
+        ("Scores", _scores(record)),
+        ("Damage, against the unquantized cell", _damage(record.damage)),
+        ("Stages", _stages(record)),
+        ("Scoring", _scoring(record.scoring)),
+        ("Audit", _audit(record.audit)),
+        ("Training", _part(record.training)),
+        ("Documents, by the digest of what was asked", pairs(record.documents.items())),
+        ("Environment", _environment(record)),
+        (
+            "Files",
+            pairs(
+                (name, f"{f.bytes:,} bytes, SHA-256 {f.sha256}") for name, f in record.files.items()
+            ),
+        ),
+        (f"Key {record.key}, of", pairs(flat(record.key_parts))),
+    ]
+    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts if text)
+
+
+def took(record: Record) -> str:
+    """From a cell's start to its end, what lies between its stages included."""
+    return f"{(record.finished - record.started).total_seconds():.1f} s"
+
+
+def _head(record: Record) -> str:
+    values = {
+        "cell": record.cell,
+        "status": record.status,
+        "error": record.error or "",
+        "method": f"{record.title}, {record.precision.name}",
+        "attention": record.attention,
+        "begun": f"{record.started:%Y-%m-%d %H:%M:%S %Z}",
+        "took": took(record),
+    }
+    return pairs((name, value) for name, value in values.items() if value)
+
+
+def _scores(record: Record) -> str:
+    rows = []
+    for score in record.scores:
+        percent = is_percentage(score.metric)
+        stderr = NO_VALUE if score.stderr is None else number(score.stderr, percent=percent)
+        value = number(score.value, percent=percent)
+        rows.append((score.label, metric_title(score.metric), value, stderr, score.documents))
+    return table(("task", "metric", "value", "± SE", "documents"), rows)
+
+
+def _damage(damage: Damage | Unavailable | None) -> str:
+    if damage is None:
+        return ""
+    if isinstance(damage, Unavailable):
+        return f"not to be had: {damage.reason}"
+    rows = []
+    for task, found in damage.tasks.items():
+        spread, flips = found.distributions, found.flips.items()
+        kl = [NO_VALUE] * 3
+        if spread is not None:
+            kl = [significant(spread.kl.mean), significant(spread.kl.p99)]
+            kl.append(f"{spread.top1_agreement:.2%}")
+        text = ", ".join(f"{m}: {f.right_to_wrong} / {f.wrong_to_right}" for m, f in flips)
+        rows.append((task, *kl, text))
+    head = ("task", "mean KL", "KL p99", "same top token", "right to wrong / wrong to right")
+    return table(head, rows)
+
+
+def _stages(record: Record) -> str:
+    rows = [
+        (stage.name, f"{stage.seconds:.1f} s", f"{stage.peak_memory_gib:.2f} GiB", stage.detail)
+        for stage in record.stages
+    ]
+    return table(("stage", "took", "memory", ""), rows)
+
+
+def _scoring(report: ScoringReport | None) -> str:
+    return _part(report)
+
+
+def _audit(audit: Audit | None) -> str:
+    if audit is None:
+        return ""
+    said = audit.model_dump(exclude_none=True, mode="json", exclude={"modules"})
+    text = [_said(said)]
+    rows = [
+        (
+            m.name,
+            m.kind,
+            f"{m.bits_per_weight:.2f}",
+            f"{m.weight_error:.4f}",
+            m.levels,
+            m.digest[:8],
+        )
+        for m in audit.modules
+    ]
+    head = ("layer", "class", "bits a weight", "weight error", "levels", "digest")
+    return "\n\n".join([*text, *([table(head, rows)] if rows else [])])
+
+
+def _part(part: RecordModel | None) -> str:
+    """All that a part of a record says; nothing where there is none."""
+    return _said(part.model_dump(exclude_none=True, mode="json")) if part is not None else ""
+
+
+def _said(values: Mapping[str, Any]) -> str:
+    """What is not empty; what was measured in few digits, which a key's parts are not."""
+    return pairs(flat({name: _plain(one) for name, one in values.items() if one not in EMPTY}))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return significant(value) if isinstance(value, float) else value
+
+
+def _environment(record: Record) -> str:
+    return _part(record.environment)
+
+
+def document_text(
+    store: Store,
+    record: Record,
+    document: int,
+    task: str | None = None,
+    asked: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> str:
+    """Of one document, by its number: metrics, and the log-likelihood of every scored
+    continuation, or what the model wrote; each beside the unquantized cell's. ``asked``: by task,
+    the texts of each request, which records do not keep.
+
+    Raises ResultsError where no task, or not the one that is named, has such a document.
+    """
+    outcomes, responses = store.outcomes(record), store.responses(record)
+    known = list(dict.fromkeys([*outcomes["task"], *responses["task"]]))
+    if task is not None and task not in known:
+        raise ResultsError(f"{record.cell}: no task {task}; it has {', '.join(known)}")
+    base = unquantized(store, record)
+    before = (store.outcomes(base), store.responses(base)) if base is not None else None
+    names = [record.cell, *([base.cell] if base is not None else [])]
+    summed = {
+        one.metric for one in record.scores if one.aggregation in (*LOG_SCALE, "bits_per_byte")
+    }
+    parts = []
+    for name in known if task is None else [task]:
+        tables = [(outcomes, responses), *([before] if before else [])]
+        scored, answered = zip(
+            *((_of(o, name, document), _of(r, name, document)) for o, r in tables), strict=True
+        )
+        if scored[0].empty and answered[0].empty:
+            continue
+        parts.append(f"{name}, document {document}")
+        parts += _asked((asked or {}).get(name, ()))
+        if not scored[0].empty:
+            parts.append(_metrics(names, scored, summed))
+        texts = [one[one["answer"].notna()] for one in answered]
+        likelihoods = [one[one["answer"].isna()] for one in answered]
+        if not likelihoods[0].empty:
+            parts.append(_requests(names, likelihoods))
+        parts += [_written(cell, of) for cell, of in zip(names, texts, strict=True) if len(of)]
+    if parts and record.quantized and base is None:
+        parts.append("(the unquantized cell has no good record of these documents to show beside)")
+    if not parts:
+        last = int(outcomes["document"].max()) if len(outcomes) else -1
+        raise ResultsError(f"{record.cell}: no document {document}; the last one is {last}")
+    return "\n\n".join(parts)
+
+
+def _asked(requests: Sequence[Sequence[str]]) -> list[str]:
+    """Each request's texts; a context that all of them share stands once."""
+    shared = {texts[0] for texts in requests} if len(requests) > 1 else set()
+    parts = [f"asked\n{_indented(*shared)}"] if len(shared) == 1 else []
+    for index, texts in enumerate(requests):
+        own = texts[1:] if parts and len(shared) == 1 else texts
+        if own:
+            lines = "\n".join(_indented(text) for text in own)
+            parts.append(f"request {index}\n{lines}")
+    return parts
+
+
+def unquantized(store: Store, record: Record) -> Record | None:
+    """The good record of the unquantized cell that a quantized one is measured against; None for
+    one that is unquantized, or where there is none."""
+    if not record.quantized:
+        return None
+    key = record.key_parts.get("damage against")
+    cells: list[GridCell] = []
+    with suppress(ResultsError):  # a record's file alone, without its folder
+        cells = [
+            cell
+            for cell in store.grid().cells
+            if cell.checkpoint == record.checkpoint and not cell.quantized
+        ]
+    for cell in cells if key is None else [cell for cell in cells if cell.key == key]:
+        found = store.whole(cell)
+        if found is not None and found.status == "ok" and found.documents == record.documents:
+            return found
+    return None
+
+
+def _of(rows: pd.DataFrame, task: str, document: int) -> pd.DataFrame:
+    return rows[(rows["task"] == task) & (rows["document"] == document)]
+
+
+def _metrics(names: list[str], scored: tuple[pd.DataFrame, ...], summed: Collection[str]) -> str:
+    """Of those that are ``summed`` a document has a log-likelihood, which is no perplexity."""
+    values = [dict(zip(one["metric"], one["value"], strict=True)) for one in scored]
+    rows = [
+        (_named(metric, summed), *(_shown(of.get(metric), "g") for of in values))
+        for metric in values[0]
+    ]
+    return table(("metric", *names), rows)
+
+
+def _named(metric: str, summed: Collection[str]) -> str:
+    return metric_title(metric) + (": log-likelihood" if metric in summed else "")
+
+
+def _requests(names: list[str], asked: list[pd.DataFrame]) -> str:
+    """Log-likelihoods of each request, which one is the likeliest, and what is greedy."""
+    rows = []
+    columns = [dict(zip(one["request"], one["log_likelihood"], strict=True)) for one in asked]
+    best = [max(of, key=of.__getitem__, default=None) for of in columns]
+    greedy = dict(zip(asked[0]["request"], asked[0]["greedy"], strict=True))
+    for request in columns[0]:
+        cells: list[str] = []
+        for of, chosen in zip(columns, best, strict=True):
+            mark = " likeliest" if request == chosen and len(of) > 1 else ""
+            cells.append(_shown(of.get(request), ".4f") + mark)
+        rows.append((request, *cells, "yes" if greedy[request] else ""))
+    return table(("log-likelihood of request", *names, "greedy"), rows)
+
+
+def _written(cell: str, texts: pd.DataFrame) -> str:
+    """What the model wrote, and what the filters took from it that is not all of it."""
+    parts = []
+    answers = texts["filter"].isna().sum()
+    for row in texts.itertuples():
+        what = f"{cell} wrote" if pd.isna(row.filter) else f"{row.filter} took"
+        if answers > 1:
+            what += f" (answer {row.request})"
+        more = f"\n  … {row.cut:,} more characters" if row.cut else ""
+        parts.append(f"{what}\n" + _indented(row.answer) + more)
+    return "\n\n".join(parts)
+
+
+def _indented(text: str) -> str:
+    """As it stands, line by line; what a terminal would obey is escaped."""
+    lines = text.split("\n") if text else ["(nothing)"]
+    return "\n".join(
+        "  | " + "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
+        for line in lines
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return NO_VALUE if value is None else format(value, form)
+
+
+def folder_text(store: Store) -> str:
+    """Which runs a results folder holds, and the cells of the one that is shown."""
+    grid = store.grid()
+    shown = run_id(grid)
+    rows = []
+    for name, path in runs(store.directory):
+        one = read(path, Grid)
+        limit = "all documents" if one.limit is None else f"{one.limit} documents a task"
+        made = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        mark = "*" if name == shown else ""
+        rows.append((mark, name, made, len(one.cells), ", ".join(one.tasks), limit))
+    text = [f"{store.directory}: {grid.name}"]
+    if rows:
+        text += ["", table(("", "run", "last begun", "cells", "tasks", "asked for"), rows)]
+    cells = []
+    for cell in grid.cells:
+        record = store.get(cell)
+        status, reason = judge(record)
+        spent = took(record) if record else NO_VALUE
+        cells.append((cell.cell, status, cell.precision.name, cell.key[:KEY_DIGITS], spent, reason))
+    text += ["", table(("cell", "status", "precision", "key", "took", ""), cells)]
+    return "\n".join(text)
