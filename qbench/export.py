@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from qbench.comparison.metrics import is_percentage
 from qbench.errors import QbenchError, UnavailableError
 from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import write_atomically
 from qbench.records import Damage, Record, Score
+from qbench.statistics.metrics import is_percentage
 from qbench.store import KEY_DIGITS, Store
 
 

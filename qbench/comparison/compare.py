@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from qbench.comparison.lines import Comparison, Entry, Line, judge, read_floors
-from qbench.comparison.metrics import rank
 from qbench.errors import ResultsError
 from qbench.records import Grid, GridCell, Record, Score
+from qbench.statistics.metrics import rank
 from qbench.store import Store, read, runs
 
 

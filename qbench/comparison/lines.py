@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from qbench.comparison.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
 from qbench.errors import ResultsError
 from qbench.records import (
     SCHEMA_VERSION,
@@ -17,6 +16,7 @@ from qbench.records import (
     dump_with_checksum,
     load_with_checksum,
 )
+from qbench.statistics.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
 from qbench.store import Store
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from qbench import text
 from qbench.comparison.changes import Change, Changes, SeedChange
-from qbench.comparison.metrics import is_percentage
 from qbench.comparison.wording import (
     LEGEND,
     RATIO_NOTE,
@@ -16,6 +15,7 @@ from qbench.comparison.wording import (
     interval_text,
     mean_text,
 )
+from qbench.statistics.metrics import is_percentage
 from qbench.text import MINUS, NO_VALUE, for_markdown, metric_title, number, table
 
 if TYPE_CHECKING:
