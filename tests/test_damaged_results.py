@@ -15,7 +15,7 @@ from synthetic import make_store
 
 from qbench import store as store_module
 from qbench.cli.app import app as cli
-from qbench.comparison.floors import FILE, read_floors, to_bytes
+from qbench.comparison.lines import FILE, read_floors, to_bytes
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline
 from qbench.records import RESPONSE_COLUMNS, dump_with_checksum

@@ -56,7 +56,7 @@ def test_what_runs_before_the_first_worker_process_starts_loads_only_the_options
 def test_what_is_imported_before_worker_processes_start_leaves_tables_of_data_aside():
     """pandas takes as long as all the rest, and a parent of workers needs it at the end alone."""
     loaded = python(
-        "import sys, qbench.comparison.floors, qbench.plan, qbench.recipe\n"
+        "import sys, qbench.comparison.lines, qbench.plan, qbench.recipe\n"
         "import qbench.cli.results, qbench.cell, qbench.running.grid, qbench.store\n"
         "print(*sys.modules)"
     ).split()

@@ -26,7 +26,7 @@ from qbench.cli.screen import complain, show_written
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.recipe import Overrides
-from qbench.text.reasons import together
+from qbench.text import together
 
 if TYPE_CHECKING:
     from qbench.analysis.settings import AnalysisSettings

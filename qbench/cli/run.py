@@ -41,7 +41,7 @@ from qbench.files import require_folder
 from qbench.machine.clock import mark
 from qbench.machine.quiet import terminal
 from qbench.recipe import Overrides
-from qbench.text.reasons import some
+from qbench.text import some
 
 if TYPE_CHECKING:
     from qbench.plan import Cell, Plan
