@@ -19,18 +19,9 @@ def test_own_task_definitions_are_found_first(tmp_path):
     assert definition_file("sciq", tmp_path) == tmp_path / "mine.yaml"
 
 
-def test_a_leaf_task_stands_for_itself():
-    assert expand("arc_easy", None) == ["arc_easy"]
-
-
 @pytest.mark.parametrize("name", ["mmlu_abstract_algebra", "arc_easy", "wikitext"])
 def test_definitions_are_found_however_they_quote_their_name(name):
     assert definition_file(name, None).is_file()
-
-
-def test_an_unknown_task_is_a_recipe_error():
-    with pytest.raises(RecipeError, match="no_such_task_at_all"):
-        definition_file("no_such_task_at_all", None)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +45,7 @@ def test_definitions_read_as_lm_eval_reads_them():
             return read if isinstance(value, dict) else list(read.values())
         return value
 
-    names = random.Random(0).sample(task_names(), 100)
+    names = random.Random(0).sample(task_names(), 30)
     for name in ["arc_easy", "wikitext", "coqa", *names]:
         path = definition_file(name, None)
         assert plain(read_definition(path).config) == load_yaml(path, resolve_func=False), name

@@ -6,9 +6,9 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import DataError, RecipeError
-from qbench.evaluation.passkey import FILLER, Passkey, key, prompts, scores
+from qbench.evaluation.passkey import Passkey, key, prompts, scores
 from qbench.evaluation.scoring import generate as decoding
-from qbench.evaluation.scoring.generate import at_once, greedy, reserved_cache
+from qbench.evaluation.scoring.generate import at_once, greedy
 from qbench.evaluation.tasks import plan_task
 from qbench.passkey import DOCUMENTS, depth, task_length, task_lengths
 from qbench.plan import plan
@@ -42,11 +42,6 @@ def test_prompts_are_alike_long_and_hide_their_key_at_its_depth(loaded, length):
     order = sorted(range(8), key=lambda document: depth(document))
     assert sorted(range(8), key=lambda document: places[document]) == order
     assert places[1] == pytest.approx(0.5, abs=0.15)
-
-
-def test_filler_goes_on_where_a_line_with_the_key_stands(loaded):
-    text = loaded[1].decode(prompts(Passkey(400), loaded[1], limit=2, add_bos=False).ids[0])
-    assert text.count(FILLER) > 3
 
 
 def test_depths_of_any_first_documents_are_spread_evenly():
@@ -88,17 +83,6 @@ def test_greedy_decoding_gives_what_transformers_gives_one_by_one(loaded, monkey
     steps = []
     assert greedy(model, asked, 6, progress=lambda *done: steps.append(done)) == expected
     assert steps == [(2, 5), (4, 5), (5, 5)]
-
-
-def test_the_cache_takes_its_memory_once(loaded):
-    model = loaded[0]
-    cache = reserved_cache(model, 40)
-    with torch.no_grad():
-        model(torch.ones(2, 30, dtype=torch.long), past_key_values=cache, use_cache=True)
-        memory = cache.layers[0].keys.data_ptr()
-        model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-    assert cache.layers[0].keys.data_ptr() == memory
-    assert cache.get_seq_length() == 31
 
 
 def test_a_group_has_lengths_up_to_four_times_the_context(tmp_path):

@@ -80,14 +80,6 @@ def test_the_size_of_a_pack_does_not_matter(batch_tokens, bos):
     assert_close(fast.loglikelihood(choices(11, seed=3), disable_tqdm=True), expected)
 
 
-def test_the_order_of_requests_does_not_matter():
-    _, fast = scorers(model_with("softpick"))
-    requests = choices(23, seed=3)
-    forwards = fast.loglikelihood(requests, disable_tqdm=True)
-    backwards = fast.loglikelihood(requests[::-1], disable_tqdm=True)
-    assert_close(backwards[::-1], forwards)
-
-
 def test_one_input_split_in_two_places_is_read_from_the_right_rows():
     """HFLM, and exact scoring with it, reads the wrong rows here; each request alone is right."""
     exact, fast = scorers(llama())
@@ -187,17 +179,6 @@ def test_scores_that_are_not_numbers_fail():
         fast.loglikelihood(choices(3), disable_tqdm=True)
 
 
-def test_the_sample_is_not_counted():
-    _, with_sample = scorers(llama(), sample=9)
-    _, without = scorers(llama(), sample=0)
-    for lm in (with_sample, without):
-        lm.loglikelihood(choices(9), disable_tqdm=True)
-    counts = ("requests", "batches", "tokens", "truncated", "halvings")
-    assert [getattr(with_sample.report(), c) for c in counts] == [
-        getattr(without.report(), c) for c in counts
-    ]
-
-
 def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
     exact, fast = scorers(model_with("softpick"), batch_tokens=1000)
     expected = exact.loglikelihood(choices(17), disable_tqdm=True)
@@ -289,10 +270,3 @@ def test_by_auto_a_model_that_cannot_be_packed_is_scored_exactly():
 def test_an_attention_that_cannot_be_packed_is_refused():
     with pytest.raises(UnavailableError, match="'eager'"):
         scorer(llama(attention="eager"), "fast")
-
-
-def test_rotary_angles_that_depend_on_the_longest_sequence_are_refused():
-    model = llama()
-    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    with pytest.raises(UnavailableError, match=r"longrope .* use scoring: exact"):
-        scorer(model, "fast")

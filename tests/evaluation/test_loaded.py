@@ -1,15 +1,15 @@
-"""Documents without a usable answer are refused; lm-eval counts them as wrong."""
+"""Documents are those that iteration gives; without a usable answer they are refused, where lm-eval
+counts them as wrong."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from scoring_models import llama, scorer, settings
+from datasets import ClassLabel, Dataset, Features, Value
 
 from qbench.errors import DataError
-from qbench.evaluation import evaluate as evaluation
-from qbench.evaluation.loaded import check_documents, load_task
+from qbench.evaluation.loaded import check_documents, listed, load_task
 from qbench.evaluation.tasks import plan_task
 
 COPA = {
@@ -89,16 +89,6 @@ def test_a_hidden_label_of_which_a_function_makes_an_answer_is_refused(tmp_path,
         check_documents(task)
 
 
-def test_no_score_comes_of_a_missing_label(tmp_path, monkeypatch):
-    """lm-eval itself says nothing and gives a score."""
-    task, _ = loaded(tmp_path, "quiz", "test", [{**QUIZ, "right": None}, QUIZ])
-    model = scorer(llama(), "exact", max_length=200)
-    with pytest.raises(DataError, match="label 'None' names none of its 2 choices"):
-        evaluation.evaluate(model, task, settings("exact"))
-    monkeypatch.setattr(evaluation, "check_documents", lambda task, limit: None)
-    assert evaluation.evaluate(model, task, settings("exact")).scores[0].documents == 2
-
-
 def test_documents_beyond_the_limit_are_not_asked(tmp_path):
     task, _ = loaded(tmp_path, "quiz", "test", [QUIZ, {**QUIZ, "right": -1}])
     check_documents(task, 1)
@@ -120,17 +110,33 @@ def test_answers_under_other_names_are_found_too(tmp_path, task, split, row, wor
         check_documents(loaded(tmp_path, task, split, [good, row])[0])
 
 
-def test_a_null_that_a_template_would_print_is_refused(tmp_path):
-    definitions = tmp_path / "tasks"
-    definitions.mkdir()
-    (definitions / "word.yaml").write_text(
-        "task: word\ndataset_path: json\noutput_type: loglikelihood\ntest_split: test\n"
-        'doc_to_text: "{{text}}"\ndoc_to_target: " {{word}}"\n'
-        "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
-    )
-    folder = tmp_path / "data" / "word"
-    folder.mkdir(parents=True)
-    rows = [{"text": "the cat", "word": "sat"}, {"text": "None of it", "word": None}]
-    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match=r"test\.jsonl:2: word: word is null, so there is nothing"):
-        plan_task("word", data=tmp_path / "data", definitions=definitions)
+ROWS = [
+    {"question": "two\nlines", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "gold": 1},
+    {"question": "", "choices": {"text": [], "label": []}, "gold": None},
+    {"question": "ü", "choices": {"text": ["c"], "label": ["C"]}, "gold": 0},
+]
+TABLE = Dataset.from_list(ROWS)
+NAMED = Features({"gold": ClassLabel(names=["no", "yes"]), "score": Value("float32")})
+DOCUMENTS = {
+    "a table": TABLE,
+    "chosen rows": TABLE.select([2, 0]),
+    "shuffled": TABLE.shuffle(seed=3),
+    "a filter": TABLE.filter(lambda row: row["gold"] is not None),
+    "some columns": TABLE.with_format(None, columns=["gold"]),
+    "another format": TABLE.select_columns(["question"]).with_format("numpy"),
+    "classes by name": Dataset.from_list([{"gold": 1, "score": 0.1}], features=NAMED),
+    "a list": ROWS,
+    "a generator's": TABLE.to_iterable_dataset(),
+    "nothing": TABLE.select([]),
+}
+
+
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_a_list_of_documents_is_what_iteration_gives(case):
+    assert listed(DOCUMENTS[case]) == list(DOCUMENTS[case])
+
+
+def test_each_time_they_are_new():
+    first, second = listed(TABLE), listed(TABLE)
+    first[0]["choices"]["text"].append("changed by a task's own code")
+    assert second == ROWS == listed(TABLE)
