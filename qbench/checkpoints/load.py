@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.implementation import NATIVE
@@ -97,9 +99,26 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(checkpoint.folder)
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of the libraries
+        why = _unknown_class(checkpoint.folder) or _first_line(error)
         raise CheckpointError(
-            f"checkpoint {checkpoint.source}: no usable tokenizer ({_first_line(error)})"
+            f"checkpoint {checkpoint.source}: no usable tokenizer ({why})"
         ) from error
+
+
+def _unknown_class(folder: Path) -> str | None:
+    """What is wrong with the class that tokenizer_config.json names; None where nothing is."""
+    import transformers
+
+    try:
+        name = json.loads((folder / "tokenizer_config.json").read_bytes()).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if name is None or any(hasattr(transformers, str(name) + more) for more in ("", "Fast")):
+        return None
+    return (
+        f"tokenizer_config.json: tokenizer_class: transformers has no {name!r}; name one that it "
+        "has, or put a tokenizer.json beside it"
+    )
 
 
 def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:

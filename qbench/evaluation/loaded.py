@@ -3,6 +3,8 @@ documents checked: those without a usable answer lm-eval would count as wrongly 
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -18,6 +20,8 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from datasets.features.features import require_decoding
+from jinja2 import Template
+from lm_eval import utils
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -38,68 +42,82 @@ from qbench.evaluation.tasks import (
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 # Where documents come from, which is not what is asked about them.
 ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
-TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice")
+TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
 ANSWERS = (*INDEXES, "answerKey", "answer")  # and of those that say it in words
 
 
 class TemplateTask(ConfigurableTask):
-    """lm-eval's task, which does once for a process what it would do again for each model.
+    """lm-eval's task, without work that it does again and again; what it asks stays its own.
 
-    lm-eval compiles a Jinja template anew for every document and every question about it: 0.5 ms
-    each, 16,000 times for ARC-easy. Where templates alone say what is asked, a document gives the
-    same each time, so it is asked once, and zero-shot requests are built once. A task with code of
-    its own gets new documents each time, as lm-eval gives them, for it may change them.
+    lm-eval compiles a Jinja template anew for every document and every question about it, 0.5 ms
+    each and 16,000 times for ARC-easy; here each is compiled once. Documents are taken out of
+    their table at once, and zero-shot requests that no code of a definition's own has a say in
+    are built once for all models of a process.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._known: dict[tuple[str, int, str | None], tuple[Any, Any]] = {}
-        self._documents: list[dict[str, Any]] | None = None
+        self._compiled: dict[str, Template] = {}
         self._built: dict[str, Any] | None = None
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
-        own = [self.config.process_results, self.fewshot_cfg.doc_to_text,
-               self.fewshot_cfg.doc_to_target, self.fewshot_cfg.doc_to_choice]  # fmt: skip
-        own += [getattr(self.config, name) for name in TEMPLATES]
-        self._templates = not any(map(callable, own))
-        if self._templates:
-            self._documents = listed(super().eval_docs)
+        self._coded = any(callable(getattr(self.config, name)) for name in TEMPLATES)
+        self._table = False
 
     @property
     def eval_docs(self) -> Any:
-        return super().eval_docs if self._documents is None else self._documents
+        documents = super().eval_docs
+        return documents if self._table else listed(documents)
+
+    _table = True  # until it is built: lm-eval asks a table for the names of its columns
 
     def fewshot_docs(self) -> Any:
         documents = super().fewshot_docs()
         return None if documents is None else listed(documents)
 
     def doc_to_text(self, doc: Any, doc_to_text: Any = None) -> Any:
-        return self._once("text", super().doc_to_text, doc, doc_to_text)
+        return super().doc_to_text(doc, self._function("doc_to_text", doc_to_text, self._text))
 
     def doc_to_target(self, doc: Any, doc_to_target: Any = None) -> Any:
-        return self._once("target", super().doc_to_target, doc, doc_to_target)
+        return super().doc_to_target(
+            doc, self._function("doc_to_target", doc_to_target, self._target)
+        )
 
     def doc_to_choice(self, doc: Any, doc_to_choice: Any = None) -> Any:
-        return self._once("choice", super().doc_to_choice, doc, doc_to_choice)
+        return super().doc_to_choice(
+            doc, self._function("doc_to_choice", doc_to_choice, ast.literal_eval)
+        )
 
     def build_all_requests(self, **settings: Any) -> None:
-        again = self._templates and not self.config.num_fewshot and self._built == settings
-        if not again:
+        if self._coded or self.config.num_fewshot or self._built != settings:
             super().build_all_requests(**settings)
             self._built = settings
         for instance in self.instances:
             instance.resps, instance.filtered_resps = [], {}
 
-    def _once(self, what: str, make: Callable[..., Any], doc: Any, stated: Any) -> Any:
-        if self._documents is None or not (stated is None or isinstance(stated, str)):
-            return make(doc, stated)
-        key = what, id(doc), stated
-        if key not in self._known:  # the document is kept too: another could be made at its place
-            self._known[key] = doc, make(doc, stated)
-        return self._known[key][1]
+    def _function(self, name: str, stated: Any, read: Callable[[str], Any]) -> Any:
+        """In place of a template: a function that renders it and reads what comes out as lm-eval
+        does. Else what is ``stated``."""
+        template = getattr(self.config, name) if stated is None else stated
+        if self.prompt is not None or not isinstance(template, str) or template in self.features:
+            return stated
+        if template not in self._compiled:
+            self._compiled[template] = utils.env.from_string(template)
+        compiled = self._compiled[template]
+        return lambda doc: read(compiled.render(**doc))
+
+    def _text(self, rendered: str) -> Any:
+        number = rendered.isdigit() and self.config.doc_to_choice is not None
+        return ast.literal_eval(rendered) if number else rendered
+
+    def _target(self, rendered: str) -> Any:
+        if len(rendered) >= 2 and rendered[0] == "[" and rendered[-1] == "]":
+            with contextlib.suppress(SyntaxError, ValueError):
+                return ast.literal_eval(rendered)
+        return self._text(rendered)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedTask:
     """A task with its documents in memory."""
 
@@ -294,6 +312,7 @@ def _written(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
+@functools.lru_cache(maxsize=KEPT)
 def check_documents(task: LoadedTask, limit: int | None = None) -> None:
     """Raises DataError where one of the first ``limit`` documents of ``task`` asks nothing or has
     no right answer: a label that is missing, hidden (−1) or names none of the choices.
