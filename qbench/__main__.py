@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import atexit
-import gc
+import os
 import sys
+from multiprocessing import active_children
 
-from qbench.machine.clock import mark
-from qbench.machine.interrupt import CODE, STOPPED, settle_interrupts
+from qbench.errors import INTERRUPTED, STOPPED
 
 
 def main() -> None:
-    mark("command begins")
-    # Python's last act is to look for garbage in all that was ever imported: half a second.
-    atexit.register(gc.freeze)
-    settle_interrupts()
     try:
         from qbench.cli.app import main as command
 
         command()
+    except SystemExit as end:
+        _end(end.code if isinstance(end.code, int) else int(bool(end.code)))
     except KeyboardInterrupt:  # before, or after, a command is in charge of it
         print(STOPPED, file=sys.stderr)
-        sys.exit(CODE)
+        _end(INTERRUPTED)
+    _end(0)
+
+
+def _end(code: int) -> None:
+    """End this process at once: what its libraries' threads still do, and the search for garbage
+    in all that was imported, keep it for a second, or abort it."""
+    if code == INTERRUPTED:
+        for child in active_children():
+            child.kill()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # whoever read it is gone
+            code = code or 1
+    os._exit(code)
 
 
 if __name__ == "__main__":

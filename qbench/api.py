@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from qbench.machine.devices import choose_device
-from qbench.machine.quiet import settle, terminal
+from qbench.machine import choose_device, settle, terminal
 from qbench.plan import Plan
 from qbench.plan import plan as plan_on
 from qbench.recipe import Overrides, Recipe
@@ -57,8 +56,8 @@ def run(
     again; ``executor`` is any of ``concurrent.futures`` (None: one cell after the other, here).
     Progress goes to standard error. A cell that fails has a record with ``status`` "failed".
     """
-    from qbench.running.grid import run_cells
-    from qbench.running.progress import Display
+    from qbench.runner.grid import run_cells
+    from qbench.runner.progress import Display
 
     cells = planned.select(only)
     with _screen() as screen, Display(screen, len(cells)) as display:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 from qbench import hub
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
-from qbench.machine.clock import mark
-from qbench.machine.environment import environment, hardware, measured
-from qbench.machine.quiet import redirected
+from qbench.machine import environment, hardware, measured, redirected
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
 from qbench.records import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
@@ -105,7 +103,6 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
             error = one_line(problem, log)
         finally:
             free(plan.device)
-    mark(f"{cell.name}: write")
     record = result.record(cell, plan, error)
     return store.put(record, *(result.tables() if error is None else (None, None)))
 
@@ -128,7 +125,6 @@ def _run(
 def _step(
     progress: Progress, cell: str, name: str, total: float | None = None, unit: str = ""
 ) -> None:
-    mark(f"{cell}: {name}")
     progress.stage(cell, name, total, unit)
 
 

@@ -18,6 +18,9 @@ QbenchError                 anything a user can put right; the command line prin
 
 from __future__ import annotations
 
+STOPPED = "stopped; finished cells are kept, run the same command to go on"
+INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
+
 
 class QbenchError(Exception):
     """Base of all errors that a user can put right. ``str(error)`` is one clear line."""

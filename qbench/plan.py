@@ -35,7 +35,7 @@ from qbench.errors import (
 from qbench.evaluation.definitions import expand
 from qbench.evaluation.settings import Mode, ScoringSettings, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
-from qbench.machine.environment import hardware, versions
+from qbench.machine import hardware, versions
 from qbench.plugins import Plugin, loaded
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text, read_texts

@@ -2,7 +2,7 @@
 
 A plug-in is a Python file or an installed package's module: importing it registers what it has
 (``qbench.quantizers.register``, ``qbench.attention.normalizers.register``,
-``qbench.running.executors.register``). Files come by ``--plugin``, packages by entry points of the
+``qbench.runner.workers.register``). Files come by ``--plugin``, packages by entry points of the
 groups ``qbench.quantizers``, ``qbench.normalizers`` and ``qbench.executors``.
 """
 

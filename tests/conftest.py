@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GPTQMODEL_DISABLE_PACK_EXT", "1")  # saves a 23 s compilation
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from qbench.machine.quiet import settle
+from qbench.machine import settle
 
 settle()
 

@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_at_any_byte_leaves_the_old_content_and_nothing_else
 def test_where_the_log_is_on_a_full_disk_the_terminal_still_gets_the_last_word(tmp_path):
     program = (
         "import resource, sys\nfrom pathlib import Path\n"
-        "from qbench.machine.quiet import redirected\n"
+        "from qbench.machine import redirected\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
         "try:\n"
         "    with redirected(Path(sys.argv[1])):\n"

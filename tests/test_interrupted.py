@@ -1,6 +1,8 @@
 """What comes between: a run that is killed, stopped or held up, and files edited under it."""
 
 import os
+import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.running.grid import run_cells
+from qbench.runner.grid import run_cells
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -113,124 +115,101 @@ def alive(group):
 
 # The interpreter's own start is not ours: who interrupts that sees what Python says.
 BEGUN = "from qbench.__main__ import main; print('begun', flush=True); main()"
+STOPPED = "stopped; finished cells are kept, run the same command to go on"
 
 
-SWALLOWED = """
-import hashlib, sys, time
-from qbench.machine.interrupt import settle_interrupts
-settle_interrupts()
-print("begun", flush=True)
-while True:
-    try:
-        {wait}
-    except BaseException:
-        pass
-"""
-WAITS = {
-    "in Python": "time.sleep(0.01)",
-    "in a long step": "hashlib.pbkdf2_hmac('sha256', b'a', b'b', 10**9)",
-}
+def nobody_left(group):
+    end = time.monotonic() + 10
+    while alive(group) and time.monotonic() < end:
+        time.sleep(0.1)
+    return alive(group) == []
 
 
-def swallowing(wait):
-    """A process that goes on after Ctrl-C."""
-    return subprocess.Popen([sys.executable, "-c", SWALLOWED.format(wait=wait)], cwd=ROOT,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+def started(path, out, *options):
+    """A run in a pseudo terminal of its own, as a user has it; what it shows is read from there."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["COLUMNS"] = "80"
+        command = ["-c", f"if __name__ == '__main__': {BEGUN.replace('; ', ';')}", "run", str(path)]
+        command += ["--out", str(out), "--device", "cpu", *options]
+        os.execv(sys.executable, [sys.executable, *command])
+    return pid, terminal
 
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_ctrl_c_that_is_swallowed_ends_the_process_all_the_same(wait):
-    """In two seconds; twice as many are allowed for a machine that is busy."""
-    process = swallowing(wait)
-    assert process.stdout.readline() == "begun\n"
-    time.sleep(0.2)
+def shown_until(terminal, word, seconds=120):
+    """What the terminal shows, until ``word`` or its end."""
+    shown, end = "", time.monotonic() + seconds
+    while word not in shown and time.monotonic() < end:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # its end
+            break
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [
+        ("begun", ["--workers", "2"]),
+        ("cells on", ["--workers", "2"]),  # while workers import
+        ("rtn-4bit: ", ["--workers", "2"]),  # while they compute
+        pytest.param("rtn-4bit: ", [], marks=pytest.mark.slow),  # in this process
+    ],
+)
+def test_ctrl_c_ends_a_run_with_130_in_one_line_and_leaves_no_process(tmp_path, word, options):
+    """Two seconds; twice as many are allowed for a machine that is busy."""
+    path = small_recipe(tmp_path, evaluation={"limit": 200})
+    pid, terminal = started(path, tmp_path / "out", *options)
+    before = shown_until(terminal, word)
+    assert word in before, before
     start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, complaints = process.communicate(timeout=30)
-    assert time.monotonic() - start < 4
-    assert process.returncode == 130
-    assert complaints.splitlines()[-1].startswith("stopped; finished cells are kept")
+    os.write(terminal, b"\x03")  # Ctrl-C: the terminal sends SIGINT to every process of the group
+    after = shown_until(terminal, "no such word", seconds=20)
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert time.monotonic() - start < 4, after
+    assert os.waitstatus_to_exitcode(status) == 130, after
+    assert "Traceback" not in after
+    assert STOPPED in after
+    assert nobody_left(pid)
 
 
-def test_ctrl_c_twice_ends_at_once():
-    process = swallowing("time.sleep(0.01)")
-    assert process.stdout.readline() == "begun\n"
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    process.communicate(timeout=1)
-    assert process.returncode in (130, -signal.SIGINT)
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_leaves_no_process(tmp_path, kills):
+    """No worker, no fork server, and not the process that frees their locks."""
+    path, out = small_recipe(tmp_path, evaluation={"limit": 200}), tmp_path / "out"
+    for kill in range(kills):
+        pid, terminal = started(path, out, "--workers", "2", "--force")
+        assert "fp32: " in shown_until(terminal, "fp32: ")
+        time.sleep(0.3 * kill)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert nobody_left(pid)
+        os.close(terminal)
 
 
-def test_ctrl_c_while_a_run_starts_is_one_line_and_leaves_no_process(tmp_path):
-    settings = [
-        {"name": "rtn-4bit", "label": f"g{size}", "group_size": size} for size in (16, 32, 64)
-    ]
-    changes = {"quantizers": ["fp32", *settings], "evaluation": {"limit": 40}}
-    path, out = small_recipe(tmp_path, **changes), tmp_path / "out"
-    command = [sys.executable, "-c", BEGUN, "run", path, "--out", out, "--device", "cpu",
-               "--workers", "2"]  # fmt: skip
-    for delay in (0.05, 0.5, 1.5, 4.0):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                                   stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
-        assert process.stdout.readline() == "begun\n"
-        time.sleep(delay)
-        start = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-        shown, complaints = process.communicate(timeout=30)
-        assert time.monotonic() - start < 4  # two seconds, on a machine that is busy twice as many
-        assert process.returncode == 130, (delay, complaints)
-        assert complaints.strip().splitlines()[-1] == (
-            "stopped; finished cells are kept, run the same command to go on"
-        )
-        assert "Traceback" not in complaints
-        assert shown == ""
-        end = time.monotonic() + 10
-        while alive(process.pid) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert alive(process.pid) == []
-
-
-HOLDING = """
-import ctypes, os, signal, sys
-from qbench.machine.interrupt import settle_interrupts
-settle_interrupts()
-signal.siginterrupt(signal.SIGINT, False)  # the call below goes on after the signal
-print("ready", flush=True)
-ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+AT_ITS_END = """
+import sys, threading
+sys.argv = ["qbench", "--version"]
+threading.Thread(target=threading.Event().wait).start()  # as a library's that nobody ends
+import atexit; atexit.register(print, "cleaned up")
+from qbench.__main__ import main
+main()
 """
 
 
-def test_ctrl_c_ends_what_lets_no_thread_run(tmp_path):
-    """As a large library that is mapped: a call that holds Python's lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDING], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)  # fmt: skip
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    try:
-        said = process.communicate(timeout=10)[1]
-    finally:
-        process.kill()
-    assert time.monotonic() - begun < 2.5
-    assert said == "stopped; finished cells are kept, run the same command to go on\n"
+def test_a_command_ends_whatever_threads_its_libraries_left(tmp_path):
+    """Python would wait for them, and C++ abort the process."""
+    done = subprocess.run([sys.executable, "-c", AT_ITS_END], cwd=ROOT, capture_output=True,
+                          text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("qbench ")
+    assert done.stdout.splitlines()[1] == "cleaned up"
 
 
-def test_a_command_that_ends_leaves_nobody_behind(tmp_path):
-    """Who stands by for Ctrl-C holds no output open, and ends with the command."""
-    command = [sys.executable, "-m", "qbench", "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    process = subprocess.Popen([sys.executable, "-c", HOLDING], cwd=ROOT, stdout=subprocess.PIPE,
-                               text=True)  # fmt: skip
-    process.stdout.readline()
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.kill()
-    process.communicate()
-    for _ in range(100):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{child} is still there")
+def test_what_ends_with_a_pipe_that_nobody_reads_has_no_traceback():
+    command = f"{sys.executable} -m qbench list quantizers | head -c 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr

@@ -198,7 +198,7 @@ def test_of_mmlu_everything_that_is_missing_is_said_at_once_and_the_rest_can_run
 
 
 def test_a_run_prints_its_own_tables_where_another_wrote_meanwhile(tmp_path, monkeypatch, capfd):
-    from qbench.running import grid
+    from qbench.runner import grid
 
     path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
     run_cells = grid.run_cells

@@ -84,7 +84,7 @@ def test_an_executor_of_a_file_runs_the_cells(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from qbench.running.executors import register\n"
+        "from qbench.runner.workers import register\n"
         "register('mine', lambda device: ThreadPoolExecutor(1))\n"
     )
     recipe = small_recipe(tmp_path, tasks=["demo_lastword"])
@@ -227,7 +227,7 @@ def test_all_three_come_from_a_package_too(tmp_path, monkeypatch):
     (site / "mine_toy.py").write_bytes(toy.read_bytes())
     (site / "mine_executor.py").write_text(
         "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n"
-        "from qbench.running.executors import register\n"
+        "from qbench.runner.workers import register\n"
         "context = multiprocessing.get_context('spawn')\n"
         "register('mine', lambda device: ProcessPoolExecutor(1, mp_context=context))\n"
     )

@@ -128,7 +128,7 @@ def test_plan_says_what_is_there_and_writes_nothing(tmp_path, capfd):
 
 def test_a_run_prints_its_own_tables_though_another_has_written_there(tmp_path, capfd, monkeypatch):
     """The other run, of other documents, comes between this one's last cell and its tables."""
-    from qbench.running import grid
+    from qbench.runner import grid
 
     out, cells = tmp_path / "out", ("--only", "softmax/fp32", "--device", "cpu")
     other = small_recipe(tmp_path, evaluation={"limit": 7}, tasks=["demo_lastword"])

@@ -10,8 +10,7 @@ from filelock import FileLock
 from qbench.analyses import Analyses
 from qbench.analysis.plan import AnalysisCell
 from qbench.cell import CellResult, cache_folder, free, load, one_line, quantized
-from qbench.machine.environment import environment, measured
-from qbench.machine.quiet import redirected
+from qbench.machine import environment, measured, redirected
 from qbench.plan import Plan
 from qbench.progress import Progress
 from qbench.records import Analysis, AnalyzedText, Measured

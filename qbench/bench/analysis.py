@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qbench import text
 from qbench.errors import EvaluationError
-from qbench.machine.environment import environment
+from qbench.machine import environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

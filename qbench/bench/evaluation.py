@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from qbench import text
 from qbench.errors import RecipeError
 from qbench.evaluation.settings import ScoringSettings
-from qbench.machine.environment import environment
+from qbench.machine import environment
 from qbench.records import Environment, ScoringReport
 
 if TYPE_CHECKING:

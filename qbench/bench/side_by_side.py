@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children
 from typing import Any
 
-from qbench.running.executors import Processes
+from qbench.runner.workers import Workers
 
 MOST = 16  # processes by default: each takes half a GiB of the GPU's memory before it does anything
 
@@ -25,7 +25,7 @@ def processes(jobs: int, device: str = "cuda") -> Iterator[Executor]:
     """An executor of ``jobs`` processes, which have all ended where the body has, by an error or
     Ctrl-C too. A process that dies breaks its own call, and another takes its place."""
     before = set(active_children())
-    pool = Processes([0] * jobs, device=device)
+    pool = Workers([0] * jobs, device=device)
     try:
         yield pool
     finally:

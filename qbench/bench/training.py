@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCau
 
 from qbench.bench.training_profile import Profile, profile_step
 from qbench.errors import RecipeError
-from qbench.machine.environment import environment
+from qbench.machine import environment
 from qbench.training.compute import Compute
 from qbench.training.determinism import deterministic
 from qbench.training.feed import batches

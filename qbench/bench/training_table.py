@@ -10,7 +10,7 @@ from qbench import text
 from qbench.bench.training import RUNS, SHAPES, STEPS, Row
 from qbench.bench.training_profile import Profile
 from qbench.files import write_atomically
-from qbench.machine.environment import environment
+from qbench.machine import environment
 from qbench.training.compute import Compute
 from qbench.training.processes import Processes
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qbench.cli.job import Place
-from qbench.machine.quiet import terminal
+from qbench.machine import terminal
 
 if TYPE_CHECKING:
+    from qbench.analyses import Analyses
+    from qbench.analysis.plan import AnalysisCell
     from qbench.analysis.settings import AnalysisSettings
-    from qbench.analysis.units import AnalysisUnit
     from qbench.plan import Plan
     from qbench.records import Analysis, Sensitivity
 
@@ -21,22 +22,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Cells of one kind that are to be analyzed: the tokens of a text, what is said of it besides,
-    where analyses of other texts or settings were replaced, the cells, and what makes one of them
-    here."""
+    where analyses of other texts or settings were replaced, the cells, what makes one of them, and
+    what notes one that left nothing itself."""
 
     length: int
     apart: str = ""
     replaced: str | None
-    unit: AnalysisUnit
+    cells: tuple[AnalysisCell, ...]
     make: Callable[..., Analysis | Sensitivity]
-
-    @property
-    def names(self) -> list[str]:
-        return [cell.name for cell in self.unit.cells]
+    failed: Callable[[AnalysisCell, str], Analysis | Sensitivity]
 
     @property
     def counted(self) -> str:
-        return f"{len(self.names)} cell{'s' if len(self.names) != 1 else ''}"
+        return f"{len(self.cells)} cell{'s' if len(self.cells) != 1 else ''}"
 
 
 def parts_of(
@@ -72,8 +70,7 @@ def _analyses(
 ) -> Part:
     from qbench.analyses import Analyses
     from qbench.analysis.plan import analysis_grid, plan_analyses
-    from qbench.analysis.run import analyze_if_needed
-    from qbench.analysis.units import AnalysisUnit
+    from qbench.analysis.run import analyze_if_needed, failed
 
     cells = plan_analyses(plan, settings)
     analyses: Analyses[Analysis] = Analyses(out, part=part)
@@ -82,8 +79,9 @@ def _analyses(
     return Part(
         length=settings.length,
         replaced=str(analyses.folder) if others else None,
-        unit=AnalysisUnit(plan=plan, out=out, part=part, settings=settings, cells=chosen),
+        cells=chosen,
         make=partial(analyze_if_needed, plan=plan, analyses=analyses),
+        failed=partial(_noted, failed, plan, analyses),
     )
 
 
@@ -91,10 +89,9 @@ def _sensitivities(
     plan: Plan, label: str, settings: AnalysisSettings, out: Path, wanted: set[str]
 ) -> Part:
     """Of the checkpoints of the ``wanted`` cells."""
-    from qbench.analyses import SENSITIVITY, sensitivities
+    from qbench.analyses import sensitivities
     from qbench.analysis.plan import plan_sensitivities
-    from qbench.analysis.sensitivity_run import measure_if_needed, put_grid
-    from qbench.analysis.units import AnalysisUnit
+    from qbench.analysis.sensitivity_run import failed, measure_if_needed, put_grid
 
     checkpoints = {cell.checkpoint_name for cell in plan.cells if cell.name in wanted}
     cells = tuple(
@@ -109,21 +106,32 @@ def _sensitivities(
         length=settings.length,
         apart=f", one {unit} at a time",
         replaced=None,
-        unit=AnalysisUnit(
-            plan=plan, out=out, part=SENSITIVITY, settings=settings, cells=cells, label=label
-        ),
+        cells=cells,
         make=partial(measure_if_needed, plan=plan, out=analyses),
+        failed=partial(_noted, failed, plan, analyses),
     )
+
+
+def _noted(
+    failed: Callable[..., Analysis | Sensitivity],
+    plan: Plan,
+    analyses: Analyses,
+    cell: AnalysisCell,
+    error: str,
+) -> Analysis | Sensitivity:
+    record = failed(cell, plan, error)
+    analyses.put(record)
+    return record
 
 
 def run_part(
     part: Part, settings: AnalysisSettings, place: Place, *, force: bool
 ) -> list[Analysis | Sensitivity]:
     """Make what is not there yet; returns those that failed."""
-    from qbench.running.progress import Display
-    from qbench.running.units import run_units
+    from qbench.runner.grid import run_each
+    from qbench.runner.progress import Display
 
-    with terminal() as screen, Display(screen, len(part.names)) as display:
+    with terminal() as screen, Display(screen, len(part.cells)) as display:
         display.log(
             f"{part.counted} on {settings.device}: at most {settings.samples} texts of "
             f"{part.length} tokens of {settings.source.name}{part.apart}"
@@ -136,9 +144,10 @@ def run_part(
                 "records stay, its tables now show this one's (say --out to keep both)"
             )
         if place.executor is None:
-            found = [part.make(cell, progress=display, force=force) for cell in part.unit.cells]
+            found = [part.make(cell, progress=display, force=force) for cell in part.cells]
         else:
-            found = run_units(
-                part.unit, part.names, executor=place.executor, progress=display, force=force
-            )
+            found = run_each(
+                partial(part.make, force=force), part.cells,
+                executor=place.executor, progress=display, died=part.failed,
+            )  # fmt: skip
     return [one for one in found if one.status != "ok"]

@@ -133,7 +133,8 @@ def analyze(
             place = stack.enter_context(on_cluster(job, device, cluster, cells=most))
         planned = place.job.plan(show=True)
         settings = _settings(planned, text, field, samples, length, bos, heads)
-        work = parts_of(planned, settings, job.out, only, long_context, sensitivity, blocks=blocks)
+        folder = job.out.resolve() if cluster else job.out
+        work = parts_of(planned, settings, folder, only, long_context, sensitivity, blocks=blocks)
         broken = [one for part in work for one in run_part(part, settings, place, force=force)]
     paths = write_analyses(Store(job.out))
     typer.echo(paths[0].read_text())

@@ -13,14 +13,11 @@ from qbench.cli import analyze, bench, caching, gate, models, noise, results, ru
 from qbench.cli.options import PluginOption
 from qbench.cli.screen import complain, refuse
 from qbench.cli.worded import WordedGroup
-from qbench.errors import QbenchError, RecipeError, shown
-from qbench.machine.interrupt import CODE, STOPPED
-from qbench.machine.memory import settle_memory
-from qbench.machine.quiet import settle
+from qbench.errors import INTERRUPTED, STOPPED, QbenchError, RecipeError, shown
+from qbench.machine import settle
 from qbench.plugins import load_packages
 
 settle()
-settle_memory()
 
 
 class Commands(WordedGroup):
@@ -30,7 +27,7 @@ class Commands(WordedGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise typer.Exit(CODE) from None
+            raise typer.Exit(INTERRUPTED) from None
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Wrong use is one line, too: where, what, and what to do."""
@@ -175,7 +172,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if end.code == CODE:
+        if end.code == INTERRUPTED:
             complain(STOPPED)
         raise
     except (QbenchError, OSError, UnicodeError, MemoryError, ImportError) as error:

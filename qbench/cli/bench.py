@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from qbench.cli import bench_attention, bench_cluster
+from qbench.cli import bench_attention
 from qbench.cli.job import make_job, named
 from qbench.cli.options import (
     CheckpointsOfRecipe,
@@ -25,7 +25,7 @@ from qbench.cli.screen import show_written
 from qbench.cli.worded import WordedGroup
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
-from qbench.machine.quiet import redirected, terminal
+from qbench.machine import redirected, terminal
 from qbench.recipe import Overrides
 
 NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
@@ -38,8 +38,6 @@ app = typer.Typer(
 
 
 app.command("attention")(bench_attention.attention)
-app.command("cluster")(bench_cluster.cluster)
-app.command("faults")(bench_cluster.faults)
 
 
 @app.command("products")
@@ -65,7 +63,7 @@ def analysis(
 ) -> None:
     """One pass of `qbench analyze` by its parts, and passkey decoding beside transformers'."""
     from qbench.bench.analysis import SHAPES, bench_analysis, table
-    from qbench.machine.devices import choose_device
+    from qbench.machine import choose_device
 
     if shape not in SHAPES:
         raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
@@ -189,7 +187,7 @@ def training(
     """
     from pydantic import ValidationError
 
-    from qbench.machine.devices import choose_device
+    from qbench.machine import choose_device
     from qbench.training.compute import Compute
     from qbench.training.determinism import settle_workspace
 

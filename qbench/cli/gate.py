@@ -12,7 +12,6 @@ from qbench.cli.opened import opened
 from qbench.cli.options import Folder, Run, to_file
 from qbench.cli.screen import show_written
 from qbench.errors import ResultsError
-from qbench.machine.memory import require_memory
 
 
 class Inconclusive(StrEnum):
@@ -66,7 +65,6 @@ def check(
     flips 3 per cent of the answers by chance, passes on all lines 95 times of 100. With 50 lines
     that is 7.2 points on 200 documents and 1.7 on 2,400.
     """
-    require_memory()
     from qbench.gate.check import check as judge
     from qbench.gate.margins import parse_margins
     from qbench.gate.verdict import as_markdown, write_verdict
@@ -92,7 +90,6 @@ def baseline(
     run: Run = None,
 ) -> None:
     """Make the baseline that `qbench check` holds later results to."""
-    require_memory()
     from qbench.gate.baseline import make
     from qbench.tables.changes import changes_table
 
@@ -121,7 +118,6 @@ def compare(
 
     Both may be runs of one folder, as `qbench show FOLDER` lists them.
     """
-    require_memory()
     from qbench.comparison.changes import compare_results
     from qbench.tables.changes import changes_table
 

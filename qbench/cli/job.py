@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from qbench.errors import RecipeError
-from qbench.machine.clock import mark
-from qbench.machine.memory import require_memory
 from qbench.recipe import Overrides
 
 if TYPE_CHECKING:
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
     from qbench.plan import Plan
     from qbench.recipe import Recipe
-    from qbench.running.executors import Processes
 
 CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
 
@@ -58,16 +54,15 @@ class Place:
 
     def end(self) -> None:
         """No cell comes any more: processes of this host end from now on, beside what follows."""
-        from qbench.running.executors import Processes
+        from qbench.runner.workers import Workers
 
-        if isinstance(self.executor, Processes):
+        if isinstance(self.executor, Workers):
             self.executor.terminate()
 
 
 def make_job(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Job:
     """The options of a command that plans, with the recipe read and checked."""
-    require_memory()
-    from qbench.machine.devices import choose_device
+    from qbench.machine import choose_device
     from qbench.recipe import Recipe
 
     loaded = Recipe.load(recipe, overrides)
@@ -88,13 +83,12 @@ def placed(
     workers: int | None,
     own: str | None,
     cells: int,
-    first: Processes | None = None,
 ) -> Iterator[Place]:
-    """Where the cells of ``job`` run: here, in processes of this host (``first`` has started the
-    first of them), on an executor of a plug-in (``own``), or on a cluster, whose workers say what
-    device it is. Raises QbenchError for what is not there, or for several of them."""
-    from qbench.machine.devices import gpu_slots
-    from qbench.running.executors import EXECUTORS
+    """Where the cells of ``job`` run: here, in processes of this host, on an executor of a plug-in
+    (``own``), or on a cluster, whose workers say what device it is. Raises QbenchError for what is
+    not there, or for several of them."""
+    from qbench.machine import gpu_slots
+    from qbench.runner.workers import EXECUTORS, Workers
 
     if own is not None:
         stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
@@ -103,15 +97,19 @@ def placed(
         with EXECUTORS.get(own)(job.device) as executor:
             yield Place(job=job, executor=executor, description=f"executor {own}")
         return
-    if cluster is None:
-        slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU, at_most=cells)
-        if first is not None:
-            first.start(slots[1:])
-        with contextlib.nullcontext(first) if first else _processes(slots, job.device) as executor:
-            yield Place(job=job, executor=executor, at_once=max(1, len(slots)))
+    if cluster is not None:
+        with on_cluster(job, device, cluster, gpus=gpus, workers=workers, cells=cells) as place:
+            yield place
         return
-    with on_cluster(job, device, cluster, gpus=gpus, workers=workers, cells=cells) as place:
-        yield place
+    slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU, at_most=cells)
+    if not slots:
+        yield Place(job=job, executor=None)
+        return
+    executor = Workers(slots, device=job.device)
+    try:
+        yield Place(job=job, executor=executor, at_once=len(slots))
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -125,8 +123,9 @@ def on_cluster(
     cells: int,
 ) -> Iterator[Place]:
     """The workers of ``--cluster``. Raises QbenchError where there are none."""
-    from qbench.cluster.connect import connected, require_dask
-    from qbench.machine.devices import choose_device
+    from qbench.cell import cache_folder
+    from qbench.machine import choose_device
+    from qbench.runner.dask import connected, require_dask
 
     require_dask()
     wanted, slots = None if device == "auto" else str(device), []
@@ -138,11 +137,12 @@ def on_cluster(
             f"--cluster {cluster}: its workers are as they were started; leave --gpus and "
             "--workers out"
         )
-    with connected(cluster, wanted, slots=slots) as found:
-        there = dataclasses.replace(job, device=found.workers.device, gpu=found.workers.gpu)
+    folders = (job.out, cache_folder())
+    with connected(cluster, wanted, slots=slots, folders=folders) as found:
+        there = dataclasses.replace(job, device=found.device, gpu=found.gpu)
         yield Place(
             job=there, executor=found.executor, description=found.description,
-            at_once=len(found.workers),
+            at_once=found.workers,
         )  # fmt: skip
 
 
@@ -151,8 +151,8 @@ def local_slots(
 ) -> list[int]:
     """The GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host unless
     ``gpus`` says how many; on the CPU as many numbers as workers, none for the usual one."""
-    from qbench.cluster.connect import local_workers
-    from qbench.machine.devices import gpu_slots
+    from qbench.machine import gpu_slots
+    from qbench.runner.dask import local_workers
 
     count = local_workers(cluster)
     if count is not None and workers is not None:
@@ -161,54 +161,21 @@ def local_slots(
     return gpu_slots(over, workers or count, device, CELLS_A_GPU, at_most=count or cells)
 
 
-@contextlib.contextmanager
-def first_process(
-    device: str, cluster: str | None, *, gpus: str | None, workers: int | None, own: str | None
-) -> Iterator[Processes | None]:
-    """An executor with one process on this host's GPU, which imports what it needs from now on,
-    while the recipe is read; None where cells run on the CPU, on GPUs by number, or elsewhere.
-    GPUs by number are counted first: the driver that does it starts from now on.
-    Raises QbenchError for a device that is not there."""
-    from qbench.machine.devices import choose_device, cuda_is_likely
+def start_workers(
+    device: str, cluster: str | None, *, workers: int | None, own: str | None
+) -> None:
+    """Have the fork server import what cells need from now on, while the recipe is read, where they
+    may run in processes of this host. Raises QbenchError for a device that is not there."""
+    from qbench.machine import choose_device, cuda_is_likely
+    from qbench.runner.workers import start_forkserver
 
-    require_memory()
-    here = cluster is None and own is None and device != "cpu" and cuda_is_likely()
-    # The driver takes half a second to start, which the process need not wait for.
-    slots = [0] if here and gpus is None else []
-    if here and gpus is not None:
-        threading.Thread(target=_start_driver, daemon=True).start()
-    with _processes(slots, "cuda", at_most=workers or CELLS_A_GPU) as executor:
-        if executor is None or choose_device(device) == "cuda":
-            yield executor
-            return
-    yield None
-
-
-def _start_driver() -> None:
-    from qbench.machine.devices import cuda_problem
-
-    with contextlib.suppress(Exception):  # said where the device is asked for
-        cuda_problem()
-
-
-@contextlib.contextmanager
-def _processes(
-    slots: Sequence[int], device: str, *, at_most: int | None = None
-) -> Iterator[Processes | None]:
-    """An executor over one process a slot, which import what they need from now on; None for no
-    slots, where cells run in this process."""
-    if not slots:
-        yield None
+    if cluster is not None or own is not None:
         return
-    from qbench.running.executors import Processes
-    from qbench.running.warm_up import first
-
-    mark("worker processes start")
-    executor = Processes(slots, device=device, first=first(device), at_most=at_most, idle_ends=True)
-    try:
-        yield executor
-    finally:
-        executor.shutdown(cancel_futures=True)
+    if device != "cpu" and cuda_is_likely():
+        start_forkserver(workers or CELLS_A_GPU)
+        choose_device(device)
+    elif (workers or 1) > 1:
+        start_forkserver(workers or 1)
 
 
 def listed(option: str, names: str | None) -> tuple[str, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -25,7 +26,7 @@ from qbench.cli.options import (
 from qbench.cli.screen import show_written
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder
-from qbench.machine.quiet import terminal
+from qbench.machine import terminal
 from qbench.recipe import Overrides
 
 if TYPE_CHECKING:
@@ -82,28 +83,24 @@ def noise(
 
 def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[str, Noise]]:
     """By cell, here or on the cluster. Raises EvaluationError for one that failed there."""
-    from qbench.machine.quiet import redirected
-    from qbench.running.noise import LOG, Failed, NoiseUnit, noise_of
-    from qbench.running.progress import Display
-    from qbench.running.units import run_units
+    from qbench.runner.grid import run_each
+    from qbench.runner.noise import measure
+    from qbench.runner.progress import Display
 
-    out = place.job.out
-    if place.executor is None:
-        for cell in cells:
-            with terminal() as screen, redirected(out / LOG):
-                name = cell.name
-                noise = noise_of(
-                    cell, plan, lambda line, name=name: print(f"{name}: {line}", file=screen)
-                )
-            yield cell.name, noise
-        return
-    names = [cell.name for cell in cells]
-    with terminal() as screen, Display(screen, len(names)) as display:
-        display.log(place.description)
-        made = run_units(
-            NoiseUnit(plan=plan, out=out), names, executor=place.executor, progress=display
+    out = place.job.out.resolve()
+    with terminal() as screen, Display(screen, len(cells)) as display:
+        if place.description:
+            display.log(place.description)
+        if place.executor is None:
+            for cell in cells:
+                yield cell.name, measure(plan, out, cell, progress=display)
+            return
+        made = run_each(
+            partial(measure, plan, out), cells,
+            executor=place.executor, progress=display, died=_died,
         )  # fmt: skip
-    for name, one in zip(names, made, strict=True):
-        if isinstance(one, Failed):
-            raise EvaluationError(f"{name}: {one.error}")
-        yield name, one
+    yield from zip((cell.name for cell in cells), made, strict=True)
+
+
+def _died(cell: Cell, why: str) -> Noise:
+    raise EvaluationError(f"{cell.name}: {why}")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from qbench.checkpoints.weights import elements, read_headers
-from qbench.running.estimates import duration, earlier, estimate
-from qbench.running.work import passes
+from qbench.runner.estimates import duration, earlier, estimate
+from qbench.runner.grid import passes
 
 if TYPE_CHECKING:
     from qbench.evaluation.tasks import TaskSpec

@@ -17,8 +17,6 @@ from qbench.cli.options import Folder, Published, Run, to_folder
 from qbench.cli.screen import show_written
 from qbench.errors import ResultsError
 from qbench.files import require_folder
-from qbench.machine.clock import mark
-from qbench.machine.memory import require_memory
 
 if TYPE_CHECKING:
     from qbench.records import Record
@@ -56,14 +54,12 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
-    require_memory()
     from qbench.comparison.compare import compare
     from qbench.tables import write_tables
     from qbench.tables.write import paper, render
 
     require_folder(store.directory)
     comparison = compare(store)
-    mark("compared")
     formats = list(dict.fromkeys([format, "md", "csv"]))
     paths = write_tables(store, formats=formats, published=published, comparison=comparison)
     typer.echo(render(comparison, format=format, published=published), nl=False)
@@ -84,7 +80,6 @@ def report(
     run: Run = None,
 ) -> None:
     """Write report.html, one file that opens without a network, and its figures."""
-    require_memory()
     from qbench.report import write
 
     require_folder(out or folder)
@@ -155,7 +150,7 @@ def show(
 def _asked(
     record: Record, recipe: Path, data: Path | None, document: int, task: str | None
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    from qbench.machine.quiet import redirected, settle
+    from qbench.machine import redirected, settle
     from qbench.plan import find_tasks
     from qbench.recipe import Overrides, Recipe
 
@@ -188,7 +183,6 @@ def export(
     from qbench.comparison.lines import judge
     from qbench.export import WRITERS
 
-    require_memory()
     store = opened(folder, run)
     place = out or store.place() / "export" / to.value
     require_folder(place, "--out")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.cli.job import Place, first_process, listed, make_job, named, placed
+from qbench.cli.job import Place, listed, make_job, named, placed, start_workers
 from qbench.cli.options import (
     Calibration,
     Checkpoints,
@@ -38,15 +38,14 @@ from qbench.cli.options import (
 )
 from qbench.cli.screen import complain
 from qbench.files import require_folder
-from qbench.machine.clock import mark
-from qbench.machine.quiet import terminal
+from qbench.machine import terminal
 from qbench.recipe import Overrides
 from qbench.text import some
 
 if TYPE_CHECKING:
     from qbench.plan import Cell, Plan
     from qbench.records import Record
-    from qbench.running.progress import Display
+    from qbench.runner.progress import Display
 
 FOR_TABLES = (
     "qbench.comparison.compare", "qbench.tables", "pyarrow.parquet", "pyarrow.pandas_compat",
@@ -108,29 +107,26 @@ def run(
         scoring=scoring,
     )
     where = {"gpus": gpus, "workers": workers, "own": executor}
-    with first_process(device, cluster, **where) as first:
-        from qbench.cell import cache_folder
-        from qbench.cli.results import show_tables  # beside the process's own imports
-        from qbench.comparison.lines import read_noise
-        from qbench.plan import cell_names, select
-        from qbench.recipe import save
-        from qbench.running.grid import readable
-        from qbench.store import Store
+    start_workers(device, cluster, workers=workers, own=executor)
+    from qbench.cell import cache_folder
+    from qbench.cli.results import show_tables  # beside the process's own imports
+    from qbench.comparison.lines import read_noise
+    from qbench.plan import cell_names, select
+    from qbench.recipe import save
+    from qbench.runner.grid import readable
+    from qbench.store import Store
 
-        job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
-        mark("recipe read")
-        if save_recipe is not None:
-            save(recipe, overrides, save_recipe)
-        require_folder(job.out, "--out")
-        require_folder(cache_folder(), "$QBENCH_CACHE")
-        read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
-        names = select(cell_names(job.recipe), only)
-        with placed(job, device, cluster, **where, cells=len(names), first=first) as place:
-            planned, records = _run_cells(place, only, force)
-            place.end()
-            show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
-            mark("tables written")
-    mark("worker processes ended")
+    job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
+    if save_recipe is not None:
+        save(recipe, overrides, save_recipe)
+    require_folder(job.out, "--out")
+    require_folder(cache_folder(), "$QBENCH_CACHE")
+    read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
+    names = select(cell_names(job.recipe), only)
+    with placed(job, device, cluster, **where, cells=len(names)) as place:
+        planned, records = _run_cells(place, only, force)
+        place.end()
+        show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])
@@ -141,21 +137,21 @@ def run(
 
 def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
     """The plan, and the records of the cells like ``only``, with progress on the terminal."""
-    from qbench.running.estimate import Estimate, earlier_seconds
-    from qbench.running.grid import run_cells, total
-    from qbench.running.progress import Display
-    from qbench.store import Store
+    from qbench.runner.estimates import TimeLeft, earlier, estimate
+    from qbench.runner.grid import run_cells, total
+    from qbench.runner.progress import Display
 
     planned, out = place.job.plan(only), place.job.out
-    mark("planned")
     cells = planned.select(only)
-    estimate = Estimate(
+    records = earlier(out)
+    known = {cell.name: estimate(cell, planned, records) for cell in cells}
+    left = TimeLeft(
         [cell.name for cell in cells],
-        earlier=earlier_seconds(Store(out), cells),
+        earlier={name: one.seconds for name, one in known.items() if one is not None},
         tasks=len(planned.tasks),
         at_once=place.at_once,
     )
-    with terminal() as screen, Display(screen, len(cells), estimate) as display:
+    with terminal() as screen, Display(screen, len(cells), left) as display:
         _announce(planned, cells, display)
         if place.description:
             display.log(place.description)
@@ -165,16 +161,13 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
         records = run_cells(
             planned, out=out, cells=cells, executor=place.executor, progress=display, force=force
         )
-        mark("cells ended")
         if made := [record for record in records if record.started >= begun]:
             display.log(total(made, time.monotonic() - start))
     return planned, records
 
 
 def _import_statistics() -> None:
-    from qbench.running.warm_up import for_good
-
-    with contextlib.suppress(Exception), for_good():  # said where they are used
+    with contextlib.suppress(Exception):  # said where they are used
         for module in FOR_TABLES:
             importlib.import_module(module)
 
@@ -228,11 +221,8 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     total = len(planned.cells)
     count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
     from qbench.cli.planning import how, notes
-    from qbench.machine.bytecode import compiled_anew, remedy
 
     display.log(f"{count} on {how(planned, cells)}")
-    if slow := compiled_anew():
-        display.log(remedy(slow))
     for line in notes(cells):
         display.log(line)
     if planned.calibration is not None:

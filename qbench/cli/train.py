@@ -180,7 +180,7 @@ def train(
     several GPUs.
     """
     from qbench.cli.training_runs import MIB, Asked, one_by_one, side_by_side
-    from qbench.machine.devices import choose_device, gpu_slots
+    from qbench.machine import choose_device, gpu_slots
     from qbench.training.log import require_trackers
     from qbench.training.recipe import TrainingOverrides, TrainingRecipe
     from qbench.training.runs import Options

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qbench.errors import TrainingError
-from qbench.machine.quiet import redirected, terminal
+from qbench.machine import redirected, terminal
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.runs import (
     Options,

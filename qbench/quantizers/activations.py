@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qbench import machine
 from qbench.errors import RecipeError
-from qbench.machine import devices
 from qbench.quantizers.config import (
     SETTINGS,
     WHOLE_ROW,
@@ -188,11 +188,11 @@ def _device_obstacle(kind: str, device: str) -> str | None:
     if device == "cpu":
         if kind == "float":
             return "fp8 products need a GPU"
-        flags = devices.cpu_flags()
+        flags = machine.cpu_flags()
         if flags and not flags & VNNI:
             return "int8 sums saturate on this CPU, which has no VNNI"
         return None
-    here, least = devices.capability(), CAPABILITY[kind]
+    here, least = machine.capability(), CAPABILITY[kind]
     if here >= least:
         return None
     name = "fp8" if kind == "float" else "int8"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from qbench.errors import EvaluationError, TrainingError
-from qbench.machine.environment import environment
+from qbench.machine import environment
 from qbench.records import TrainingSample, TrainingSession
 from qbench.training.code import training_code
 from qbench.training.determinism import deterministic

@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from qbench.machine.devices import VISIBLE, gpu_of_environment
-from qbench.machine.interrupt import interrupts_blocked
+from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
 
 PART = "QBENCH_TRAINING_PART"  # in the environment of a run's process: what it must train
 THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")

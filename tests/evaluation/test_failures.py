@@ -18,7 +18,7 @@ from qbench.evaluation.loaded import load_task
 from qbench.evaluation.tasks import plan_task
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.running.grid import run_cells
+from qbench.runner.grid import run_cells
 from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -2,7 +2,7 @@
 
 import sys
 
-from qbench.machine.quiet import settle
+from qbench.machine import settle
 
 settle()  # as the command does, before the libraries are imported
 

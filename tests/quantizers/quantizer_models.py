@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
-from qbench.machine.devices import cpu_flags
+from qbench.machine import cpu_flags
 from qbench.quantizers import QuantizationConfig, parse
 from qbench.quantizers.activations import VNNI
 from qbench.quantizers.calibration import Calibration

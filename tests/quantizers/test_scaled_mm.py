@@ -207,7 +207,7 @@ def test_real_int8_on_a_cpu_passes_its_audit_and_equals_its_simulation(
     ],
 )  # fmt: skip
 def test_auto_is_decided_when_planned_and_says_why(entry, device, dtype, config, says, monkeypatch):
-    monkeypatch.setattr("qbench.machine.devices.cpu_flags", lambda: frozenset({"avx_vnni"}))
+    monkeypatch.setattr("qbench.machine.cpu_flags", lambda: frozenset({"avx_vnni"}))
     chosen, line = resolved(entry, device, dtype, config)
     assert line == says
     assert chosen.to_dict()["activations"]["arithmetic"] == (
@@ -229,12 +229,12 @@ def test_auto_is_decided_when_planned_and_says_why(entry, device, dtype, config,
     ],
 )
 def test_fp8_asks_the_gpu(here, says, monkeypatch):
-    monkeypatch.setattr("qbench.machine.devices.capability", lambda: here)
+    monkeypatch.setattr("qbench.machine.capability", lambda: here)
     assert resolved("w8a8-fp8", "cuda", "bfloat16")[1] == f"fp8-row: arithmetic auto: {says}"
 
 
 def test_a_cpu_without_vnni_simulates(monkeypatch):
-    monkeypatch.setattr("qbench.machine.devices.cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("qbench.machine.cpu_flags", lambda: frozenset({"avx2"}))
     assert resolved("w8a8-int8")[1] == (
         "int8-token: arithmetic auto: simulated, since int8 sums saturate on this CPU, which has "
         "no VNNI"

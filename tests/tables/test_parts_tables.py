@@ -16,7 +16,7 @@ from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
 from qbench.records import ActivationAudit, InputAudit, Leak, Part, Precision
 from qbench.report.tables import data_tables
-from qbench.running.work import summary
+from qbench.runner.grid import summary
 from qbench.store import Store
 from qbench.tables.changes import changes_table
 from qbench.tables.write import render

@@ -7,7 +7,7 @@ import io
 from synthetic import make_store
 
 from qbench.comparison.compare import compare
-from qbench.running.progress import Display
+from qbench.runner.progress import Display
 from qbench.tables.table import delta
 from qbench.tables.write import render
 from qbench.text import together

@@ -15,8 +15,7 @@ import pytest
 from filelock import FileLock
 from small_recipe import qbench, small_recipe
 
-from qbench.errors import DataError, QbenchError, RecipeError, TrainingError
-from qbench.machine.interrupt import STOPPED
+from qbench.errors import STOPPED, DataError, QbenchError, RecipeError, TrainingError
 from qbench.training.progress import read_progress
 from qbench.training.side_by_side import PART, Part, train_side_by_side
 
@@ -232,8 +231,8 @@ def test_what_is_trained_is_evaluated_on_the_same_gpus(tmp_path, recipe_file, tr
     train(tmp_path / "out", **settings)
     evaluated = []
     monkeypatch.setattr("qbench.cli.run.run", lambda *_, **more: evaluated.append(more))
-    monkeypatch.setattr("qbench.machine.devices.choose_device", lambda _: "cuda")
-    monkeypatch.setattr("qbench.machine.devices.device_count", lambda: 2)
+    monkeypatch.setattr("qbench.machine.choose_device", lambda _: "cuda")
+    monkeypatch.setattr("qbench.machine.device_count", lambda: 2)
     evaluation = small_recipe(tmp_path, checkpoints={"softmax": "nowhere"})
     for more, gpus in ((), "2"), (("--cluster", "local:1"), None):
         arguments = ("--gpus", 2, "--workers", 2, "--evaluate", evaluation, *more)

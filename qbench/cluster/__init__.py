@@ -1,1 +1,0 @@
-"""Cells on many machines, through Dask (``distributed``), which is imported only here."""

@@ -1,0 +1,1 @@
+"""Where and how cells run: the grid, worker processes, progress, clusters."""

@@ -1,0 +1,364 @@
+"""Cells on many machines through Dask, as its documentation shows it: a client, workers of one
+thread each, their resources. The results folder and the cache lie where all workers see them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import pickle
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qbench.code import code_digest
+from qbench.errors import RecipeError, UnavailableError
+from qbench.machine import VISIBLE, cuda_problem, gpu_of_environment, hardware, versions
+from qbench.plugins import load_packages
+from qbench.progress import Progress
+from qbench.runner.progress import SECONDS_TO_SETTLE, Listener, RemoteProgress
+
+if TYPE_CHECKING:
+    from distributed import Client
+    from distributed import Future as DaskFuture
+
+LOCAL = "local"
+GPU = "GPU"  # a resource that workers may declare
+SECONDS_TO_CONNECT = 20.0
+SECONDS_FOR_A_WORKER = 120.0
+OF_LOCAL_WORKERS = {
+    "distributed.scheduler.allowed-failures": 2,  # deaths of workers, until the cell is the cause
+    "distributed.scheduler.worker-ttl": "60s",  # without a sign of life, a worker is given up
+    "distributed.scheduler.no-workers-timeout": "600s",
+}
+LIBRARIES = ("triton", "bitsandbytes", "hqq", "gptqmodel", "optimum", "torchao", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """An open cluster: the executor over its workers, and what they compute on."""
+
+    executor: DaskExecutor
+    device: str
+    gpu: str | None  # the kind that all have
+    workers: int
+    description: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """What a worker must be like, and is like."""
+
+    name: str
+    threads: int
+    gpu: str | None
+    code: str
+    versions: dict[str, str]
+    unseen: str | None  # the folder of the run that it does not see
+
+
+@contextmanager
+def connected(
+    address: str, device: str | None, *, slots: Sequence[int] = (), folders: Sequence[Path]
+) -> Iterator[Cluster]:
+    """The cluster ``address``: ``tcp://HOST:PORT``, a scheduler file, ``local`` or ``local:N``.
+
+    ``device`` None: what the workers have. ``slots``: the GPU of each local worker. ``folders`` are
+    those that every worker must see. Raises UnavailableError where there is no worker, or one that
+    does not fit, and RecipeError for another address.
+    """
+    # read when distributed is imported, by the workers of this host too
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+    import distributed
+
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    with ExitStack() as stack:
+        if address.partition(":")[0] == LOCAL:
+            client = _local(address, slots, device, stack)
+        else:
+            client = _connect(address, stack)
+        try:
+            client.wait_for_workers(1, timeout=SECONDS_FOR_A_WORKER)
+        except (TimeoutError, distributed.TimeoutError):
+            raise UnavailableError(
+                f"--cluster: no worker in {SECONDS_FOR_A_WORKER:.0f} s; start some, such as "
+                "`dask worker ADDRESS --nthreads 1`"
+            ) from None
+        tokens = tuple(stack.enter_context(_token(folder)) for folder in folders)
+        hosts = _hosts(client, tokens, device)
+        kinds = {host.gpu for host in hosts.values() if host.gpu}
+        device = device or ("cuda" if kinds else "cpu")
+        if device == "cuda" and len(kinds) > 1:
+            raise UnavailableError(
+                f"--cluster: its workers have several kinds of GPU ({', '.join(sorted(kinds))}), "
+                "whose scores could differ; use workers with one kind"
+            )
+        if device == "cuda" and not kinds:
+            raise UnavailableError("--cluster: no worker has a GPU; say --device cpu")
+        gpu = next(iter(kinds)) if device == "cuda" and kinds else None
+        wanted = _here(device, gpu)
+        for worker, host in hosts.items():
+            require_fit(worker, host, wanted)
+        info = client.scheduler_info(n_workers=-1)
+        declared = any(GPU in (one.get("resources") or {}) for one in info["workers"].values())
+        executor = DaskExecutor(
+            client, wanted, tokens, {GPU: 1} if device == "cuda" and declared else None
+        )
+        stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+        names = {host.name for host in hosts.values()}
+        many = f"{len(hosts)} worker{'s'[: len(hosts) > 1]} on {len(names)} host"
+        yield Cluster(
+            executor=executor,
+            device=device,
+            gpu=gpu,
+            workers=len(hosts),
+            description=f"cluster {info['address']}: {many}{'s'[: len(names) > 1]}"
+            f"{f', {gpu}' if gpu else ''}; dashboard {client.dashboard_link}",
+        )
+
+
+def local_workers(address: str) -> int | None:
+    """N of ``local:N``; None for ``local``. Raises RecipeError for another."""
+    _, colon, number = address.partition(":")
+    if not colon:
+        return None
+    if not number.isdecimal() or not 1 <= int(number) <= 1024:
+        raise RecipeError(f"--cluster {address}: write local:N with N workers, from 1 to 1024")
+    return int(number)
+
+
+def require_dask() -> None:
+    """Raise UnavailableError where the extra is not installed."""
+    if importlib.util.find_spec("distributed") is None:
+        raise UnavailableError("--cluster: Dask is not installed; pip install 'qbench[cluster]'")
+
+
+def _connect(address: str, stack: ExitStack) -> Client:
+    from distributed import Client
+
+    arguments: dict[str, Any] = {"address": address}
+    if "://" not in address:
+        if not Path(address).is_file():
+            raise RecipeError(
+                f"--cluster {address}: no such scheduler file; write tcp://HOST:PORT, the path of "
+                "a scheduler file, or local:N"
+            )
+        arguments = {"scheduler_file": address}
+    try:
+        client = Client(**arguments, timeout=SECONDS_TO_CONNECT, set_as_default=False)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnavailableError(
+            f"--cluster {address}: no scheduler answers there ({reason[0]}); start one with "
+            "`dask scheduler`"
+        ) from None
+    return stack.enter_context(client)
+
+
+def _local(address: str, slots: Sequence[int], device: str | None, stack: ExitStack) -> Client:
+    """Processes of this host, one thread each; on GPUs each sees one, from its start."""
+    import dask
+    from distributed import Client, Nanny, Scheduler, SpecCluster
+
+    count = local_workers(address)
+    chosen = list(slots[:count]) or [0] * (count or 1)
+    threads = str(max(1, (os.cpu_count() or 1) // len(chosen)))
+    workers = {}
+    for number, gpu in enumerate(chosen):
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        options: dict[str, Any] = {"nthreads": 1, "memory_limit": 0, "env": environment}
+        if device == "cuda":
+            environment[VISIBLE] = gpu_of_environment(gpu)
+            options["resources"] = {GPU: 1}
+        workers[number] = {"cls": Nanny, "options": options}
+    stack.enter_context(dask.config.set(OF_LOCAL_WORKERS))
+    here = {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "protocol": "tcp"}
+    cluster = SpecCluster(
+        workers=workers,
+        scheduler={"cls": Scheduler, "options": here},
+        silence_logs="CRITICAL",
+    )
+    stack.enter_context(cluster)
+    return stack.enter_context(Client(cluster, set_as_default=False))
+
+
+@contextmanager
+def _token(folder: Path) -> Iterator[str]:
+    """A file in ``folder`` that only those find who see the same folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    token = folder.resolve() / f".seen-{secrets.token_hex(8)}"
+    token.touch()
+    try:
+        yield str(token)
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _hosts(client: Client, tokens: tuple[str, ...], device: str | None) -> dict[str, Host]:
+    """Each worker, by its address. Raises UnavailableError for one that cannot say what it is."""
+    found = client.run(_by_value(describe), tokens, device, on_error="return")
+    for worker, host in found.items():
+        if isinstance(host, BaseException):
+            raise UnavailableError(
+                f"--cluster: worker {worker} cannot run qbench ({type(host).__name__}: {host}); "
+                "install the same on all workers"
+            )
+    return found
+
+
+def describe(tokens: tuple[str, ...], device: str | None) -> Host:
+    """The worker that runs this; ``device`` None: its GPU, where it has one."""
+    from distributed import get_worker
+
+    try:
+        threads = get_worker().state.nthreads
+    except ValueError:  # asked beside its tasks
+        from distributed.worker import Worker
+
+        threads = max((one.state.nthreads for one in list(Worker._instances)), default=1)
+    load_packages()
+    here = _here(device, hardware("cuda") if device != "cpu" and cuda_problem() is None else None)
+    unseen = [str(Path(token).parent) for token in tokens if not Path(token).is_file()]
+    return Host(
+        name=here.name, threads=threads, gpu=here.gpu, code=here.code, versions=here.versions,
+        unseen=unseen[0] if unseen else None,
+    )  # fmt: skip
+
+
+def _here(device: str | None, gpu: str | None) -> Host:
+    return Host(
+        name=socket.gethostname(), threads=1, gpu=gpu if device != "cpu" else None,
+        code=code_digest(), versions=versions(LIBRARIES), unseen=None,
+    )  # fmt: skip
+
+
+def require_fit(worker: str, host: Host, wanted: Host) -> None:
+    """Raises UnavailableError for a worker whose scores would not stand under this run's keys, or
+    which cannot write them."""
+    other = [name for name, one in wanted.versions.items() if host.versions.get(name) != one]
+    problem = None
+    if host.unseen is not None:
+        problem = f"does not see {host.unseen}; name one on storage that all workers share"
+        problem += " (--out for results, $QBENCH_CACHE for the cache)"
+    elif host.threads != 1:
+        problem = f"has {host.threads} threads; start it with --nthreads 1"
+    elif host.code != wanted.code:
+        problem = "has another qbench than this host; install the same on both"
+    elif other:
+        problem = f"has {other[0]} {host.versions.get(other[0])}, this host "
+        problem += f"{wanted.versions[other[0]]}; install the same on both"
+    elif host.gpu != wanted.gpu:
+        problem = f"has {host.gpu or 'no GPU'}, the run is on {wanted.gpu}"
+    if problem is not None:
+        raise UnavailableError(f"--cluster: worker {worker} on {host.name} {problem}")
+
+
+class DaskExecutor(Executor):
+    """Runs calls on the workers of ``client``, which the caller closes. Dask runs a call again
+    whose worker died, and breaks its future when that has happened too often."""
+
+    def __init__(
+        self, client: Client, wanted: Host, tokens: tuple[str, ...], resources: dict | None
+    ) -> None:
+        self._client, self._resources = client, resources
+        self._wanted, self._tokens = wanted, tokens
+
+    def listen(self, progress: Progress) -> Listener:
+        return EventListener(self._client, progress)
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        if self._client.status != "running":
+            raise BrokenExecutor("the cluster was lost")
+        payload = pickle.dumps((fn, args, kwargs))
+        task = self._client.submit(
+            _by_value(run_here), payload, self._tokens, self._wanted,
+            key=f"cell-{secrets.token_hex(8)}", pure=False, resources=self._resources,
+        )  # fmt: skip
+        future: Future = Future()
+        task.add_done_callback(functools.partial(_settle, future))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """What is at work ends with the client that the caller closes."""
+
+
+def _settle(future: Future, task: DaskFuture) -> None:
+    """``task`` has ended. It is let go: else it would run again where its worker dies later."""
+    from distributed import KilledWorker
+
+    try:
+        future.set_result(task.result())
+    except (KilledWorker, CancelledError) as error:
+        future.set_exception(BrokenExecutor(f"{type(error).__name__}: {error}"))
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        task.release()
+
+
+def run_here(payload: bytes, tokens: tuple[str, ...], wanted: Host) -> Any:
+    """On a worker, which may have come after the run began: what the pickled call returns."""
+    from distributed import get_worker
+
+    require_fit(get_worker().address, describe(tokens, "cuda" if wanted.gpu else "cpu"), wanted)
+    function, args, kwargs = pickle.loads(payload)
+    return function(*args, **kwargs)
+
+
+def _by_value(function: Callable) -> Callable:
+    """``function`` of this module, pickled by value up to its name: the scheduler, which unpickles
+    it, then loads nothing of qbench's, and need not have it."""
+    module, name = function.__module__, function.__name__
+
+    def call(*arguments: Any) -> Any:
+        import importlib
+
+        return getattr(importlib.import_module(module), name)(*arguments)
+
+    return call
+
+
+@dataclass
+class LogEvent:
+    """Sends words to the run through the scheduler: workers need not reach its host."""
+
+    topic: str
+    worker: Any = None  # where it was first used: other threads there do not know it
+
+    def __call__(self, message: tuple[Any, ...]) -> None:
+        from distributed import get_worker
+
+        with suppress(ValueError):
+            self.worker = self.worker or get_worker()
+        if self.worker is not None:
+            self.worker.log_event(self.topic, list(message))
+
+
+class EventListener(Listener):
+    """Of workers of a cluster, by Dask's events."""
+
+    def __init__(self, client: Client, progress: Progress) -> None:
+        super().__init__(progress)
+        self._client, self._topic = client, f"qbench-{secrets.token_hex(4)}"
+        self.remote = RemoteProgress(LogEvent(self._topic))
+
+    def __enter__(self) -> EventListener:
+        self._client.subscribe_topic(self._topic, lambda event: self.pass_on(*event[1]))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        end = time.monotonic() + (SECONDS_TO_SETTLE if kind is None else 0.0)
+        while self._at_work and time.monotonic() < end:
+            time.sleep(0.05)
+        super().__exit__()
+        from distributed.client import ClosedClientError
+
+        with suppress(ClosedClientError):  # the cluster was lost
+            self._client.unsubscribe_topic(self._topic)

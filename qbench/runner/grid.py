@@ -1,0 +1,468 @@
+"""The loop over a grid: which cells are there already, who runs the others, and in what order."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
+
+from qbench.cell import cache_folder, distributions_folder, failed, run
+from qbench.errors import NewerSchemaError, ResultsError
+from qbench.evaluation.baseline import baseline_file, verify_baseline
+from qbench.evaluation.settings import exceeded
+from qbench.plan import Cell, Plan
+from qbench.plugins import Plugin, load, load_packages, loaded
+from qbench.progress import Progress, SilentProgress
+from qbench.records import Grid, Record, Unavailable
+from qbench.runner.progress import Listener, QueueListener, Remote
+from qbench.runner.workers import SerialExecutor
+from qbench.store import Store, run_id
+
+DIED = "its process was killed (out of memory?); see its log"
+BROKEN = "the executor broke before it began; run again"
+DEAD = (BrokenExecutor, CancelledError)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that can be sent to another process with all that it is bound to: what is from
+    outside the package is loaded first wherever it is unpickled."""
+
+    function: Callable[..., Any]
+    plugins: tuple[Plugin, ...]
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        return self.function(*arguments, **settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.plugins, pickle.dumps(self.function))
+
+
+def _unpickled(plugins: tuple[Plugin, ...], function: bytes) -> Call:
+    load(plugins)
+    load_packages()
+    return Call(pickle.loads(function), plugins)
+
+
+def run_cells(
+    plan: Plan,
+    *,
+    out: Path,
+    cells: Sequence[Cell] | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+    cache: Path | None = None,
+) -> list[Record]:
+    """Run the cells that have no good record in the folder ``out``; the records, in order.
+
+    ``cells`` are some of the plan's (None: all). ``executor`` is any of ``concurrent.futures``
+    (None: one cell after the other, here); the caller shuts it down. ``progress`` shows progress.
+    ``force`` makes good records again. ``cache`` is where quantized weights and unquantized
+    distributions are kept (None: ``$QBENCH_CACHE``).
+
+    A cell begins when the unquantized one that it is measured against is done. A cell whose process
+    dies is tried once more, alone, so that only a cell that kills its process fails. Cells that
+    another run is at work on come last, when it has finished them.
+    """
+    wanted, shown = plan.cells if cells is None else cells, progress or SilentProgress()
+    store, cache = Store(out), cache or cache_folder()
+    problem = rows_problem(cache)
+    put_grid(plan, store, shown)
+    refused = _refused(plan, wanted, store, shown)
+    mine = [cell for cell in wanted if cell.name not in refused]
+    again = _without_distributions(mine, store, problem, shown)
+    grid = _Grid(plan, store, shown, cache, force, again)
+    grid.done |= refused
+    missing = grid.take_what_is_there(mine, problem)
+    if executor is None:
+        grid.run(missing, SerialExecutor(), Listener(shown))
+    elif missing:
+        with listener(executor, shown) as heard:
+            grid.run(in_order(missing), executor, heard)
+    return [grid.done[cell.name] for cell in wanted]
+
+
+def run_each(
+    function: Callable[..., T],
+    cells: Sequence[Any],
+    *,
+    executor: Executor,
+    progress: Progress,
+    died: Callable[[Any, str], T],
+) -> list[T]:
+    """``function(cell, progress=…)`` of each of ``cells``, side by side, in order; ``died(cell,
+    why)`` of one whose process was killed."""
+    found = []
+    with listener(executor, progress) as heard:
+        call = Call(function, loaded())
+        futures = [executor.submit(call, cell, progress=heard.remote) for cell in cells]
+        for cell, future in zip(cells, futures, strict=True):
+            try:
+                found.append(future.result())
+            except DEAD:
+                heard.died(cell.name)
+                found.append(died(cell, DIED))
+    return found
+
+
+def listener(executor: Executor, progress: Progress) -> Listener:
+    """What passes on to ``progress`` what cells on ``executor`` say."""
+    listen: type[QueueListener] | Callable[[Progress], Listener]
+    listen = getattr(executor, Remote.listen.__name__, QueueListener)
+    return listen(progress)
+
+
+class _Grid:
+    """One run's state: what is done, and what died."""
+
+    def __init__(
+        self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool,
+        again: set[str],
+    ) -> None:  # fmt: skip
+        self.plan, self.store, self.progress, self.cache = plan, store, progress, cache
+        self.force, self.again = force, again
+        self.begun = datetime.now(UTC)
+        self.done: dict[str, Record] = {}
+        self.died: set[str] = set()
+
+    def call(self, progress: Progress) -> Call:
+        out = self.store.directory.resolve()
+        settings = {"out": out, "cache": self.cache.resolve(), "progress": progress}
+        return Call(partial(run_cell, self.plan, **settings), self.plan.plugins)
+
+    def forced(self, cell: Cell) -> bool:
+        return self.force or cell.name in self.again
+
+    def take_what_is_there(
+        self, cells: Sequence[Cell], problem: Callable[[str], str | None]
+    ) -> list[Cell]:
+        """The cells that are left to run. Nobody starts a process to find a record."""
+        missing: list[Cell] = []
+        keys: set[str] = set()
+        for cell in cells:  # unquantized ones first: what is measured against them comes after
+            known = None if self.forced(cell) else self.store.whole(cell.grid_cell)
+            depends = cell.base is not None and cell.base.key in keys
+            whole = complete(known, cell, self.store, problem)
+            if not (settled(known, cell) if depends else whole):
+                missing.append(cell)
+                keys.add(cell.key)
+                continue
+            assert known is not None
+            self.progress.begin(cell.name)
+            self.progress.log(f"{cell.name}: already there")
+            self.progress.end(cell.name)
+            self.done[cell.name] = known
+        return missing
+
+    def run(self, cells: Sequence[Cell], executor: Executor, heard: Listener) -> None:
+        left = self._side_by_side(cells, executor, heard, busy_waits=False)
+        while left:
+            died = [cell for cell in left if cell.name in self.died][:1]
+            for cell in died:
+                heard.log(f"{cell.name}: its process died; once more, alone", "bold red")
+            batch = died or left
+            rest = [cell for cell in left if cell not in batch]
+            left = rest + self._side_by_side(batch, executor, heard, busy_waits=True)
+
+    def _side_by_side(
+        self, cells: Sequence[Cell], executor: Executor, heard: Listener, *, busy_waits: bool
+    ) -> list[Cell]:
+        """Runs ``cells``, each when what it depends on is done; those that are left: their process
+        died for the first time, or another run holds them, or what they depend on is left."""
+        call = self.call(heard.remote)
+        waiting, at_work, left = list(cells), dict[Future, Cell](), []
+        while True:
+            unfinished = {cell.key for cell in (*waiting, *at_work.values())}
+            for cell in [cell for cell in waiting if depends_on(cell, self.plan) not in unfinished]:
+                waiting.remove(cell)
+                if depends_on(cell, self.plan) in {other.key for other in left}:
+                    left.append(cell)
+                    continue
+                # what another run has made meanwhile is not made anew
+                force = self.forced(cell) and (not busy_waits or cell.name in self.died)
+                try:
+                    future = executor.submit(call, cell.name, force=force, wait=busy_waits)
+                    at_work[future] = cell
+                except BrokenExecutor:
+                    left += self._dead(cell, heard)
+            if not at_work:
+                return [*left, *waiting]
+            for future in wait_for(at_work, return_when=FIRST_COMPLETED).done:
+                cell = at_work.pop(future)
+                try:
+                    record = future.result()
+                except DEAD:
+                    left += self._dead(cell, heard)
+                    continue
+                if record is None:
+                    left.append(cell)
+                    continue
+                assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
+                self.done[cell.name] = record
+
+    def _dead(self, cell: Cell, heard: Listener) -> list[Cell]:
+        """The cell, to be tried again; nothing where it was: it has failed."""
+        heard.died(cell.name)
+        if cell.name not in self.died:
+            self.died.add(cell.name)
+            return [cell]
+        self.done[cell.name] = give_up(
+            self.plan, cell.name, DIED if cell.name in heard.begun else BROKEN,
+            out=self.store.directory, progress=heard, begun=self.begun, force=self.force,
+        )  # fmt: skip
+        return []
+
+
+def run_cell(
+    plan: Plan,
+    name: str,
+    *,
+    out: Path,
+    cache: Path,
+    progress: Progress,
+    force: bool = False,
+    wait: bool = True,
+) -> Record | None:
+    """The good record of the cell ``name``, made now if need be.
+
+    ``out`` is the results folder, ``cache`` where quantized weights and unquantized distributions
+    are kept. ``force`` makes the record again. Whoever holds a cell's lock is at work on it, so
+    that several runs may share a results folder: None where that is another and ``wait`` is false.
+    """
+    cell, store = plan.cell(name), Store(out)
+    try:
+        with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
+            known = store.whole(cell.grid_cell, progress.log)
+            progress.begin(cell.name)
+            if not force and complete(known, cell, store, rows_problem(cache)):
+                progress.log(f"{cell.name}: already there")
+                record = known
+            else:
+                record = run(cell, plan, store, progress, cache)
+                progress.log(summary(record), "bold red" if record.status == "failed" else "")
+            progress.end(cell.name)
+            return record
+    except Timeout:
+        progress.log(f"{cell.name}: another run is at work on it; later")
+        return None
+
+
+def give_up(
+    plan: Plan,
+    name: str,
+    error: str,
+    *,
+    out: Path,
+    progress: Progress | Listener,
+    begun: datetime,
+    force: bool,
+) -> Record:
+    """The record of a cell whose process died in a run that began at ``begun``.
+
+    Another run, or this one in its last moment, may have made a good record meanwhile: the store
+    is looked at again under the cell's lock, and a good record is never replaced by a failed one.
+    """
+    cell, store = plan.cell(name), Store(out)
+    with FileLock(store.lock_file(cell.grid_cell)):
+        known = store.whole(cell.grid_cell)
+        good = known is not None and known.status == "ok"
+        if known is not None and good and (not force or known.started >= begun):
+            return known
+        record = failed(cell, plan, error)
+        if not good:
+            store.put(record, None, None)
+    progress.log(summary(record), "bold red")
+    return record
+
+
+def depends_on(cell: Cell, plan: Plan) -> str | None:
+    """The key of the unquantized cell that ``cell`` is measured against; None where it is not."""
+    return cell.base.key if cell.base is not None and plan.recipe.evaluation.damage else None
+
+
+def in_order(cells: Sequence[Cell]) -> list[Cell]:
+    """For cells side by side: what others depend on first, then what takes longest, which is exact
+    scoring where others are scored fast, then calibration. Last are cells whose calibrated weights
+    or scales another makes: beside it they would wait, and keep a worker from others."""
+    reused = _calibrated_by_another(cells)
+    return sorted(
+        cells,
+        key=lambda cell: (
+            cell.base is not None,
+            cell.scoring.mode == "fast",
+            cell.name in reused,
+            not cell.quantization.needs_calibration,
+        ),
+    )
+
+
+def _calibrated_by_another(cells: Sequence[Cell]) -> set[str]:
+    """Cells all of whose calibrated stages an earlier one of ``cells`` makes."""
+    made: set[tuple[str, str]] = set()
+    found = set()
+    for cell in cells:
+        stages = [
+            (cell.checkpoint.digest, json.dumps(stage.to_dict(), sort_keys=True, default=str))
+            for stage in cell.quantization.stages
+            if stage.needs_calibration
+        ]
+        if stages and made.issuperset(stages):
+            found.add(cell.name)
+        made.update(stages)
+    return found
+
+
+def _refused(
+    plan: Plan, cells: Sequence[Cell], store: Store, progress: Progress
+) -> dict[str, Record]:
+    """Failed records, which are not written, of cells whose record, or that of the unquantized
+    cell that they are measured against, a newer qbench wrote: it is neither read nor replaced."""
+    found = {}
+    for cell in cells:
+        try:
+            for one in (cell.grid_cell, cell.base):
+                if one is not None:
+                    store.get(one)
+        except NewerSchemaError as error:
+            found[cell.name] = failed(cell, plan, str(error))
+            progress.log(f"{cell.name}: left alone: {error}", "bold red")
+        except ResultsError:
+            pass  # damaged or older: made again
+    return found
+
+
+def readable(grid: Grid, store: Store) -> Grid:
+    """``grid`` without the cells whose record a newer qbench wrote."""
+    cells = []
+    for cell in grid.cells:
+        with suppress(NewerSchemaError):
+            store.get(cell)
+            cells.append(cell)
+    return grid.model_copy(update={"cells": tuple(cells)})
+
+
+def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
+    """Say what the folder is of from now on; records under other keys stay where they are."""
+    try:
+        other = store.has_grid() and store.grid().cells != plan.grid.cells
+        earlier = run_id(store.grid()) if other else ""
+    except NewerSchemaError:
+        raise
+    except ResultsError as error:  # damaged or old: written anew
+        progress.log(str(error))
+        other = False
+    if other:
+        progress.log(
+            f"{store.directory} held results of other settings or versions; they stay, and "
+            f"`qbench tables {store.directory} --run {earlier}` shows them"
+        )
+    store.put_grid(plan.grid)
+
+
+def _without_distributions(
+    cells: Sequence[Cell], store: Store, problem: Callable[[str], str | None], progress: Progress
+) -> set[str]:
+    """Unquantized cells to score again, because cells that are still to run measure against
+    their distributions, and those are gone or damaged; ``progress`` is told why."""
+    needed = {
+        cell.base.key: cell.name
+        for cell in cells
+        if cell.base is not None and not settled(store.whole(cell.grid_cell), cell)
+    }
+    again = set()
+    for cell in cells:
+        if cell.key not in needed or (why := problem(cell.key)) is None:
+            continue
+        again.add(cell.name)
+        if settled(store.whole(cell.grid_cell), cell):
+            progress.log(f"{cell.name}: made again for {needed[cell.key]}: {why}")
+    return again
+
+
+def passes(known: Record | None, cell: Cell) -> bool:
+    """Whether a record is there that passed, all its tasks, under the tolerance asked for now."""
+    if known is None or known.status != "ok" or known.failed_tasks:
+        return False
+    return exceeded(cell.scoring.tolerance, known.scoring) is None
+
+
+def settled(known: Record | None, cell: Cell) -> bool:
+    """Whether a record is good and no later run could add to it."""
+    if known is None or not passes(known, cell):
+        return False
+    return not (isinstance(known.damage, Unavailable) and known.damage.retry)
+
+
+def complete(
+    known: Record | None, cell: Cell, store: Store, problem: Callable[[str], str | None]
+) -> bool:
+    """Whether a record is good, and has the damage that can be had by now. ``problem`` says why
+    the rows of an unquantized cell, by its key, cannot be used; None where they can."""
+    if not passes(known, cell) or settled(known, cell):
+        return settled(known, cell)
+    assert cell.base is not None
+    base = store.whole(cell.base)
+    return base is None or base.status != "ok" or problem(cell.base.key) is not None
+
+
+def rows_problem(cache: Path) -> Callable[[str], str | None]:
+    """Why the rows of an unquantized cell in this host's ``cache`` cannot be used, by its key."""
+
+    def problem(key: str) -> str | None:
+        try:
+            verify_baseline(baseline_file(distributions_folder(cache), key), key)
+        except ResultsError as error:
+            return str(error)
+        return None
+
+    return problem
+
+
+def summary(record: Record) -> str:
+    """One line on what a cell gave and what it cost."""
+    if record.status == "failed":
+        return f"{record.cell}: FAILED: {record.error}"
+    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
+    proof = "".join(f"; {line}" for line in _measured(record))
+    lost = "".join(f"; {task} FAILED: {why}" for task, why in record.failed_tasks.items())
+    return f"{record.cell}: done ({cost}{proof}){lost}"
+
+
+def _measured(record: Record) -> Iterator[str]:
+    """Of each part that is quantized, what the audit measured."""
+    audit, precision = record.audit, record.precision
+    if audit is None:
+        return
+    if precision.weights is not None:
+        yield f"{audit.bits_per_weight:.2f} bits a weight, weight error {audit.weight_error:.3f}"
+    if audit.activations is not None:
+        yield f"{audit.activations.bits:g} bits an activation, error {audit.activations.error:.3f}"
+    if (cache := audit.kv_cache) is not None:
+        yield (
+            f"{cache.bits_per_value:.2f} bits a cached value, errors {cache.key_error:.3f} of keys "
+            f"and {cache.value_error:.3f} of values"
+        )
+
+
+def total(records: Sequence[Record], seconds: float) -> str:
+    """One line on what a run's cells took: ``seconds`` by the clock, and the sum of each stage
+    over the cells, which is more where they ran side by side."""
+    stages: dict[str, float] = {}
+    for record in records:
+        for stage in record.stages:
+            stages[stage.name] = stages.get(stage.name, 0.0) + stage.seconds
+    sums = ", ".join(f"{name} {spent:.0f} s" for name, spent in stages.items())
+    count = f"{len(records)} cells" if len(records) > 1 else "1 cell"
+    return f"{count} in {seconds:.0f} s; summed over cells: {sums}"

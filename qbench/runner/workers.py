@@ -1,0 +1,186 @@
+"""Worker processes of this host: one ``ProcessPoolExecutor`` of one process a slot.
+
+Processes are forked from Python's fork server, which imports what every cell needs once; where
+there is none, each imports by itself. Executors of plug-ins take their place by ``--executor``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor as Threads
+from contextlib import suppress
+from multiprocessing import (
+    active_children,
+    forkserver,
+    get_context,
+    parent_process,
+    resource_tracker,
+)
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from typing import Any
+
+from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
+from qbench.plugins import Plugin, load, load_packages, loaded
+from qbench.registry import Registry
+
+# By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
+# are of this host
+EXECUTORS: Registry[Callable[[str], Executor]] = Registry("executor")
+
+PRELOAD = "qbench.runner.preload"
+_starting = threading.Lock()
+
+
+def register(name: str, make: Callable[[str], Executor]) -> None:
+    """Give an executor a name that ``--executor`` can say."""
+    EXECUTORS.add(name, make)
+
+
+def start_forkserver(processes: int) -> None:
+    """Have the fork server import what workers need from now on, beside what this process does.
+    ``processes`` will share the cores: threads that wait for one slow all of them down."""
+    if sys.platform != "linux":
+        return
+    settings = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        # Python's process that frees the locks of ended ones says so where they were killed
+        "PYTHONWARNINGS": "ignore:resource_tracker",
+    }
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        resource_tracker.ensure_running()  # not below: it ends with Ctrl-C let through
+        with interrupts_blocked():  # the fork server's children never see it either
+            get_context("forkserver").set_forkserver_preload([PRELOAD])
+            forkserver.ensure_running()
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+class SerialExecutor(Executor):
+    """Runs each call when it is submitted, in this process."""
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Workers(Executor):
+    """One process a slot. A process that dies breaks the future of its own call and no other, and
+    another takes its place: one pool of all of them would break what its neighbours do.
+
+    ``slots`` holds the GPU of each process, the only one that it sees; on the CPU its numbers play
+    no part.
+    """
+
+    def __init__(self, slots: Sequence[int], *, device: str) -> None:
+        assert slots
+        start_forkserver(len(slots))
+        self._ended = threading.Event()
+        self._free: SimpleQueue[_Slot] = SimpleQueue()
+        self._slots = [_Slot(gpu if device == "cuda" else None, self._ended) for gpu in slots]
+        for slot in self._slots:
+            self._free.put(slot)
+        self._threads = Threads(len(slots), thread_name_prefix="slot")
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        return self._threads.submit(self._call, fn, args, kwargs)
+
+    def _call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        slot = self._free.get()  # as many threads as slots: one is always free
+        try:
+            return slot.call(fn, args, kwargs)
+        finally:
+            self._free.put(slot)
+
+    def terminate(self) -> None:
+        """End every process now, in whatever it does; nothing can be submitted after that."""
+        self._ended.set()
+        for slot in self._slots:
+            slot.kill()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """With ``cancel_futures`` running calls are ended too, with their processes."""
+        if cancel_futures:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self.terminate()
+        else:
+            self._threads.shutdown(wait=wait)
+            self.terminate()
+
+
+class _Slot:
+    """A pool of one process, and another in its place when that has died."""
+
+    def __init__(self, gpu: int | None, ended: threading.Event) -> None:
+        self._gpu, self._ended = gpu, ended
+        self._pool: ProcessPoolExecutor | None = None
+        self._processes: set[BaseProcess] = set()
+
+    def call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Raises BrokenExecutor where the process dies."""
+        try:
+            if self._pool is None:
+                self._pool = self._start()
+            return self._pool.submit(fn, *args, **kwargs).result()
+        except BrokenExecutor:
+            self._close()
+            raise
+        except OSError as error:
+            if self._pool is not None:
+                raise  # the call's own
+            raise BrokenExecutor(f"a worker process cannot be started: {error}") from error
+
+    def _start(self) -> ProcessPoolExecutor:
+        if self._ended.is_set():
+            raise BrokenExecutor("the run was ended")
+        context = get_context("forkserver" if sys.platform == "linux" else "spawn")
+        pool = ProcessPoolExecutor(
+            1, mp_context=context, initializer=begin, initargs=(self._gpu, loaded())
+        )
+        with _starting, interrupts_blocked():  # one at a time: whose process is whose
+            before = set(active_children())
+            pool.submit(os.getpid)
+            self._processes = set(active_children()) - before
+        if self._ended.is_set():
+            self.kill()
+        return pool
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+        self._pool = None
+
+
+def begin(gpu: int | None, plugins: tuple[Plugin, ...]) -> None:
+    """In a worker process, before its first call. ``gpu``: the only one that it sees."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if gpu is not None:
+        os.environ[VISIBLE] = gpu_of_environment(gpu)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # else all forks would draw the same
+    load(plugins)
+    load_packages()
+
+
+def end_with_parent() -> None:
+    """In a thread of a child: one whose parent was killed must not go on, with a GPU's memory."""
+    parent = parent_process()
+    assert parent is not None
+    with suppress(OSError):
+        parent.join()
+    os._exit(1)

@@ -1,1 +1,0 @@
-"""Where and how cells run: the grid, executors, the work of a cell, progress."""

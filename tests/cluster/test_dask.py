@@ -1,0 +1,169 @@
+"""``--cluster``: cells on Dask's workers, which are killed, and whose client is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("distributed")
+
+from quick_cells import Quick
+from small_recipe import qbench, small_recipe
+
+from qbench import machine
+from qbench.cli.job import local_slots
+from qbench.errors import RecipeError, UnavailableError
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.runner.dask import Host, _local, connected, describe, require_fit
+from qbench.runner.grid import run_cells
+from qbench.runner.progress import Display
+from qbench.store import Store
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpus", "workers", "device", "slots"),
+    [
+        ("local:2", None, None, "cuda", [0, 1]),
+        ("local:5", None, None, "cuda", [0, 1, 2, 2, 1]),
+        ("local:3", "1", None, "cuda", [0, 0, 0]),
+        ("local", None, None, "cuda", [0, 1, 2] * 3),
+        ("local", "2", 1, "cuda", [0, 1]),
+        ("local", None, None, "cpu", []),
+        ("local:2", None, None, "cpu", [0, 0]),
+    ],
+)
+def test_local_workers_are_spread_over_all_gpus(monkeypatch, cluster, gpus, workers, device, slots):
+    monkeypatch.setattr(machine, "device_count", lambda: 3)
+    assert local_slots(cluster, gpus, workers, device, cells=18) == slots
+
+
+def test_the_number_of_workers_is_said_once():
+    with pytest.raises(RecipeError, match="leave --workers out"):
+        local_slots("local:2", None, 3, "cpu", cells=18)
+
+
+def _seen(dask_worker):
+    return os.environ["CUDA_VISIBLE_DEVICES"], dask_worker.state.total_resources["GPU"]
+
+
+def test_a_local_worker_sees_its_gpu_alone_from_its_start(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    with ExitStack() as stack:
+        found = _local("local:2", [0, 1], "cuda", stack).run(_seen)
+    assert set(found.values()) == {("5", 1.0), ("7", 1.0)}
+
+
+LIKE = Host(name="host", threads=1, gpu=None, code="c", versions={"torch": "2"}, unseen=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"unseen": "/results"}, "does not see /results; name one on storage that all"),
+        ({"threads": 4}, "has 4 threads; start it with --nthreads 1"),
+        ({"code": "d"}, "has another qbench than this host"),
+        ({"versions": {"torch": "1"}}, "has torch 1, this host 2"),
+        ({"gpu": "L4"}, "has L4, the run is on None"),
+    ],
+)
+def test_a_worker_that_does_not_fit_ends_the_run_in_one_line(changes, said):
+    worker = dataclasses.replace(LIKE, **changes)
+    if said is None:
+        require_fit("tcp://w:1", worker, LIKE)
+        return
+    with pytest.raises(UnavailableError, match=f"worker tcp://w:1 on host {said}"):
+        require_fit("tcp://w:1", worker, LIKE)
+
+
+def test_a_folder_is_seen_by_the_file_that_the_run_put_there(tmp_path):
+    (tmp_path / "token").touch()
+    assert describe((str(tmp_path / "token"),), "cpu").unseen is None
+    (tmp_path / "token").unlink()
+    assert describe((str(tmp_path / "token"),), "cpu").unseen == str(tmp_path)
+
+
+@pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:x", "local:0"])
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, capfd):
+    monkeypatch.setattr("qbench.runner.dask.SECONDS_TO_CONNECT", 1.0)
+    with pytest.raises((RecipeError, UnavailableError), match=f"--cluster {address}: "):
+        qbench("run", small_recipe(tmp_path), "--out", tmp_path / "o", "--cluster", address)
+    assert not (tmp_path / "o" / "grid.json").exists()
+
+
+@pytest.mark.parametrize("deaths", [1, pytest.param(9, marks=pytest.mark.slow)])
+def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(tmp_path, deaths):
+    planned = plan(Recipe.load(small_recipe(tmp_path, tasks=["demo_lastword"])), device="cpu")
+    shown, out = io.StringIO(), tmp_path / "out"
+    killer = "softmax/rtn-4bit"
+    with (
+        connected("local:2", "cpu", folders=[out, tmp_path / "cache"]) as cluster,
+        Display(shown, 4) as display,
+    ):
+        assert "2 workers on 1 host" in cluster.description
+        executor = Quick(cluster.executor, tmp_path / "marks", {killer}, times=deaths)
+        executor.listen = cluster.executor.listen
+        records = {
+            record.cell: record
+            for record in run_cells(planned, out=out, executor=executor, progress=display)
+        }
+    failed = {cell for cell, record in records.items() if record.status == "failed"}
+    assert failed == (set() if deaths == 1 else {killer})
+    assert {record.cell: record for record in Store(out).records()} == records
+    assert shown.getvalue().count(": done (") == 4 - len(failed)
+    assert not list(out.glob(".seen-*"))
+
+
+def test_a_run_whose_client_is_killed_goes_on_from_its_records(tmp_path):
+    """On a scheduler and a worker that stay, with the client in another folder than theirs."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QBENCH_CACHE": str(tmp_path / "cache")}
+    dask = [sys.executable, "-W", "ignore", "-m", "distributed.cli"]
+    quiet = {"env": environment, "cwd": tmp_path, "stdout": subprocess.DEVNULL,
+             "stderr": subprocess.DEVNULL}  # fmt: skip
+    file, out = tmp_path / "scheduler.json", tmp_path / "out"
+    start = "from distributed.cli.dask_{0} import main; main()"
+    dask = [[sys.executable, "-W", "ignore", "-c", start.format(what), "--scheduler-file", file]
+            for what in ("scheduler", "worker")]  # fmt: skip
+    scheduler = subprocess.Popen([*dask[0], "--dashboard-address", ":0", "--port", "0"], **quiet)
+    worker = subprocess.Popen([*dask[1], "--nthreads", "1", "--no-dashboard"], **quiet)
+    path = small_recipe(tmp_path, tasks=["demo_lastword"], evaluation={"limit": 20})
+    command = [sys.executable, "-m", "qbench", "run", path, "--cluster", file, "--out", out,
+               "--only", "softmax/*"]  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        client = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE,
+                                  stdout=subprocess.DEVNULL, text=True)  # fmt: skip
+        for line in client.stderr:
+            if "softmax/rtn-4bit: " in line:
+                client.send_signal(signal.SIGKILL)
+                break
+        client.communicate()
+        assert client.returncode == -signal.SIGKILL
+        (finished, *_) = Store(out).records()
+        assert (finished.cell, finished.status) == ("softmax/fp32", "ok")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
+                              timeout=200)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "softmax/fp32: already there" in done.stderr
+        first, second = Store(out).records()
+        assert first == finished
+        assert (second.status, second.damage.status) == ("ok", "measured")
+    finally:
+        for process in (worker, scheduler):
+            process.terminate()
+            process.wait(30)

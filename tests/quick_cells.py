@@ -1,0 +1,44 @@
+"""Cells of one step, in which their process may be killed: so that no process has to import torch
+where a test is about processes, locks and records."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import Executor
+
+import pandas as pd
+
+from qbench.records import OUTCOME_COLUMNS, RESPONSE_COLUMNS
+
+
+class Quick(Executor):
+    """Sends quick cells on. The process of the cells ``doomed`` is killed in the middle of them,
+    each time or the first ``times`` times."""
+
+    def __init__(self, inner, marks, doomed=(), times=99):
+        self.inner, self.marks, self.doomed, self.times = inner, marks, doomed, times
+
+    def submit(self, fn, name, **settings):
+        return self.inner.submit(
+            quickly, fn, name, self.marks, self.times if name in self.doomed else 0, **settings
+        )
+
+
+def quickly(fn, name, marks, deaths, **settings):
+    """In a worker process: a cell of one step, in which the process is killed while there are
+    fewer marks than ``deaths``."""
+    import qbench.cell
+
+    def step(cell, plan, store, result, progress, cache):
+        progress.stage(cell.name, "step")
+        marks.mkdir(exist_ok=True)
+        if len(list(marks.iterdir())) < deaths:
+            (marks / str(time.monotonic_ns())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        result.outcomes = [pd.DataFrame(columns=list(OUTCOME_COLUMNS))]
+        result.responses = [pd.DataFrame(columns=list(RESPONSE_COLUMNS))]
+
+    qbench.cell._run = step
+    return fn(name, **settings)

@@ -1,0 +1,131 @@
+"""What a plan and a run say that cells will take, from what earlier ones took."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from small_recipe import qbench, small_recipe
+
+from qbench.machine import hardware
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.runner.estimates import TimeLeft, duration, earlier, estimate
+from qbench.runner.progress import Display
+
+
+def record(cell, hardware, seconds=10.0, documents=12):
+    stages = [{"name": "load", "seconds": 1.0, "peak_memory_gib": 0.25},
+              {"name": "evaluate", "seconds": seconds, "peak_memory_gib": 0.5}]  # fmt: skip
+    scores = [{"task": f"t{n}", "documents": documents // 3} for n in range(3)]
+    return {"status": "ok", "key_parts": dict(cell.key_parts), "stages": stages, "scores": scores,
+            "environment": {"hardware": hardware}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    return plan(Recipe.load(small_recipe(folder)), device="cpu")  # 3 × 3 documents
+
+
+def test_scoring_is_in_proportion_to_the_documents(planned):
+    cell = planned.cells[0]
+    found = estimate(cell, planned, [record(cell, hardware("cpu"))])
+    assert (found.seconds, found.memory_gib) == (pytest.approx(1 + 10 * 9 / 12), 0.5)
+    assert str(found) == "about 8 s, 0.5 GiB"
+
+
+@pytest.mark.parametrize("other", ["weights", "quantizer", "hardware", "broken"])
+def test_what_is_not_alike_says_nothing(planned, other):
+    cell = planned.cells[0]
+    one = record(cell, "another" if other == "hardware" else hardware("cpu"))
+    if other in one["key_parts"]:
+        one["key_parts"][other] = "another"
+    if other == "broken":
+        one["stages"] = None
+    assert estimate(cell, planned, [one]) is None
+
+
+def test_records_of_folders_beside_are_read_and_damaged_ones_skipped(tmp_path):
+    for name, text in (("a", '{"status": "ok"}'), ("b", "{"), ("c", '{"status": "failed"}')):
+        folder = tmp_path / name / "records" / "softmax" / "bf16"
+        folder.mkdir(parents=True)
+        (folder / "0123.json").write_text(text)
+    assert earlier(tmp_path / "new") == [json.loads('{"status": "ok"}')]
+
+
+def test_the_plan_says_it(tmp_path, planned, capfd):
+    cell = planned.cell("softmax/fp32")
+    folder = tmp_path / "before" / "records" / "softmax" / "fp32"
+    folder.mkdir(parents=True)
+    (folder / "0123.json").write_text(json.dumps(record(cell, hardware("cpu"))))
+    qbench("plan", small_recipe(tmp_path), "--out", tmp_path / "out", "--device", "cpu")
+    shown = capfd.readouterr().out
+    assert f"to run    softmax/fp32  key {cell.key[:16]}  about 8 s, 0.5 GiB" in shown
+    assert "1 of 4 cells to run take about 8 s one after the other" in shown
+    assert "checkpoint  softpick: LlamaForCausalLM, 1.31 million parameters, 0.00489 GiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "1 s"), (59, "59 s"), (600, "10 min"), (9_000, "2.5 h")]
+)
+def test_durations_are_in_the_unit_that_a_person_would_say(seconds, words):
+    assert duration(seconds) == words
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def time_left(cells, **about):
+    clock = Clock()
+    return clock, TimeLeft(cells, clock=clock, **about)
+
+
+def test_earlier_records_say_what_is_left_before_anything_has_run():
+    _, left = time_left(["a", "b"], earlier={"a": 40.0, "b": 20.0})
+    assert left.left() == 60
+    _, left = time_left(["a", "b"], earlier={"a": 40.0, "b": 20.0}, at_once=2)
+    assert left.left() == 30
+    _, left = time_left(["a", "b"])
+    left.begin("a")
+    assert left.left() is None
+
+
+def test_the_first_batches_say_it_where_no_record_does():
+    clock, left = time_left(["a", "b"], tasks=2)
+    left.begin("a")
+    clock.now = 10
+    left.stage("a", "evaluate one")
+    clock.now = 15
+    left.advance("a", 50, 100)  # a quarter of all in 5 s: 30 s in all
+    assert left.left() == pytest.approx(15 + 30)
+    left.advance("a", 100, 100)
+    left.stage("a", "evaluate two")
+    clock.now = 20
+    left.advance("a", 0, 100)  # half of it in 10 s
+    assert left.left() == pytest.approx(10 + 30)
+
+
+def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
+    clock, left = time_left(["a", "b", "c"], tasks=1)
+    left.begin("a")
+    left.end("a")  # was there already: took nothing
+    assert left.left() is None
+    left.begin("b")
+    left.stage("b", "evaluate one")
+    clock.now = 12
+    left.end("b")
+    assert left.left() == 12
+
+
+def test_lines_without_a_terminal_say_it_too():
+    shown = io.StringIO()
+    with Display(shown, 1, TimeLeft(["a/fp32"], earlier={"a/fp32": 300.0})) as display:
+        display.begin("a/fp32")
+        display.stage("a/fp32", "load")
+    assert shown.getvalue().endswith("[1/1] a/fp32: load (about 5 min left)\n")

@@ -1,0 +1,246 @@
+"""Cells through executors: any of ``concurrent.futures``, and processes that are really killed."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from datetime import UTC, datetime
+from multiprocessing import get_context
+
+import pytest
+from filelock import FileLock
+from quick_cells import Quick
+from small_recipe import DEMO, small_recipe
+
+from qbench.cell import run
+from qbench.plan import plan
+from qbench.progress import SilentProgress
+from qbench.recipe import Recipe
+from qbench.runner.grid import depends_on, give_up, in_order, run_cells
+from qbench.runner.progress import Display
+from qbench.runner.workers import SerialExecutor, Workers
+from qbench.store import Store
+
+TASKS = ["demo_lastword"]
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def planned(folder, **changes):
+    return plan(Recipe.load(small_recipe(folder, **{"tasks": TASKS, **changes})), device="cpu")
+
+
+def test_a_plan_can_be_pickled_and_planning_imports_no_torch(tmp_path):
+    path = small_recipe(tmp_path)
+    code = (
+        "import pickle, sys; from pathlib import Path; from qbench.plan import plan; "
+        f"from qbench.recipe import Recipe; p = plan(Recipe.load(Path({str(path)!r})), "
+        "device='cpu'); assert pickle.loads(pickle.dumps(p)) == p; "
+        "print({'torch', 'transformers', 'lm_eval', 'datasets'} & set(sys.modules), len(p.cells))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["set()", "4"]
+
+
+def spawned():
+    return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+
+
+def workers():
+    return Workers([0, 0], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("expected")
+    records = run_cells(planned(folder), out=folder / "out", cache=folder / "cache")
+    return {record.cell: record.scores for record in records}
+
+
+def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path, expected):
+    shown = io.StringIO()
+    with ThreadPoolExecutor(1) as executor, Display(shown, 4) as display:
+        records = run_cells(planned(tmp_path), out=tmp_path / "out", executor=executor,
+                            progress=display)  # fmt: skip
+    assert {record.cell: record.scores for record in records} == expected
+    assert shown.getvalue().count(": done (") == 4
+    assert "softpick/rtn-4bit: evaluate demo_lastword" in shown.getvalue()
+    assert all(record.damage.tasks for record in records if record.quantized)
+
+
+class BreaksOnce(SerialExecutor):
+    """Breaks when it is first given the cell ``name``."""
+
+    def __init__(self, name):
+        self.broken = {name}
+
+    def submit(self, fn, name, **settings):
+        if name in self.broken:
+            self.broken.remove(name)
+            raise BrokenExecutor
+        return super().submit(fn, name, **settings)
+
+
+def test_cells_beside_an_unquantized_one_that_died_are_measured_when_it_is_there(
+    tmp_path, expected
+):
+    records = run_cells(
+        planned(tmp_path), out=tmp_path / "out", executor=BreaksOnce("softmax/fp32")
+    )
+    assert {record.cell: record.scores for record in records} == expected
+    assert {record.damage.status for record in records if record.quantized} == {"measured"}
+
+
+def test_a_cell_that_begins_again_keeps_its_number():
+    shown = io.StringIO()
+    with Display(shown, 2) as display:
+        for cell in ("a/fp32", "b/fp32", "a/fp32"):
+            display.begin(cell)
+            display.stage(cell, "load")
+            display.end(cell)
+    assert [line.split("s ", 1)[1] for line in shown.getvalue().splitlines()] == [
+        "[1/2] a/fp32: load", "[2/2] b/fp32: load", "[1/2] a/fp32: load",
+    ]  # fmt: skip
+
+
+# What follows is about processes, locks and records. So that no process has to import torch, what
+# runs in a cell is one step; all else is real: processes, kills, locks, connections, files.
+
+
+def run_quickly(folder, inner, doomed=(), times=99, **settings):
+    shown, out = io.StringIO(), folder / "out"
+    with inner, Display(shown, 4) as display:
+        executor = Quick(inner, folder / "marks", doomed, times)
+        records = run_cells(
+            planned(folder), out=out, executor=executor, progress=display, **settings
+        )
+    return {record.cell: record for record in records}, shown.getvalue(), Store(out)
+
+
+@pytest.mark.parametrize("make", [spawned, workers], ids=["spawned", "workers"])
+def test_processes_give_back_records_and_progress(tmp_path, make):
+    records, shown, store = run_quickly(tmp_path, make())
+    assert {record.cell: record for record in store.records()} == records
+    assert {record.status for record in records.values()} == {"ok"}
+    assert shown.count(": done (") == 4
+    assert shown.count(": step\n") == 4
+    _, shown, _ = run_quickly(tmp_path, make())
+    assert shown.count("already there") == 4
+
+
+@pytest.mark.parametrize("slots", [[0], [0, 0]])
+def test_a_cell_that_kills_its_process_fails_alone(tmp_path, slots):
+    inner = Workers(slots, device="cpu")
+    records, shown, store = run_quickly(tmp_path, inner, {"softmax/rtn-4bit"})
+    assert {cell: record.status for cell, record in records.items()} == {
+        "softmax/fp32": "ok", "softmax/rtn-4bit": "failed",
+        "softpick/fp32": "ok", "softpick/rtn-4bit": "ok",
+    }  # fmt: skip
+    assert "its process was killed" in records["softmax/rtn-4bit"].error
+    assert [r.cell for r in store.records() if r.status == "failed"] == ["softmax/rtn-4bit"]
+    assert shown.count(": done (") == 3
+
+
+def test_a_cell_that_dies_once_is_tried_again_alone(tmp_path):
+    """It may have been another one that took all the memory."""
+    records, shown, _ = run_quickly(tmp_path, workers(), {"softmax/fp32"}, times=1)
+    assert {record.status for record in records.values()} == {"ok"}
+    assert shown.count("softmax/fp32: its process died; once more, alone") == 1
+
+
+def test_a_good_record_is_never_replaced_by_one_of_a_killed_process(tmp_path):
+    first, _, _ = run_quickly(tmp_path, workers())
+    doomed = {"softmax/rtn-4bit"}
+    second, _, store = run_quickly(tmp_path, workers(), doomed, force=True)
+    kept = {record.cell: record for record in store.records()}
+    assert kept["softmax/rtn-4bit"] == first["softmax/rtn-4bit"]
+    assert second["softmax/rtn-4bit"].status == "failed"
+    assert kept["softmax/fp32"] == second["softmax/fp32"] != first["softmax/fp32"]
+
+
+def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
+    """The process dies; before that is recorded, another run makes the cell."""
+    plan_, out = planned(tmp_path), tmp_path / "out"
+    name = "softmax/rtn-4bit"
+    begun = datetime.now(UTC)
+    lock = FileLock(Store(out).lock_file(plan_.cell(name).grid_cell))
+    with ThreadPoolExecutor(1) as late, lock:
+        giving_up = late.submit(give_up, plan_, name, "killed", out=out, progress=SilentProgress(),
+                                begun=begun, force=False)  # fmt: skip
+        time.sleep(0.2)
+        made = run(plan_.cell(name), plan_, Store(out), SilentProgress(), tmp_path / "cache")
+        assert made.status == "ok"
+    assert giving_up.result() == made == Store(out).get(plan_.cell(name).grid_cell)
+
+
+def test_a_broken_executor_of_another_kind_ends_with_the_cells_that_were_not_run(tmp_path):
+    inner = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    records, _, _ = run_quickly(tmp_path, inner, {"softmax/fp32"})
+    assert {record.status for record in records.values()} == {"failed"}
+    assert "its process was killed" in records["softmax/fp32"].error
+    assert "before it began" in records["softpick/rtn-4bit"].error
+    again, _, _ = run_quickly(tmp_path, workers())
+    assert {record.status for record in again.values()} == {"ok"}
+
+
+class Recorder(SerialExecutor):
+    """Notes the order in which cells are submitted, and when they were done."""
+
+    def __init__(self):
+        self.order = []
+
+    def submit(self, fn, name, **settings):
+        self.order.append(name)
+        return super().submit(fn, name, **settings)
+
+
+def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path):
+    """Also beside idle workers: in one process of two threads the quantized cells come later."""
+    begun, done = [], []
+
+    class Watching(SilentProgress):
+        def begin(self, cell):
+            begun.append((cell, set(done)))
+
+        def end(self, cell):
+            done.append(cell)
+
+    run_quickly_here = Recorder()
+    run_cells(planned(tmp_path), out=tmp_path / "out", executor=run_quickly_here,
+              progress=Watching())  # fmt: skip
+    for cell, before in begun:
+        if not cell.endswith("fp32"):
+            assert cell.replace("rtn-4bit", "fp32") in before
+    assert run_quickly_here.order[0].endswith("/fp32")
+
+
+def test_without_damage_no_cell_depends_on_another(tmp_path):
+    plan_ = planned(tmp_path, evaluation={"limit": 3, "damage": False})
+    assert {depends_on(cell, plan_) for cell in plan_.cells} == {None}
+    plan_ = planned(tmp_path)
+    assert {depends_on(cell, plan_) for cell in plan_.cells} == {
+        None, *(cell.key for cell in plan_.cells if cell.name.endswith("fp32")),
+    }  # fmt: skip
+
+
+def test_who_reuses_anothers_calibrated_weights_begins_last(tmp_path):
+    gptq = {"name": "gptq-4bit", "group_size": 64}
+    cells = planned(
+        tmp_path,
+        quantizers=[
+            "fp32",
+            {"activations": "int8-token", "label": "a8"},
+            {"weights": gptq, "activations": "int8-static", "label": "w4a8-static"},
+            gptq,
+        ],
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 64},
+    ).cells
+    assert [cell.name for cell in in_order(cells)] == [
+        f"{checkpoint}/{label}"
+        for label in ("fp32", "w4a8-static", "a8", "gptq-4bit")
+        for checkpoint in ("softmax", "softpick")
+    ]

@@ -1,0 +1,123 @@
+"""Worker processes: one that dies breaks its own call, and whoever ends leaves nobody behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import BrokenExecutor
+
+import pytest
+
+from qbench.progress import SilentProgress
+from qbench.runner.progress import QueueListener
+from qbench.runner.workers import Workers
+
+PATIENCE = 120  # seconds that make a hang: processes wait for what is imported for all of them
+
+
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def talk(progress, cell):
+    """A cell that does nothing but tell, in long and short messages."""
+    progress.begin(cell)
+    while True:
+        progress.stage(cell, "step " * 2_000, total=1)
+        progress.log(f"pid {os.getpid()}")
+
+
+class Heard(SilentProgress):
+    """What a cell said."""
+
+    def __init__(self):
+        self.pid, self.at_work = 0, set()
+
+    def begin(self, cell):
+        self.at_work.add(cell)
+
+    def end(self, cell):
+        self.at_work.discard(cell)
+
+    def log(self, line, style=""):
+        self.pid = int(line.removeprefix("pid "))
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_process_killed_at_any_moment_breaks_its_own_call_and_hangs_nobody(kills):
+    draw, heard, killed = random.Random(0), Heard(), set()
+    executor = Workers([0, 0], device="cpu")
+    try:
+        with QueueListener(heard) as listener:
+            for kill in range(kills):
+                cell = f"cell-{kill}"
+                call = executor.submit(talk, listener.remote, cell)
+                wait_until(lambda: heard.pid and heard.pid not in killed)
+                beside = executor.submit(time.sleep, 0.3)
+                time.sleep(draw.uniform(0, 0.1))
+                os.kill(heard.pid, signal.SIGKILL)
+                killed.add(heard.pid)
+                with pytest.raises(BrokenExecutor):
+                    call.result(timeout=PATIENCE)
+                listener.died(cell)
+                assert heard.at_work == set()
+                assert beside.result(timeout=PATIENCE) is None
+        assert executor.submit(os.getpid).result(timeout=PATIENCE) not in killed
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def test_processes_that_are_told_to_end_do_so_in_whatever_they_do():
+    executor = Workers([0, 0], device="cpu")
+    pid = executor.submit(os.getpid).result(timeout=PATIENCE)
+    busy = [executor.submit(time.sleep, 600) for _ in range(3)]
+    time.sleep(0.3)
+    begun = time.monotonic()
+    executor.shutdown(cancel_futures=True)
+    for call in busy[:2]:
+        with pytest.raises(BrokenExecutor):
+            call.result(timeout=10)
+    assert busy[2].cancelled()
+    assert time.monotonic() - begun < 2
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+    with pytest.raises(RuntimeError):
+        executor.submit(os.getpid)
+
+
+def fail(message):
+    raise ValueError(message)
+
+
+def own_random_number(_):
+    import numpy as np
+
+    return np.random.random(), os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_an_error_of_a_call_is_its_own_and_forks_draw_different_numbers(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with Workers([1, 0], device="cuda") as executor:  # no GPU is asked for
+        with pytest.raises(ValueError, match="of the call"):
+            executor.submit(fail, "of the call").result(timeout=PATIENCE)
+        found = [executor.submit(own_random_number, n) for n in range(2)]
+        numbers, _, gpus = zip(*(one.result(timeout=PATIENCE) for one in found), strict=True)
+    assert set(gpus) <= {"0", "1"}
+    assert len(set(numbers)) == 2
+
+
+def left_to_import():
+    import sys
+
+    from qbench.runner.preload import MODULES
+
+    return [name for name in MODULES if name not in sys.modules]
+
+
+def test_workers_have_all_that_cells_need_from_their_start():
+    with Workers([0, 0], device="cpu") as executor:
+        assert executor.submit(left_to_import).result(timeout=PATIENCE) == []
