@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import packed
-from qbench.quantizers.blocks import BlockInputs
-from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.calibration import BlockInputs, Calibration
 from qbench.quantizers.config import WHOLE_ROW, PackedWeight, Progress
 from qbench.quantizers.linear import Plain, Tensors, linears
 from qbench.quantizers.weights import Gptq

@@ -1,16 +1,29 @@
-"""The linear layers of a model that a quantizer is to replace."""
+"""The weight matrices of a model, which a quantizer of weights must cover, and the linear layers
+that it replaces.
+
+A weight matrix is a parameter of floating point with at least two dimensions longer than one, bias
+left out, whose product with activations the model computes: linear layers, Conv1D layers of GPT-2,
+experts (one by one where a model keeps them as one parameter), routers, convolutions. Those of
+embeddings, of normalizing layers and of the LM head are none. Parameters of that shape that are no
+factors of a product (a state space's A) count as well, for a name cannot tell them: they are small.
+
+transformers holds the experts of Mixtral, Qwen MoE, DeepSeek, gpt-oss and others as
+``gate_up_proj`` [experts, 2 · inner, hidden] and ``down_proj`` [experts, hidden, inner] (gpt-oss
+turned), which no quantizer of linear layers would see. ``split_experts`` puts in their place a
+module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down_proj``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from qbench.errors import QuantizationError
 from qbench.quantizers.config import matching
-from qbench.quantizers.experts import is_routed, split
-from qbench.quantizers.matrices import is_linear
 
 Tensors = dict[str, Tensor]
 
@@ -44,7 +57,7 @@ def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Line
 def linearize(model: nn.Module) -> None:
     """Put linear layers in the place of every Conv1D (GPT-2's, which is one with its weight
     turned) and of experts that are kept as one parameter, in place; the LM head aside."""
-    split(model)
+    split_experts(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             layer = nn.Linear(1, 1, bias=False, device="meta")
@@ -63,3 +76,205 @@ def plain(module: nn.Linear) -> Plain:
         device=module.weight.device,
         routed=is_routed(module),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """``weight`` as a linear layer would hold it, [out, in], or [experts, …] and the like.
+
+    ``linear``: a linear layer multiplies by it, once ``linearize`` has taken the model apart.
+    """
+
+    name: str  # the parameter's, without ".weight"
+    weight: Tensor
+    linear: bool
+    holder: str = "Linear"  # class of the module that holds it
+
+
+def matrices(model: nn.Module) -> dict[str, Matrix]:
+    """Every weight matrix of ``model``, by name, in the model's order; shared ones once."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    result: dict[str, Matrix] = {}
+    seen: set[int] = set() if head is None else {id(p) for p in head.parameters()}
+    for path, module in model.named_modules():
+        if is_fused(module):
+            for name, weight, _ in expert_parts(module):
+                result[f"{path}.{name}"] = Matrix(name=f"{path}.{name}", weight=weight, linear=True)
+            seen |= {id(weight) for weight in module._parameters.values()}
+        embedding = isinstance(module, nn.Embedding) or "Norm" in type(module).__name__
+        for part, weight in module.named_parameters(recurse=False):
+            linear = part == "weight" and is_linear(module)
+            if id(weight) in seen or embedding or not (linear or _is_matrix(part, weight)):
+                continue
+            seen.add(id(weight))
+            name = path if part == "weight" else f"{path}.{part}"
+            turned = isinstance(module, Conv1D) and part == "weight"  # holds [in, out]
+            result[name] = Matrix(
+                name=name,
+                weight=weight.T if turned else weight,
+                linear=turned or linear,
+                holder=type(module).__name__,
+            )
+    return result
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer: also one that a library put in its place, and of
+    transformers' classes that derive from it those that compute no more (a router does)."""
+    if not isinstance(module, nn.Linear):
+        return False
+    kind = type(module)
+    own = kind.forward is not nn.Linear.forward and kind.__module__.startswith("transformers.")
+    return not own or _multiplies(module)
+
+
+@torch.no_grad()
+def _multiplies(module: nn.Linear) -> bool:
+    """Whether its forward, hooks aside, gives the product with its weight on some input."""
+    x = module.weight.new_ones(1, module.in_features)
+    try:
+        found = type(module).forward(module, x)
+    except Exception:  # whatever else it is, it is no linear layer
+        return False
+    expected = nn.functional.linear(x, module.weight, module.bias)
+    return (
+        isinstance(found, Tensor)
+        and found.shape == expected.shape
+        and bool(torch.allclose(found, expected, rtol=1e-2, atol=1e-2))
+    )
+
+
+def values(weight: Tensor) -> Tensor:
+    """What ``weight`` stands for as a plain tensor: a library's subclass, as torchao's inside
+    linear layers, dequantizes itself, and knows few other operations."""
+    held = weight.data
+    return held if type(held) is Tensor else held.dequantize()
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """Weights of ``model`` with NaN or infinite values, a line each."""
+    return [
+        f"{name}: {count:,} of {weight.numel():,} values are not finite"
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and (count := int((~torch.isfinite(values(weight))).sum()))
+    ]
+
+
+def require_matches(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
+    """Raise QuantizationError for a pattern that names no weight matrix of ``model``."""
+    found = matrices(model)
+    for pattern in patterns:
+        if not matching(found, (pattern,)):
+            parts = dict.fromkeys(
+                part for n in found for part in n.split(".") if not part.isdigit()
+            )
+            raise QuantizationError(
+                f"{name}: ignore: {pattern!r} names no weight matrix; their names are made "
+                f"of {', '.join(parts)}"
+            )
+
+
+def _is_matrix(part: str, weight: Tensor) -> bool:
+    long = sum(size > 1 for size in weight.shape)
+    return weight.is_floating_point() and long >= 2 and "bias" not in part
+
+
+# Experts that are kept as one parameter
+
+DOWN = "down_proj"
+ROUTED = "qbench_routed"  # attribute of an expert's layer
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether ``module`` holds experts as transformers' experts interface has them, and does
+    nothing that ``Experts`` does not."""
+    first = first_part(module)
+    return (
+        first is not None
+        and not getattr(module, "has_post_expert_norm", False)
+        and not isinstance(module, Experts)
+        and {first, DOWN} <= set(module._parameters)
+        and all(module._parameters[part].dim() == 3 for part in (first, DOWN))
+    )
+
+
+def is_routed(layer: nn.Module) -> bool:
+    """Whether it is a layer of an expert that :func:`split_experts` took apart."""
+    return getattr(layer, ROUTED, False)
+
+
+def first_part(module: nn.Module) -> str | None:
+    """The name of the parameter that experts multiply by first; None where it has no experts."""
+    if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
+        return None
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def expert_parts(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """``<expert>.<part>``, weight [out, in] and bias [out] of each matrix of fused experts; views
+    of what the module holds."""
+    first = first_part(module)
+    assert first is not None
+    for expert in range(module.down_proj.shape[0]):
+        for part in (first, DOWN):
+            weight = getattr(module, part)[expert]
+            bias = getattr(module, f"{part}_bias")[expert] if module.has_bias else None
+            yield f"{expert}.{part}", weight.T if module.is_transposed else weight, bias
+
+
+class Experts(nn.Module):
+    """Experts as linear layers: what ``fused`` computes, expert by expert."""
+
+    def __init__(self, fused: nn.Module) -> None:
+        super().__init__()
+        # In a tuple, so that what is left of the fused module (its activation and constants) is no
+        # part of the model's tree.
+        self._fused = (fused,)
+        self.first = first_part(fused)
+        self.count = fused.down_proj.shape[0]
+        for name, weight, bias in expert_parts(fused):
+            expert, part = name.split(".")
+            if part != DOWN:
+                self.add_module(expert, nn.Module())
+            self.get_submodule(expert).add_module(part, _linear(weight, bias))
+        for part in (self.first, DOWN):
+            for name in (part, f"{part}_bias"):
+                fused._parameters.pop(name, None)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[tokens, hidden] of the ``top_k_index`` [tokens, k] experts, weighted by
+        ``top_k_weights`` [tokens, k]."""
+        (fused,) = self._fused
+        result = torch.zeros_like(hidden_states)
+        for expert in range(self.count):
+            tokens, place = torch.where(top_k_index == expert)
+            module = self.get_submodule(str(expert))
+            up, down = getattr(module, self.first), module.down_proj
+            # Calibration follows every layer; quantized ones need not take nothing.
+            if not len(tokens) and type(up) is not nn.Linear:
+                continue
+            inner = up(hidden_states[tokens])
+            inner = fused._apply_gate(inner) if fused.has_gate else fused.act_fn(inner)
+            weighted = down(inner) * top_k_weights[tokens, place, None]
+            result.index_add_(0, tokens, weighted.to(result.dtype))
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{self.count} experts"
+
+
+def split_experts(model: nn.Module) -> None:
+    """Take every fused experts module of ``model`` apart, in place."""
+    for name, module in list(model.named_modules()):
+        if is_fused(module):
+            model.set_submodule(name, Experts(module))
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.out_features, layer.in_features = weight.shape
+    layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    setattr(layer, ROUTED, True)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return layer

@@ -28,8 +28,7 @@ from qbench.quantizers.config import (
     Settings,
     WeightSettings,
 )
-from qbench.quantizers.linear import Tensors, linearize, linears, plain
-from qbench.quantizers.matrices import not_finite, require_matches
+from qbench.quantizers.linear import Tensors, linearize, linears, not_finite, plain, require_matches
 from qbench.quantizers.names import BACKENDS
 
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform

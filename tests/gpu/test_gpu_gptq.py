@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 from test_gptq import BLOCKS, block_of, hessian, problem, solve
 
 from qbench.quantizers import gptq
-from qbench.quantizers.blocks import _product
+from qbench.quantizers.calibration import _product
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,7 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import parse
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.experts import Experts, is_fused
-from qbench.quantizers.linear import linearize, linears
-from qbench.quantizers.matrices import matrices
+from qbench.quantizers.linear import Experts, is_fused, linearize, linears, matrices
 from qbench.quantizers.quantize import quantize
 
 # Of GPT-BigCode in transformers 5.17.

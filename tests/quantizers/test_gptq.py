@@ -9,7 +9,7 @@ from torch import nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import gptq, packed
-from qbench.quantizers.blocks import BlockInputs
+from qbench.quantizers.calibration import BlockInputs
 from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import quantize
 

@@ -25,8 +25,7 @@ from transformers import (
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse, rtn
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.linear import linearize, linears
-from qbench.quantizers.matrices import matrices
+from qbench.quantizers.linear import linearize, linears, matrices
 from qbench.quantizers.quantize import quantize
 
 CASES = [

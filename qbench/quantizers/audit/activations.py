@@ -26,7 +26,7 @@ from qbench.quantizers.config import (
     matching,
 )
 from qbench.quantizers.fake_quant import weights_alone
-from qbench.quantizers.matrices import Matrix
+from qbench.quantizers.linear import Matrix
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit
 

@@ -13,7 +13,7 @@ from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.weights import audit_weights, first_line
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.fake_quant import weights_alone
-from qbench.quantizers.matrices import matrices, not_finite
+from qbench.quantizers.linear import matrices, not_finite
 from qbench.quantizers.measure_heads import measure_heads
 from qbench.quantizers.outliers.check import treat
 from qbench.records import Audit, KVAudit

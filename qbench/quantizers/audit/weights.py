@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
-from qbench.quantizers.matrices import Matrix, matrices, values
+from qbench.quantizers.linear import Matrix, matrices, values
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import Audit, ModuleAudit
 

@@ -8,8 +8,7 @@ from quantizer_models import PROBE, VOCABULARY, llama, make, settings
 from qbench.errors import QuantizationError
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import matching
-from qbench.quantizers.linear import linears
-from qbench.quantizers.matrices import matrices
+from qbench.quantizers.linear import linears, matrices
 
 SHAPE = {
     "vocab_size": VOCABULARY,
