@@ -529,7 +529,8 @@ class Score(RecordModel):
 
     ``aggregation`` is lm-eval's name for how documents become the value: ``mean``,
     ``perplexity`` exp(−mean value), ``weighted_perplexity`` exp(−Σ value / Σ weight),
-    ``bits_per_byte`` −Σ value / (Σ weight · ln 2), or another name, which statistics leave alone.
+    ``bits_per_byte`` −Σ value / (Σ weight · ln 2), ``f1`` and ``matthews_corrcoef`` of all
+    documents at once, or another name, which statistics leave alone.
     """
 
     task: TaskName  # as the recipe calls it; the name in the Parquet files

@@ -19,6 +19,7 @@ from scipy import optimize, special
 from statsmodels.stats.multitest import multipletests
 
 from qbench.statistics.metrics import LOG_SCALE
+from qbench.statistics.pairs import PAIRED, pair_scores
 from qbench.statistics.panel import (
     ENOUGH_TO_CORRECT,
     SLOPES,
@@ -192,7 +193,10 @@ FEW_CHANGES = 20
 RESOLUTION = 0.001
 
 Kind = Literal["difference", "log ratio"]
-Test = Literal["McNemar, exact", "sign flips, exact", "paired t", "paired t on log-likelihoods"]
+Test = Literal[
+    "McNemar, exact", "sign flips, exact", "paired t", "paired t on log-likelihoods",
+    "draws of documents",
+]  # fmt: skip
 Method = Literal["BCa bootstrap", "percentile bootstrap", "Student's t", "score"]
 
 
@@ -287,11 +291,14 @@ def effect(
     which few documents tell anything, by flipping signs. All else has a paired t test on the
     documents' contributions. The interval is the score interval where few answers changed, else
     the bootstrap's (Student's t without ``resampled``), and for perplexities Student's t on
-    their logarithm.
+    their logarithm. Metrics over all documents at once (f1, mcc) are computed anew of documents
+    drawn with replacement.
 
     ``None`` where the aggregation is not known, fewer than two documents are shared, or a score
     is not finite.
     """
+    if aggregation in PAIRED:
+        return _of_pairs(panel, signs, aggregation)
     sample = _sample(panel, signs, aggregation, resampled)
     if sample is None:
         return None
@@ -333,6 +340,9 @@ def score(
     Of a perplexity, that of its logarithm; of accuracies near 0 or 1 Wilson's interval, since
     the bootstrap's is too narrow there.
     """
+    if aggregation in PAIRED:
+        whole = _of_pairs(panel, {name: 1}, aggregation)
+        return None if whole is None else whole.interval
     sample = _sample(panel, {name: 1}, aggregation, resampled)
     if sample is None:
         return None
@@ -351,8 +361,36 @@ def score(
 def value(panel: Panel, name: object, aggregation: str) -> float:
     """One column's score, as lm-eval makes it of the outcomes."""
     index = panel.index[name]
+    if aggregation in PAIRED:
+        gold, predictions = panel.values[:, index], panel.weights[:, [index]]
+        return float(pair_scores(gold, predictions, aggregation, rounds=1)[0][0])
     ratio = panel.values[:, index].sum() / panel.weights[:, index].sum()
     return float(as_scored(ratio, aggregation))
+
+
+def _of_pairs(panel: Panel, signs: Mapping[object, int], aggregation: str) -> Effect | None:
+    """Of right answers and predictions; ``None`` where cells were not asked the same."""
+    columns = [panel.index[name] for name in signs]
+    gold, sign = panel.values[:, columns], np.array(list(signs.values()), dtype=float)
+    if panel.documents < 2 or not (gold == gold[:, :1]).all():
+        return None
+    whole, drawn = pair_scores(gold[:, 0], panel.weights[:, columns], aggregation)
+    estimate, draws = float(whole @ sign), drawn @ sign
+    tail = (1 - CONFIDENCE) / 2
+    low, bound_low, bound_high, high = np.quantile(draws, [tail, 2 * tail, 1 - 2 * tail, 1 - tail])
+    stderr = float(draws.std(ddof=1))
+    beyond = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
+    return Effect(
+        kind="difference",
+        interval=Interval(estimate=estimate, low=float(low), high=float(high), stderr=stderr),
+        difference=estimate,
+        method="percentile bootstrap",
+        bounds=(float(bound_low), float(bound_high)),
+        test="draws of documents",
+        p=min(1.0, 2 * (1 + beyond) / (1 + len(draws))),
+        detectable=detectable_by_t(stderr, panel.documents),
+        documents=panel.documents,
+    )
 
 
 def _sample(

@@ -163,12 +163,12 @@ def resample(panel: Panel, *, rounds: int = ROUNDS, seed: int = 0) -> Resampled:
     weights, kind = np.unique(panel.weights, axis=1, return_inverse=True)
     rows = np.hstack([panel.values, weights])
     with np.errstate(invalid="ignore"):  # a column that is not finite: ``effect`` refuses it
-        sums = _sums(rows, rounds, np.random.default_rng(seed))
+        sums = drawn_sums(rows, rounds, np.random.default_rng(seed))
         ratios = sums[:, :columns] / sums[:, columns:][:, kind.ravel()]
         return Resampled(ratios=np.asfortranarray(ratios))  # read by columns, a few of hundreds
 
 
-def _sums(rows: Floats, rounds: int, rng: np.random.Generator) -> Floats:
+def drawn_sums(rows: Floats, rounds: int, rng: np.random.Generator) -> Floats:
     """Sums over documents drawn with replacement, [rounds, columns], from [documents, columns]."""
     documents = len(rows)
     kinds, often = np.unique(rows, axis=0, return_counts=True)
