@@ -45,7 +45,12 @@ def test_every_class_of_the_table_is_tried():
     assert {kind: row.name for kind, row in CLASSES.items()}.items() <= class_names().items()
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+# One of each way; the others at night.
+QUICK = ("llama", "gpt2", "opt", "gemma2", "mixtral", "stablelm", "gpt_oss", "falcon")
+KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in CLASSES]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_the_table_says(kind, folders):
     found = find(str(folders(kind)))
     can = found.abilities
