@@ -218,14 +218,12 @@ def attn_bwd_dq(
     if RESHAPED & FLAGS:
         unit = 1.0
 
-    begin, whole_begin, whole_end, end = key_ranges(
-        first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K
-    )
+    ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
     if NEEDS_EXPM1 and g.dtype != tl.float32:
         small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
             exact = precise_delta(
-                q, g, rows, begin, end, k_source, v_source, mask, unit, shaping,
+                q, g, rows, ranges[0], ranges[3], k_source, v_source, mask, unit, shaping,
                 k_strides, v_strides, mask_strides, index, limits,
                 NORM, FLAGS, CAUSAL, WINDOW, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D,
                 V_HEAD_DIM, BLOCK_DV,
@@ -237,26 +235,14 @@ def attn_bwd_dq(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dparam = tl.zeros([BLOCK_Q], tl.float32)
     dslopes = tl.zeros([BLOCK_Q], tl.float32)
-    if WINDOW:
-        dq, dparam, dslopes = attn_bwd_dq_inner(
-            dq, dparam, dslopes, q, g, lse, delta, rows, begin, whole_begin, k_source, v_source,
-            mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
-            NORM, FLAGS, CAUSAL, WINDOW, True, TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM,
-            BLOCK_DV, STAGES,
-        )  # fmt: skip
-    if mask is None:
-        dq, dparam, dslopes = attn_bwd_dq_inner(
-            dq, dparam, dslopes, q, g, lse, delta, rows, whole_begin, whole_end, k_source, v_source,
-            mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
-            NORM, FLAGS, CAUSAL, WINDOW, False, TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, STAGES,
-        )  # fmt: skip
-    dq, dparam, dslopes = attn_bwd_dq_inner(
-        dq, dparam, dslopes, q, g, lse, delta, rows, whole_end, end, k_source, v_source, mask, unit,
-        shaping, k_strides, v_strides, mask_strides, index, limits,
-        NORM, FLAGS, CAUSAL, WINDOW, True, TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM,
-        BLOCK_DV, STAGES,
-    )  # fmt: skip
+    for part in tl.static_range(3):
+        if (part == 0 and WINDOW) or (part == 1 and mask is None) or part == 2:
+            dq, dparam, dslopes = attn_bwd_dq_inner(
+                dq, dparam, dslopes, q, g, lse, delta, rows, ranges[part], ranges[part + 1],
+                k_source, v_source, mask, unit, shaping, k_strides, v_strides, mask_strides, index,
+                limits, NORM, FLAGS, CAUSAL, WINDOW, part != 1, TMA, FAST, BLOCK_K, HEAD_DIM,
+                BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            )  # fmt: skip
     if DPARAM & FLAGS:
         if SCALED & FLAGS:
             dparam = dparam * (length * (LN_2 * LN_2))
@@ -397,6 +383,9 @@ def attn_bwd_dkdv(
     if mask is not None:
         whole_begin = begin
         whole_end = begin
+    # The queries in three ranges, as the keys in common.key_ranges.
+    starts = (begin, whole_begin, whole_end)
+    stops = (tl.minimum(whole_begin, end), whole_end, end)
 
     # Where the forward pass met rows of tiny scores, weights need the series for e^x − 1.
     if NEEDS_EXPM1 and not PRECISE:
@@ -423,29 +412,15 @@ def attn_bwd_dkdv(
                 BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
             )  # fmt: skip
         else:
-            if CAUSAL and mask is None:
-                dk, dv = attn_bwd_dkdv_inner(
-                    dk, dv, k, v, keys, begin, tl.minimum(whole_begin, end),
-                    q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
-                    log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
-                    NORM, FLAGS, CAUSAL, WINDOW, True, False, FAST, TMA,
-                    BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
-                )  # fmt: skip
-            if mask is None:
-                dk, dv = attn_bwd_dkdv_inner(
-                    dk, dv, k, v, keys, whole_begin, whole_end,
-                    q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
-                    log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
-                    NORM, FLAGS, CAUSAL, WINDOW, False, False, FAST, TMA,
-                    BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
-                )  # fmt: skip
-            dk, dv = attn_bwd_dkdv_inner(
-                dk, dv, k, v, keys, whole_end, end,
-                q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
-                log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
-                NORM, FLAGS, CAUSAL, WINDOW, True, False, FAST, TMA,
-                BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
-            )  # fmt: skip
+            for part in tl.static_range(3):
+                if part == 2 or (mask is None and (part == 1 or CAUSAL)):
+                    dk, dv = attn_bwd_dkdv_inner(
+                        dk, dv, k, v, keys, starts[part], stops[part], q_source, g_source,
+                        lse_source + offset, deltas + offset, mask, counts, log2_scale, shaping,
+                        q_strides, g_strides, mask_strides, batch, head, limits, NORM, FLAGS,
+                        CAUSAL, WINDOW, part != 1, False, FAST, TMA, BLOCK_Q, HEAD_DIM, BLOCK_D,
+                        V_HEAD_DIM, BLOCK_DV, STAGES,
+                    )  # fmt: skip
 
     pointers = dk_out + to_int64(batch) * dk_strides[0] + to_int64(kv_head) * dk_strides[1]
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]

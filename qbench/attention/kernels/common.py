@@ -158,10 +158,12 @@ def launch(
             with torch.cuda.device(device):
                 launch(kernel, grid, device, pointers, numbers, constants)
             return
-    key = (
-        id(kernel), grid, device, numbers, tuple(constants.values()),
-        tuple([_kind(pointer) for pointer in pointers]),
-    )  # fmt: skip
+    kinds = [
+        (one.dtype, one.data_ptr() % 16) if isinstance(one, Tensor)
+        else one and (one.base.dtype, one.block_shape)
+        for one in pointers
+    ]  # fmt: skip
+    key = (id(kernel), grid, device, numbers, *constants.values(), *kinds)
     known = _compiled.get(key)
     if known is not None:
         run, rest = known
@@ -177,14 +179,6 @@ def launch(
     _compiled[key] = (compiled[(*grid, 1)], rest)
 
 
-def _kind(pointer: Any) -> Any:
-    if pointer is None:
-        return None
-    if isinstance(pointer, Tensor):
-        return pointer.dtype, pointer.data_ptr() % 16 == 0
-    return pointer.base.dtype, tuple(pointer.block_shape)
-
-
 def _set_context(device: torch.device) -> None:
     """A thread has no CUDA context before its first use of the runtime, autograd's threads for
     gradients among them; Triton sets one only where it loads a kernel, and a kernel that another
@@ -193,3 +187,23 @@ def _set_context(device: torch.device) -> None:
     if device.index not in used:
         torch.zeros(1, device=device)
         used.add(device.index)
+
+
+# Descriptors without their tensors, by all that is checked when one is made.
+_descriptors: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def descriptor(kind: type, tensor: Tensor, block_shape: tuple[int, ...], *layout: Any) -> Any:
+    """``kind``, a tensor descriptor, of ``tensor``, whose start and strides are aligned, see
+    ``ops.has_tma_layout``. ``layout``: Gluon's, in shared memory."""
+    key = (kind, tensor.dtype, tensor.shape, tensor.stride(), block_shape)
+    if key not in _descriptors:
+        if len(_descriptors) >= MAX_COMPILED:
+            _descriptors.clear()
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        _descriptors[key] = vars(kind(tensor, shape, strides, block_shape, *layout)) | {
+            "base": None
+        }
+    made = object.__new__(kind)
+    vars(made).update(_descriptors[key], base=tensor)
+    return made

@@ -157,9 +157,7 @@ def attn_fwd(
     q = load_tile(  # [BLOCK_Q, BLOCK_D]
         q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
     )
-    begin, whole_begin, whole_end, end = key_ranges(
-        first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K
-    )
+    ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
 
     unit = scale
     value_row = (to_int64(batch) * heads + head) * queries
@@ -183,26 +181,14 @@ def attn_fwd(
     else:
         l_i = tl.zeros([BLOCK_Q], tl.float32)
         m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)
-    if WINDOW:
-        acc, l_i, m_i = attn_fwd_inner(
-            acc, l_i, m_i, None, None, q, rows, begin, whole_begin, k_source, v_source, mask, unit,
-            shaping, k_strides, v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW,
-            True, NO_MAX, NEEDS_EXPM1, PRECISE, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, STAGES,
-        )  # fmt: skip
-    if mask is None:
-        acc, l_i, m_i = attn_fwd_inner(
-            acc, l_i, m_i, None, None, q, rows, whole_begin, whole_end, k_source, v_source, mask,
-            unit, shaping, k_strides, v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL,
-            WINDOW, False, NO_MAX, NEEDS_EXPM1, PRECISE, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
-            BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
-        )  # fmt: skip
-    acc, l_i, m_i = attn_fwd_inner(
-        acc, l_i, m_i, None, None, q, rows, whole_end, end, k_source, v_source, mask, unit,
-        shaping, k_strides, v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW,
-        True, NO_MAX, NEEDS_EXPM1, PRECISE, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D,
-        V_HEAD_DIM, BLOCK_DV, STAGES,
-    )  # fmt: skip
+    for part in tl.static_range(3):
+        if (part == 0 and WINDOW) or (part == 1 and mask is None) or part == 2:
+            acc, l_i, m_i = attn_fwd_inner(
+                acc, l_i, m_i, None, None, q, rows, ranges[part], ranges[part + 1], k_source,
+                v_source, mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
+                NORM, FLAGS, CAUSAL, WINDOW, part != 1, NO_MAX, NEEDS_EXPM1, PRECISE, TMA, FAST,
+                BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+            )  # fmt: skip
 
     if NO_MAX:
         l_i = tl.sum(l_i, 1)  # [BLOCK_Q]
@@ -224,7 +210,7 @@ def attn_fwd(
             acc, l_i, m_i = attn_fwd_inner(
                 tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
                 tl.full([BLOCK_Q], initial_max(NORM), tl.float32), tiny, flags,
-                q, rows, begin, end, k_source, v_source, mask, unit, shaping,
+                q, rows, ranges[0], ranges[3], k_source, v_source, mask, unit, shaping,
                 k_strides, v_strides, mask_strides, index, limits,
                 NORM, FLAGS, CAUSAL, WINDOW, True, False, NEEDS_EXPM1, True, TMA, FAST,
                 BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,

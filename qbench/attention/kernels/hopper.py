@@ -3,14 +3,12 @@ tensors, and how they are launched."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qbench.attention.kernels.common import CAPPED, DPARAM, SCALED, SLOPED, launch
+from qbench.attention.kernels.common import CAPPED, DPARAM, SCALED, SLOPED, descriptor, launch
 from qbench.attention.kernels.configs import HOPPER
 from qbench.attention.kernels.hopper_backward import hopper_bwd_dkdv, hopper_bwd_dq
 from qbench.attention.normalizers import Kernels
@@ -19,6 +17,10 @@ from qbench.attention.normalizers import Kernels
 # less, it is the launches that take the time, and these take more.
 MIN_WORK = 4 * 10**9
 DS = DPARAM.value | SCALED.value  # the gradient of s
+TILES = {
+    width: gl.NVMMASharedLayout.get_default_for([1, 1, 64, width], gl.bfloat16) for width in HOPPER
+}
+STATS = gl.NVMMASharedLayout(0, 32, 1)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, flags: int) -> bool:
@@ -57,7 +59,11 @@ def backward(
     # What is not asked for is not read: any tensor stands for it.
     sinks, _, slopes, s = (lse if one is None else one for one in parameters)
     rows = [lse if one is None else one for one in rows]
-    sources = [_tiles(tensor) for tensor in (query, key, value, gradient)]
+    tile = (1, 1, 64, width)
+    sources = [
+        descriptor(TensorDescriptor, one, tile, TILES[width])
+        for one in (query, key, value, gradient)
+    ]
     common = {
         "NORM": kernels.score_function, "FLAGS": flags, "NEEDS_EXPM1": kernels.needs_expm1,
         "HEAD_DIM": width, "BLOCK_Q": config.block_q, "num_warps": 4,
@@ -68,8 +74,7 @@ def backward(
         ((heads, group, length), scales, (output.stride()[:3], dq.stride()[:3])),
         {"STAGES": config.dq_stages, **common},
     )  # fmt: skip
-    stat_layout = gl.NVMMASharedLayout(0, 32, 1)
-    sources.append(TensorDescriptor(stats, [stats.numel()], [1], [4 * 64], stat_layout))
+    sources.append(descriptor(TensorDescriptor, stats, (4 * 64,), STATS))
     for precise in (False, True) if kernels.needs_expm1 else (False,):
         launch(
             hopper_bwd_dkdv, (length // 128, batch * kv_heads), query.device,
@@ -77,14 +82,3 @@ def backward(
             ((kv_heads, group, length), scales, (dk.stride()[:3], dv.stride()[:3])),
             {"PRECISE": precise, "STAGES": config.dkdv_stages, **common},
         )  # fmt: skip
-
-
-def _tiles(tensor: Tensor) -> TensorDescriptor:
-    """Of tiles of 64 rows of one head."""
-    shape = [1, 1, 64, tensor.shape[3]]
-    return TensorDescriptor.from_tensor(tensor, shape, _layout(tensor.shape[3]))
-
-
-@cache
-def _layout(width: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, 64, width], gl.bfloat16)

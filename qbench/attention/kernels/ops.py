@@ -4,7 +4,7 @@ tensors to kernel launches."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qbench.attention.kernels import common, configs, require
 from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
-from qbench.attention.kernels.common import INTERPRETED, launch
+from qbench.attention.kernels.common import INTERPRETED, descriptor, launch
 from qbench.attention.kernels.configs import Config
 from qbench.attention.kernels.decode import attn_decode, combine
 from qbench.attention.kernels.formulas import CHUNK, LOG2_E
@@ -84,12 +84,17 @@ def flags_of(
     kernels: Kernels, parameters: Parameters, softcap: float, wanted: Wanted = NOTHING
 ) -> int:
     """Bits of :mod:`qbench.attention.kernels.common`."""
+    return _flags(kernels, parameters.slopes is not None, softcap > 0, wanted)
+
+
+@lru_cache(1024)
+def _flags(kernels: Kernels, sloped: bool, capped: bool, wanted: Wanted) -> int:
     asked = (
         (kernels.elementwise, common.ELEMENTWISE.value | common.BIASED.value),
         (kernels.scaled, common.SCALED.value),
         (kernels.scaled and kernels.one_more, common.LOG_N1.value),
-        (softcap, common.CAPPED.value),
-        (parameters.slopes is not None, common.SLOPED.value),
+        (capped, common.CAPPED.value),
+        (sloped, common.SLOPED.value),
         (kernels.sink == "one", common.SINK_ONE.value),
         (kernels.sink == "learned", common.SINK_LEARNED.value),
         (wanted.param, common.DPARAM.value),
@@ -346,17 +351,19 @@ def _described(
     if not (config.tma and all(map(has_tma_layout, tensors))):
         return tensors, False
     return tuple(
-        TensorDescriptor.from_tensor(tensor, [1, 1, rows, block(tensor.shape[3])])
+        descriptor(TensorDescriptor, tensor, (1, 1, rows, block(tensor.shape[3])))
         for tensor in tensors
     ), True
 
 
 def has_tma_layout(tensor: Tensor) -> bool:
     """The accelerator wants 16-byte aligned starts and strides."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(
-        stride > 0 and stride * size % 16 == 0 for stride in tensor.stride()[:3]
-    )
+    return tensor.data_ptr() % 16 == 0 and _aligned(tensor.stride(), tensor.element_size())
+
+
+@lru_cache(4096)
+def _aligned(strides: tuple[int, ...], size: int) -> bool:
+    return all(stride > 0 and stride * size % 16 == 0 for stride in strides[:3])
 
 
 # What torch.compile and autograd see.
@@ -372,76 +379,49 @@ def counted(
     return (mask, None) if count < 0 else (None, spans[:count] if count else None)
 
 
-@torch.library.custom_op("qbench::attention", mutates_args=())
+_TENSORS = (
+    "Tensor? mask, Tensor? spans, Tensor? span_count, "
+    "Tensor? sinks, Tensor? bias, Tensor? slopes, Tensor? s, "
+)
+_SETTINGS = (
+    "str normalizer, float scale, float softcap, bool causal, SymInt window, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k"
+)
+
+
+@torch.library.custom_op(
+    "qbench::attention", mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_TENSORS}{_SETTINGS})"
+    " -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    spans: Tensor | None,
-    span_count: Tensor | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    s: Tensor | None,
-    normalizer: str,
-    scale: float,
-    softcap: float,
-    causal: bool,
-    window: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
+    span_count: Tensor | None, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mask, spans = counted(mask, spans, span_count)
-    return forward(query, key, value, mask, spans, Parameters(sinks, bias, slopes, s), settings)
+    return forward(query, key, value, mask, spans, Parameters(*rest[:4]), Settings(*rest[4:]))
 
 
 @attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, spans: Any, span_count: Any, sinks: Any,
-    bias: Any, slopes: Any, s: Any, normalizer: str, *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     output, lse = empty_output(query, value, covered=True)
-    return output, lse, empty_flags(query, key, require(normalizer))
+    return output, lse, empty_flags(query, key, require(rest[7]))
 
 
-@torch.library.custom_op("qbench::attention_backward", mutates_args=())
-def attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    needs_expm1: Tensor,
-    mask: Tensor | None,
-    spans: Tensor | None,
-    span_count: Tensor | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    s: Tensor | None,
-    normalizer: str,
-    scale: float,
-    softcap: float,
-    causal: bool,
-    window: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    wanted_param: bool,
-    wanted_sinks: bool,
-    wanted_slopes: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    settings = Settings(normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k)
-    wanted = Wanted(wanted_param, wanted_sinks, wanted_slopes)
-    mask, spans = counted(mask, spans, span_count)
+@torch.library.custom_op(
+    "qbench::attention_backward", mutates_args=(),
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, "
+    f"Tensor needs_expm1, {_TENSORS}{_SETTINGS}, bool param, bool sinks_too, bool slopes_too)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def attention_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    settings, wanted = Settings(*given[14:21]), Wanted(*given[21:])
+    mask, spans = counted(*given[7:10])
     dq, dk, dv, *learned = backward(
-        gradient, query, key, value, output, lse, needs_expm1, mask, spans,
-        Parameters(sinks, bias, slopes, s), settings, wanted,
-    )  # fmt: skip
+        *given[:7], mask, spans, Parameters(*given[10:14]), settings, wanted
+    )
     # An operator returns tensors: empty ones stand for what was not asked for.
-    return dq, dk, dv, *(lse.new_empty(0) if one is None else one for one in learned)
+    return dq, dk, dv, *(given[5].new_empty(0) if one is None else one for one in learned)
 
 
 @attention_backward.register_fake
