@@ -140,7 +140,8 @@ def _rows_kernel(
         at = row * length
         out = at
     else:
-        (s_batch, s_head, s_token), (t_batch, t_head, t_token) = strides
+        s_batch, s_head, s_token = strides[0]  # Triton 3.6 takes no nested targets
+        t_batch, t_head, t_token = strides[1]
         part = row % parts * length
         head = row // parts % heads
         token = row // (parts * heads) % tokens
@@ -181,7 +182,8 @@ def _channels_kernel(
 ):  # fmt: skip
     """One program GROUP tokens and a head of [B, H, T, D]. Whole groups do not overlap, so at most
     one begins among them: that one is rounded. Other rows of ``target`` are left as they are."""
-    (s_batch, s_head, s_token), (t_batch, t_head, t_token) = strides
+    s_batch, s_head, s_token = strides[0]  # Triton 3.6 takes no nested targets
+    t_batch, t_head, t_token = strides[1]
     batch = tl.program_id(1).to(tl.int64) // heads
     head = tl.program_id(1) % heads
     index = tl.arange(0, TOKENS)
