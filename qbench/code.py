@@ -1,37 +1,62 @@
-"""A digest of those of our own modules that can change a number. Imports no torch."""
+"""A digest of those of our own modules that can change a number. Imports no torch.
+
+Of their syntax trees: comments, docstrings and layout change no number, and no key.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-# What these decide stands in the key itself (recipe, plan), or comes after the numbers. Every
-# other module counts, a new one too until it is named here.
-WITHOUT_EFFECT = (
-    "__init__.py", "__main__.py", "analyses.py", "api.py", "cache.py", "cli", "code.py",
-    "errors.py", "files.py", "hub.py", "plan.py", "plugins.py",
-    "recipe.py", "recipe_yaml.py", "registry.py", "records.py",
-    "passkey.py",
-    "progress.py", "store.py",
-    "analysis",  # whose digest its own keys hold
-    "bench", "cluster", "comparison", "export", "gate", "machine", "published",
-    "report", "running", "show", "tables", "text", "training",
-)  # fmt: skip
+PACKAGE = Path(__file__).parent
+# What these decide stands in keys; the rest of qbench says what is asked, or reads what came out.
+QUANTIZING = ("attention", "checkpoints", "quantizers")  # makes a quantized model
+SCORING = (*QUANTIZING, "cell.py", "evaluation", "passkey.py")  # and scores it
+# Of a syntax tree: places in the file, and what only some versions of Python say.
+SILENT = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 
 
 @functools.cache
-def code_digest() -> str:
-    """SHA-256 over names and sources of the modules that can change a number, of this qbench."""
-    return digest_of(Path(__file__).parent)
+def code_digest(modules: tuple[str, ...] = SCORING) -> str:
+    """SHA-256 over names and code of ``modules``, files and folders of this qbench."""
+    return digest_of([PACKAGE / name for name in modules])
 
 
-def digest_of(package: Path) -> str:
-    """``code_digest`` of the qbench in the folder ``package``: 64 hexadecimal digits."""
+def digest_of(paths: Sequence[Path]) -> str:
+    """SHA-256 over names and code of files and of the modules in folders: 64 hexadecimal digits."""
     total = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package)
-        if name.parts[0] not in WITHOUT_EFFECT:
-            source = hashlib.sha256(path.read_bytes()).hexdigest()
-            total.update(f"{name.as_posix()} {source}\n".encode())
+    for path in paths:
+        for module in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            code = hashlib.sha256("\n".join(_words(ast.parse(module.read_bytes()))).encode())
+            total.update(
+                f"{module.relative_to(path.parent).as_posix()} {code.hexdigest()}\n".encode()
+            )
     return total.hexdigest()
+
+
+def _words(node: Any) -> Iterator[str]:
+    """A syntax tree in words, docstrings left out; the same under every version of Python."""
+    if isinstance(node, list):
+        yield "["
+        for one in node:
+            yield from _words(one)
+        yield "]"
+    elif isinstance(node, ast.AST):
+        yield type(node).__name__
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if name == "body" and isinstance(value, list) and _is_docstring(node, value):
+                value = value[1:]
+            if name not in SILENT:
+                yield from _words(value)
+    else:
+        yield repr(node)
+
+
+def _is_docstring(node: ast.AST, body: list[Any]) -> bool:
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return isinstance(node, holders) and ast.get_docstring(node, clean=False) is not None

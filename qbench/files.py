@@ -19,6 +19,7 @@ from pathlib import Path
 
 from qbench.errors import OutputError
 
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of what a user names: it may become a folder
 NAME_BYTES = 255  # of a file name, on the usual file systems
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 

@@ -1,4 +1,4 @@
-"""Quantizers, normalizers and executors from outside the package. Imports no torch.
+"""Names of quantizers, normalizers and executors, and those from outside the package. No torch.
 
 A plug-in is a Python file or an installed package's module: importing it registers what it has
 (``qbench.quantizers.register``, ``qbench.attention.normalizers.register``,
@@ -14,17 +14,56 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from qbench.errors import RecipeError, shown
-from qbench.files import digest
+from qbench.files import NAME, digest, read_regular, reason
 
 GROUPS = ("qbench.quantizers", "qbench.normalizers", "qbench.executors")
 PREFIX = "qbench_plugin_"  # of the modules that files become
 PATH = 500  # characters of a path in a message
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to things of one kind. A duplicate raises; an unknown name lists the known ones.
+
+    Names stand in recipes, tables and paths, so they are of the characters that these have. Where
+    ``described``, a thing says what it is in one line, its ``description``."""
+
+    def __init__(self, kind: str, *, described: bool = False) -> None:
+        self.kind, self.described = kind, described
+        self._things: dict[str, T] = {}
+
+    def add(self, name: str, thing: T) -> T:
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise RecipeError(
+                f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
+            )
+        about = getattr(thing, "description", None)
+        if self.described and not (isinstance(about, str) and about.isprintable() and about):
+            raise RecipeError(
+                f"{self.kind} {name}: its description must be one line of text, not {shown(about)}"
+            )
+        if name in self._things:
+            raise ValueError(f"{self.kind} {name!r} is registered twice")
+        self._things[name] = thing
+        return thing
+
+    def get(self, name: str) -> T:
+        if name not in self._things:
+            raise RecipeError(f"unknown {self.kind} {name!r}; known: {', '.join(self._things)}")
+        return self._things[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._things)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._things
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +92,10 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
     """Import the file ``path``; ``location`` is where it is named. Raises RecipeError where that
     fails, or where another file of the same name is loaded."""
     try:
-        source = Path(path).read_bytes()
+        source = read_regular(path)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
         raise RecipeError(
-            f"{location} {shown(str(path), most=PATH)}: cannot be read ({why})"
+            f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)})"
         ) from None
     plugin = Plugin(name=Path(path).name, source=source, path=os.path.realpath(path))
     load([plugin], location=location)
@@ -96,11 +134,12 @@ def load_packages() -> None:
         for entry in entry_points(group=group):
             try:
                 entry.load()
-            except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # sys.exit, too, is no reason to end without a word
                 raise RecipeError(
-                    f"the package behind {entry.value} ({group}) does not load: {reason}; mend or "
-                    "uninstall it"
+                    f"the package behind {entry.value} ({group}) does not load: "
+                    f"{_first_line(error) or type(error).__name__}; mend or uninstall it"
                 ) from error
             if entry.dist is not None:
                 _packages[entry.dist.name] = entry.dist.version
@@ -115,12 +154,13 @@ def _execute(plugin: Plugin, path: str, location: str) -> None:
     sys.modules[plugin.module] = module
     try:
         exec(compile(plugin.source, path, "exec"), module.__dict__)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, too, is no reason to end without a word
         del sys.modules[plugin.module]
         line = error.lineno if isinstance(error, SyntaxError) else _line(error, path)
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise RecipeError(
-            f"{location} {path}: line {line}: {type(error).__name__}: {reason}"
+            f"{location} {path}: line {line}: {type(error).__name__}: {_first_line(error)}"
         ) from error
 
 
@@ -140,7 +180,11 @@ class _Loader:
         return self.plugin.source.decode()
 
 
-def _line(error: Exception, location: str) -> int | str:
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _line(error: BaseException, location: str) -> int | str:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == location]
     return lines[-1] if lines and lines[-1] is not None else "?"
 

@@ -30,9 +30,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qbench.errors import DamagedError, NewerSchemaError, SchemaError
-from qbench.files import digest
+from qbench.files import NAME, digest
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of a checkpoint or quantizer; names folders
 Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 DIGEST = "^[0-9a-f]{64}$"
 Digest = Annotated[str, Field(pattern=DIGEST)]  # SHA-256

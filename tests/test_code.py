@@ -1,67 +1,63 @@
-"""Which of our own modules are part of a cell's key."""
+"""Which of our own code is part of a cell's key."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import qbench
-from qbench.code import WITHOUT_EFFECT, code_digest, digest_of
+from qbench.code import PACKAGE, SCORING, code_digest, digest_of
 
-PACKAGE = Path(qbench.__file__).parent
-CAN_CHANGE_A_NUMBER = (
-    "attention", "cell.py", "checkpoints", "evaluation", "quantizers",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    copied = tmp_path_factory.mktemp("code") / "qbench"
-    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    return copied
+CODE = '''"""About."""
+# why
+def f(x):
+    """What."""
+    return x + 1  # so
+'''
 
 
-def edited(package, name):
-    """The digest while one module of ``name``, a module or a room, has another line."""
-    module = package / name if name.endswith(".py") else max((package / name).rglob("*.py"))
-    source = module.read_text()
-    module.write_text(source + "\nx = 1\n")
-    digest = digest_of(package)
-    module.write_text(source)
-    return digest
+def digest(folder, text, name="a.py"):
+    (folder / "room").mkdir(exist_ok=True)
+    (folder / "room" / name).write_text(text)
+    return digest_of([folder / "room"])
 
 
-@pytest.mark.parametrize("name", CAN_CHANGE_A_NUMBER)
-def test_the_digest_changes_with_a_module_that_can_change_a_number(package, name):
-    assert edited(package, name) != digest_of(package)
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        (CODE.replace("# why\n", "").replace("About", "Other"), True),
+        (CODE.replace('    """What."""\n', "").replace("x + 1", "(x\n            + 1)"), True),
+        (CODE.replace("x + 1", "x + 2"), False),
+        (CODE.replace("x + 1", "x + 1.0"), False),
+        (CODE.replace("x + 1", "x - 1"), False),
+        (CODE.replace("return", '"""What."""\n    return "" or').replace("1", "''"), False),
+    ],
+)
+def test_code_counts_and_comments_docstrings_and_layout_do_not(tmp_path, text, same):
+    assert (digest(tmp_path, CODE) == digest(tmp_path, text)) is same
 
 
-@pytest.mark.parametrize("name", [name for name in WITHOUT_EFFECT if (PACKAGE / name).exists()])
-def test_the_digest_stays_with_a_module_that_cannot(package, name):
-    assert edited(package, name) == digest_of(package)
+def test_a_new_a_removed_and_a_renamed_module_change_the_digest(tmp_path):
+    before = digest(tmp_path, CODE)
+    added = digest(tmp_path, CODE, "b.py")
+    (tmp_path / "room" / "b.py").rename(tmp_path / "room" / "c.py")
+    assert len({before, added, digest_of([tmp_path / "room"])}) == 3
+    (tmp_path / "room" / "c.py").unlink()
+    assert digest_of([tmp_path / "room"]) == before
 
 
-def test_a_new_a_removed_and_a_renamed_module_change_the_digest(package):
-    before = digest_of(package)
-    new = package / "quantizers" / "new.py"
-    new.write_text("x = 1\n")
-    added = digest_of(package)
-    renamed = new.rename(package / "quantizers" / "newer.py")
-    assert len({before, added, digest_of(package)}) == 3
-    renamed.unlink()
-    assert digest_of(package) == before
-
-
-def test_a_module_of_unknown_effect_counts(package):
-    before = digest_of(package)
-    new = package / "something_new.py"
-    new.write_text("x = 1\n")
-    assert digest_of(package) != before
-    new.unlink()
+def test_every_module_that_a_cell_imports_while_it_computes_is_there_or_decides_nothing():
+    """A new module or package stands in one of the two lists before it is used."""
+    without_effect = {
+        "__init__.py", "__main__.py", "analyses.py", "analysis", "api.py", "bench", "cache.py",
+        "cli", "cluster", "code.py", "comparison", "errors.py", "export", "files.py", "gate",
+        "hub.py", "machine", "plan.py", "plugins.py", "progress.py", "published", "recipe.py",
+        "recipe_yaml.py", "records.py", "report", "runner", "running", "show",
+        "show.py", "statistics", "store.py", "tables", "text", "text.py", "training",
+    }  # fmt: skip
+    found = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert found - without_effect == set(SCORING)
 
 
 def test_the_digest_is_the_same_in_another_process_and_needs_no_torch():

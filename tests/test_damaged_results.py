@@ -14,7 +14,7 @@ import pytest
 from synthetic import make_store
 
 from qbench import store as store_module
-from qbench.cli.app import app as cli
+from qbench.cli import app as cli
 from qbench.comparison.lines import FILE, read_floors, to_bytes
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline

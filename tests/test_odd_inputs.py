@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from synthetic import make_store
 
-from qbench.cli.app import app as cli
+from qbench.cli import app as cli
 from qbench.gate import baseline
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"

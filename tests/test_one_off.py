@@ -9,9 +9,11 @@ import pytest
 import yaml
 from small_recipe import DEMO, qbench, small_recipe
 
+from qbench.cli.options import Dtype
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
-from qbench.recipe import Overrides, Recipe
+from qbench.recipe import Overrides, Recipe, save
+from qbench.recipe_yaml import read, write
 from qbench.store import Store, run_id, runs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -74,13 +76,60 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
     path.write_text("name: r\ncheckpoints: {one: ../models/one, two: {path: a/b, revision: x}}\n"
                     "quantizers: [bf16]\ntasks: [sciq]\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    from qbench.recipe import save
-
     save(path, Overrides(limit=3), tmp_path / "kept.yaml")
     kept = yaml.safe_load((tmp_path / "kept.yaml").read_text())
     assert kept["checkpoints"] == {"one": str(tmp_path / "models" / "one"),
                                    "two": {"path": "a/b", "revision": "x"}}  # fmt: skip
     assert kept["evaluation"] == {"limit": 3}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_recipe_is_kept_with_another_dtype(tmp_path, dtype):
+    changed = Overrides(dtype=Dtype(dtype), checkpoints={"softmax": "a/b"})
+    save(small_recipe(tmp_path), changed, tmp_path / "kept.yaml")
+    assert Recipe.load(tmp_path / "kept.yaml").compute_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["12e4", "0o17", "1e5", "08", "1e-3", "0x1f", "1_000", "no", "yes", "on", "null", "true", "1.5",
+     "2024-01-01", "0b1", "NaN", "1+1", "x+1"],
+)  # fmt: skip
+def test_every_label_of_a_kept_recipe_comes_back(tmp_path, label):
+    path = tmp_path / "kept.yaml"
+    write(path, {"quantizers": [{"name": "rtn-4bit", "label": label}], label: "ü"}, "kept")
+    assert read(path).values == {
+        "quantizers": [{"name": "rtn-4bit", "label": label}], label: "ü"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("int8-token", "int8-token"),
+        ("gptq-4bit+int8-token", "gptq-4bit+int8-token"),
+        ("rtn-4bit+int8-token+kv-int4-token", "rtn-4bit+int8-token+kv-int4-token"),
+        ("w8a8-int8", "int8-row+int8-token"),
+        ("w8a8-int8+kv8", "int8-row+int8-token+kv-int8-token"),
+        ("kv4", "kv-int4-token"),
+        ("bf16+kv-fp8-token", "kv-fp8-token"),
+        ("fp8-row+fp8-row", "fp8-row+fp8-row"),
+        ("rtn-4bit+rotation", "rtn-4bit+rotation"),
+        ("heads-weakest", "heads-weakest"),
+    ],
+)
+def test_a_label_that_tables_print_may_be_asked_for(label, name):
+    changed = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), quantizers=("bf16", label),
+                        calibration=DEMO / "calibration.jsonl")  # fmt: skip
+    column = Recipe.load(None, changed).quantizers[1]
+    assert column.label == label
+    assert column.quantization.name == name
+
+
+def test_an_unknown_part_of_a_label_is_said():
+    changed = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), quantizers=("bf16+int9",))
+    with pytest.raises(RecipeError, match=r"unknown quantizer 'bf16\+int9'"):
+        Recipe.load(None, changed)
 
 
 def test_the_baseline_is_the_checkpoint_that_a_recipe_names(tmp_path):

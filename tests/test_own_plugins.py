@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from small_recipe import qbench, small_recipe
 
 from qbench import plugins
 from qbench.errors import RecipeError
+from qbench.recipe import Recipe
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -98,12 +100,33 @@ def test_an_executor_of_a_file_runs_the_cells(tmp_path):
     assert "leave --workers out" in done.stderr
 
 
+NAMED = "from qbench.quantizers.names import Unquantized, register\nregister("
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / "odd.py")
+    with pytest.raises(RecipeError, match=r"odd\.py'?: cannot be read \(not a file\)"):
+        plugins.load_file(tmp_path / "odd.py")
+    path = small_recipe(tmp_path, plugins=["odd.py"])
+    with pytest.raises(RecipeError, match=r"plugins\[0\].*not a file"):
+        Recipe.load(path)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ("import nothing_of_this_name\n", r"line 1: ModuleNotFoundError: No module named"),
         ("x = 1\ny = 1 / 0\n", r"line 2: ZeroDivisionError: division by zero"),
         ("def\n", r"line 1: SyntaxError"),
+        ("raise BaseException('no')\n", "line 1: BaseException: no"),
+        ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
+        (f"{NAMED}'../x', Unquantized, 'a line')\n", r"'\.\./x': a name is letters"),
+        (f"{NAMED}'a\\nb', Unquantized, 'a line')\n", "a name is letters"),
+        (f"{NAMED}5, Unquantized, 'a line')\n", "quantizer 5: a name is letters"),
+        (f"{NAMED}None, Unquantized, 'a line')\n", "quantizer None: a name is letters"),
+        (f"{NAMED}'x-1bit', Unquantized, None)\n", "description must be one line"),
         (None, "cannot be read"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from small_recipe import DEMO, small_recipe
 
 from qbench import plan as planning
-from qbench.code import digest_of
+from qbench.code import SCORING, digest_of
 from qbench.machine import environment
 from qbench.plan import cell_names, plan, select
 from qbench.recipe import Recipe
@@ -107,9 +107,11 @@ def test_another_version_of_our_own_code_changes_every_key(tmp_path, copies, mon
     package = tmp_path / "qbench"
     source = planning.__file__.removesuffix("plan.py")
     shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(planning, "code_digest", lambda: digest_of(package))
+    monkeypatch.setattr(
+        planning, "code_digest", lambda: digest_of([package / name for name in SCORING])
+    )
     assert keys(tmp_path, copies) == before
-    appended(module)(package)
+    appended(module, "\nx = 1\n")(package)
     assert not set(keys(tmp_path, copies).values()) & set(before.values())
 
 
@@ -152,3 +154,24 @@ def test_cells_are_named_before_anything_is_planned(tmp_path):
     recipe = Recipe.load(small_recipe(tmp_path))
     assert sorted(cell_names(recipe)) == sorted(c.name for c in plan(recipe, device="cpu").cells)
     assert select(cell_names(recipe), "softpick/*") == ["softpick/fp32", "softpick/rtn-4bit"]
+
+
+def bases(tmp_path, *quantizers):
+    path = small_recipe(tmp_path, quantizers=list(quantizers))
+    cells = plan(Recipe.load(path), device="cpu").cells
+    found = {cell.label: cell for cell in cells if cell.checkpoint_name == "softpick"}
+    return found, {label: cell.base and cell.base.quantizer for label, cell in found.items()}
+
+
+def test_a_quantized_cell_is_measured_against_the_unquantized_one_of_its_dtype(tmp_path):
+    _, found = bases(tmp_path, "fp32", "bf16", {"name": "rtn-4bit", "compute_dtype": "bfloat16"},
+                     {"name": "rtn-8bit", "compute_dtype": "float32"},
+                     {"name": "rtn-2bit", "compute_dtype": "float16"})  # fmt: skip
+    assert found == {"fp32": None, "bf16": None, "rtn-4bit": "bf16", "rtn-8bit": "fp32",
+                     "rtn-2bit": "fp32"}  # fmt: skip
+
+
+def test_an_unquantized_cell_has_the_same_key_whatever_stands_before_it(tmp_path):
+    both, _ = bases(tmp_path, "bf16", "fp32", "rtn-4bit")
+    alone, _ = bases(tmp_path, "fp32", "rtn-4bit")
+    assert both["fp32"].key == alone["fp32"].key

@@ -28,6 +28,7 @@ ODD = {
     "deep": ("".join(" " * n + "a:\n" for n in range(600)), "nested too deeply"),
     "dashes": ("- " * 5000, "nested too deeply"),
     "int foo": ("name: a\ncompute_dtype: !!int foo", ":2: 'foo' is no int"),
+    "bool x": ("name: a\nskip_missing: !!bool x", ":2: 'x' is no bool"),
     "python": ("name: !!python/object/apply:os.system [ls]", ":1: tag 'tag:yaml.org,2002:python"),
     "binary": ("name: !!binary aGVsbG8=", ":1: tag"),
     "own tag": ("name: !mine a", ":1: tag '!mine'"),

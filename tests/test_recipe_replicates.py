@@ -82,3 +82,11 @@ def test_what_is_no_group_is_refused_with_its_place(tmp_path, changes, said):
         Recipe.load(small_recipe(tmp_path, **changes))
     assert "small.yaml:" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("order", [("a.1", "a"), ("a", "a.1")])
+def test_a_checkpoint_called_as_a_groups_training_is_refused_not_dropped(tmp_path, order):
+    entries = {"a.1": PAIR["softmax"], "a": ["x", "y"]}
+    path = small_recipe(tmp_path, checkpoints={name: entries[name] for name in order})
+    with pytest.raises(RecipeError, match=r"a: its trainings are a\.1, a\.2, and a\.1"):
+        Recipe.load(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qbench.cli.app import app as cli
+from qbench.cli import app as cli
 from qbench.store import Store
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"

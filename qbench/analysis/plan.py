@@ -76,7 +76,7 @@ def plan_sensitivities(
 def _cells(
     wanted: tuple[Cell, ...], settings: AnalysisSettings, stated: dict[str, Any]
 ) -> tuple[AnalysisCell, ...]:
-    code = digest_of(Path(__file__).parent)
+    code = digest_of([Path(__file__).parent])
     cells = []
     for cell in wanted:
         parts = {name: cell.key_parts[name] for name in MODEL_PARTS if name in cell.key_parts}

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from qbench.code import code_digest
+from qbench.code import QUANTIZING, code_digest
 from qbench.errors import OutputError
 from qbench.files import clean_temporaries, mark_used, temporary
 from qbench.quantizers.calibration import Calibration
@@ -167,7 +167,7 @@ def artifact(
             **({"normalizer source": normalizer_source} if normalizer_source else {}),
         },
         "versions": {name: _version(name) for name in libraries},
-        "code": code_digest(),
+        "code": code_digest(QUANTIZING),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "format": FORMAT,
     }

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from qbench.errors import RecipeError, shown
+from qbench.plugins import Registry
 from qbench.quantizers.config import (
     RECIPE_KEYS,
     SETTINGS,
@@ -25,7 +26,6 @@ from qbench.quantizers.config import (
     QuantizationConfig,
     Settings,
 )
-from qbench.registry import Registry
 
 OLD_OPTIONS = {"leave_out": "ignore"}  # as older recipes have them
 
@@ -87,11 +87,11 @@ class Presets(Registry[Preset]):
             raise RecipeError(f"{name}: {_first(error, preset.kind)}") from None
 
 
-QUANTIZERS = Presets("quantizer")
-ACTIVATIONS = Presets("activation quantizer")
-KV_CACHES = Presets("KV cache quantizer")
-TRANSFORMS = Presets("outlier treatment")
-PRUNINGS = Presets("pruning of heads")
+QUANTIZERS = Presets("quantizer", described=True)
+ACTIVATIONS = Presets("activation quantizer", described=True)
+KV_CACHES = Presets("KV cache quantizer", described=True)
+TRANSFORMS = Presets("outlier treatment", described=True)
+PRUNINGS = Presets("pruning of heads", described=True)
 # by the keys of a recipe
 PARTS: dict[str, Presets] = {
     "weights": QUANTIZERS,
@@ -111,7 +111,7 @@ class Combination:
     description: str
 
 
-COMBINATIONS: Registry[Combination] = Registry("combination")
+COMBINATIONS: Registry[Combination] = Registry("combination", described=True)
 
 
 def register(

@@ -25,8 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
-from qbench.plugins import Plugin, load, load_packages, loaded
-from qbench.registry import Registry
+from qbench.plugins import Plugin, Registry, load, load_packages, loaded
 
 # By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
 # are of this host

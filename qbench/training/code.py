@@ -11,5 +11,5 @@ from qbench.code import code_digest, digest_of
 def training_code() -> str:
     """Of those that change numbers anywhere, and of this room: 64 hexadecimal digits."""
     return hashlib.sha256(
-        f"{code_digest()} {digest_of(Path(__file__).parent)}".encode()
+        f"{code_digest()} {digest_of([Path(__file__).parent])}".encode()
     ).hexdigest()

@@ -18,11 +18,11 @@ from qbench.attention.normalizers.sigmoid import Sigmoid
 from qbench.attention.normalizers.sinks import Softmax1, SoftmaxSink
 from qbench.attention.normalizers.softmax import Softmax
 from qbench.attention.normalizers.softpick import Softpick
-from qbench.registry import Registry
+from qbench.plugins import Registry
 
 __all__ = ["NORMALIZERS", "SLOPES", "Kernels", "Normalizer", "Parameter", "register"]
 
-NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
+NORMALIZERS: Registry[Normalizer] = Registry("normalizer", described=True)
 
 
 def register(normalizer: Normalizer) -> Normalizer:
