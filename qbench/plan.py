@@ -19,8 +19,8 @@ from qbench import __version__, passkey
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
-from qbench.checkpoints.attention import choose_attention
-from qbench.checkpoints.shapes import Shapes, linear_shapes
+from qbench.checkpoints.find import Shapes, linear_shapes
+from qbench.checkpoints.supported import choose_attention
 from qbench.code import code_digest
 from qbench.errors import (
     CheckpointError,
@@ -397,7 +397,7 @@ class ModelChoices:
         notes = []
         if not self.tried:
             notes.append(
-                f"{self.checkpoint.abilities.name} is none of the classes that were tried (qbench "
+                f"{self.checkpoint.support.name} is none of the classes that were tried (qbench "
                 "list models); its attention is compared with transformers' own when it is loaded"
             )
         if self.native:
@@ -414,8 +414,8 @@ def model_choices(
 
     Raises RecipeError where ``evaluation`` asks for an attention that it cannot have.
     """
-    can = checkpoint.abilities
-    chosen = choose_attention(name, checkpoint, evaluation.attention, device)
+    can = checkpoint.support
+    chosen = choose_attention(name, can, checkpoint.normalizer, evaluation.attention, device)
     fastest, slower = can.scoring, can.slower
     if chosen.normalizer == NATIVE and fastest == "fast":
         fastest, slower = "exact", "packs need our attention"
@@ -472,13 +472,13 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
         return str(error)
     if quantization.kv_cache is not None and checkpoint.normalizer == NATIVE:
         return (
-            f"{checkpoint.abilities.name} runs on its own attention, and the KV cache is quantized "
+            f"{checkpoint.support.name} runs on its own attention, and the KV cache is quantized "
             "in ours"
         )
-    spared = checkpoint.abilities.spared
+    spared = checkpoint.support.spared
     if spared and weights is not None and spared not in weights.ignore:
         return (
-            f"{checkpoint.abilities.name} reads the weight of {spared} by itself; say ignore: "
+            f"{checkpoint.support.name} reads the weight of {spared} by itself; say ignore: "
             f"[{spared}]"
         )
     return None

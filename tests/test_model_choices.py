@@ -10,7 +10,7 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from tiny import write_tiny
 
-from qbench.checkpoints.classes import CLASSES
+from qbench.checkpoints.supported import CLASSES
 from qbench.errors import CheckpointError, RecipeError
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -105,7 +105,7 @@ def test_auto_is_the_fastest_scoring_that_works_for_the_model(
     tmp_path, models, monkeypatch, kind, asked, device, mode
 ):
     monkeypatch.setattr("qbench.plan.hardware", lambda _: "a GPU")  # the driver is not asked
-    monkeypatch.setattr("qbench.checkpoints.attention.choose", lambda *_: "reference")
+    monkeypatch.setattr("qbench.checkpoints.supported.choose", lambda *_: "reference")
     found = cell(recipe(tmp_path, {"a": models[kind]}, scoring=asked), device)
     assert found.scoring.mode == mode
     shown = any(note.startswith(f"scoring {mode}") for note in found.notes)

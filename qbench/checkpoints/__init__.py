@@ -1,7 +1,6 @@
 """Checkpoints: weights, tokenizer and normalizer, read as a stock transformers model."""
 
-from qbench.checkpoints.checkpoint import Checkpoint
-from qbench.checkpoints.find import find
+from qbench.checkpoints.find import Checkpoint, find
 from qbench.checkpoints.load import load_model, load_tokenizer
 
 __all__ = ["Checkpoint", "find", "load_model", "load_tokenizer"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qbench.checkpoints.weights import Header
+from qbench.checkpoints.find import Header
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
 
 if TYPE_CHECKING:

@@ -11,13 +11,18 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qbench.checkpoints import flash_linear_attention as fla
-from qbench.checkpoints.abilities import class_names
-from qbench.checkpoints.checkpoint import Checkpoint
-from qbench.checkpoints.files import file_names
-from qbench.checkpoints.find import find
-from qbench.checkpoints.parameters import is_parameter
-from qbench.checkpoints.weights import INDEX, SINGLE, read_headers, weight_files
+from qbench.checkpoints import fla
+from qbench.checkpoints.find import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    file_names,
+    find,
+    is_parameter,
+    read_headers,
+    weight_files,
+)
+from qbench.checkpoints.supported import class_names
 from qbench.errors import CheckpointError, OutputError
 from qbench.files import clean_temporaries, reason, require_folder, temporary
 
@@ -102,7 +107,7 @@ def _to_fla(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
 
     kind = checkpoint.config["model_type"]
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise CheckpointError(f"flash-linear-attention has no {checkpoint.abilities.name}")
+        raise CheckpointError(f"flash-linear-attention has no {checkpoint.support.name}")
     config = AutoConfig.from_pretrained(checkpoint.folder)
     tensors = _read(checkpoint)
     if checkpoint.normalizer not in fla.IMPLEMENTATION_OF:

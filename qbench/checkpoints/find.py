@@ -1,29 +1,417 @@
-"""From what the user named to a Checkpoint that can be loaded. Imports no torch."""
+"""From what the user named to a Checkpoint that can be loaded: what its configuration and the
+headers of its weight files say, and a digest of all that loading reads. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from qbench import hub
 from qbench.attention.implementation import NATIVE
-from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints import flash_linear_attention as fla
-from qbench.checkpoints.checkpoint import Checkpoint
-from qbench.checkpoints.classes import class_normalizer
-from qbench.checkpoints.config import read_config, read_json, require_sizes
-from qbench.checkpoints.files import READ, digest, stamps
-from qbench.checkpoints.parameters import parameter_shapes, require_present
-from qbench.checkpoints.weights import (
-    INDEX,
-    SINGLE,
-    Header,
-    compare_shapes,
-    elements,
-    read_headers,
+from qbench.attention.normalizers import NORMALIZERS, Parameter
+from qbench.checkpoints import fla
+from qbench.checkpoints.supported import (
+    CLASSES,
+    CONV1D,
+    ModelSupport,
+    class_normalizer,
+    model_support,
 )
 from qbench.errors import CheckpointError
+from qbench.records import TRAINING_FILE, Trained, Training
+
+MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
+# Classes that attend to both sides unless config.json says is_decoder (transformers warns so when
+# it builds them) ...
+ENCODERS = frozenset({
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+    "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
+    "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+# ... and ones that do so by default, under a setting of their own
+BIDIRECTIONAL = {
+    "xlm": ("causal", True),
+    "flaubert": ("causal", True),
+    "xlnet": ("attn_type", "uni"),
+}
+NO_LANGUAGE_MODEL = re.compile(
+    r"For(Sequence|Token|Image|Audio)Classification$|For(QuestionAnswering|MultipleChoice)$|"
+    r"RewardModel$"
+)
+BOTH_SIDES = (("use_bidirectional_attention", (True, "all")), ("is_causal", (False,)))
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
+    "n_embd", "n_layer", "n_head", "max_position_embeddings", "n_positions",
+)  # fmt: skip
+LENGTHS = ("max_position_embeddings", "n_positions")  # may be more than the files hold
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises CheckpointError where it is none, or not a file."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is not a regular file")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{path.name} is larger than {MAX_BYTES // 2**20} MiB")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise CheckpointError(f"{path.name} is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of an unquantized causal language model, refused by name for all else."""
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"no config.json in {folder}")
+    config = read_json(folder / "config.json")
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            "it is quantized already (quantization_config); name the unquantized checkpoint"
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            "config.json states no model_type; name a checkpoint that transformers or "
+            "flash-linear-attention saved"
+        )
+    if not isinstance(config.get("tie_word_embeddings", False), bool):
+        raise CheckpointError(
+            f"config.json: tie_word_embeddings {config['tie_word_embeddings']!r}: write true or "
+            "false"
+        )
+    if "transformers_weights" in config:  # would load another file than the ones that are checked
+        raise CheckpointError("config.json: transformers_weights is not supported; remove it")
+    _require_causal(config)
+    return config
+
+
+def _require_causal(config: dict[str, Any]) -> None:
+    """Raise CheckpointError for models that see what comes after a token, or need an encoder."""
+    kind = config["model_type"]
+    if config.get("is_encoder_decoder"):
+        raise CheckpointError(
+            f"{kind} is an encoder-decoder model (is_encoder_decoder: true); only causal language "
+            "models are scored"
+        )
+    if head := next((head for head in heads_of(config) if NO_LANGUAGE_MODEL.search(head)), None):
+        raise CheckpointError(
+            f"it is a {head}, which has no output over the vocabulary; only causal language models "
+            "are scored"
+        )
+    name, value = BIDIRECTIONAL.get(kind, ("is_decoder", True))
+    stated = next((key for key, values in BOTH_SIDES if config.get(key) in values), None)
+    masked = any(head.endswith("ForMaskedLM") for head in heads_of(config))
+    if kind in ENCODERS or kind in BIDIRECTIONAL:
+        both_sides = config.get(name) != value
+        remedy = f"; a decoder of this kind says {name}: {json.dumps(value)}"
+    else:
+        both_sides, remedy = stated is not None or masked, ""
+    if both_sides:
+        why = f"{stated}: {json.dumps(config[stated])}" if stated else f"model_type {kind}"
+        raise CheckpointError(
+            f"it attends to both sides of a token ({why}), so it gives no probability of a text; "
+            f"only causal language models are scored{remedy}"
+        )
+
+
+def heads_of(config: dict[str, Any]) -> list[str]:
+    """The classes that ``architectures`` names."""
+    stated = config.get("architectures")
+    return [str(name) for name in stated] if isinstance(stated, list) else []
+
+
+def require_sizes(config: dict[str, Any], *, tensors: int, elements: int) -> None:
+    """Raise CheckpointError for a size that is no whole number above zero, or more than
+    ``tensors`` weight tensors of ``elements`` numbers can fill: building such a model would hang
+    or exhaust the memory before its tensors were compared."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for name in SIZES:
+            value = part.get(name)
+            if value is None or isinstance(value, list):  # a list: one size a layer
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CheckpointError(
+                    f"config.json: {name} {value!r}: a whole number above 0 is needed"
+                )
+            limit = tensors if name in ("num_hidden_layers", "n_layer") else elements
+            if value > limit and name not in LENGTHS:
+                raise CheckpointError(
+                    f"config.json: {name} {value}: the weight files hold {tensors} tensors of "
+                    f"{elements} numbers in all; is this the configuration of these weights?"
+                )
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"  # transformers would add the adapter to the weights
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+# Causal masks and positions that GPT-2's and GPT-NeoX's files carry along: they are no weights.
+BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|(^|\.)position_ids$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a file says of one of its tensors."""
+
+    file: str
+    shape: list[int]
+    dtype: str  # safetensors' word: BF16, F32, I8, F8_E4M3, …
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold the weights: those that the index lists, else all
+    ``*.safetensors``. Raises CheckpointError for pickles, left-over and missing files."""
+    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(f"{ADAPTER}: it is an adapter; merge it into its model first")
+    if not (folder / INDEX).exists():
+        _refuse_pickles(folder, present)
+        return present
+    listed = sorted(set(_index(folder).values()))
+    if missing := [name for name in listed if name not in present]:
+        raise CheckpointError(f"{INDEX} lists {_some(missing)}, which is not there")
+    if left_over := [name for name in present if name not in listed]:
+        raise CheckpointError(
+            f"{_some(left_over)} is not listed in {INDEX}; move what does not belong to the "
+            "checkpoint out of its folder"
+        )
+    return listed
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """All tensors of the weight files by name. Raises CheckpointError for a name that stands in
+    two files, for a file that cannot be read, and for numbers that are not floating-point."""
+    found: dict[str, Header] = {}
+    for file in weight_files(folder):
+        for name, header in _read(folder / file).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{name} stands in {found[name].file} and in {file}; move the file that does "
+                    "not belong to the checkpoint out of its folder"
+                )
+            found[name] = header
+    if (folder / INDEX).exists():
+        _require_index(_index(folder), found)
+    strange = [n for n, h in found.items() if h.dtype not in FLOATS and not BUFFERS.search(n)]
+    if strange:
+        first = found[strange[0]]
+        raise CheckpointError(
+            f"{_some(strange)} in {first.file}: numbers of type {first.dtype}; weights must be "
+            f"unquantized floating-point numbers ({', '.join(sorted(FLOATS))})"
+        )
+    return found
+
+
+def elements(headers: dict[str, Header]) -> int:
+    """How many numbers the tensors hold together."""
+    return sum(math.prod(header.shape) for header in headers.values())
+
+
+def compare_shapes(found: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+    """Raise CheckpointError naming every tensor that is missing, left over or misshapen."""
+    problems = []
+    if missing := [name for name in expected if name not in found]:
+        problems.append("missing: " + _some(missing))
+    if left_over := [name for name in found if name not in expected]:
+        problems.append("left over: " + _some(left_over))
+    misshapen = [
+        f"{name} {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if misshapen:
+        problems.append("misshapen: " + _some(misshapen))
+    if problems:
+        raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
+
+
+def _read(path: Path) -> dict[str, Header]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():  # a pipe would block its reader for ever
+        raise CheckpointError(f"{path.name} is not a regular file")
+    found = {}
+    try:
+        with safe_open(path, framework="numpy") as file:  # reads no tensor
+            for name in file.keys():  # noqa: SIM118  no mapping
+                part = file.get_slice(name)
+                found[name] = Header(
+                    file=path.name, shape=list(part.get_shape()), dtype=part.get_dtype()
+                )
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path.name} is not a safetensors file, or a broken one ({error})"
+        ) from None
+    return found
+
+
+def _index(folder: Path) -> dict[str, str]:
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(
+        isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+        for name in files.values()
+    ):
+        raise CheckpointError(f"{INDEX} has no weight_map from tensor names to *.safetensors files")
+    return files
+
+
+def _require_index(listed: dict[str, str], found: dict[str, Header]) -> None:
+    wrong = [n for n, file in listed.items() if n not in found or found[n].file != file]
+    if wrong:
+        raise CheckpointError(f"{INDEX} lists {_some(wrong)}, which its file does not hold")
+    if unlisted := [name for name in found if name not in listed]:
+        raise CheckpointError(f"{INDEX} does not list {_some(unlisted)}, which its files hold")
+
+
+def _refuse_pickles(folder: Path, present: list[str]) -> None:
+    if present:
+        return
+    pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
+    if not pickles:
+        raise CheckpointError(f"no *.safetensors file in {folder}")
+    raise CheckpointError(
+        f"{pickles[0]} is a pickle, which can run code when it is read; convert it where you "
+        'trust it: python -c "import torch; from safetensors.torch import save_file; '
+        f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
+    )
+
+
+def _some(names: list[str], at_most: int = 6) -> str:
+    rest = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# All that transformers reads to build a causal model, its generation settings and its tokenizer:
+# whatever of it changes can change a score. (A tokenizer may also come as tokenizer.4.0.json.)
+READ = (
+    "config.json", "generation_config.json", INDEX,
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "dict.txt",
+    "*vocab*", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*.codes", "emoji.json",
+    "byte_maps.json", "normalizer.json", "word_*.json", "chat_template*",
+    "additional_chat_templates/*",
+)  # fmt: skip
+
+
+def file_names(folder: Path) -> list[str]:
+    """Paths within ``folder`` of all files that loading the checkpoint reads: the weights, the
+    configuration, the rest by name."""
+    others = [path for pattern in ("*", "additional_chat_templates/*")
+              for path in folder.glob(pattern)]  # fmt: skip
+    names = [path.relative_to(folder).as_posix() for path in others if path.is_file()]
+    read = {name for name in names if any(fnmatchcase(name, pattern) for pattern in READ)}
+    weights = weight_files(folder)
+    return [*weights, "config.json", *sorted(read - {*weights, "config.json"})]
+
+
+def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, bytes and time of change in nanoseconds of every file that the digest is of."""
+    try:
+        found = [(name, (folder / name).stat()) for name in file_names(folder)]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of the files: 64 hexadecimal digits."""
+    total = hashlib.sha256()
+    for name in file_names(folder):
+        try:
+            with (folder / name).open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
+        total.update(f"{name} {content}\n".encode())
+    return total.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint on disk whose configuration and tensor headers were read and agree.
+
+    ``digest`` is the SHA-256 over every file that loading it reads: weights, configuration,
+    generation settings, tokenizer and chat template.
+    """
+
+    source: str  # as the user named it
+    folder: Path
+    format: str  # "flash-linear-attention" or "transformers"
+    normalizer: str
+    config: dict[str, Any]
+    digest: str
+    files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
+
+    @property
+    def support(self) -> ModelSupport:
+        """Whose attention it can run on, and how fast it can be scored."""
+        known = fla.llama_settings(self.config) if fla.recognizes(self.config) else self.config
+        return model_support(known)
+
+    @property
+    def training(self) -> Trained | None:
+        """How it was trained, where qbench trained it; other programs' files are no matter."""
+        try:
+            payload = (self.folder / TRAINING_FILE).read_bytes()
+            return Training.model_validate_json(payload).summary
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest context in tokens that the configuration states."""
+        return self.config.get("max_position_embeddings") or self.config.get("n_positions")
+
+
+def parameter_shapes(
+    normalizer: str, modules: Iterable[str], heads: int, present: Iterable[str]
+) -> dict[str, list[int]]:
+    """Names and shapes of the tensors that ``normalizer`` keeps in the attention ``modules`` of
+    ``heads`` query heads; of those that it can do without, only where some are ``present``."""
+    names, there = tuple(modules), set(present)
+    shapes: dict[str, list[int]] = {}
+    for parameter in _parameters(normalizer):
+        shape = [heads if axis == "H" else int(axis) for axis in parameter.shape]
+        wanted = {f"{name}.{parameter.attribute}": shape for name in names}
+        if parameter.required or there & set(wanted):
+            shapes |= wanted
+    return shapes
+
+
+def require_present(normalizer: str, names: Iterable[str]) -> None:
+    """Raise CheckpointError where ``normalizer`` needs a parameter that none of the tensors'
+    ``names`` ends as: for classes whose attention modules are not known before they are made."""
+    there = {name.rpartition(".")[2] for name in names}
+    for parameter in _parameters(normalizer):
+        if parameter.required and parameter.attribute not in there:
+            raise CheckpointError(
+                f"missing: {parameter.attribute} of every attention module, which {normalizer} "
+                "needs; qbench_normalizer in config.json says how the model was trained"
+            )
+
+
+def is_parameter(normalizer: str, name: str) -> bool:
+    """Whether a tensor's name ends as those of a parameter of ``normalizer``."""
+    attributes = [parameter.attribute for parameter in _parameters(normalizer)]
+    return name.rpartition(".")[2] in attributes
+
+
+def _parameters(normalizer: str) -> tuple[Parameter, ...]:
+    """None where the model's class attends by itself, with tensors that it reads itself."""
+    return () if normalizer == NATIVE else NORMALIZERS.get(normalizer).parameters
+
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 FROM_HUB = ("model*.safetensors", *READ)
@@ -161,3 +549,45 @@ def _of_attention(config: dict[str, Any], own: str | None, stated: str | None) -
             f"qbench_normalizer is {own!r}"
         )
     return by_format
+
+
+Shapes = dict[str, tuple[int, int]]  # outputs, inputs
+
+# Last parts of names: embeddings, LM heads, routers, convolutions, states, norms.
+NONE_OF_THESE = re.compile(
+    r"\w*embed\w*|wte|wpe|lm_head|\w*conv\w*|A_log|gate|router|\w*norm\w*|ln_\w+"
+)
+EXPERTS = re.compile(r"(^|\.)experts\.")
+FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
+
+
+def linear_shapes(checkpoint: Checkpoint) -> Shapes:
+    """Outputs and inputs of linear layers by the names of their weights, without ``.weight``;
+    empty for a class of transformers that nobody tried."""
+    if fla.recognizes(checkpoint.config):
+        expected = fla.expected_shapes(fla.llama_settings(checkpoint.config))
+        return _of(expected, turned=False, fused_turned=False)
+    row = CLASSES.get(checkpoint.config["model_type"])
+    if row is None:
+        return {}
+    found = {name: header.shape for name, header in read_headers(checkpoint.folder).items()}
+    return _of(found, turned=row.weights == CONV1D, fused_turned=row.kind == "gpt_oss")
+
+
+def _of(found: dict[str, list[int]], *, turned: bool, fused_turned: bool) -> Shapes:
+    shapes: Shapes = {}
+    for full, shape in found.items():
+        name = full.removesuffix(".weight")
+        if FUSED.search(name) and len(shape) == 3:
+            rows, columns = reversed(shape[1:]) if fused_turned else shape[1:]
+            shapes[name] = rows, columns
+        elif full.endswith(".weight") and len(shape) == 2 and not _other(name):
+            rows, columns = reversed(shape) if turned else shape
+            shapes[name] = rows, columns
+    return shapes
+
+
+def _other(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    router = "router" in name.split(".")
+    return router or bool(NONE_OF_THESE.fullmatch(last) or EXPERTS.search(name))

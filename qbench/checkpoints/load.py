@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.implementation import NATIVE
-from qbench.checkpoints import flash_linear_attention as fla
-from qbench.checkpoints.abilities import class_names
-from qbench.checkpoints.attention import choose_attention
-from qbench.checkpoints.checkpoint import Checkpoint
-from qbench.checkpoints.files import stamps
-from qbench.checkpoints.parameters import attach, is_parameter
-from qbench.checkpoints.weights import read_headers, weight_files
+from qbench.checkpoints import fla
+from qbench.checkpoints.find import (
+    Checkpoint,
+    is_parameter,
+    parameter_shapes,
+    read_headers,
+    stamps,
+    weight_files,
+)
+from qbench.checkpoints.supported import choose_attention, class_names
 from qbench.errors import CheckpointError, UnavailableError
 
 if TYPE_CHECKING:
@@ -44,7 +47,9 @@ def load_model(
     from qbench.checkpoints.checks import own_logits, require_causal, require_finite, require_ours
 
     if attention == "auto":
-        chosen = choose_attention(checkpoint.source, checkpoint, attention, device)
+        chosen = choose_attention(
+            checkpoint.source, checkpoint.support, checkpoint.normalizer, attention, device
+        )
         checkpoint = replace(checkpoint, normalizer=chosen.normalizer)
         attention = chosen.implementation
     native = checkpoint.normalizer == NATIVE
@@ -215,3 +220,36 @@ def _problems(report: dict[str, Any], left_out: Sequence[str]) -> list[str]:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Put ``tensors`` by name into the attention modules of ``model``, in its dtype.
+
+    Raises CheckpointError for a module that is not there, for a shape that is not the parameter's,
+    and for a module without what others of its class have.
+    """
+    from torch import nn
+
+    if not tensors:  # models without attention heads are refused by name elsewhere
+        return
+    heads = model.config.num_attention_heads
+    for name, tensor in tensors.items():
+        path, _, attribute = name.rpartition(".")
+        expected = parameter_shapes(normalizer, [path], heads, [name])[name]
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            raise CheckpointError(f"left over: {name}; the model has no {path}") from None
+        if list(tensor.shape) != expected:
+            raise CheckpointError(f"misshapen: {name} {list(tensor.shape)} instead of {expected}")
+        value = nn.Parameter(tensor.to(model.dtype), requires_grad=False)
+        module.register_parameter(attribute, value)
+    for attribute in {name.rpartition(".")[2] for name in tensors}:
+        of = {type(m) for m in model.modules() if attribute in m._parameters}
+        without = [
+            f"{path}.{attribute}"
+            for path, m in model.named_modules()
+            if type(m) in of and attribute not in m._parameters
+        ]
+        if without:
+            raise CheckpointError(f"missing: {', '.join(without[:6])}")

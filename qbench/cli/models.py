@@ -13,7 +13,7 @@ import typer
 from qbench.cli.screen import show_written
 
 if TYPE_CHECKING:
-    from qbench.checkpoints.classes import ModelClass
+    from qbench.checkpoints.supported import ModelClass
 
 
 class Format(StrEnum):
@@ -45,7 +45,7 @@ def convert(
 
 def model_lines() -> list[str]:
     """Three lines a class: its name, whose attention and which scoring, what is quantized."""
-    from qbench.checkpoints.classes import CLASSES
+    from qbench.checkpoints.supported import CLASSES
 
     lines = []
     for row in CLASSES.values():
@@ -57,7 +57,7 @@ def model_lines() -> list[str]:
 
 def model_table() -> str:
     """The table of docs/models.md."""
-    from qbench.checkpoints.classes import CLASSES
+    from qbench.checkpoints.supported import CLASSES
 
     head = "| `model_type` | such as | attention | fastest scoring | quantized |\n"
     rule = "| --- | --- | --- | --- | --- |\n"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from qbench.checkpoints.weights import elements, read_headers
+from qbench.checkpoints.find import elements, read_headers
 from qbench.runner.estimates import duration, earlier, estimate
 from qbench.runner.grid import passes
 

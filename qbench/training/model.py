@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
-from qbench.checkpoints.abilities import class_names
+from qbench.checkpoints.supported import class_names
 from qbench.training.recipe import Shape
 from qbench.training.shape import llama_settings, own_parameters
 

@@ -12,8 +12,8 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from qbench.checkpoints import flash_linear_attention as fla
-from qbench.checkpoints.weights import INDEX, SINGLE
+from qbench.checkpoints import fla
+from qbench.checkpoints.find import INDEX, SINGLE
 from qbench.files import write_atomically
 from qbench.training.token_files import copy_tokenizer
 from qbench.training.tokenizer import begin_with

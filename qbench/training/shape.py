@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qbench.attention.normalizers import NORMALIZERS, Parameter
-from qbench.checkpoints import flash_linear_attention as fla
-from qbench.checkpoints.parameters import parameter_shapes
+from qbench.checkpoints import fla
+from qbench.checkpoints.find import parameter_shapes
 from qbench.training.recipe import OwnParameter, Shape
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, ValidationError
 
-from qbench.checkpoints.files import READ
-from qbench.checkpoints.find import HUB_ID
+from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError
 from qbench.records import Digest, Line, RecordModel
 

@@ -14,8 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from qbench import hub
-from qbench.checkpoints.files import READ
-from qbench.checkpoints.find import HUB_ID
+from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError
 from qbench.files import clean_temporaries, temporary
 from qbench.training.overlap import Overlap

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from qbench.checkpoints.flash_linear_attention import expected_shapes, llama_settings
+from qbench.checkpoints.fla import expected_shapes, llama_settings
 
 CONFIG = {
     "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,

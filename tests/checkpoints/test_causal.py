@@ -9,7 +9,7 @@ from checkpoints.folders import write
 
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.checks import own_logits, require_causal
-from qbench.checkpoints.config import ENCODERS
+from qbench.checkpoints.find import ENCODERS
 from qbench.errors import CheckpointError
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
@@ -77,6 +77,6 @@ def test_a_bidirectional_model_of_an_unknown_kind_is_refused_when_loaded(tmp_pat
 
     torch.manual_seed(0)
     BertLMHeadModel(BertConfig(**SIZES, initializer_range=0.2)).save_pretrained(tmp_path)
-    monkeypatch.setattr("qbench.checkpoints.config.ENCODERS", frozenset())
+    monkeypatch.setattr("qbench.checkpoints.find.ENCODERS", frozenset())
     with pytest.raises(CheckpointError, match="later tokens change the logits of earlier"):
         load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")

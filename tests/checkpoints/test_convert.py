@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.convert import convert
-from qbench.checkpoints.flash_linear_attention import logarithms
+from qbench.checkpoints.fla import logarithms
 from qbench.errors import CheckpointError, OutputError
 
 IDS = torch.randint(0, 32, (2, 23), generator=torch.Generator().manual_seed(1))

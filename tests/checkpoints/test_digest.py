@@ -8,7 +8,7 @@ import pytest
 from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.files import file_names
+from qbench.checkpoints.find import file_names
 from qbench.errors import CheckpointError
 
 READ = [

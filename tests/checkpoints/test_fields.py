@@ -6,7 +6,7 @@ import pytest
 from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find
-from qbench.checkpoints.flash_linear_attention import llama_settings
+from qbench.checkpoints.fla import llama_settings
 from qbench.errors import CheckpointError
 
 # A config.json as the authors' fork saves it, with what transformers adds.

@@ -7,8 +7,8 @@ import torch
 from checkpoints.folders import CONFIG, random_tensors, write
 
 from qbench.checkpoints import find
-from qbench.checkpoints.flash_linear_attention import llama_name, llama_settings
-from qbench.checkpoints.weights import compare_shapes
+from qbench.checkpoints.find import compare_shapes
+from qbench.checkpoints.fla import llama_name, llama_settings
 from qbench.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.flash_linear_attention import NORMALIZER_OF, logarithms
+from qbench.checkpoints.fla import NORMALIZER_OF, logarithms
 from qbench.errors import CheckpointError
 
 VARIANTS = {
@@ -103,7 +103,7 @@ def test_a_variant_gives_the_logits_of_its_definition(tmp_path, name):
         ours = model(ids[None], use_cache=False).logits[0]
     expected = logits(ids, config, tensors, found.normalizer)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    assert found.abilities.scoring == ("exact" if "window" in name else "fast")
+    assert found.support.scoring == ("exact" if "window" in name else "fast")
 
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])

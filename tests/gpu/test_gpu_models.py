@@ -10,7 +10,7 @@ from tiny import write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.classes import CLASSES
+from qbench.checkpoints.supported import CLASSES
 from qbench.evaluation.settings import MODES, Tolerance
 from qbench.quantizers import parse
 from qbench.quantizers.audit.cell import audit
@@ -33,7 +33,7 @@ def answers(model, mode):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_it_is_scored_as_on_its_own_attention(kind, tmp_path):
     found = find(str(write_tiny(tmp_path, kind)))
-    can = found.abilities
+    can = found.support
     own = {"attn_implementation": can.own} if can.own == "eager" else {}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **own)
     expected = answers(theirs.cuda().eval(), "lm-eval")

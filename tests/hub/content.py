@@ -15,7 +15,7 @@ import torch
 from hub.server import Hub
 from safetensors.torch import save
 
-from qbench.checkpoints.flash_linear_attention import expected_shapes, llama_settings
+from qbench.checkpoints.fla import expected_shapes, llama_settings
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 SOFTMAX = "zaydzuhri/vanilla-340M-4096-model"

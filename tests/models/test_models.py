@@ -12,8 +12,7 @@ from tiny import CONFIGS, write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.abilities import class_names
-from qbench.checkpoints.classes import CLASSES
+from qbench.checkpoints.supported import CLASSES, class_names
 from qbench.errors import UnavailableError
 from qbench.evaluation.settings import MODES, Tolerance
 
@@ -53,7 +52,7 @@ KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) f
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_the_table_says(kind, folders):
     found = find(str(folders(kind)))
-    can = found.abilities
+    can = found.support
     # On its default of transformers 5.17, sdpa, Gemma 2 forgets its cap in silence.
     attention = {"attn_implementation": can.own} if can.own == "eager" else {}
     theirs = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32, **attention)

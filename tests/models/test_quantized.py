@@ -8,7 +8,7 @@ from quantizer_models import DIGEST
 from tiny import tiny_model, write_tiny
 
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.classes import CLASSES
+from qbench.checkpoints.supported import CLASSES
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse
 from qbench.quantizers.audit.cell import audit

@@ -7,8 +7,8 @@ from checkpoints.folders import CONFIG, random_tensors, write
 from tiny import tiny_model, write_tiny
 
 from qbench.checkpoints import find
-from qbench.checkpoints.classes import CLASSES
-from qbench.checkpoints.shapes import linear_shapes
+from qbench.checkpoints.find import linear_shapes
+from qbench.checkpoints.supported import CLASSES
 from qbench.quantizers.linear import linearize, linears
 
 

@@ -11,9 +11,8 @@ from tiny import tiny_model, write_tiny
 
 from qbench.attention.transformers import attend
 from qbench.checkpoints import find, load_model
-from qbench.checkpoints.abilities import abilities
 from qbench.checkpoints.checks import own_logits, require_ours
-from qbench.checkpoints.classes import CLASSES
+from qbench.checkpoints.supported import CLASSES, model_support
 from qbench.errors import UnavailableError
 
 
@@ -29,7 +28,7 @@ from qbench.errors import UnavailableError
     ],
 )
 def test_it_is_taken_for_what_the_source_of_transformers_says(kind, native):
-    can = abilities({"model_type": kind})
+    can = model_support({"model_type": kind})
     assert (can.native, can.scoring, can.tried) == (native, "exact", False)
 
 
@@ -87,7 +86,7 @@ def test_other_logits_than_its_own_are_refused():
     ],
 )
 def test_the_configuration_decides_how_fast_it_can_be_scored(kind, stated, scoring):
-    can = abilities(json.loads(json.dumps({"model_type": kind, **stated})))
+    can = model_support(json.loads(json.dumps({"model_type": kind, **stated})))
     assert (can.scoring, bool(can.slower)) == (scoring, scoring != "fast")
 
 
