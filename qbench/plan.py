@@ -419,7 +419,9 @@ def model_choices(
     fastest, slower = can.scoring, can.slower
     if chosen.normalizer == NATIVE and fastest == "fast":
         fastest, slower = "exact", "packs need our attention"
-    if not can.tried and evaluation.scoring != "auto":  # as asked; the scorer looks at it closely
+    if (
+        not can.tried and fastest != "lm-eval" and evaluation.scoring != "auto"
+    ):  # as asked; the scorer looks at it closely
         fastest, slower = "fast", ""
     return ModelChoices(
         checkpoint=replace(checkpoint, normalizer=chosen.normalizer),

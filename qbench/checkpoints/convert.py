@@ -22,6 +22,7 @@ from qbench.checkpoints.find import (
     read_headers,
     weight_files,
 )
+from qbench.checkpoints.load import load_tokenizer
 from qbench.checkpoints.supported import class_names
 from qbench.errors import CheckpointError, OutputError
 from qbench.files import clean_temporaries, reason, require_folder, temporary
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
     import torch
 
 Format = Literal["llama", "fla"]
+# What tokenizers of one vocabulary differ in: spaces, lines, digits, composed and other characters.
+TEXTS = (
+    "The quick brown fox, aged 1234 years, isn't over 3.5 dogs.", " leading", "trailing  ",
+    "two\n\nlines\n", "\n", "tab\tand\r\nend", "a  b   c    d", " = Title = \n",
+    "caf\u00e9 cafe\u0301 \ufb01 \u212b \u2460 \u2019\u2014\u00a0x", "MiXeD CASE ab12CD 000",
+    "\u4e2d\u6587 \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600\u200d\U0001f525",
+    "def f(x):\n    return x ** 2  # y", "<s> </s> <|endoftext|> [INST]",
+)  # fmt: skip
 Tensors = dict[str, "torch.Tensor"]
 
 
@@ -55,7 +65,8 @@ def convert(checkpoint: Checkpoint, to: Format, out: Path) -> list[Path]:
         clean_temporaries(folder.parent)
         folder.mkdir(parents=True)
         _write(folder, config, tensors, checkpoint)
-        find(str(folder))  # what was written can be read as what it claims to be
+        # what was written can be read as what it claims to be, and cuts texts as before
+        _require_same_tokens(checkpoint, find(str(folder)))
         if out.exists():
             out.rmdir()
         folder.rename(out)
@@ -78,6 +89,28 @@ def _write(folder: Path, config: dict[str, Any], tensors: Tensors, checkpoint: C
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / SINGLE, metadata={"format": "pt"})
+    # safetensors writes files for their owner alone; these are to be read as the others are
+    (folder / SINGLE).chmod((folder / "config.json").stat().st_mode & 0o777)
+
+
+def _require_same_tokens(before: Checkpoint, after: Checkpoint) -> None:
+    """Raise CheckpointError where the tokenizer of one format cuts a text otherwise than the
+    other's: transformers builds one from the class that it knows of a model's type, the other from
+    the files alone."""
+    try:
+        old = load_tokenizer(before)
+    except CheckpointError:
+        return  # it has none
+    new = load_tokenizer(after)
+    for text in TEXTS:
+        for special in (True, False):
+            ids, others = (one(text, add_special_tokens=special)["input_ids"] for one in (old, new))
+            if ids != others:
+                raise CheckpointError(
+                    f"checkpoint {before.source}: its {type(old).__name__} makes {ids[:8]} of "
+                    f"{text!r:.40}, and the {type(new).__name__} that the other format gets from "
+                    f"the same files {others[:8]}; its scores would change, so nothing is written"
+                )
 
 
 def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:

@@ -212,6 +212,8 @@ AFTER_HEAD = {
     "lm_head_multiplier": (None, 1, 1.0),
 }
 MOVING_ROPES = ("longrope", "dynamic")  # angles that depend on the longest sequence of a batch
+# Classes whose get_decoder is the whole model: nobody sees what their LM head takes.
+NO_DECODER = ("llama4_text",)
 # What classes hand to their attention function that softmax does not compute, and its words.
 HANDED = {"s_aux=": "learned sinks"}
 
@@ -249,6 +251,8 @@ def model_support(config: Mapping[str, Any]) -> ModelSupport:
         mode, slower = "exact", "nobody tried this class"
     if reason := _after_head(stated):
         mode, slower = "lm-eval", reason
+    elif kind in NO_DECODER:
+        mode, slower = "lm-eval", "its class hands out no decoder without its LM head"
     elif mode == "fast" and (reason := _unlike_a_pack(stated)):
         mode, slower = "exact", reason
     return ModelSupport(

@@ -1,6 +1,7 @@
 """Models that see what comes after a token are refused: from the config, or by what they do."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
         ({"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}, "both sides"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both sides"),
         ({"model_type": "llama", "is_causal": False}, "is_causal: false"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "it is a LlamaForSequenceClassification, which has no output over the vocabulary",
+        ),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder"),
     ],
@@ -77,6 +82,6 @@ def test_a_bidirectional_model_of_an_unknown_kind_is_refused_when_loaded(tmp_pat
 
     torch.manual_seed(0)
     BertLMHeadModel(BertConfig(**SIZES, initializer_range=0.2)).save_pretrained(tmp_path)
-    monkeypatch.setattr("qbench.checkpoints.find.ENCODERS", frozenset())
+    monkeypatch.setattr(sys.modules["qbench.checkpoints.find"], "ENCODERS", frozenset())
     with pytest.raises(CheckpointError, match="later tokens change the logits of earlier"):
         load_model(find(str(tmp_path)), dtype=torch.float32, device="cpu")

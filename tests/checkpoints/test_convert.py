@@ -170,3 +170,22 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
         convert(find(str(folder)), "llama", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_tokenizer_that_would_cut_texts_otherwise_is_refused(tmp_path):
+    """transformers builds Qwen2Tokenizer, which splits as Qwen 2 did, from these files; without
+    the class's name they are a byte-level tokenizer that splits otherwise."""
+    folder = write_tiny(tmp_path / "qwen2", "qwen2")
+    stated = json.loads((folder / "tokenizer_config.json").read_text())
+    stated["tokenizer_class"] = "Qwen2Tokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    with pytest.raises(CheckpointError, match="its scores would change, so nothing is written"):
+        convert(find(str(folder)), "fla", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_can_be_read_by_whom_the_rest_can(tmp_path):
+    folder, _, _ = source(tmp_path / "fla", "softmax")
+    convert(find(str(folder)), "llama", tmp_path / "out")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] != 0o600

@@ -69,6 +69,19 @@ def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_the_table_says(kind
                 answers(ours, mode)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stated"),
+    [("opt", {"word_embed_proj_dim": 32}), ("falcon_h1", {"lm_head_multiplier": 0.5})],
+)
+def test_heads_of_another_width_or_scale_are_scored_as_the_plan_says(kind, stated, tmp_path):
+    """As OPT-350M's, and Falcon-H1's."""
+    found = find(str(write_tiny(tmp_path, kind, **stated)))
+    theirs = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32).eval()
+    ours = load_model(found, dtype=torch.float32, device="cpu")
+    for mode in MODES[MODES.index(found.support.scoring) :]:
+        assert answers(ours, mode) == pytest.approx(answers(theirs, "lm-eval"), abs=2e-4), mode
+
+
 @pytest.mark.parametrize("kind", ["opt", "llama", "gemma2"])
 def test_softmax1_is_a_classs_own_attention_with_one_more_in_the_denominator(
     kind, folders, tmp_path, monkeypatch

@@ -83,6 +83,8 @@ def test_other_logits_than_its_own_are_refused():
         ("granite", {"logits_scaling": 8.0}, "lm-eval"),
         ("gemma2", {"attn_logit_softcapping": None}, "lm-eval"),
         ("cohere", {}, "lm-eval"),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, "lm-eval"),
+        ("llama4_text", {}, "lm-eval"),
     ],
 )
 def test_the_configuration_decides_how_fast_it_can_be_scored(kind, stated, scoring):
