@@ -85,7 +85,7 @@ def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
         count = elements(read_headers(cell.checkpoint.folder))
         size = count * BYTES[cell.quantization.compute_dtype] / GIB
         yield (
-            f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.abilities.name}, "
+            f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.support.name}, "
             f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantization.compute_dtype}"
         )
 
