@@ -53,7 +53,7 @@ def test_a_plan_says_what_auto_became(recipe, capsys):
 
 @pytest.mark.parametrize(
     ("label", "arithmetic", "kind"),
-    [("int8", "real", "RealLinear"), ("static", "real", "RealLinear"),
+    [("int8", "real", "ScaledMM"), ("static", "real", "ScaledMM"),
      ("fp8", "simulated", "ScaledLinear")],
 )  # fmt: skip
 def test_the_record_holds_which_arithmetic_ran(records, label, arithmetic, kind):

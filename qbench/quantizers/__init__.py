@@ -4,7 +4,7 @@ What is named here imports no torch: ``qbench plan`` and ``qbench list`` start a
 is in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audit``.
 """
 
-from qbench.quantizers import activations, heads, kv_cache  # noqa: F401  (they register)
+from qbench.quantizers import activations, kv_cache, transforms  # noqa: F401  (they register)
 from qbench.quantizers.config import (
     SETTINGS,
     Evidence,
@@ -13,7 +13,6 @@ from qbench.quantizers.config import (
     WeightSettings,
 )
 from qbench.quantizers.names import QUANTIZERS, config_of, parse, register, unquantized_dtype
-from qbench.quantizers.outliers import rotation, smoothquant  # noqa: F401  (they register)
 from qbench.quantizers.weights import Rtn
 
 __all__ = [

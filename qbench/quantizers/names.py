@@ -62,9 +62,7 @@ class Presets(Registry[Preset]):
         """Give ``kind`` a name that recipes can say; ``fixed`` are the settings that it stands
         for, ``backend`` the module with its functions."""
         self.add(name, Preset(name=name, kind=kind, fixed=fixed, description=description))
-        methods = hasattr(kind, "install") or hasattr(kind, "treat")  # they stand in the settings
-        default = "qbench.quantizers.by_method" if methods else kind.__module__
-        BACKENDS[kind] = backend or default
+        BACKENDS[kind] = backend or kind.__module__
 
     def parse(self, name: str, stated: Mapping[str, Any] | None = None) -> Any:
         """The settings that ``name`` and ``stated`` options give, defaults filled in.

@@ -5,7 +5,8 @@ import torch
 from folders import CONFIG, random_tensors, write
 
 from qbench.checkpoints import find, load_model
-from qbench.quantizers.outliers import Rotation
+from qbench.quantizers import rotation
+from qbench.quantizers.transforms import Rotation
 
 TEXT = torch.arange(2, 30)[None]
 
@@ -23,7 +24,8 @@ def test_a_rotated_checkpoint_gives_the_same_logits_from_both_formats(attention,
         wanted = model(TEXT).logits
         for checkpoint in (first, second):
             treated = load_model(checkpoint, dtype=torch.float32, device="cpu")
-            treatment = Rotation()
-            treatment.treat(treated, treatment.calibrate(treated, None, lambda what, done: None))
+            settings = Rotation()
+            tensors = rotation.calibrate(treated, settings, None, lambda what, done: None)
+            rotation.transform(treated, settings, tensors)
             assert not torch.equal(treated.lm_head.weight, model.lm_head.weight)
             torch.testing.assert_close(treated(TEXT).logits, wanted, rtol=1e-4, atol=1e-5)

@@ -14,16 +14,15 @@ from quantizer_models import DIGEST, calibration, ids
 from treated_models import decoder
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import config_of, scaled_mm
+from qbench.quantizers import config_of, hadamard_kernel, scaled_mm
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import QuantFormat
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
 from qbench.quantizers.int8_kernel import int8_product
 from qbench.quantizers.linear import plain
-from qbench.quantizers.outliers import hadamard, rotating
-from qbench.quantizers.outliers import kernel as rotation_kernel
 from qbench.quantizers.quantize import quantize
+from qbench.quantizers.rotation import hadamard_transform, online
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,9 +117,9 @@ def test_a_real_product_is_that_of_its_codes(tokens, kind, of_weights, strategy)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 5, 96), (700, 1024), (1000, 2816), (33, 5632)])
 def test_the_online_rotation_is_the_definition(shape, dtype):
     x = draw((math.prod(shape[:-1]), shape[-1]), dtype).view(shape)
-    assert rotation_kernel.fits(x)
-    wanted = hadamard.transform(x.double())
-    found = rotating.online(x)
+    assert hadamard_kernel.fits(x)
+    wanted = hadamard_transform(x.double())
+    found = online(x)
     assert found.dtype == dtype
     off = (found.double() - wanted).norm() / wanted.norm()
     assert off < {torch.float32: 1e-6, torch.bfloat16: 2.5e-3}[dtype]  # bfloat16's own: 1.7e-3

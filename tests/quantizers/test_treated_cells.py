@@ -5,10 +5,10 @@ import torch
 from quantizer_models import DIGEST, calibration, damage, ids
 from treated_models import decoder
 
-from qbench.quantizers import config_of
+from qbench.quantizers import config_of, rotation
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.outliers.rotating import RotatedMlp
 from qbench.quantizers.quantize import quantize
+from qbench.quantizers.rotation import RotatedMlp
 
 PROBE = ids(2, 2, 23)
 GPTQ = {"name": "gptq-4bit", "group_size": 16}
@@ -95,16 +95,14 @@ def test_a_part_that_is_not_the_treated_original_fails(part, tmp_path):
     }[part]
     tensor.data[0] += 0.5
     report = judged(chosen, model)
-    assert any("not what the treatment" in line for line in report.problems)
+    assert any("not what the transform" in line for line in report.problems)
 
 
 def test_a_treatment_that_changes_the_function_fails(tmp_path, monkeypatch):
-    from qbench.quantizers.outliers import rotating
-
-    monkeypatch.setattr(rotating, "_values", lambda *of: of[0].v_proj.weight.data.mul_(1.01))
+    monkeypatch.setattr(rotation, "_values", lambda *of: of[0].v_proj.weight.data.mul_(1.01))
     chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
     report = judged(chosen, make(chosen, tmp_path).model)
-    assert any("treating outliers moved" in line for line in report.problems)
+    assert any("the transform moved" in line for line in report.problems)
 
 
 @pytest.mark.parametrize("weights", [None, GPTQ])

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence
 from qbench.quantizers.audit.kv_cache import measure_kv
+from qbench.quantizers.audit.transforms import measure_heads, measure_transform
 from qbench.quantizers.audit.weights import audit_weights, first_line
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.fake_quant import weights_alone
 from qbench.quantizers.linear import matrices, not_finite
-from qbench.quantizers.measure_heads import measure_heads
-from qbench.quantizers.outliers.check import treat
 from qbench.records import Audit, KVAudit
 
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
@@ -56,7 +55,7 @@ def audit(
         )
         problems += wrong
     if config.transform is not None:
-        more["treatment_error"], wrong = treat(original, quantized, config, probe)
+        more["treatment_error"], wrong = measure_transform(original, quantized, config, probe)
         problems += wrong
     wanted = matrices(original)
     if sound:

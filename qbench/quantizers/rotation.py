@@ -1,4 +1,5 @@
-"""Rotating a decoder: Q = D H / √n, with a Hadamard matrix H and a diagonal D of random signs.
+"""Hadamard rotation of a decoder (QuaRot, Ashkboos et al. 2024): Q = D H / √n, with a Hadamard
+matrix H and a diagonal D of random signs.
 
 A linear layer whose input is rotated takes W Q, one whose output is to be rotated Qᵀ W; an RMS
 norm without a weight commutes with Q.
@@ -6,6 +7,9 @@ norm without a weight commutes with Q.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,22 +17,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.outliers import hadamard
-from qbench.quantizers.outliers.anatomy import Anatomy, anatomy
-from qbench.quantizers.outliers.orders import factors, no_matrix
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import Progress
+from qbench.quantizers.hadamard import factors, matrix
+from qbench.quantizers.transforms import DecoderModules, decoder_modules, no_matrix
 
 ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
 
 if TYPE_CHECKING:
-    from qbench.quantizers.outliers.rotation import Rotation
+    from qbench.quantizers.transforms import Rotation
 
 
-def signs(model: PreTrainedModel, settings: Rotation) -> dict[str, Tensor]:
+def calibrate(
+    model: PreTrainedModel,
+    settings: Rotation,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> dict[str, Tensor]:
     """The diagonal of D, int8 [hidden]; checks that ``model`` can be rotated.
 
     Raises QuantizationError for an unknown class and for widths without a Hadamard matrix.
     """
-    parts = anatomy(model, settings.name)
+    parts = decoder_modules(model, settings.name)
     widths = {"hidden_size": parts.hidden}
     if settings.values or settings.queries_keys:
         widths["head_dim"] = parts.head_dim
@@ -42,11 +52,11 @@ def signs(model: PreTrainedModel, settings: Rotation) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def rotate(model: PreTrainedModel, settings: Rotation, diagonal: Tensor) -> None:
+def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, Tensor]) -> None:
     """``model`` in the basis of Q. An LM head that shares the embeddings gets weights of its own:
     only it takes the last norm's."""
-    parts = anatomy(model, settings.name)
-    diagonal = diagonal.to(model.device, torch.float64)
+    parts = decoder_modules(model, settings.name)
+    diagonal = tensors["signs"].to(model.device, torch.float64)
     if parts.head.weight is parts.embeddings.weight:
         parts.head.weight = nn.Parameter(parts.head.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
@@ -63,20 +73,43 @@ def rotate(model: PreTrainedModel, settings: Rotation, diagonal: Tensor) -> None
             _values(attention, parts)
         if settings.online:
             weight = mlp.down_proj.weight
-            _set(weight, hadamard.transform(weight.double()))
+            _set(weight, hadamard_transform(weight.double()))
             block.block.mlp = RotatedMlp(mlp)
         if settings.queries_keys:
             setattr(attention, ROTATION, online)
 
 
+def hadamard_transform(x: Tensor) -> Tensor:
+    """x H / √n along the last axis of x [..., n], in x's dtype.
+
+    Raises ValueError where no Hadamard matrix of that order is known here.
+    """
+    order = x.shape[-1]
+    parts = factors(order)
+    if parts is None:
+        raise ValueError(f"no Hadamard matrix of order {order} is known here")
+    y, after = x, order
+    for part in parts:
+        after //= part
+        rows = _matrix(part, x.dtype, x.device)
+        # No axis is moved, which would copy: the last takes a matrix on the right, others left.
+        y = y.reshape(-1, part) @ rows if after == 1 else rows.T @ y.reshape(-1, part, after)
+    return y.reshape(x.shape) / math.sqrt(order)
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.from_numpy(matrix(order)).to(device, dtype)
+
+
 def online(x: Tensor) -> Tensor:
     """x H / √n along the last axis, summed in float32, in x's dtype."""
     if x.is_cuda:
-        from qbench.quantizers.outliers import kernel  # needs Triton
+        from qbench.quantizers import hadamard_kernel as kernel  # needs Triton
 
         if kernel.fits(x):
-            return kernel.transform(x)
-    return hadamard.transform(x.float()).to(x.dtype)
+            return kernel.hadamard_transform(x)
+    return hadamard_transform(x.float()).to(x.dtype)
 
 
 class RotatedMlp(nn.Module):
@@ -105,19 +138,19 @@ def _outputs(layer: nn.Linear, diagonal: Tensor) -> None:
         _set(layer.bias, _rotated(layer.bias, diagonal))
 
 
-def _values(attention: nn.Module, parts: Anatomy) -> None:
+def _values(attention: nn.Module, parts: DecoderModules) -> None:
     """Values rotated within each head, and back within o_proj."""
     made, used, width = attention.v_proj, attention.o_proj, parts.head_dim
     columns = made.weight.double().T.unflatten(1, (-1, width))
-    _set(made.weight, hadamard.transform(columns).flatten(1).T)
+    _set(made.weight, hadamard_transform(columns).flatten(1).T)
     if made.bias is not None:
-        _set(made.bias, hadamard.transform(made.bias.double().view(-1, width)).flatten())
+        _set(made.bias, hadamard_transform(made.bias.double().view(-1, width)).flatten())
     columns = used.weight.double().unflatten(1, (-1, width))
-    _set(used.weight, hadamard.transform(columns).flatten(1))
+    _set(used.weight, hadamard_transform(columns).flatten(1))
 
 
 def _rotated(x: Tensor, diagonal: Tensor) -> Tensor:
-    return hadamard.transform(x.double() * diagonal)
+    return hadamard_transform(x.double() * diagonal)
 
 
 def _set(parameter: nn.Parameter, value: Tensor) -> None:

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.quantizers.outliers import hadamard
-from qbench.quantizers.outliers.orders import factors
+from qbench.quantizers.hadamard import factors, matrix
 
 WIDEST = 128  # of A and B: both matrices lie in shared memory
 AT_ONCE = 8  # tokens a program takes, so that it reads the matrices once for all
@@ -61,8 +60,8 @@ def split(order: int) -> tuple[int, int] | None:
     return (tall, order // tall) if max(tall, order // tall) <= WIDEST else None
 
 
-def transform(x: Tensor) -> Tensor:
-    """x H / √n along the last axis of ``x`` [..., n], as ``hadamard.transform``, in x's dtype."""
+def hadamard_transform(x: Tensor) -> Tensor:
+    """As ``rotation.hadamard_transform``."""
     order = x.shape[-1]
     shape = split(order)
     assert shape is not None
@@ -94,13 +93,13 @@ def _matrices(order: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """H_Aᵀ and H_B, zeros around them up to powers of two that hardware multiplies."""
     shape = split(order)
     assert shape is not None
-    tall, wide = (hadamard.matrix(n, torch.float32, device) for n in shape)
+    tall, wide = (torch.from_numpy(matrix(n)).to(device, torch.float32) for n in shape)
     return _padded(tall.T), _padded(wide)
 
 
-def _padded(matrix: Tensor) -> Tensor:
-    missing = _padded_to(len(matrix)) - len(matrix)
-    return torch.nn.functional.pad(matrix, (0, missing, 0, missing)).contiguous()
+def _padded(rows: Tensor) -> Tensor:
+    missing = _padded_to(len(rows)) - len(rows)
+    return torch.nn.functional.pad(rows, (0, missing, 0, missing)).contiguous()
 
 
 def _padded_to(length: int) -> int:

@@ -12,8 +12,9 @@ from qbench.attention import transformers as interface
 from qbench.checkpoints import find, load_model
 from qbench.errors import QuantizationError
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.heads import KEPT, Dormant, Weakest, output_ratios
+from qbench.quantizers.head_pruning import KEPT, choose, install, output_ratios
 from qbench.quantizers.names import config_of
+from qbench.quantizers.transforms import Dormant, Weakest
 from qbench.store import Store
 
 
@@ -43,15 +44,18 @@ def test_what_heads_give_is_what_an_analysis_measures(texts):
 
 def test_dormant_heads_are_below_a_share_of_their_layer_and_the_weakest_a_share_of_all():
     ratios = torch.tensor([[0.005, 1.9, 1.1], [0.2, 0.01, 2.8]])
-    assert Dormant().choose(ratios).tolist() == [[False, True, True], [True, True, True]]
-    assert Weakest(share=0.34).choose(ratios).tolist() == [[False, True, True], [True, False, True]]
-    assert Weakest(share=0.01).choose(ratios).all()
+    assert choose(Dormant(), ratios).tolist() == [[False, True, True], [True, True, True]]
+    assert choose(Weakest(share=0.34), ratios).tolist() == [
+        [False, True, True],
+        [True, False, True],
+    ]
+    assert choose(Weakest(share=0.01), ratios).all()
 
 
 def pruned(kept):
     model = softpick()
     tensors = {f"kept/model.layers.{i}.self_attn": torch.tensor(row) for i, row in enumerate(kept)}
-    Dormant().install(model, tensors)
+    install(model, Dormant(), tensors)
     return model
 
 
@@ -105,7 +109,7 @@ def test_attention_that_is_not_ours_is_refused():
     model = softpick()
     model.set_attn_implementation("eager")
     with pytest.raises(QuantizationError, match="its attention is eager"):
-        Dormant().install(model, {})
+        install(model, Dormant(), {})
 
 
 @pytest.mark.usefixtures("own_cache")

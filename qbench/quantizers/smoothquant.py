@@ -1,4 +1,4 @@
-"""SmoothQuant's arithmetic: largest values seen, scales, and where they are folded."""
+"""SmoothQuant (Xiao et al. 2022): largest values seen, scales, and where they are folded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import Progress
-from qbench.quantizers.outliers.anatomy import Anatomy, Block, anatomy
+from qbench.quantizers.transforms import Block, DecoderModules, decoder_modules
 
 if TYPE_CHECKING:
-    from qbench.quantizers.outliers.smoothquant import SmoothQuant
+    from qbench.quantizers.transforms import SmoothQuant
 
 TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 
@@ -45,14 +45,14 @@ class Group:
         return heads.expand(-1, self.repeats, -1).flatten()
 
 
-def groups(parts: Anatomy, chosen: tuple[str, ...]) -> Iterator[Group]:
+def groups(parts: DecoderModules, chosen: tuple[str, ...]) -> Iterator[Group]:
     """The groups to smooth, block by block."""
     for block in parts.blocks:
         for kind in chosen:
             yield _group(block, kind, parts)
 
 
-def _group(block: Block, kind: str, parts: Anatomy) -> Group:
+def _group(block: Block, kind: str, parts: DecoderModules) -> Group:
     attention, mlp = block.attention, block.mlp
     name = f"{block.name}.{kind}"
     if kind == "attention":
@@ -73,13 +73,17 @@ def _group(block: Block, kind: str, parts: Anatomy) -> Group:
 
 
 @torch.no_grad()
-def scales(
-    model: PreTrainedModel, settings: SmoothQuant, calibration: Calibration, progress: Progress
+def calibrate(
+    model: PreTrainedModel,
+    settings: SmoothQuant,
+    calibration: Calibration | None,
+    progress: Progress,
 ) -> dict[str, Tensor]:
     """s = max|X|^α / max|W|^(1 − α) by channel of each group (Xiao et al. 2022, equation 4):
     float32 by the group's name. Channels that calibration never reaches keep 1: their scale
     would be next to nothing, and blow up what is met later."""
-    found = list(groups(anatomy(model, settings.name), settings.layers))
+    assert calibration is not None
+    found = list(groups(decoder_modules(model, settings.name), settings.layers))
     seen = _largest_inputs(model, found, settings.batch_size, calibration, progress)
     result = {}
     for group in found:
@@ -122,10 +126,10 @@ def _largest_inputs(
 
 
 @torch.no_grad()
-def fold(model: PreTrainedModel, settings: SmoothQuant, found: Mapping[str, Tensor]) -> None:
+def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[str, Tensor]) -> None:
     """Divide each group's input by its scales, at its origin, and multiply its weights by them."""
-    for group in groups(anatomy(model, settings.name), settings.layers):
-        scale = found[group.name].double()
+    for group in groups(decoder_modules(model, settings.name), settings.layers):
+        scale = tensors[group.name].double()
         _divide(group.before, scale)
         for layer in group.layers:
             _set(layer.weight, layer.weight.double() * group.spread(scale))

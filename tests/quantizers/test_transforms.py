@@ -1,4 +1,4 @@
-"""Treated models compute what they did: SmoothQuant and rotation, folded into other weights."""
+"""Transformed models compute what they did: SmoothQuant and rotation, folded into weights."""
 
 import pytest
 import torch
@@ -8,10 +8,11 @@ from treated_models import CONFIGS, decoder
 
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers import config_of
-from qbench.quantizers.outliers import Rotation, SmoothQuant
+from qbench.quantizers.quantize import backend
+from qbench.quantizers.transforms import Rotation, SmoothQuant
 
 TEXT = ids(3, 2, 40)
-TREATMENTS = {
+TRANSFORMS = {
     "smoothquant": SmoothQuant(),
     "smoothquant-paper": SmoothQuant(layers=("attention", "mlp")),
     "smoothquant-alpha": SmoothQuant(alpha=0.8, layers=("o_proj", "down_proj")),
@@ -26,9 +27,13 @@ def say_nothing(what: str, done: float) -> None:
     pass
 
 
-def treated(treatment, model):
-    tensors = treatment.calibrate(model, calibration(), say_nothing)
-    treatment.treat(model, tensors)
+def calibrated(settings, model):
+    return backend(settings).calibrate(model, settings, calibration(), say_nothing)
+
+
+def transformed(settings, model, tensors=None):
+    tensors = calibrated(settings, model) if tensors is None else tensors
+    backend(settings).transform(model, settings, tensors)
     return model
 
 
@@ -38,13 +43,13 @@ def relative(found, wanted):
 
 @pytest.mark.parametrize(
     ("which", "normalizer"),
-    [*((which, "softmax") for which in CONFIGS), ("llama-biases", "softpick")],
+    [("llama-tied", "softmax"), ("qwen3-head-norms", "softmax"), ("llama-biases", "softpick")],
 )
-@pytest.mark.parametrize("name", TREATMENTS)
-def test_a_treated_model_gives_the_same_logits(name, which, normalizer):
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformed_model_gives_the_same_logits(name, which, normalizer):
     """Within 1e-5 of their norm in float32, whose rounding alone gives about 1e-6."""
     original = decoder(which, normalizer)
-    model = treated(TREATMENTS[name], decoder(which, normalizer))
+    model = transformed(TRANSFORMS[name], decoder(which, normalizer))
     assert relative(logits(model, TEXT), logits(original, TEXT)) < 1e-5
 
 
@@ -52,25 +57,25 @@ def test_a_treated_model_gives_the_same_logits(name, which, normalizer):
 def test_in_bfloat16_the_difference_is_that_of_rounding(name):
     exact = logits(decoder("llama-biases"), TEXT)
     plain = relative(logits(decoder("llama-biases", dtype=torch.bfloat16), TEXT), exact)
-    model = treated(TREATMENTS[name], decoder("llama-biases", dtype=torch.bfloat16))
+    model = transformed(TRANSFORMS[name], decoder("llama-biases", dtype=torch.bfloat16))
     assert relative(logits(model, TEXT), exact) < 2 * plain
 
 
-@pytest.mark.parametrize("name", TREATMENTS)
+@pytest.mark.parametrize("name", ["smoothquant", "rotation-all"])
 def test_making_leaves_the_model_as_it_was(name):
     model = decoder("llama-biases")
-    TREATMENTS[name].calibrate(model, calibration(), say_nothing)
+    calibrated(TRANSFORMS[name], model)
     assert torch.equal(logits(model, TEXT), logits(decoder("llama-biases"), TEXT))
 
 
-@pytest.mark.parametrize("name", TREATMENTS)
+@pytest.mark.parametrize("name", ["smoothquant", "rotation-all"])
 def test_what_is_stored_is_small_and_gives_the_same_model_again(name):
     model = decoder("llama")
-    tensors = TREATMENTS[name].calibrate(model, calibration(), say_nothing)
+    tensors = calibrated(TRANSFORMS[name], model)
     assert sum(t.numel() for t in tensors.values()) < 0.02 * model.num_parameters()
     first, second = decoder("llama"), decoder("llama")
-    TREATMENTS[name].treat(first, tensors)
-    TREATMENTS[name].treat(second, {n: t.clone() for n, t in tensors.items()})
+    transformed(TRANSFORMS[name], first, tensors)
+    transformed(TRANSFORMS[name], second, {n: t.clone() for n, t in tensors.items()})
     for (n, one), two in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(one, two), n
 
@@ -88,21 +93,21 @@ def largest_over_mean(model):
 @pytest.mark.parametrize(("name", "share"), [("smoothquant", 0.6), ("rotation", 0.5)])
 def test_outliers_of_the_inputs_shrink(name, share):
     before = largest_over_mean(decoder("llama"))
-    assert largest_over_mean(treated(TREATMENTS[name], decoder("llama"))) < share * before
+    assert largest_over_mean(transformed(TRANSFORMS[name], decoder("llama"))) < share * before
 
 
 def test_smoothing_keeps_channels_that_calibration_never_reaches():
     """A head of softpick can be silent on all text; its scale would be next to nothing."""
     model = decoder("llama")
     model.model.layers[1].self_attn.v_proj.weight[:12] = 0
-    scales = SmoothQuant().calibrate(model, calibration(), say_nothing)["model.layers.1.o_proj"]
+    scales = calibrated(SmoothQuant(), model)["model.layers.1.o_proj"]
     assert torch.equal(scales[:12], torch.ones(12))
     assert (scales[12:] != 1).all()
 
 
 def test_alpha_zero_takes_scales_from_the_weights_alone():
     model = decoder("llama")
-    scales = SmoothQuant(alpha=0.0, layers=("mlp",)).calibrate(model, calibration(), say_nothing)
+    scales = calibrated(SmoothQuant(alpha=0.0, layers=("mlp",)), model)
     mlp = model.model.layers[0].mlp
     largest = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).abs().amax(0)
     torch.testing.assert_close(scales["model.layers.0.mlp"], 1 / largest)
@@ -110,23 +115,23 @@ def test_alpha_zero_takes_scales_from_the_weights_alone():
 
 def test_heads_that_share_values_share_scales():
     model = decoder("llama")
-    scales = SmoothQuant(layers=("o_proj",)).calibrate(model, calibration(), say_nothing)
+    scales = calibrated(SmoothQuant(layers=("o_proj",)), model)
     assert scales["model.layers.0.o_proj"].shape == (24,)  # two of four heads, 12 wide
 
 
 def test_rotating_unties_the_head_from_the_embeddings():
-    model = treated(Rotation(), decoder("llama-tied"))
+    model = transformed(Rotation(), decoder("llama-tied"))
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert not model.config.tie_word_embeddings
 
 
 def test_seeds_give_different_rotations():
-    first, second = (treated(Rotation(seed=s), decoder("llama")) for s in (0, 1))
+    first, second = (transformed(Rotation(seed=s), decoder("llama")) for s in (0, 1))
     assert not torch.equal(first.model.embed_tokens.weight, second.model.embed_tokens.weight)
 
 
 def test_down_proj_keeps_its_name_and_sees_rotated_inputs():
-    model = treated(Rotation(), decoder("llama"))
+    model = transformed(Rotation(), decoder("llama"))
     seen = []
     layer = model.get_submodule("model.layers.0.mlp.down_proj")
     layer.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
@@ -147,13 +152,13 @@ def gpt2():
 
 
 @pytest.mark.parametrize("make", [falcon, gpt2])
-@pytest.mark.parametrize("treatment", [SmoothQuant(), Rotation()])
-def test_classes_that_are_not_known_are_refused_by_name(treatment, make):
+@pytest.mark.parametrize("transform", [SmoothQuant(), Rotation()])
+def test_classes_that_are_not_known_are_refused_by_name(transform, make):
     model = make()
     with pytest.raises(QuantizationError) as raised:
-        treatment.calibrate(model, calibration(), say_nothing)
+        calibrated(transform, model)
     assert str(raised.value).startswith(
-        f"{treatment.name}: the blocks of {type(model).__name__} are not known to it; it knows "
+        f"{transform.name}: the blocks of {type(model).__name__} are not known to it; it knows "
         "LlamaForCausalLM"
     )
 
@@ -164,7 +169,7 @@ def test_a_block_with_something_more_is_refused():
     with pytest.raises(
         QuantizationError, match=r"rotation: model\.layers\.1\.mlp \(LlamaMLP\).*gate_norm"
     ):
-        Rotation().calibrate(model, None, say_nothing)
+        calibrated(Rotation(), model)
 
 
 def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
@@ -176,12 +181,12 @@ def test_a_width_without_a_hadamard_matrix_is_refused_with_a_reason():
     finally:
         del CONFIGS["odd"]
     with pytest.raises(QuantizationError) as raised:
-        Rotation().calibrate(model, None, say_nothing)
+        calibrated(Rotation(), model)
     assert str(raised.value) == (
         "rotation: intermediate_size 92: no Hadamard matrix of that order by Sylvester's and "
         "Paley's constructions; set online: false"
     )
-    Rotation(online=False).calibrate(model, None, say_nothing)
+    calibrated(Rotation(online=False), model)
 
 
 @pytest.mark.parametrize(
@@ -229,11 +234,11 @@ def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
 def test_what_can_be_seen_in_a_config_is_refused_before_work(outliers, config, says):
     entry = {"activations": "int8-token", "outliers": outliers}
     with pytest.raises(RecipeError) as raised:
-        config_of(entry, compute_dtype="float32").check(config, "cpu")
+        config_of(entry, compute_dtype="float32").resolved(config, "cpu")
     assert str(raised.value) == says
 
 
 def test_a_width_that_only_the_online_rotation_needs_may_be_any_without_it():
     entry = {"activations": "int8-token", "outliers": {"name": "rotation", "online": False}}
     config = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 92}
-    config_of(entry, compute_dtype="float32").check(config, "cpu")
+    config_of(entry, compute_dtype="float32").resolved(config, "cpu")

@@ -1,0 +1,132 @@
+"""Hadamard matrices: entries ±1, rows orthogonal; divided by √n, a rotation. Imports no torch.
+
+Sylvester's construction gives the powers of two, Paley's two (R. E. A. C. Paley, On orthogonal
+matrices, 1933) those of order q + 1 for a prime power q ≡ 3 (mod 4) and 2 (q + 1) for q ≡ 1
+(mod 4); the Kronecker product of two is one again. An order is taken as the smallest Paley
+matrix times a power of two that gives it: 384 = 12 · 32, 2,816 = 44 · 64, 11,008 = 344 · 32.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+Matrix = npt.NDArray[np.int8]
+LARGEST = 1024  # Paley matrix; a transform costs a product with it
+CHUNK = 64  # largest Sylvester matrix that is multiplied by at once
+
+
+def factors(order: int) -> tuple[int, ...] | None:
+    """Orders of the matrices whose Kronecker product is the Hadamard matrix of ``order``: a
+    Paley matrix first, if any, then powers of two; None where no such matrix is known here."""
+    power = order & -order
+    odd = order // power
+    paley = 1
+    if odd > 1:
+        sizes = (odd * 2**k for k in range(2, power.bit_length()))
+        paley = next((n for n in sizes if n <= LARGEST and _source(n)), 0)
+        if not paley:
+            return None
+    rest, parts = order // paley, [paley] if paley > 1 else []
+    while rest > 1:
+        parts.append(min(rest, CHUNK))
+        rest //= parts[-1]
+    return tuple(parts) or (1,)
+
+
+def _source(order: int) -> tuple[int, int, bool] | None:
+    """Of Paley's matrix: prime and degree of the field that gives ``order``, and whether by the
+    second construction; None if neither does."""
+    if order % 4:
+        return None
+    for q, remainder in ((order - 1, 3), (order // 2 - 1, 1)):
+        found = _prime_power(q) if q % 4 == remainder else None
+        if found:
+            return (*found, remainder == 1)
+    return None
+
+
+def _prime_power(q: int) -> tuple[int, int] | None:
+    """``q`` as prime and exponent of at most 3; None for other numbers."""
+    for degree in (1, 2, 3):
+        prime = round(q ** (1 / degree))
+        if prime**degree == q and prime > 1 and _is_prime(prime):
+            return prime, degree
+    return None
+
+
+def _is_prime(n: int) -> bool:
+    return all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
+
+
+@functools.cache
+def matrix(order: int) -> Matrix:
+    """The Hadamard matrix of an ``order`` that is a power of two or Paley's: entries ±1."""
+    return _sylvester(order) if order & (order - 1) == 0 else _paley(order)
+
+
+def _sylvester(order: int) -> Matrix:
+    rows = np.ones((1, 1), np.int8)
+    while len(rows) < order:
+        rows = np.block([[rows, rows], [rows, -rows]])
+    return rows
+
+
+def _paley(order: int) -> Matrix:
+    field = _source(order)
+    assert field is not None
+    prime, degree, second = field
+    characters = _characters(prime, degree)
+    q = len(characters)
+    core = np.zeros((q + 1, q + 1), np.int8)
+    core[0, 1:] = 1
+    core[1:, 0] = 1 if second else -1
+    core[1:, 1:] = characters
+    if not second:
+        return core + np.eye(q + 1, dtype=np.int8)
+    one = np.array([[1, 1], [1, -1]], np.int8)
+    zero = np.array([[1, -1], [-1, -1]], np.int8)
+    return np.kron(core, one) + np.kron(np.eye(q + 1, dtype=np.int8), zero)
+
+
+def _characters(prime: int, degree: int) -> Matrix:
+    """χ(a − b) for all a, b of the field: 1 for squares, −1 for others, 0 for 0. Elements are
+    polynomials over the integers modulo ``prime``, modulo one that has no divisor."""
+    elements = list(itertools.product(range(prime), repeat=degree))
+    modulus = _irreducible(prime, degree)
+    squares = {_product(a, a, modulus, prime) for a in elements if any(a)}
+
+    def character(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+        c = tuple((x - y) % prime for x, y in zip(a, b, strict=True))
+        return (1 if c in squares else -1) if any(c) else 0
+
+    table = [[character(a, b) for b in elements] for a in elements]
+    return np.array(table, np.int8)
+
+
+def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
+    """Coefficients c of an x^degree − Σ cᵢ xⁱ without divisors: up to degree 3, without roots."""
+    if degree == 1:
+        return (0,)
+    return next(
+        c
+        for c in itertools.product(range(prime), repeat=degree)
+        if all((x**degree - sum(c[i] * x**i for i in range(degree))) % prime for x in range(prime))
+    )
+
+
+def _product(
+    a: tuple[int, ...], b: tuple[int, ...], modulus: tuple[int, ...], prime: int
+) -> tuple[int, ...]:
+    degree = len(a)
+    whole = [0] * (2 * degree - 1)
+    for i, j in itertools.product(range(degree), repeat=2):
+        whole[i + j] += a[i] * b[j]
+    for top in range(2 * degree - 2, degree - 1, -1):  # x^degree = Σ cᵢ xⁱ
+        for i in range(degree):
+            whole[top - degree + i] += whole[top] * modulus[i]
+    return tuple(c % prime for c in whole[:degree])

@@ -1,0 +1,125 @@
+"""Attention heads that are cut out: those that give about nothing on the calibration text.
+
+A pruned head's output is zero wherever the model attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import Progress
+from qbench.quantizers.transforms import Dormant, Weakest
+
+KEPT = "qbench_kept_heads"  # attribute of attention modules: 1 for heads that stay, 0 for others
+PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what attention's output goes to
+
+
+def calibrate(
+    model: PreTrainedModel,
+    settings: Dormant | Weakest,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """By attention module: ``kept/<module>`` uint8 [heads], ``ratio/<module>`` float32."""
+    assert calibration is not None
+    found = output_ratios(model, calibration.ids, progress)
+    kept = choose(settings, torch.stack(list(found.values())))
+    tensors = {}
+    for (name, ratios), own in zip(found.items(), kept, strict=True):
+        tensors[f"kept/{name}"] = own.to(torch.uint8).cpu()
+        tensors[f"ratio/{name}"] = ratios.float().cpu()
+    return tensors
+
+
+def choose(settings: Dormant | Weakest, ratios: Tensor) -> Tensor:
+    """Which heads stay, bool [layers, heads], from their mean output norm on the text divided by
+    the mean of their layer's heads."""
+    if isinstance(settings, Dormant):
+        return ratios >= settings.threshold
+    kept = torch.ones(ratios.numel(), dtype=torch.bool, device=ratios.device)
+    kept[ratios.flatten().argsort(stable=True)[: round(settings.share * ratios.numel())]] = False
+    return kept.view(ratios.shape)
+
+
+def install(
+    model: PreTrainedModel, settings: Dormant | Weakest, tensors: Mapping[str, Tensor]
+) -> None:
+    """Raises QuantizationError where the model's attention is not qbench's."""
+    attention = str(model.config._attn_implementation)
+    if not attention.startswith("qbench-"):
+        raise QuantizationError(
+            f"prune_heads: its attention is {attention}, which prunes no heads; use a model "
+            "that attends with one of qbench's normalizers"
+        )
+    for key, kept in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "kept":
+            module = model.get_submodule(name)
+            setattr(module, KEPT, kept.to(device=model.device, dtype=model.dtype))
+
+
+def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Attention modules of ``model`` by name, each with its output projection."""
+    found = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "layer_idx") or not hasattr(module, "head_dim"):
+            continue
+        projection = next((getattr(module, p) for p in PROJECTIONS if hasattr(module, p)), None)
+        if projection is not None:
+            found[name] = (module, projection)
+    return found
+
+
+def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> dict[str, Tensor]:
+    """Of each attention module [heads], float64: mean norm of each head's output over the texts
+    ``ids`` [N, T], divided by the mean over the module's heads. As
+    ``qbench.analysis.attention.output_ratios`` has it of a text (Sandoval-Segura et al. 2025,
+    arXiv 2504.03889). Raises QuantizationError for a model whose heads cannot be told."""
+    modules = attention_modules(model)
+    if not modules:
+        raise QuantizationError(
+            f"prune_heads: the attention heads of {type(model).__name__} cannot be told; use a "
+            f"model whose attention ends in one of {', '.join(PROJECTIONS)}"
+        )
+    sums: dict[str, Tensor] = {}
+
+    def look(name: str, heads: int) -> Callable[..., None]:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            output = arguments[0].detach().unflatten(-1, (heads, -1)).float()
+            norms = output.norm(dim=-1).double().flatten(0, -2).mean(0)
+            sums[name] = sums[name] + norms if name in sums else norms
+
+        return hook
+
+    hooks = []
+    try:
+        for name, (module, projection) in modules.items():
+            heads = projection.in_features // module.head_dim
+            hooks.append(projection.register_forward_pre_hook(look(name, heads)))
+        with torch.no_grad():
+            for index, row in enumerate(ids):
+                model(input_ids=row[None].to(model.device), use_cache=False)
+                progress("heads", (index + 1) / len(ids))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {}
+    for name, total in sums.items():
+        mean = total.mean()
+        found[name] = torch.where(mean > 0, total / mean, torch.zeros_like(total))
+    return found
+
+
+def evidence(model: nn.Module, settings: Dormant | Weakest) -> dict[str, Tensor]:
+    """Which heads stay, by the name of the attention module; empty where none are pruned."""
+    return {
+        name: getattr(module, KEPT)
+        for name, module in model.named_modules()
+        if getattr(module, KEPT, None) is not None
+    }

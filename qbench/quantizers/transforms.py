@@ -1,0 +1,304 @@
+"""What changes a model before it is quantized: settings. Imports no torch.
+
+Transforms give an equal model whose activations are easier to round: SmoothQuant and Hadamard
+rotation. Pruning cuts attention heads out that give about nothing on a text: the softpick paper's
+section 7.4 expects that heads which softpick shuts off can go without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import QuantizationError, RecipeError
+from qbench.quantizers.config import (
+    SETTINGS,
+    KVCacheSettings,
+    PruningSettings,
+    TransformSettings,
+)
+from qbench.quantizers.hadamard import factors
+from qbench.quantizers.names import PRUNINGS, TRANSFORMS
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+# Their forwards were read: nothing stands between a block's layers but what ``Block`` says. By
+# ``model_type`` of config.json; flash-linear-attention's transformer becomes a Llama.
+KNOWN = {
+    "llama": "LlamaForCausalLM",
+    "transformer": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def require_known(config: Mapping[str, Any], transform: str) -> None:
+    """Raise RecipeError, in the name of ``transform``, for a model of another class."""
+    kind = config.get("model_type")
+    if kind is not None and kind not in KNOWN:
+        raise RecipeError(
+            f"outliers: {transform}: the blocks of {kind} models are not known to it; it knows "
+            f"{', '.join(KNOWN)}"
+        )
+
+
+Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class SmoothQuant(TransformSettings):
+    """Inputs of linear layers divided by a scale a channel, their weights multiplied by it.
+
+    The scales of q, k, v and of gate and up go into the norm before them, those of o_proj into
+    v_proj, those of down_proj into up_proj. All four keep the function: attention weights and the
+    gate multiply a channel of values, or of up_proj, without mixing it with others.
+    """
+
+    method: ClassVar[str] = "smoothquant"
+
+    alpha: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="how much of the difficulty moves to the weights: 0 none, 1 all",
+        ),
+    ] = 0.5
+    layers: Annotated[
+        tuple[Smoothed, ...],
+        Field(
+            strict=False,
+            description="whose inputs: attention is q, k, v, mlp is gate and up, as in the paper; "
+            "o_proj and down_proj through v_proj and up_proj",
+        ),
+    ] = ("attention", "mlp", "o_proj", "down_proj")
+    batch_size: Annotated[
+        int, Field(ge=1, le=65536, description="calibration samples in one forward")
+    ] = 8
+
+    @property
+    def name(self) -> str:
+        return self.method
+
+    @property
+    def needs_calibration(self) -> bool:  # type: ignore[override]
+        return True
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        require_known(config, self.name)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Rotation(TransformSettings):
+    """The residual stream in another basis, by a Hadamard matrix with random signs.
+
+    Norms' weights go into the layers after them; embeddings, linear layers and the LM head are
+    rotated offline. The paper's Hadamard across heads before o_proj is left out: o_proj sees
+    values that are rotated within their heads.
+    """
+
+    method: ClassVar[str] = "rotation"
+
+    seed: Annotated[
+        int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
+    ] = 0
+    values: Annotated[
+        bool, Field(description="rotate values within each head: v_proj and o_proj, offline")
+    ] = True
+    online: Annotated[
+        bool, Field(description="rotate the input of down_proj while the model runs")
+    ] = True
+    queries_keys: Annotated[
+        bool,
+        Field(
+            description="rotate queries and keys after RoPE while the model runs, for a quantized "
+            "KV cache"
+        ),
+    ] = False
+
+    @property
+    def name(self) -> str:
+        return self.method
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        require_known(config, self.name)
+        for width, needed in (("hidden_size", True), ("intermediate_size", self.online)):
+            size = config.get(width)
+            if needed and isinstance(size, int) and size > 0 and factors(size) is None:
+                raise RecipeError(f"outliers: {self.name}: {no_matrix(width, size)}")
+
+    def require_fit(self, kv: KVCacheSettings | None) -> None:
+        if self.queries_keys and getattr(kv, "before_rope", False):
+            raise RecipeError(
+                "outliers: rotation: queries_keys rotates keys after RoPE, and kv: "
+                f"{kv.name} keeps them before it; set one of queries_keys and before_rope to false"
+            )
+        if self.queries_keys and kv is None:
+            raise RecipeError(
+                "outliers: rotation: queries_keys changes nothing without a quantized KV cache; "
+                "add kv, or leave it out"
+            )
+
+
+def no_matrix(what: str, order: int) -> str:
+    """What to say of a width that cannot be rotated."""
+    remedy = "; set online: false" if "intermediate" in what else ""
+    return (
+        f"{what} {order:,}: no Hadamard matrix of that order by Sylvester's and Paley's "
+        f"constructions{remedy}"
+    )
+
+
+class HeadPruning(PruningSettings):
+    """Which heads go. What a head gives is measured on the calibration text, on the model as it is
+    before its weights are quantized."""
+
+    needs_calibration = True
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Dormant(HeadPruning):
+    """Heads below a share of their layer's mean."""
+
+    threshold: Annotated[
+        float, Field(gt=0, lt=1, description="of the mean output norm of the layer's heads")
+    ] = 0.01
+
+    @property
+    def name(self) -> str:
+        return "dormant"
+
+    @property
+    def scheme(self) -> str:
+        return f"heads that give below {self.threshold:g} of their layer's mean pruned"
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Weakest(HeadPruning):
+    """A share of all heads, those that give least."""
+
+    share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1
+
+    @property
+    def name(self) -> str:
+        return "weakest"
+
+    @property
+    def scheme(self) -> str:
+        return f"the weakest {self.share:.0%} of all heads pruned"
+
+
+TRANSFORMS.register(
+    "smoothquant",
+    SmoothQuant,
+    "activation outliers moved into weights by a scale a channel",
+    backend="qbench.quantizers.smoothquant",
+)
+TRANSFORMS.register(
+    "rotation",
+    Rotation,
+    "the residual stream in a Hadamard basis, QuaRot's: outliers spread out",
+    backend="qbench.quantizers.rotation",
+)
+for _name, _kind, _line in (
+    ("dormant", Dormant, "heads that give about nothing on the calibration text"),
+    ("weakest", Weakest, "a share of all heads, those that give least on that text"),
+):
+    PRUNINGS.register(_name, _kind, _line, backend="qbench.quantizers.head_pruning")
+
+
+# The parts of a decoder that transforms fold into each other
+
+BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}  # within a head, after the projection: nothing folds across
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+@plain_dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Block:
+    """One decoder block under its ``name``:
+    x + o_proj(attention(norm(x))), then x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))),
+    with RMS norms whose weight is a plain factor; whatever else a block may hold is refused."""
+
+    name: str
+    block: nn.Module
+
+    @property
+    def attention(self) -> nn.Module:
+        return self.block.self_attn
+
+    @property
+    def mlp(self) -> nn.Module:
+        return self.block.mlp
+
+    @property
+    def attention_norm(self) -> nn.Module:
+        return self.block.input_layernorm
+
+    @property
+    def mlp_norm(self) -> nn.Module:
+        return self.block.post_attention_layernorm
+
+
+@plain_dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DecoderModules:
+    """``heads`` of ``head_dim`` share ``kv_heads`` keys and values."""
+
+    embeddings: nn.Embedding
+    blocks: tuple[Block, ...]
+    norm: nn.Module
+    head: nn.Linear
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def hidden(self) -> int:
+        return self.embeddings.weight.shape[1]
+
+
+def decoder_modules(model: PreTrainedModel, transform: str) -> DecoderModules:
+    """The parts of ``model``.
+
+    Raises QuantizationError, in the name of ``transform``, for a class that is not known.
+    """
+    kind = type(model).__name__
+    if kind not in KNOWN.values():
+        raise QuantizationError(
+            f"{transform}: the blocks of {kind} are not known to it; it knows "
+            f"{', '.join(dict.fromkeys(KNOWN.values()))}"
+        )
+    decoder, config = model.model, model.config
+    blocks = []
+    for index, block in enumerate(decoder.layers):
+        name = f"model.layers.{index}"
+        _require(block, BLOCK, set(), name, transform)
+        _require(block.self_attn, ATTENTION, HEAD_NORMS, f"{name}.self_attn", transform)
+        _require(block.mlp, MLP, set(), f"{name}.mlp", transform)
+        blocks.append(Block(name=name, block=block))
+    return DecoderModules(
+        embeddings=decoder.embed_tokens,
+        blocks=tuple(blocks),
+        norm=decoder.norm,
+        head=model.lm_head,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=blocks[0].attention.head_dim,
+    )
+
+
+def _require(
+    module: nn.Module, wanted: set[str], allowed: set[str], name: str, transform: str
+) -> None:
+    found = {child for child, _ in module.named_children()}
+    if odd := (found ^ wanted) - allowed:
+        kind, parts = type(module).__name__, ", ".join(sorted(odd))
+        raise QuantizationError(f"{transform}: {name} ({kind}) is not as known: {parts}")
