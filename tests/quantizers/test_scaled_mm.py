@@ -15,7 +15,7 @@ from treated_models import decoder
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers import config_of, scaled_mm
 from qbench.quantizers.config import QuantFormat
-from qbench.quantizers.fake_quant import Scale, fake_quantize, weights_alone
+from qbench.quantizers.fake_quant import Scale, fake_quantize
 from qbench.quantizers.linear import plain
 from qbench.quantizers.names import QUANTIZERS
 from qbench.quantizers.scaled_mm import ScaledLinear, multiply_codes
@@ -289,16 +289,6 @@ def test_a_product_that_is_off_fails_its_audit(tmp_path, monkeypatch):
     monkeypatch.setattr(scaled_mm, "_int8", lambda *of: inner(*of) * 1.02)
     problems = judged(chosen, model, WHICH).problems
     assert any("its product is 0.02 off" in line for line in problems)
-
-
-@needs_vnni
-def test_a_model_whose_rounding_is_paused_multiplies_whole_inputs(tmp_path):
-    chosen = cell(parts("int8-row", "int8-static", "real"))
-    model = make(chosen, tmp_path, WHICH).model
-    weights = make(cell({"name": "int8-row"}), tmp_path, WHICH).model
-    with weights_alone(model):
-        assert torch.equal(logits(model, ids(3, 2, 40)), logits(weights, ids(3, 2, 40)))
-    assert not torch.equal(logits(model, ids(3, 2, 40)), logits(weights, ids(3, 2, 40)))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quantizer_models import calibration, ids, logits
-from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 from treated_models import CONFIGS, decoder
 
 from qbench.errors import QuantizationError, RecipeError
@@ -105,14 +105,6 @@ def test_smoothing_keeps_channels_that_calibration_never_reaches():
     assert (scales[12:] != 1).all()
 
 
-def test_alpha_zero_takes_scales_from_the_weights_alone():
-    model = decoder("llama")
-    scales = calibrated(SmoothQuant(alpha=0.0, layers=("mlp",)), model)
-    mlp = model.model.layers[0].mlp
-    largest = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).abs().amax(0)
-    torch.testing.assert_close(scales["model.layers.0.mlp"], 1 / largest)
-
-
 def test_heads_that_share_values_share_scales():
     model = decoder("llama")
     scales = calibrated(SmoothQuant(layers=("o_proj",)), model)
@@ -123,11 +115,6 @@ def test_rotating_unties_the_head_from_the_embeddings():
     model = transformed(Rotation(), decoder("llama-tied"))
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert not model.config.tie_word_embeddings
-
-
-def test_seeds_give_different_rotations():
-    first, second = (transformed(Rotation(seed=s), decoder("llama")) for s in (0, 1))
-    assert not torch.equal(first.model.embed_tokens.weight, second.model.embed_tokens.weight)
 
 
 def test_down_proj_keeps_its_name_and_sees_rotated_inputs():
@@ -142,19 +129,9 @@ def test_down_proj_keeps_its_name_and_sees_rotated_inputs():
     assert not torch.allclose(seen[0], plain, atol=1e-2)
 
 
-def falcon():
-    config = FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=4)
-    return FalconForCausalLM(config)
-
-
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=97))
-
-
-@pytest.mark.parametrize("make", [falcon, gpt2])
 @pytest.mark.parametrize("transform", [SmoothQuant(), Rotation()])
-def test_classes_that_are_not_known_are_refused_by_name(transform, make):
-    model = make()
+def test_classes_that_are_not_known_are_refused_by_name(transform):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=97))
     with pytest.raises(QuantizationError) as raised:
         calibrated(transform, model)
     assert str(raised.value).startswith(
