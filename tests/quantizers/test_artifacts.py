@@ -156,16 +156,13 @@ def flip_a_byte(path):
     "harm",
     [
         lambda at: flip_a_byte(at / "weights.safetensors"),
-        lambda at: (at / "weights.safetensors").write_bytes(b""),
         lambda at: (at / "weights.safetensors").unlink(),
-        lambda at: (at / "manifest.json").unlink(),
         lambda at: (at / "manifest.json").write_text("{"),
-        lambda at: (at / "manifest.json").write_text("[]"),
         lambda at: (at / "manifest.json").write_text(
             (at / "manifest.json").read_text().replace('"key": "', '"key": "0')
         ),
     ],
-    ids=["byte", "empty", "gone", "no manifest", "half manifest", "list", "another key"],
+    ids=["byte", "gone", "half manifest", "another key"],
 )
 def test_a_damaged_artifact_is_noticed_reported_and_made_again(harm, tmp_path):
     chosen = settings("rtn-4bit")
@@ -220,32 +217,3 @@ def test_two_processes_quantize_the_same_once(tmp_path):
     for process in both:
         process.join()
     assert found == ["artifact reused: hqq", "hqq"]
-
-
-def _hold(root, held, release):
-    at = artifact_of(Path(root), settings("rtn-4bit"))
-    with at.locked(lambda: None):
-        held.set()
-        release.wait(20)
-
-
-@FORKS
-def test_waiting_for_another_process_is_told(tmp_path):
-    context = multiprocessing.get_context("fork")
-    held, release = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(str(tmp_path), held, release))
-    other.start()
-    try:
-        assert held.wait(20)
-        at = artifact_of(tmp_path, settings("rtn-4bit"))
-        told = []
-
-        def waiting():
-            told.append("waiting")
-            release.set()
-
-        with at.locked(waiting):
-            assert told == ["waiting"]
-    finally:
-        release.set()
-        other.join()
