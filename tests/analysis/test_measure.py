@@ -13,7 +13,8 @@ from qbench.attention.transformers import attend
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linear import linears
-from qbench.quantizers.names import KV_CACHES
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -167,8 +168,7 @@ def test_keys_are_measured_as_a_quantized_cache_gives_them_back(pair):
     model, tokenizer, ids = pair
     checkpoint = find(str(DEMO / model.config.qbench_normalizer))
     coded = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    cache = KV_CACHES.parse("int4-token", {})
-    cache.install(coded, {})
+    apply(coded, config_of({"kv": "int4-token"}, compute_dtype="float32"), {})
     whole, found = measured(model, tokenizer, ids), measured(coded, tokenizer, ids)
     assert found.perplexity != whole.perplexity
     # The first layer has the same queries: what differs comes from its keys.
