@@ -1,38 +1,85 @@
-"""``qbench bench attention``: the kernels against what else runs on this GPU, once they are right.
+"""``qbench bench attention``: the kernels against what a user would take instead on this GPU, once
+they are right.
 
-TFLOP/s count 4 · B · H · T² · D / 2 for a causal forward pass and 2.5 times that for the
-backward pass, whatever a kernel really multiplies. Every time is the median of CUDA-event
-timings after a warm-up; the two ceilings are measured in the same run.
+TFLOP/s count 4 · B · H · D for each pair of a query and a key that it sees in a forward pass, and
+2.5 times that in a backward pass, whatever a kernel really multiplies. Every time is the median of
+CUDA-event timings after a warm-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from concurrent.futures import wait
+import json
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from qbench.attention.kernels import require
-from qbench.bench.attention_checks import check_kernels
-from qbench.bench.attention_decode import decode, decode_table, packed, packed_table
-from qbench.bench.attention_prefill import (
-    SHAPES,
-    SLOW,
-    every_row,
-    flash_sigmoid_lines,
-    prefill,
-    prefill_table,
-    step_table,
-    steps,
-    wanted_first,
-)
-from qbench.bench.attention_timing import clock, milliseconds
-from qbench.bench.attention_warm_up import PATIENCE_S, settle_cache, warm_up, warm_ups
-from qbench.bench.kept import gathered, kept_in
-from qbench.bench.side_by_side import alone, default_jobs, processes
+from qbench import text
+from qbench.attention import kernels
+from qbench.attention.kernels import require, supported
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.bench.checks import check_kernels
+from qbench.bench.timing import captured, given, milliseconds, random_tensor, sparse_keys
 from qbench.errors import UnavailableError
+from qbench.files import write_atomically
+from qbench.runner.workers import Workers
+
+CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention 2", "FlexAttention"  # torch's
+CAP = 50.0  # Gemma 2's
+WINDOW = 1024
+MOST_JOBS = 16  # by default: each takes half a GiB of the GPU's memory before it does anything
+VARIANTS = ("causal", "ALiBi", "soft cap", "window")
+OF_VARIANTS = ("softmax", "softpick", "sigmoid")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of queries, keys and values; ``variants`` are those that are measured of it."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    variants: tuple[str, ...] = ("causal",)
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}"
+        if self.kv_heads != self.heads:
+            heads += f"/{self.kv_heads}"
+        return f"B{self.batch} T{self.length} H{heads} D{self.head_dim}"
+
+    def tensors(self) -> list[Tensor]:
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        return [
+            random_tensor(self.batch, self.length, heads, self.head_dim).requires_grad_()
+            for heads in counts
+        ]
+
+    def flop(self, variant: str) -> float:
+        """Of a forward pass."""
+        seen = min(WINDOW, self.length) if variant == "window" else self.length
+        pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
+        return 4 * self.batch * self.heads * self.head_dim * pairs
+
+
+SHAPES = (
+    Shape(4, 4096, 16, 16, 64, VARIANTS),
+    Shape(4, 4096, 16, 16, 128, VARIANTS),
+    Shape(2, 8192, 32, 8, 128),  # Llama 3's heads
+    Shape(1, 32768, 16, 16, 128),
+)
+STEP = Shape(8, 1024, 16, 16, 64)  # a short step, where launches take their share of the time
+DECODE = Shape(64, 4096, 16, 16, 64)
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+Row = dict[str, Any]
 
 
 def bench_attention(
@@ -42,45 +89,52 @@ def bench_attention(
     only: Collection[str] = (),
     jobs: int | None = None,
 ) -> dict[str, Any]:
-    """Checks the kernels, then times them; returns what was measured and writes it to ``out``
-    as it goes (JSON, and the table beside it in Markdown). ``quick`` leaves out most shapes and
-    repeats. ``only``: these normalizers, what they are measured beside,
-    and no packed sequences. ``jobs``: processes that compile and check; all have
-    ended before anything is timed, in this one.
+    """Checks the kernels, then times them; returns what was measured and writes it to ``out`` as
+    JSON, with the table beside it, after every row, so that whoever is stopped has the rest.
 
-    Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
-    without a CUDA device, EvaluationError where a check is red: then
-    nothing is timed.
+    ``quick`` leaves out most shapes and repeats. ``only``: these normalizers, beside the peers.
+    ``jobs``: processes that compile and check; all have ended before anything is timed, in this
+    one. Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
+    without a CUDA device, EvaluationError where a check is red: then nothing is timed.
     """
     require_gpu(device)
+    import triton
+
     for name in only:
         require(name)
     repeat_ms = 20 if quick else 100
-    rows = every_row(SHAPES[:1] if quick else SHAPES, only)
-    settle_cache()
-    with processes(jobs or default_jobs()) as pool:
-        called = [pool.submit(alone, warm_up, *each) for each in warm_ups(rows, quick, only)]
+    # torch.compile would name another for the rest of this process, without what checks compiled
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+    pool = Workers([0] * (jobs or min(MOST_JOBS, os.cpu_count() or 1)), device="cuda")
+    try:
         checks = check_kernels(pool, quick, only)
-        wait(called, timeout=PATIENCE_S)
-    by = clock(repeat_ms)
+    finally:
+        pool.shutdown(cancel_futures=True)
     ceilings = _ceilings(repeat_ms)
-    about = {
+    results: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": _triton_version()},
-        "units": "TFLOP/s for prefill; share of the copy's TB/s for decode; ms for packed",
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "units": "TFLOP/s of passes; ms of a step; TB/s and share of the copy's of decoding",
         "ceilings": ceilings,
         "checks": checks,
+        "passes": [],
+        "steps": [],
+        "decode": [],
     }
-    first = wanted_first(rows)
-    parts = [
-        ("prefill", prefill([row for row in first if row[1] not in SLOW], by)),
-        ("steps", steps(repeat_ms, only)),
-        ("decode", decode(by, quick, only, ceilings["copy_tb_per_s"])),
-        ("packed", () if only else packed(by, quick)),
-        ("prefill", prefill([row for row in first if row[1] in SLOW], by)),
-    ]
-    places = {"prefill": lambda row: rows.index((row["shape"], row["kernel"]))}
-    return gathered(about, parts, kept_in(out, table), places)
+    shapes = [Shape(4, 4096, 16, 16, 64)] if quick else SHAPES
+    parts: dict[str, Iterator[Row]] = {
+        "passes": (row for shape in shapes for row in passes(shape, repeat_ms, only)),
+        "steps": steps(repeat_ms, only),
+        "decode": decode(repeat_ms, only, ceilings["copy_tb_per_s"], 8 if quick else DECODE.batch),
+    }
+    for part, rows in parts.items():
+        for row in rows:
+            results[part].append(row)
+            if out is not None and out.suffix:
+                _write(out, results)
+    if out is not None:
+        _write(out, results)
+    return results
 
 
 def require_gpu(device: str = "cuda") -> None:
@@ -89,30 +143,150 @@ def require_gpu(device: str = "cuda") -> None:
         raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
 
 
-def table(results: dict[str, Any]) -> str:
-    """What :func:`bench_attention` measured, in Markdown."""
-    ceilings = results["ceilings"]
-    lines = [
-        f"# Attention on one {results['hardware']}",
-        "",
-        f"torch {results['versions']['torch']}, triton {results['versions']['triton']}, bf16, "
-        f"causal. bf16 matrix product {ceilings['matmul_tflops']:.0f} TFLOP/s, device-to-device "
-        f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run.",
-        "",
-        prefill_table(results["prefill"]),
-        *flash_sigmoid_lines(results["prefill"]),
-        *step_table(results["steps"]),
-        *decode_table(results["decode"]),
-    ]
-    if results["packed"]:
-        lines += packed_table(results["packed"])
-    worst = max(check["error"] / check["limit"] for check in results["checks"])
-    lines += [
-        "",
-        f"{len(results['checks'])} checks against the float64 reference passed before timing; "
-        f"the worst used {worst:.0%} of its tolerance.",
-    ]
-    return "\n".join(lines) + "\n"
+def _write(out: Path, results: dict[str, Any]) -> None:
+    write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
+    if out.suffix:  # /dev/stdout has nothing beside it
+        write_atomically(out.with_suffix(".md"), table(results).encode())
+
+
+# Who runs.
+
+
+def contenders(variant: str, only: Collection[str], *, every: bool) -> list[str]:
+    """Names of what is measured: our kernels, all normalizers or the usual ones, then the peers."""
+    names = [name for name in supported() if not only or name in only]
+    if not every or variant != "causal":
+        names = [name for name in names if name in OF_VARIANTS or name in only]
+    return [*names, *peers(variant)]
+
+
+def peers(variant: str) -> tuple[str, ...]:
+    """What a user would take instead. cuDNN's and FlashAttention 2 know none but causal."""
+    return (CUDNN, FLASH, FLEX) if variant == "causal" else (FLEX,)
+
+
+def contender(name: str, shape: Shape, variant: str) -> Run:
+    """What the row ``name`` calls."""
+    from torch.nn.attention import SDPBackend
+
+    if name == FLASH:
+        return _torchs(SDPBackend.FLASH_ATTENTION, shape)
+    if name == CUDNN:
+        return _torchs(SDPBackend.CUDNN_ATTENTION, shape)
+    if name == FLEX:
+        return _flex(shape, variant)
+    parameters = given(name, shape.heads, sloped=variant == "ALiBi", trained=True)
+    if "slopes" in parameters:
+        parameters["slopes"].requires_grad_(False)
+    return partial(
+        kernels.attention, normalizer=name, parameters=parameters, causal=True,
+        softcap=CAP if variant == "soft cap" else None,
+        window=WINDOW if variant == "window" else None,
+    )  # fmt: skip
+
+
+def _torchs(backend: Any, shape: Shape) -> Run:
+    from torch.nn.attention import sdpa_kernel
+
+    grouped = shape.kv_heads != shape.heads
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    return run
+
+
+def _flex(shape: Shape, variant: str) -> Run:
+    from torch._inductor import config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    slopes = 2.0 ** (-8.0 * torch.arange(1, shape.heads + 1, device="cuda") / shape.heads)
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + slopes[h] * (k - q)
+
+    def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return CAP * torch.tanh(score / CAP)
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k < WINDOW) if variant == "window" else q >= k
+
+    config.compile_threads = 1  # else processes of torch's stay beside what is timed
+    mask = create_block_mask(seen, None, None, shape.length, shape.length, device="cuda")
+    torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape, or none
+    return partial(
+        torch.compile(flex_attention, dynamic=False), block_mask=mask,
+        score_mod={"ALiBi": alibi, "soft cap": softcap}.get(variant),
+        enable_gqa=shape.kv_heads != shape.heads,
+    )  # fmt: skip
+
+
+# What is measured.
+
+
+def passes(shape: Shape, repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
+    """Forward and backward pass of each contender, in TFLOP/s."""
+    inputs = shape.tensors()
+    gradient = torch.randn_like(inputs[0])
+    for variant in shape.variants:
+        for name in contenders(variant, only, every=shape.length <= 4096):
+            row: Row = {"shape": str(shape), "variant": variant, "kernel": name}
+            flop = shape.flop(variant)
+            try:
+                run = contender(name, shape, variant)
+                output = run(*inputs)
+                with torch.no_grad():
+                    row["forward"] = flop / milliseconds(partial(run, *inputs), repeat_ms) / 1e9
+                backward = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
+                row["backward"] = 2.5 * flop / milliseconds(backward, repeat_ms) / 1e9
+            except RuntimeError as error:  # a library's kernel that does not run here is said so
+                row["error"] = str(error).splitlines()[0]
+            yield row
+
+
+def steps(repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
+    """Both passes of a short step: launched from the host each time, and captured once as a CUDA
+    graph and replayed, so that only the GPU's time is left."""
+
+    def make(run: Run) -> Callable[[], Any]:
+        inputs = STEP.tensors()
+        gradient = torch.randn_like(inputs[0])
+        return lambda: torch.autograd.grad(run(*inputs), inputs, gradient)
+
+    for name in contenders("causal", only, every=True):
+        row: Row = {"shape": str(STEP), "kernel": name}
+        try:
+            run = contender(name, STEP, "causal")
+            row["ms"] = milliseconds(make(run), repeat_ms)
+            row["captured_ms"] = milliseconds(captured(partial(make, run)), repeat_ms)
+        except RuntimeError as error:
+            row["error"] = str(error).splitlines()[0]
+        yield row
+
+
+def decode(repeat_ms: int, only: Collection[str], copied: float, batch: int) -> Iterator[Row]:
+    """Milliseconds of one query a sequence, and TB/s of keys and values beside ``copied``, those of
+    a copy."""
+    length, heads, head_dim = DECODE.length, DECODE.heads, DECODE.head_dim
+    key, value = (random_tensor(batch, length, heads, head_dim).contiguous() for _ in range(2))
+    query = random_tensor(batch, 1, heads, head_dim)
+    sparse = sparse_keys(query, key)
+    runs: dict[str, Callable[[], Tensor]] = {}
+    for name in only or supported():
+        settings = {"normalizer": name, "parameters": given(name, heads)}
+        runs[f"{name}, random keys"] = partial(kernels.attention, query, key, value, **settings)
+        if NORMALIZERS.get(name).sparse:
+            runs[f"{name}, 99 % of scores negative"] = partial(
+                kernels.attention, query, sparse, value, **settings
+            )
+    runs["torch's softmax"] = partial(F.scaled_dot_product_attention, query, key, value)
+    with torch.no_grad():
+        for name, run in runs.items():
+            ms = milliseconds(run, repeat_ms)
+            rate = (key.nbytes + value.nbytes) / ms / 1e9
+            yield {"shape": f"B{batch} T{length} H{heads} D{head_dim}", "kernel": name, "ms": ms,
+                   "tb_per_s": rate, "share_of_copy": rate / copied}  # fmt: skip
 
 
 def _ceilings(repeat_ms: int) -> dict[str, float]:
@@ -127,7 +301,83 @@ def _ceilings(repeat_ms: int) -> dict[str, float]:
     }
 
 
-def _triton_version() -> str:
-    import triton
+# Tables.
 
-    return triton.__version__
+
+def table(results: dict[str, Any]) -> str:
+    """What :func:`bench_attention` measured, in Markdown."""
+    ceilings = results["ceilings"]
+    worst = max(check["error"] / check["limit"] for check in results["checks"])
+    best = "the best peer is the fastest of torch's cuDNN, FlashAttention 2 and compiled "
+    best += "FlexAttention that computes the same shape and variant with softmax."
+    lines = [
+        f"# Attention on one {results['hardware']}",
+        "",
+        f"torch {results['versions']['torch']}, triton {results['versions']['triton']}, bf16, "
+        f"causal. bf16 matrix product {ceilings['matmul_tflops']:.0f} TFLOP/s, device-to-device "
+        f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run. Of a row {best}",
+        "",
+        _passes_table(results["passes"]),
+    ]
+    if results["steps"]:
+        lines += [
+            "",
+            "A short step: forward and backward pass together; launched from the host each time, "
+            "and captured as a CUDA graph and replayed.",
+            "",
+            _steps_table(results["steps"]),
+        ]
+    if results["decode"]:
+        cells = [
+            [row["shape"], row["kernel"], f"{row['ms']:.3f}", f"{row['tb_per_s']:.2f}",
+             f"{row['share_of_copy']:.0%}"]
+            for row in results["decode"]
+        ]  # fmt: skip
+        head = ("shape", "kernel", "ms", "TB/s", "of the copy")
+        lines += [
+            "",
+            "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
+            "",
+            text.table(head, cells, align="llrrr"),
+        ]
+    lines += [
+        "",
+        f"{len(results['checks'])} checks against the float64 reference passed before timing; "
+        f"the worst used {worst:.0%} of its tolerance.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _passes_table(rows: list[Row]) -> str:
+    head = ("shape", "variant", "kernel")
+    for direction in ("forward", "backward"):
+        head += (f"{direction} TFLOP/s", "× best peer")
+    lines = []
+    for row in rows:
+        alike = [o for o in rows if (o["shape"], o["variant"]) == (row["shape"], row["variant"])]
+        cells = [row["shape"], row["variant"], row["kernel"]]
+        for direction in ("forward", "backward"):
+            best = max((o.get(direction, 0.0) for o in alike if _is_peer(o)), default=0.0)
+            rate = row.get(direction)
+            cells.append("–" if rate is None else f"{rate:.0f}")
+            cells.append("–" if rate is None or not best else f"{rate / best:.2f}")
+        lines.append(cells)
+    return text.table(head, lines, align="lllrrrr")
+
+
+def _steps_table(rows: list[Row]) -> str:
+    cells = []
+    for row in rows:
+        line = [row["shape"], row["kernel"]]
+        for way in ("ms", "captured_ms"):
+            best = min((o[way] for o in rows if _is_peer(o) and way in o), default=None)
+            ms = row.get(way)
+            line.append("–" if ms is None else f"{ms:.3f}")
+            line.append("–" if ms is None or best is None else f"{best / ms:.2f}")
+        cells.append(line)
+    head = ("shape", "kernel", "launched ms", "× best peer", "captured ms", "× best peer")
+    return text.table(head, cells, align="llrrrr")
+
+
+def _is_peer(row: Row) -> bool:
+    return row["kernel"] in (CUDNN, FLASH, FLEX)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qbench import text
-from qbench.bench.attention_timing import milliseconds
+from qbench.bench.timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import write_atomically
 from qbench.quantizers import scaled_mm

@@ -6,11 +6,13 @@ attention (see ``flops_per_token``); the share is of the GPU's measured bf16 mat
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 
-from qbench.bench.training_profile import Profile, profile_step
+from qbench import text
 from qbench.errors import RecipeError
+from qbench.files import write_atomically
 from qbench.machine import environment
 from qbench.training.compute import Compute
 from qbench.training.determinism import deterministic
@@ -55,7 +58,6 @@ class Choice:
     contenders: tuple[str, ...]
     compute: Compute
     sequences: int | None = None
-    profile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,7 @@ class Row:
 
 def bench_training(
     choice: Choice, processes: Processes, *, say: Callable[[str], None]
-) -> tuple[list[Row], list[Profile]]:
+) -> list[Row]:
     """Measure every shape with every contender, one after the other. ``say`` gets a line as each
     part of it begins, and one with what each row gave. Raises RecipeError for an unknown one."""
     for what, known, named in (
@@ -86,27 +88,26 @@ def bench_training(
         for name in named:
             if name not in known:
                 raise RecipeError(f"{what} {name}: unknown; possible: {', '.join(known)}")
-    rows, profiles = [], []
+    rows = []
     for shape in choice.shapes:
         for contender in choice.contenders:
             # cuDNN's attention has no deterministic gradient
             same = choice.compute.deterministic and contender != CUDNN
             only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()
             with deterministic(same), only:
-                row, profile = _measured(shape, contender, choice, processes, say)
+                row = _measured(shape, contender, choice, processes, say)
             row = replace(row, deterministic=same)
             rows.append(row)
-            profiles += [profile] if profile else []
             share = "" if row.share is None else f", {row.share:.1%} of peak"
             say(f"{shape} {contender}: {row.tokens_per_s:,.0f} tokens/s{share}, {row.ms:.1f} ms")
             if processes.device.type == "cuda":
                 torch.cuda.empty_cache()
-    return rows, profiles
+    return rows
 
 
 def _measured(
     name: str, contender: str, choice: Choice, processes: Processes, say: Callable[[str], None]
-) -> tuple[Row, Profile | None]:
+) -> Row:
     recipe = _recipe(name, choice, processes)
     which = f"{name} {contender}"
     begins = "compiling the step" if choice.compute.compile else "a first step"
@@ -147,16 +148,12 @@ def _measured(
         times.append((_now(cuda) - began) / STEPS)
         say(f"{which}: run {len(times)} of {RUNS}: {1000 * times[-1]:.1f} ms a step")
     loss = float(found)
-    profile = None
-    if choice.profile:
-        say(f"{which}: one step by kernel")
-        profile = profile_step(f"{name}, {attention}", lambda: step(recipe.steps - 1), cuda=cuda)
     seconds = statistics.median(times)
     speed = recipe.batch.tokens / seconds
     hardware = environment(processes.device.type, ()).hardware
     peak = peak_tflops(hardware)
     used = speed / processes.count * flops_per_token(recipe.model) / 1e12
-    row = Row(
+    return Row(
         shape=name,
         attention=attention,
         deterministic=choice.compute.deterministic,
@@ -168,7 +165,6 @@ def _measured(
         kernels=tuple(kernels),
         loss=loss,
     )
-    return row, profile
 
 
 def _recipe(name: str, choice: Choice, processes: Processes) -> TrainingRecipe:
@@ -219,3 +215,76 @@ def _now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
+    """What was measured, in Markdown."""
+    about = environment(processes.device.type, ("triton",))
+    torchs: dict[str, float] = {}  # the faster of the two
+    for row in rows:
+        if row.attention in ("softmax/torch", "softmax/cuDNN"):
+            torchs[row.shape] = max(row.tokens_per_s, torchs.get(row.shape, 0.0))
+    lines = []
+    for row in rows:
+        hidden, layers, heads, vocabulary, context, _ = SHAPES[row.shape]
+        beside = torchs.get(row.shape)
+        lines.append(
+            [
+                f"{row.shape}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
+                f"{context:,}",
+                row.attention,
+                "yes" if row.deterministic else "no",
+                f"{row.tokens_per_s:,.0f}",
+                "–" if beside is None else f"{row.tokens_per_s / beside:.3f}",
+                "–" if row.share is None else f"{row.share:.1%}",
+                f"{row.ms:.1f}",
+                f"{row.memory_gib:.1f}",
+                f"{row.compile_s:.0f}",
+            ]
+        )
+    head = (
+        *("shape", "attention", "deterministic", "tokens/s", "× torch's best", "of peak"),
+        *("ms a step", "GiB", "first step s"),
+    )
+    ran = [f"- {row.shape}, {row.attention}: {', '.join(row.kernels)}" for row in rows]
+    return (
+        "\n".join(
+            [
+                f"# Training on {processes.count} {about.hardware}",
+                "",
+                f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
+                f"{about.versions['transformers']}; {compute.precision} passes over float32 "
+                f"weights, torch.compile: {compute.compile or 'no'}. "
+                "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
+                "matrix products and token, and 6 · layers · hidden · context for attention, of a "
+                "measured bf16 matrix product (H200: 790 TFLOP/s). "
+                f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
+                "data, forward, backward, clipping, AdamW.",
+                "",
+                text.table(head, lines, align="lllrrrrrr"),
+                "",
+                "Kernels of attention, as a profile of one step named them:",
+                "",
+                *ran,
+            ]
+        )
+        + "\n"
+    )
+
+
+def write(out: Path, rows: list[Row], lines: str, processes: Processes) -> list[Path]:
+    """JSON to ``out``, its table ``lines`` beside it in Markdown."""
+    about = environment(processes.device.type, ("triton",))
+    values = {
+        "environment": about.model_dump(mode="json"),
+        "processes": processes.count,
+        "shapes": {row.shape: SHAPES[row.shape] for row in rows},
+        "rows": [asdict(row) for row in rows],
+    }
+    write_atomically(out, (json.dumps(values, indent=1) + "\n").encode())
+    written = [out]
+    if out.suffix:  # /dev/stdout has nothing beside it
+        beside = out.with_suffix(".md")
+        write_atomically(beside, lines.encode())
+        written.append(beside)
+    return written

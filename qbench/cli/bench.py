@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from qbench.cli import bench_attention
 from qbench.cli.job import make_job, named
 from qbench.cli.options import (
     CheckpointsOfRecipe,
@@ -37,7 +36,30 @@ app = typer.Typer(
 )
 
 
-app.command("attention")(bench_attention.attention)
+@app.command("attention")
+def attention(
+    out: Json = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
+    only: Annotated[
+        list[str],
+        typer.Option(help="A normalizer to check and time, beside the peers; repeat it."),
+    ] = [],  # noqa: B006
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that compile and check before anything is timed. Default: one for each "
+            "core but one, at most 16.",
+            min=1,
+        ),
+    ] = None,
+) -> None:
+    """The kernels against float64, then cuDNN, FlashAttention 2 and FlexAttention. Needs a GPU.
+
+    Checks run in processes side by side. Timing follows alone.
+    """
+    from qbench.bench.attention import bench_attention, table
+
+    typer.echo(table(bench_attention(out, "cuda", quick, only, jobs)))
 
 
 @app.command("products")
@@ -159,9 +181,6 @@ def training(
         typer.Option(metavar="MODE", help="torch.compile's mode, as in recipes; or no"),
     ] = "default",
     deterministic: Annotated[bool, typer.Option(help="As `qbench train` does.")] = True,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also show one step by kernel, of every row.")
-    ] = False,
     graphs: Annotated[
         str,
         typer.Option(
@@ -210,9 +229,9 @@ def training(
         SHAPES,
         Choice,
         bench_training,
+        table,
+        write,
     )
-    from qbench.bench.training_profile import profile_table
-    from qbench.bench.training_table import table, write
     from qbench.training.processes import joined
 
     choice = Choice(
@@ -221,18 +240,16 @@ def training(
         or tuple(c for c in CONTENDERS if where == "cuda" or c != CUDNN),
         compute=compute,
         sequences=sequences,
-        profile=profile,
     )
     with joined(where) as processes:
         first = processes.first
         with terminal() as screen, redirected(NOWHERE):
-            rows, profiles = bench_training(
+            rows = bench_training(
                 choice, processes, say=lambda line: print(line, file=screen) if first else None
             )
         if not first:
             return
-        text = table(rows, processes, compute)
-        text += "".join(f"\n{profile_table(one)}" for one in profiles)
-        typer.echo(text)
+        lines = table(rows, processes, compute)
+        typer.echo(lines)
         if out is not None:
-            show_written(write(out, rows, profiles, text, processes))
+            show_written(write(out, rows, lines, processes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,23 @@ def test_it_is_plain_json_and_a_table(comparison):
 def test_the_yardstick_comes_first(model, tokenizer):
     with pytest.raises(RecipeError, match="lm-eval first"):
         compare(model, tokenizer, [], {m: settings(m) for m in ("fast", "lm-eval")})
+
+
+def test_the_first_call_of_a_scorer_is_none_of_its_speed(model, tokenizer, monkeypatch):
+    """As where HFLM is slow once, in its first call: by it all others would be 31 times as fast."""
+    from lm_eval.models.huggingface import HFLM
+
+    real, called = HFLM.loglikelihood, set()
+
+    def slow_once(self, requests, **options):
+        if id(self) not in called:
+            called.add(id(self))
+            time.sleep(5)
+        return real(self, requests, **options)
+
+    monkeypatch.setattr(HFLM, "loglikelihood", slow_once)
+    found = compare(
+        model, tokenizer, tasks("demo_choice"), {"lm-eval": settings("lm-eval", limit=3)}
+    )
+    assert len(called) == 1
+    assert found.rows[0].seconds < 5

@@ -7,8 +7,8 @@ from gpu_tensors import draw
 from qbench.attention import kernels, reference
 from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.bench.attention_checks import CASES, LIMITS, errors, limit, relative_error
-from qbench.bench.attention_timing import given
+from qbench.bench.checks import CASES, LIMITS, errors, limit, relative_error
+from qbench.bench.timing import given
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from normalizer_parameters import attach
 from qbench.attention import kernels
 from qbench.attention.kernels import supported
 from qbench.attention.transformers import attend, attention_name
-from qbench.bench.attention_checks import relative_error
+from qbench.bench.checks import relative_error
 from qbench.errors import EvaluationError
 
 pytestmark = [
@@ -62,10 +62,10 @@ def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, 
 
 def test_a_red_check_stops_the_bench(monkeypatch, tmp_path):
     from qbench.bench import attention as bench
-    from qbench.bench import attention_checks
+    from qbench.bench import checks
 
-    limits = dict.fromkeys(attention_checks.LIMITS, 1e-12)  # nothing is as exact as that
-    monkeypatch.setattr(attention_checks, "LIMITS", limits)
+    limits = dict.fromkeys(checks.LIMITS, 1e-12)  # nothing is as exact as that
+    monkeypatch.setattr(checks, "LIMITS", limits)
     with pytest.raises(EvaluationError, match="wrong results, nothing timed"):
         bench.bench_attention(tmp_path / "a.json", "cuda", True)
     assert list(tmp_path.iterdir()) == []

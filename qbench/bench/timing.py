@@ -1,4 +1,4 @@
-"""What the attention benchmarks share: inputs as models have them, and the clock."""
+"""What the benches share: inputs as models have them, and the clock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from qbench.attention.normalizers import NORMALIZERS, SLOPES
 
 
-def random_tensor(batch: int, length: int, heads: int, width: int) -> Tensor:
-    """[B, H, T, D] with the memory of [B, T, H, D], as models have it."""
-    shape = (batch, length, heads, width)
+def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
+    """[B, H, T, D] in bf16 with the memory of [B, T, H, D], as models have it."""
+    shape = (batch, length, heads, head_dim)
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
 
@@ -40,21 +40,6 @@ def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
     from triton.testing import do_bench
 
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
-
-
-Clock = Callable[[Callable[[], Any]], float]  # milliseconds of a call
-
-
-def clock(repeat_ms: int) -> Clock:
-    """:func:`milliseconds` over ``repeat_ms``."""
-    return lambda run: milliseconds(run, repeat_ms)
-
-
-def once(run: Callable[[], Any]) -> float:
-    """A clock that only calls: what is called is compiled then. NaN."""
-    run()
-    torch.cuda.synchronize()
-    return float("nan")
 
 
 def captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import BrokenExecutor, Executor
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,7 @@ from torch import Tensor
 from qbench.attention import kernels, reference
 from qbench.attention.kernels import supported
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.bench.attention_timing import given
-from qbench.bench.side_by_side import alone
+from qbench.bench.timing import given
 from qbench.errors import EvaluationError
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
@@ -94,6 +93,15 @@ CASES = (
     Case(shape=(2, 4, 2, 3, 999, 64), sloped=True, softcap=5.0, window=500, every=True),
 )
 QUICK = tuple(CASES[i] for i in (2, 9, 11, 26))
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)`` in a worker process: on one core, and its memory given back to the
+    neighbours on the GPU."""
+    torch.set_num_threads(1)
+    found = function(*arguments)
+    torch.cuda.empty_cache()
+    return found
 
 
 def check_kernels(

@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from qbench.bench.attention_timing import captured
+from qbench.bench.timing import captured
 
 
 class Tensor:
