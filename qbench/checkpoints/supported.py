@@ -253,7 +253,7 @@ def model_support(config: Mapping[str, Any]) -> ModelSupport:
         mode, slower = "lm-eval", reason
     elif kind in NO_DECODER:
         mode, slower = "lm-eval", "its class hands out no decoder without its LM head"
-    elif mode == "fast" and (reason := _unlike_a_pack(stated)):
+    elif mode == "fast" and (reason := unlike_a_pack(stated)):
         mode, slower = "exact", reason
     return ModelSupport(
         name=row.name if row else class_name(kind) or kind,
@@ -329,7 +329,7 @@ def _after_head(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _unlike_a_pack(config: Mapping[str, Any]) -> str | None:
+def unlike_a_pack(config: Mapping[str, Any]) -> str | None:
     """Why a pack of sequences cannot be scored as those sequences are, by the configuration."""
     kinds = set(config.get("layer_types") or ())
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)

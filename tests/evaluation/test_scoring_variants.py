@@ -37,7 +37,7 @@ SMALL = {
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.15,
 }  # fmt: skip
 AFTER_HEAD = r"changes its logits after the LM head.*use scoring: lm-eval"
-WINDOWS = "windows or other layers; use scoring: exact"
+WINDOWS = "windows or layers without attention; use scoring: exact"
 # Class, changes of the configuration, what exact and what fast scoring say (None: they score).
 # tests/models runs every class of the table in the modes that it says.
 MODELS = {

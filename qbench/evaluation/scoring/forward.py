@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.kv_cache import KV_CACHE, READ, needs_sequences, read_apart, rotate
 from qbench.attention.transformers import measures_distances
+from qbench.checkpoints.supported import unlike_a_pack
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import PackedBatch, Packing, PrefixGroup
 from qbench.evaluation.scoring.logits import is_out_of_memory, to_device
@@ -252,7 +253,6 @@ def unquantized_activations(model: nn.Module) -> Iterator[None]:
             one.paused = False
 
 
-MOVING_ROPES = ("longrope", "dynamic")
 # Of a pack's hidden states, relative to those of single sequences. Rounding in 24 layers of
 # bfloat16 stays far below it; an attention that sees other tokens does not.
 PROBE_DIFFERENCE = 0.25
@@ -393,21 +393,8 @@ def check_attention(model: Any) -> None:
             f"fast scoring needs an attention of AttentionInterface, not {name!r}; use scoring: "
             "exact or another attention"
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", 1)
-    if kinds - {"full_attention"} or (windowed and not kinds):
+    if reason := unlike_a_pack(config.to_dict()):
         raise UnavailableError(
-            f"fast scoring knows full causal attention only, and {type(model).__name__} has "
-            "windows or other layers; use scoring: exact"
+            f"fast scoring computes in packs, and {type(model).__name__} does not: {reason}; use "
+            "scoring: exact"
         )
-    if moving := [kind for kind in _rope_types(config) if kind.startswith(MOVING_ROPES)]:
-        raise UnavailableError(
-            "fast scoring needs rotary angles that depend on a token's position alone, and those "
-            f"of {moving[0]} depend on the longest sequence of a batch; use scoring: exact"
-        )
-
-
-def _rope_types(config: Any) -> list[str]:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return [str(kind.get("rope_type") or kind.get("type") or "") for kind in kinds]
