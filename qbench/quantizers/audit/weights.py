@@ -100,10 +100,10 @@ def _uncovered(
 
 def _because(remaining: list[Matrix], config: QuantizationConfig) -> dict[str, str]:
     """Why each of these matrices is not quantized."""
-    spared = matching((matrix.name for matrix in remaining), config.ignore)
+    ignored = matching((matrix.name for matrix in remaining), config.ignore)
     return {
         matrix.name: "ignore of the settings"
-        if matrix.name in spared
+        if matrix.name in ignored
         else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
         for matrix in remaining
     }
@@ -118,8 +118,8 @@ def _unasked(
 ) -> list[str]:
     """What was done to layers that the settings do not ask for: embeddings, the LM head, and what
     they leave out, which must be the original's."""
-    spared = matching(wanted, config.ignore)
-    more = [name for name in stored if name not in wanted or name in spared]
+    ignored = matching(wanted, config.ignore)
+    more = [name for name in stored if name not in wanted or name in ignored]
     problems = [f"{name}: quantized, though the settings leave it out" for name in more]
     after = matrices(quantized)
     changed = [
