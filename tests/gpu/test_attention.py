@@ -1,216 +1,192 @@
 """The kernels on a GPU: accuracy in full, and what makes them fail elsewhere."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import pytest
 import torch
-from gpu_tensors import draw
+from attention_cases import ALL, NORMALIZERS, QUICK, Case, by_kernels, errors, inputs, parameters
 
-from qbench.attention import kernels, reference
-from qbench.attention.kernels import supported
-from qbench.attention.normalizers import NORMALIZERS
-from qbench.bench.checks import CASES, LIMITS, errors, limit, relative_error
-from qbench.bench.timing import given
+from qbench.attention import kernels
+from qbench.attention.kernels import hopper, ops
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-NAMES = supported()
-IN_GLUON = NAMES
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
+OF_PARAMETERS = 10  # times that: sums of both signs over all rows
+SQUARE = (2, 4, 2, 333, 333, 64)
+FEATURES = (
+    {}, {"shape": (2, 4, 2, 333, 333, 128)}, {"slopes": True}, {"softcap": 20.0}, {"window": 100},
+    {"shape": (2, 4, 2, 257, 257, 64), "mask": 0.5}, {"shape": (3, 8, 2, 1, 1000, 64)}, ALL,
+    {"shape": (1, 4, 2, 900, 900, 64), "packed": (5, 295, 1, 599)},
+)  # fmt: skip
+CASES = [Case(normalizer=n, **{"shape": SQUARE, **f}) for n in NORMALIZERS for f in FEATURES]
+WIDTHS = [
+    Case(normalizer=n, shape=(2, 4, 2, 200, 333, width))
+    for n in ("softmax", "softpick", "sigmoid")
+    for width in (16, 80, 256)
+]
+HOPPER = [
+    Case(normalizer=n, shape=(2, 4, kv_heads, 640, 640, width), seed=kv_heads, **settings)
+    for n in NORMALIZERS
+    for width in (64, 128)
+    for kv_heads, settings in ((4, {}), (2, {"slopes": True}), (1, {"softcap": 50.0}))
+]
 
 
-def attention(query, key, value, normalizer):
-    parameters = given(normalizer, query.shape[1])
-    return kernels.attention(
-        query, key, value, normalizer=normalizer, parameters=parameters, causal=True
-    )
+def wrong(found, dtype):
+    limits = dict.fromkeys(("output", "dq", "dk", "dv"), LIMITS[dtype])
+    return {n: e for n, e in found.items() if not e <= limits.get(n, OF_PARAMETERS * LIMITS[dtype])}
 
 
-def truth_of(wide, normalizer):
-    parameters = given(normalizer, wide[0].shape[1])
-    return reference.attention(*wide, normalizer=normalizer, parameters=parameters, causal=True)
+def step(case, tensors):
+    """Output and gradients of the inputs."""
+    *leaves, gradient = [tensor.detach() for tensor in tensors]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    given = {name: tensor.cuda() for name, tensor in parameters(case).items()}
+    output = by_kernels(case, *leaves, given)
+    return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_output_and_gradients_equal_the_float64_reference(case, normalizer, dtype):
-    if not case.fits(dtype, normalizer):
-        pytest.skip("not for this dtype, or for the normalizers that this one derives from")
-    found = errors(case, normalizer, dtype, seed=7)
-    assert {what: e for what, e in found.items() if not e <= limit(what, dtype)} == {}
+def drawn(case, dtype=torch.bfloat16):
+    return inputs(case, dtype, "cuda")
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("length", [1, 700, 32768])
-@pytest.mark.parametrize("kind", ["negative first", "all negative", "zeros", "huge", "tiny"])
-def test_extreme_scores_give_finite_results_and_gradients(kind, normalizer, dtype, length):
-    query, key, value = (draw(1, 1, length, 64, dtype=dtype, seed=s) for s in range(3))
-    if kind == "negative first":
-        query, key = torch.ones_like(query), key * 0.1
-        key[:, :, : length // 2] -= 14
-    elif kind == "all negative":
-        query, key = query.abs(), -key.abs() * 10
-    elif kind == "zeros":
-        query = query * 0
-    elif kind == "huge":
-        query, key = query * 100, key * 100
-    else:
-        query = query * 1e-4
-    inputs = [tensor.requires_grad_() for tensor in (query.detach(), key.detach(), value)]
-    output = attention(*inputs, normalizer)
-    gradients = torch.autograd.grad(output, inputs, draw(1, 1, length, 64, dtype=dtype, seed=9))
-    assert all(tensor.isfinite().all() for tensor in (output, *gradients))
+def same(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("mixture", [1e-5, 1e-3])
-def test_tiny_positive_scores_among_large_negative_ones_are_exact(normalizer, mixture):
-    """Where the fast path has lost the bits of e^x − 1, the tile is computed again."""
-    query = torch.ones(1, 1, 300, 64, device="cuda", dtype=torch.bfloat16)
-    key = draw(1, 1, 300, 64).abs() * mixture
-    key[:, :, ::2] = -1
-    value = draw(1, 1, 300, 64, seed=2)
-    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    gradient = draw(1, 1, 300, 64, seed=3)
-    output = attention(*inputs, normalizer)
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = truth_of(wide, normalizer)
-    got = (output, *torch.autograd.grad(output, inputs, gradient))
-    expected = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
-    assert max(relative_error(a, b) for a, b in zip(got, expected, strict=True)) <= 1e-2
+@pytest.mark.parametrize("case", [*CASES, *WIDTHS], ids=str)
+def test_output_and_gradients_equal_float64(case):
+    assert wrong(errors(case, by_kernels, torch.bfloat16, "cuda"), torch.bfloat16) == {}
 
 
-@pytest.mark.parametrize("normalizer", NAMES)
-def test_every_row_is_written(normalizer):
-    query, key, value = (draw(2, 2, 333, 64, seed=s) for s in range(3))
-    expected = attention(query, key, value, normalizer).clone()
-    poison = torch.full((64 << 20,), float("nan"), device="cuda")  # what empty memory will hold
-    del poison
-    got = attention(query, key, value, normalizer)
-    assert torch.equal(got, expected)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_other_dtypes_equal_float64(case, dtype):
+    if case.shape[4] == 1 or (dtype == torch.float16 and case.scores < 1e-3):
+        pytest.skip("gradients are rounding alone")
+    assert wrong(errors(case, by_kernels, dtype, "cuda"), dtype) == {}
 
 
-@pytest.mark.parametrize("normalizer", NAMES)
-def test_gradients_are_the_same_bits_in_every_run(normalizer):
-    inputs = [draw(2, 4, 777, 64, seed=s).requires_grad_() for s in range(3)]
-    gradient = draw(2, 4, 777, 64, seed=3)
-    runs = []
-    for _ in range(3):
-        output = attention(*inputs, normalizer)
-        runs.append(torch.autograd.grad(output, inputs, gradient))
-    for again in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
-
-
-@pytest.mark.parametrize("normalizer", IN_GLUON)
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("tiny", [False, True])
-def test_gradients_in_gluon_equal_the_reference_in_every_run(
-    normalizer, width, kv_heads, tiny, monkeypatch
-):
-    from qbench.attention.kernels import hopper, ops
-
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_hopper_kernels_equal_float64_and_give_the_same_bits_in_every_run(case, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
     monkeypatch.setattr(hopper, "MIN_WORK", 0)
-    query, key, value, gradient = (
-        draw(2, heads, 1152, width, seed=seed)
-        for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
-    )
-    if tiny:  # needs the series for e^x − 1
-        query, key = torch.ones_like(query), key.abs() * 1e-5
-        key[:, :, ::2] = -1
-    flags = ops.flags_of(NORMALIZERS.get(normalizer).kernels, ops.NONE, 0.0)
-    assert hopper.fits(query, key, value, True, 0, flags)
-    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    runs = []
-    for _ in range(3):
-        output = attention(*inputs, normalizer)
-        runs.append(torch.autograd.grad(output, inputs, gradient))
-    for again in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = truth_of(wide, normalizer)
-    expected = torch.autograd.grad(truth, wide, gradient.double())
-    pairs = zip(runs[0], expected, strict=True)
-    assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
+    ran, real = [], hopper.backward
+    monkeypatch.setattr(hopper, "backward", lambda *given: (ran.append(1), real(*given)))
+    found = errors(case, by_kernels, torch.bfloat16, "cuda")
+    # The gradient of s beside slopes or soft caps is not for them.
+    alone = "s" not in parameters(case) or not (case.slopes or case.softcap)
+    assert bool(ran) == alone
+    assert wrong(found, torch.bfloat16) == {}
+    tensors = drawn(case)
+    assert same(step(case, tensors), step(case, tensors))
 
 
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("enough", [0, 1 << 60], ids=["gluon", "triton"])
-def test_slopes_have_the_references_gradient_from_both_backward_kernels(
-    normalizer, enough, monkeypatch
-):
-    """In the cases of the bench they are trained together with s, which Gluon does not do."""
-    from qbench.attention.kernels import hopper
-
-    monkeypatch.setattr(hopper, "MIN_WORK", enough)
-    inputs = [draw(2, 4, 640, 64, seed=s).requires_grad_() for s in range(3)]
-    gradient = draw(2, 4, 640, 64, seed=3)
-    parameters = given(normalizer, 4, sloped=True)
-    slopes = parameters["slopes"].requires_grad_()
-    settings = {"normalizer": normalizer, "causal": True, "softcap": 5.0}
-    output = kernels.attention(*inputs, parameters=parameters, **settings)
-    got = (output, *torch.autograd.grad(output, [*inputs, slopes], gradient))
-    wide = [tensor.detach().double().requires_grad_() for tensor in (*inputs, slopes)]
-    parameters = {name: tensor.double() for name, tensor in parameters.items()}
-    parameters["slopes"] = wide[3]
-    truth = reference.attention(*wide[:3], parameters=parameters, **settings)
-    truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
-    errors = [relative_error(a, b) for a, b in zip(got, truths, strict=True)]
-    assert max(errors[:4]) <= 1e-2
-    assert errors[4] <= 5e-2
-
-
-@pytest.mark.parametrize("enough", [0, 1 << 60], ids=["gluon", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("min_work", [0, 1 << 60], ids=["hopper", "triton"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("seen", ["one key", "many keys"])
-def test_gradients_of_rows_near_zero_equal_the_reference(
-    seen, width, kv_heads, dtype, enough, monkeypatch
-):
-    """Of one key whose score is nearly 0, and of many: 1 / Σ multiplies what is left of dP − D."""
-    from qbench.attention.kernels import hopper
-
-    monkeypatch.setattr(hopper, "MIN_WORK", enough)
-    query, key, value, gradient = (
-        draw(2, heads, 384, width, dtype=dtype, seed=seed)
-        for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
-    )
-    if seen == "one key":
+@pytest.mark.parametrize("kind", ["one key", "many keys", "tiny"])
+def test_gradients_of_rows_near_zero_equal_float64(kind, width, kv_heads, min_work, monkeypatch):
+    """Of one key whose score is nearly 0, and of many: 1 / Σ multiplies what is left of dP − D; and
+    of rows whose e^x − 1 needs the series."""
+    monkeypatch.setattr(hopper, "MIN_WORK", min_work)
+    case = Case(normalizer="softpick", shape=(2, 4, kv_heads, 384, 384, width))
+    query, key, value, gradient = drawn(case)
+    if kind == "one key":
         first = key[:, :, :1].repeat_interleave(4 // kv_heads, 1).float()
         factor = 1e-3 * width**0.5 / first.square().sum(-1, keepdim=True)
-        query[:, :, :1] = (first * factor).to(dtype)
-    else:
+        query[:, :, :1] = (first * factor).to(query.dtype)
+    elif kind == "many keys":
         query[:, :, [1, 5, 130, 255, 383]] *= 1e-3
-    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    runs = []
-    for _ in range(2):
-        output = kernels.attention(*inputs, normalizer="softpick", causal=True)
-        runs.append(torch.autograd.grad(output, inputs, gradient))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = reference.attention(*wide, normalizer="softpick", causal=True)
-    expected = torch.autograd.grad(truth, wide, gradient.double())
-    pairs = zip(runs[0], expected, strict=True)
-    assert max(relative_error(a, b) for a, b in pairs) <= LIMITS[dtype]
+    else:
+        query, key = torch.ones_like(query), key.abs() * 1e-5
+        key[:, :, ::2] = -1
+    monkeypatch.setattr("attention_cases.inputs", lambda *_: [query, key, value, gradient])
+    assert wrong(errors(case, by_kernels, torch.bfloat16, "cuda"), torch.bfloat16) == {}
 
 
-@pytest.mark.parametrize("normalizer", NAMES)
-@pytest.mark.parametrize("width", [64, 128])
-def test_packed_sequences_equal_each_alone(normalizer, width):
-    cu_seqlens = torch.tensor([0, 5, 5, 300, 301, 900], dtype=torch.int32, device="cuda")
-    inputs = [draw(1, 4, 900, width, seed=s).requires_grad_() for s in range(3)]
-    settings = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    settings["parameters"] = given(normalizer, 4)
-    got = kernels.packed_attention(*inputs, normalizer=normalizer, max_seqlen_q=600, **settings)
-    gradient = draw(1, 4, 900, width, seed=3)
-    gradients = torch.autograd.grad(got, inputs, gradient)
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = reference.packed_attention(*wide, normalizer=normalizer, **settings)
-    truths = torch.autograd.grad(truth, wide, gradient.double())
-    pairs = zip((got, *gradients), (truth, *truths), strict=True)
-    assert max(relative_error(a, b) for a, b in pairs) <= 1e-2
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified", "sigmoid"])
+@pytest.mark.parametrize("kind", ["negative first", "all negative", "zeros", "huge", "tiny"])
+def test_extreme_scores_give_finite_results_and_gradients(kind, normalizer, dtype):
+    case = Case(normalizer=normalizer, shape=(1, 1, 1, 700, 700, 64))
+    query, key, value, gradient = drawn(case, dtype)
+    if kind == "negative first":
+        query, key = torch.ones_like(query), key * 0.1
+        key[:, :, :350] -= 14
+    elif kind == "all negative":
+        query, key = query.abs(), -key.abs() * 10
+    else:
+        factor = {"zeros": 0, "huge": 100, "tiny": 1e-4}[kind]
+        query, key = query * factor, key * max(factor, 1)
+    found = step(case, (query, key, value, gradient))
+    assert all(tensor.isfinite().all() for tensor in found)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_every_row_is_written_the_same_in_every_run_and_whatever_was_called_before(normalizer):
+    case = Case(normalizer=normalizer, shape=(2, 4, 4, 777, 777, 64))
+    tensors = drawn(case)
+    other = drawn(replace(case, seed=1))[0]
+    step(case, (other, other, other, other))  # one tensor for all three
+    expected = step(case, tensors)
+    poison = torch.full((64 << 20,), float("nan"), device="cuda")  # what empty memory will hold
+    del poison
+    assert same(step(case, tensors), expected)
+    wide = errors(case, by_kernels, torch.bfloat16, "cuda")
+    assert wrong(wide, torch.bfloat16) == {}
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "sigmoid"])
+def test_a_captured_step_gives_the_bits_of_a_launched_one(normalizer):
+    case = Case(normalizer=normalizer, shape=(2, 4, 4, 256, 256, 64))
+    tensors = drawn(case)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(case, tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = step(case, tensors)
+    for seed in (10, 20):  # other numbers in the same tensors
+        for tensor, new in zip(tensors, drawn(replace(case, seed=seed)), strict=True):
+            tensor.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(kept, step(case, tensors))
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "sigmoid"])
+def test_kernels_that_one_thread_loaded_run_in_another(normalizer):
+    """Threads, autograd's among them, have no CUDA context of their own."""
+    query, key, value, gradient = drawn(Case(normalizer=normalizer, shape=(2, 4, 4, 256, 256, 64)))
+    settings = ops.Settings(normalizer, 0.125, 0.0, True, 0, 256, 256)
+
+    def forward():
+        return ops.forward(query, key, value, None, None, ops.NONE, settings)
+
+    kept = forward()
+
+    def backward():
+        return ops.backward(
+            gradient, query, key, value, *kept, None, None, ops.NONE, settings, ops.NOTHING
+        )[:3]
+
+    for run, results in ((forward, kept), (backward, backward())):
+        with ThreadPoolExecutor(1) as threads:
+            assert same(threads.submit(run).result()[:2], results[:2])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_gpu_than_the_current_one():
+    case = Case(normalizer="softpick", shape=(1, 2, 2, 200, 200, 64))
+    tensors = drawn(case)
+    elsewhere = [tensor.to("cuda:1") for tensor in tensors[:3]]
+    found = kernels.attention(*elsewhere, normalizer="softpick", causal=True)
+    assert torch.equal(found.to("cuda:0"), step(case, tensors)[0])

@@ -9,6 +9,7 @@ from qbench.attention.transformers import attend, attention_name
 from qbench.errors import RecipeError, UnavailableError
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+FEW = ("softpick", "sigmoid", "scalable-softmax")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_normalizers_give_different_models(model, ids):
     assert (outputs[1] - outputs[2]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("normalizer", FEW)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(model, ids, normalizer, side):
     attend(attach(model, normalizer), normalizer=normalizer)
@@ -87,7 +88,7 @@ def test_padding_changes_nothing(model, ids, normalizer, side):
         torch.testing.assert_close(got[row, kept], alone, **TOLERANCE)
 
 
-@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("normalizer", FEW)
 @pytest.mark.parametrize("padded", [False, True])
 def test_decoding_with_a_cache_equals_one_full_pass(model, ids, normalizer, padded):
     attend(attach(model, normalizer), normalizer=normalizer)
@@ -113,7 +114,7 @@ def test_decoding_with_a_cache_equals_one_full_pass(model, ids, normalizer, padd
     torch.testing.assert_close(torch.cat(pieces, 1)[kept], full[kept], **TOLERANCE)
 
 
-@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("normalizer", FEW)
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
 def test_decoding_with_a_static_cache_equals_one_full_pass(ids, normalizer, padded):
@@ -145,7 +146,7 @@ def test_decoding_with_a_static_cache_equals_one_full_pass(ids, normalizer, padd
     torch.testing.assert_close(torch.cat(pieces, 1)[kept], full[kept], **TOLERANCE)
 
 
-@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("normalizer", FEW)
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "mask"])
 def test_packed_sequences_equal_each_alone(model, ids, normalizer, how):
     attend(attach(model, normalizer), normalizer=normalizer)
