@@ -14,6 +14,7 @@ from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.masks import Mask
 from qbench.attention.transformers import attention_name
 from qbench.errors import UnavailableError
+from qbench.quantizers.kv_fake_quant import KVFakeQuant
 from qbench.quantizers.names import KV_CACHES
 
 T, HEADS, KV_HEADS, WIDTH = 23, 4, 2, 16
@@ -50,7 +51,7 @@ def carrier(scheme: str) -> torch.nn.Module:
     name, options, _ = SCHEMES[scheme]
     module = torch.nn.Module()
     module.is_causal = True
-    setattr(module, KV_CACHE, KV_CACHES.parse(name, options).cache())
+    setattr(module, KV_CACHE, KVFakeQuant(KV_CACHES.parse(name, options)))
     return module
 
 
