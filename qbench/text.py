@@ -19,7 +19,10 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
         return NO_VALUE
     if math.isinf(value):
         return f"{MINUS if value < 0 else ''}∞"
-    text = f"{value * 100 if percent else value:{'+' if signed else ''}.2f}"
+    value = value * 100 if percent else value
+    if abs(value) >= 1e9:  # a model that fell apart
+        return f"{value:{'+' if signed else ''}.3g}".replace("-", MINUS)
+    text = f"{value:{'+' if signed else ''}.2f}"
     if text in ("-0.00", "+0.00"):
         text = "+0.00" if signed else "0.00"
     return text.replace("-", MINUS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pandas as pd
@@ -90,6 +91,25 @@ def tables(folder: str, pair: str = "pair-27m") -> dict[tuple[str, ...], list[st
     return found
 
 
+def exact(folder: str, task: str, metric: str, quantizer: str) -> list[float]:
+    """Ratios in full precision: softmax's damage, softpick's, and softpick's over softmax's with
+    both ends of its interval."""
+    every = pd.read_csv(RESULTS / folder / "tables.csv").query(
+        "task == @task and metric == @metric and quantizer == @quantizer"
+    )
+    softmax, softpick = (every[every.checkpoint == one].iloc[-1] for one in ("softmax", "softpick"))
+    ends = [softpick[f"did_log_ratio{end}"] for end in ("", "_low", "_high")]
+    return [math.exp(x) for x in (softmax.damage_log_ratio, softpick.damage_log_ratio, *ends)]
+
+
+def require_exact(told: list[float], shown: list[str]) -> None:
+    """Each shown number is rounded once from the one in full precision."""
+    rounded = re.findall(r"[\d.]+", " ".join(shown))
+    assert [
+        f"{a:.{len(b.partition('.')[2])}f}" for a, b in zip(told, rounded, strict=True)
+    ] == rounded
+
+
 def require_rounded(told: list[str], shown: list[str], count: int = 5) -> None:
     """Each shown number is the told one, rounded to the places that it shows."""
     exact, rounded = (re.findall(r"[\d.]+", " ".join(texts)) for texts in (told, shown))
@@ -146,6 +166,9 @@ def test_ratios_of_activations_and_the_kv_cache_are_those_of_their_tables():
         key = "damage", "wikitext [test_document_level]", "Word Perplexity ↓", quantizer
         found = tables(f"-{folder}")[key]
         require_rounded([found[index] for index in (3, 5, 7, 8)], row[1:])
+        require_exact(
+            exact(f"pair-27m-{folder}", "wikitext", "word_perplexity", quantizer), row[1:]
+        )
     assert seen == list(RATIOS)
 
 
@@ -156,6 +179,11 @@ def test_ratios_of_the_pair_with_sinks_are_those_of_its_tables():
         folder, quantizer = SINKS[row[0]]
         found = tables(folder, "sinks-27m")["damage", *TASKS[row[1]], quantizer]
         require_rounded([found[index] for index in (3, 5, 7, 8)], row[2:5])
+        metric = {
+            "WikiText": ("wikitext", "word_perplexity"),
+            "LAMBADA": ("lambada_openai", "perplexity"),
+        }
+        require_exact(exact(f"sinks-27m{folder}", *metric[row[1]], quantizer), row[2:5])
         earlier, _, *damages = known[quantizer, row[1]]
         require_rounded([earlier], [row[5]], 1)
         assert row[5].endswith("\\*") == bool(damages)

@@ -15,7 +15,7 @@ import typer
 from qbench.cli.opened import opened
 from qbench.cli.options import Folder, Published, Run, to_folder
 from qbench.cli.screen import show_written
-from qbench.errors import ResultsError
+from qbench.errors import OutputError, ResultsError
 from qbench.files import require_folder
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ def tables(
 
 
 def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> None:
-    """Write tables.md, tables.csv and tables.<format>; print the latter. Those of an earlier run
-    go to a folder of their own.
+    """Print the tables as ``format`` and write them: tables.md with tables.csv, or
+    tables.<format> alone. Those of an earlier run go to a folder of their own; where the folder
+    cannot be written to, that is said and they are printed all the same.
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
@@ -58,14 +59,20 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
     from qbench.tables import write_tables
     from qbench.tables.write import paper, render
 
-    require_folder(store.directory)
     comparison = compare(store)
-    formats = list(dict.fromkeys([format, "md", "csv"]))
-    paths = write_tables(store, formats=formats, published=published, comparison=comparison)
+    formats = ("md", "csv") if format == "md" else (format,)
+    paths, problem = [], None
+    try:
+        require_folder(store.directory)
+        paths = write_tables(store, formats=formats, published=published, comparison=comparison)
+    except OutputError as error:
+        problem = error
     typer.echo(render(comparison, format=format, published=published), nl=False)
     if format == "md" and published:
         typer.echo(paper(store, published), nl=False)
     show_written(paths)
+    if problem:
+        typer.echo(f"not written: {problem}", err=True)
 
 
 def report(
@@ -82,7 +89,7 @@ def report(
     """Write report.html, one file that opens without a network, and its figures."""
     from qbench.report import write
 
-    require_folder(out or folder)
+    require_folder(out or folder, "--out" if out else "without --out, the report's folder")
     wanted = [name.strip() for name in figures.split(",") if name.strip()]
     paths = write(opened(folder, run), out, figures=wanted, published=published)
     show_written(paths)

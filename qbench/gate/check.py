@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -123,8 +124,10 @@ def check(
         if line.cell not in blocked:
             name, before = (line.task, line.metric), old.cells[line.cell]
             margin = margin_of(before.scores[name], before.columns[name], given, lines=asked)
-            same = _same(before.columns[name], new.cells[line.cell].columns[name])
-            gates.append(_gate(line, margin, same=same))
+            after = new.cells[line.cell].columns[name]
+            gate = _gate(line, margin, same=_same(before.columns[name], after))
+            gone = int((~np.isin(before.columns[name].documents, after.documents)).sum())
+            gates.append(_missing(gate, gone, len(before.columns[name].documents)))
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]
     return Verdict(
         results=store.name,
@@ -170,6 +173,14 @@ def _audit_gates(
             )
         )
     return gates
+
+
+def _missing(gate: Gate, gone: int, documents: int) -> Gate:
+    """Documents of the baseline that are gone fail: what they would say is not known."""
+    if not gone:
+        return gate
+    reason = f"{gone} of the baseline's {documents} documents are missing; {gate.reason}"
+    return dataclasses.replace(gate, outcome="fail", reason=reason)
 
 
 def _same(old: Column, new: Column) -> bool:

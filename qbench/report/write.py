@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -69,6 +70,9 @@ def write(
     return [page, *numbers, *(path for one in drawn for path in one.paths)]
 
 
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # of foreign names; no browser wants them
+
+
 def render(
     comparison: Comparison,
     tables: Sequence[DataTable],
@@ -95,7 +99,7 @@ def render(
         }
         for name, title in SECTIONS.items()
     ]
-    return templates.get_template("report.html").render(
+    text = templates.get_template("report.html").render(
         comparison=comparison,
         compared=_compared(comparison),
         name=name,
@@ -108,6 +112,7 @@ def render(
         problems=comparison.problems(),
         version=__version__,
     )
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _compared(comparison: Comparison) -> str:

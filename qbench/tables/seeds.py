@@ -181,5 +181,6 @@ def seeds_csv(comparison: Comparison) -> str:
                     "each": " ".join(map(repr, effect.each)),
                 }
                 row |= {name: getattr(effect, name) for name in COLUMNS if name not in row}
-                table.writerow({name: for_csv(value) for name, value in row.items()})
+                numbers = {"each": row.pop("each")}  # not escaped: none is foreign
+                table.writerow({name: for_csv(value) for name, value in row.items()} | numbers)
     return text.getvalue()

@@ -138,7 +138,7 @@ def test_a_cell_that_the_baseline_lacks_is_named_and_not_gated(tmp_path, standar
     )
 
 
-def test_fewer_documents_are_paired_with_their_own_baseline_outcomes(tmp_path, good, standard):
+def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standard):
     store = make_store(tmp_path / "new", sizes=SIZES, quantizers=QUANTIZERS)
     for cell in store.grid().cells:
         record = store.get(cell)
@@ -149,7 +149,8 @@ def test_fewer_documents_are_paired_with_their_own_baseline_outcomes(tmp_path, g
     assert [gate.change.documents for gate in gates] == [30, 30]
     assert [gate.change.left_out for gate in gates] == [670, 670]
     assert all(gate.change.old == gate.change.new for gate in gates)
-    assert all(gate.outcome == "inconclusive" for gate in gates)
+    assert all(gate.outcome == "fail" for gate in gates)
+    assert all("670 of the baseline's 700 documents are missing" in g.reason for g in gates)
 
 
 def test_another_task_definition_is_unusable_input(tmp_path, good, standard):

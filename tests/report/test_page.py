@@ -13,6 +13,7 @@ from qbench import report
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError
 from qbench.records import Unavailable
+from qbench.report.write import render
 from qbench.store import Store
 
 SIZES = {"arc_easy": 120, "lambada_openai": 100, "wikitext": 12}
@@ -186,3 +187,8 @@ def test_cells_without_divergence_are_named_with_the_reason(tmp_path, damage, re
             store.put(new, store.outcomes(record), None)
     text = report.write(store, figures=())[0].read_text()
     assert f"No divergence for any cell: {reason}" in text
+
+
+def test_a_raw_escape_byte_of_a_record_reaches_no_page(tmp_path):
+    store = make_store(tmp_path, sizes={"arc_easy": 20}, quantizers=("bf16", "hqq-2bit"))
+    assert "\x1b" not in render(compare(store), [], [], name="a\x1b[31mb")

@@ -130,6 +130,7 @@ def test_the_csv_has_every_question(comparison, grid, tmp_path):
     assert {row["question"] for row in rows} == {"score", "delta", "damage", "did"}
     one = next(r for r in rows if r["question"] == "delta" and r["metric"] == "acc")
     assert len(one["each"].split()) == 3
+    assert all(float(each) is not None for row in rows for each in row["each"].split())
     assert float(one["low"]) < float(one["estimate"]) < float(one["high"])
     assert 0 <= float(one["of_seeds"]) <= 1
 

@@ -10,8 +10,10 @@ from html.parser import HTMLParser
 import pytest
 from synthetic import PAPER, key, make_store
 
+from qbench.cli import results
+from qbench.cli.results import show_tables
 from qbench.comparison.compare import compare
-from qbench.errors import RecipeError, ResultsError
+from qbench.errors import OutputError, RecipeError, ResultsError
 from qbench.store import Store
 from qbench.tables import delta, render, write_tables
 
@@ -275,3 +277,27 @@ def test_the_rule_under_a_narrow_column_is_one_that_markdown_takes(tmp_path):
     assert rules
     for rule in rules:
         assert all(re.fullmatch(r":-+|-+:", part) for part in rule.strip("|").split("|"))
+
+
+def test_other_formats_leave_the_markdown_alone(tmp_path, capsys):
+    store = make_store(tmp_path / "grid", sizes={"arc_easy": 20}, quantizers=("bf16", "hqq-2bit"))
+    show_tables(store)
+    before = (tmp_path / "grid" / "tables.md").read_bytes()
+    show_tables(store, format="tex", published="softpick-340m")
+    assert (tmp_path / "grid" / "tables.md").read_bytes() == before
+    assert (tmp_path / "grid" / "tables.tex").is_file()
+
+
+def test_a_folder_that_cannot_be_written_to_is_shown_all_the_same(tmp_path, capsys, monkeypatch):
+    store = make_store(tmp_path / "grid", sizes={"arc_easy": 20}, quantizers=("bf16", "hqq-2bit"))
+
+    def refuse(path, option=""):
+        raise OutputError(f"{path}: cannot be written to (Read-only file system)")
+
+    monkeypatch.setattr(results, "require_folder", refuse)
+    show_tables(store)
+    told = capsys.readouterr()
+    assert "hqq-2bit" in told.out
+    assert "not written:" in told.err
+    assert "Read-only" in told.err
+    assert not (tmp_path / "grid" / "tables.md").exists()
