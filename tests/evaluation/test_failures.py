@@ -82,6 +82,20 @@ def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, 
     assert "cells lack a task" in capfd.readouterr().err
 
 
+def test_fast_by_name_is_checked_before_a_calibration(tmp_path):
+    """Of the unquantized model, which the quantized one will not be nearer to."""
+    path = small_recipe(
+        tmp_path, quantizers=[{"name": "gptq-3bit", "group_size": 64}],
+        checkpoints={"a": str(DEMO / "softpick")}, tasks=["demo_choice"],
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 256},
+        evaluation={"limit": 3, "scoring": "fast", "tolerance": {"mean": 1e-30}},
+    )  # fmt: skip
+    (record,) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
+    assert record.status == "failed"
+    assert "demo_choice: fast scoring differs from exact: the mean of the sample" in record.error
+    assert [stage.name for stage in record.stages] == ["load"]
+
+
 def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
     path = small_recipe(tmp_path, data=str(data), tasks=["demo_choice"], quantizers=["fp32"])
