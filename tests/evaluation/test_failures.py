@@ -12,6 +12,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from transformers import OPTConfig, OPTForCausalLM
 
 from qbench.checkpoints import find, load_tokenizer
+from qbench.comparison.compare import compare
 from qbench.errors import CheckpointError, DataError, UnavailableError
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.loaded import load_task
@@ -80,6 +81,13 @@ def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, 
     assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "a/fp32") == 1
     assert "demo_choice: failed: a continuation of" in (out / "tables.md").read_text()
     assert "cells lack a task" in capfd.readouterr().err
+    store = Store(out)  # as a GPU's record says it under scoring: auto
+    said = record.scoring.model_copy(update={"exact_tasks": {"demo_pages": "fast is 0.06 off"}})
+    tables = store.outcomes(record), store.responses(record)
+    store.put(record.model_copy(update={"scoring": said}), *tables)
+    assert (
+        f"{record.cell}: demo_pages: scored exactly: fast is 0.06 off" in compare(store).problems()
+    )
 
 
 def test_fast_by_name_is_checked_before_a_calibration(tmp_path):
