@@ -1,21 +1,195 @@
-"""The command line: each command a few lines over a public function."""
+"""The command line: its commands put together, and those of the cache and of lists."""
 
 from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qbench import __version__
-from qbench.cli import analyze, bench, caching, gate, models, noise, results, run, train
-from qbench.cli.options import PluginOption
-from qbench.cli.screen import complain, refuse
-from qbench.cli.worded import WordedGroup
+from qbench.cli import analyze, bench, results, run, train
+from qbench.cli.options import PluginOption, WordedGroup, complain, refuse, show_written
 from qbench.errors import INTERRUPTED, STOPPED, QbenchError, RecipeError, shown
 from qbench.machine import settle
 from qbench.plugins import load_packages
+
+if TYPE_CHECKING:
+    from qbench.checkpoints.supported import ModelClass
+    from qbench.quantizers.names import Preset, Presets
+
+WIDTH = 22
+ABOUT = {
+    "weights": "by its name alone, or as weights: of an entry in parts",
+    "activations": "what linear layers take in, the LM head aside",
+    "kv": "keys and values that attention reads",
+    "outliers": "changes the model to an equal one that is easier to quantize",
+    "prune_heads": "attention heads that are cut out",
+}
+EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
+
+
+def quantizer_lines() -> list[str]:
+    """Parts and ready combinations, one line a name and one an option."""
+    from qbench.quantizers.names import COMBINATIONS, PARTS
+
+    lines = [f"a quantizer of a recipe is a name, or has parts: {EXAMPLE}", ""]
+    for kind, about in ABOUT.items():
+        lines += [f"{kind}: {about}", *_of(PARTS[kind]), ""]
+    lines.append("combinations: several parts under one name, each of which may be stated anew")
+    for name in COMBINATIONS:
+        one = COMBINATIONS.get(name)
+        parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.parts.items())
+        lines += [f"{name:{WIDTH}} {one.description}", f"{'':{WIDTH}}   {{{parts}}}"]
+    return lines
+
+
+def _of(registry: Presets) -> list[str]:
+    """Options are explained where they first stand."""
+    lines: list[str] = []
+    explained: list[Preset] = []
+    for preset in map(registry.get, registry):
+        lines.append(f"{preset.name:{WIDTH}} {preset.description}")
+        same = (o for o in explained if o.kind is preset.kind and o.options == preset.options)
+        first = next(same, None)
+        if first and preset.options:
+            lines.append(f"{'':{WIDTH}}   options as of {first.name}")
+            continue
+        explained.append(preset)
+        for option, default in preset.options.items():
+            told = list(default) if isinstance(default, tuple) else default
+            lines.append(f"{'':{WIDTH}}   {option}={told}: {preset.explain(option)}")
+    return lines
+
+
+def _shown(part: object) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    return "{" + ", ".join(f"{key}: {value}" for key, value in part.items()) + "}"
+
+
+class Format(StrEnum):
+    llama = "llama"
+    fla = "fla"
+
+
+def convert(
+    checkpoint: Annotated[str, typer.Argument(help="A folder or hub id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.", metavar="OUT")],
+    to: Annotated[
+        Format,
+        typer.Option(
+            help="llama: a stock class of transformers (Llama, or Mistral, Qwen 2, Qwen 3 where "
+            "attention has windows, biases, norms); fla: flash-linear-attention's transformer."
+        ),
+    ],
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+) -> None:
+    """Write a checkpoint in the other format, weights bit for bit, tokenizer along.
+
+    What the other format cannot say is refused by name (exit code 2), and nothing is written.
+    """
+    from qbench.checkpoints import find
+    from qbench.checkpoints.convert import convert as write
+
+    show_written(write(find(checkpoint, revision=revision), to.value, out))
+
+
+def model_lines() -> list[str]:
+    """Three lines a class: its name, whose attention and which scoring, what is quantized."""
+    from qbench.checkpoints.supported import CLASSES
+
+    lines = []
+    for row in CLASSES.values():
+        lines.append(f"{row.kind:18} {row.name}: {row.models}")
+        lines.append(f"{'':18}   attention {row.attention}; scoring {_scoring(row)}")
+        lines.append(f"{'':18}   quantized: {_weights(row)}")
+    return lines
+
+
+def model_table() -> str:
+    """The table of docs/models.md."""
+    from qbench.checkpoints.supported import CLASSES
+
+    head = "| `model_type` | such as | attention | fastest scoring | quantized |\n"
+    rule = "| --- | --- | --- | --- | --- |\n"
+    rows = (
+        f"| `{row.kind}` | {row.models} | {row.attention} | {_scoring(row)} | {_weights(row)} |\n"
+        for row in CLASSES.values()
+    )
+    return head + rule + "".join(rows)
+
+
+def _scoring(row: ModelClass) -> str:
+    return f"{row.scoring} ({row.slower})" if row.slower else row.scoring
+
+
+def _weights(row: ModelClass) -> str:
+    spared = f"{row.spared} (say ignore: [{row.spared}])" if row.spared else ""
+    not_quantized = ", ".join(filter(None, [row.left_out, spared]))
+    return f"{row.weights}; not {not_quantized}" if not_quantized else row.weights
+
+
+cache_app = typer.Typer(
+    cls=WordedGroup, no_args_is_help=True, help="What runs keep for later ones: list it, bound it."
+)
+
+
+@cache_app.command("list")
+def list_entries(
+    results: Annotated[
+        list[Path],
+        typer.Option(metavar="FOLDER", help="Folders whose records say who uses what. Repeatable."),
+    ] = [Path("results")],  # noqa: B006
+) -> None:
+    """What is kept, with sizes, ages and who uses it, the least recently used first."""
+    from tabulate import tabulate
+
+    from qbench.cache import entries, in_words
+    from qbench.cell import cache_folder
+
+    cache = cache_folder()
+    found = entries(cache, results)
+    rows = [
+        (one.kind, one.about, in_words(one.bytes), one.age(), _users(one.used_by)) for one in found
+    ]
+    total = in_words(sum(one.bytes for one in found))
+    if rows:
+        head = ("kind", "what", "size", "unused for", "used by")
+        typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
+    typer.echo(f"{cache}: {len(found)} entries, {total}")
+
+
+@cache_app.command()
+def prune(
+    max_gib: Annotated[
+        float, typer.Option(min=0, help="What may stay. The least recently used goes first.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+) -> None:
+    """Remove what nobody has used for longest, and what processes that died have left.
+
+    What a run is at work on stays. What is gone is made again by the run that needs it.
+    """
+    from qbench.cache import GIB, in_words, prune
+    from qbench.cell import cache_folder
+
+    removed, leftovers = prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
+    word = "would remove" if dry_run else "removed"
+    for one in removed:
+        typer.echo(f"{word} {one.kind}: {one.about}, {in_words(one.bytes)}")
+    for path in leftovers:
+        typer.echo(f"{word} what a process that died had left: {path}")
+    freed = in_words(sum(one.bytes for one in removed))
+    typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed}")
+
+
+def _users(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
 
 settle()
 
@@ -70,24 +244,24 @@ app = typer.Typer(
     help="How much does a quantizer hurt a softpick model, how much a softmax model, and is the "
     "difference real?\n\nStart with `qbench run recipes/demo.yaml`.",
 )
-for _command in (run.run, run.plan, noise.noise, analyze.analyze):
+for _command in (run.run, run.plan, run.noise, analyze.analyze):
     app.command(rich_help_panel="Run recipes")(_command)
 for _command in (
     results.tables,
     results.report,
     results.show,
     results.export,
-    gate.check,
-    gate.baseline,
-    gate.compare,
+    results.check,
+    results.baseline,
+    results.compare,
     results.explain,
     results.published,
 ):
     app.command(rich_help_panel="Read results")(_command)
 for _command in (train.tokenize, train.train):
     app.command(rich_help_panel="Train pairs")(_command)
-app.command(rich_help_panel="Measure and look up")(models.convert)
-app.add_typer(caching.app, name="cache", rich_help_panel="Measure and look up")
+app.command(rich_help_panel="Measure and look up")(convert)
+app.add_typer(cache_app, name="cache", rich_help_panel="Measure and look up")
 app.add_typer(bench.app, name="bench", rich_help_panel="Measure and look up")
 
 
@@ -118,8 +292,6 @@ def list_command(
     if markdown and what != Listing.models:
         raise RecipeError(f"list {what}: --markdown is for models")
     if markdown:
-        from qbench.cli.models import model_table
-
         typer.echo(model_table(), nl=False)
         return
     for line in _listing(Listing(what)):
@@ -132,8 +304,6 @@ def _listing(what: Listing) -> list[str]:
 
         return ["passkey", "passkey_TOKENS (qbench's own, without data)", *task_names()]
     if what is Listing.models:
-        from qbench.cli.models import model_lines
-
         return model_lines()
     if what is Listing.normalizers:
         from qbench.attention.normalizers import NORMALIZERS
@@ -147,8 +317,6 @@ def _listing(what: Listing) -> list[str]:
         ]
         own = "what a model's own class in transformers computes, by its own code"
         return [*lines, f"{'native':{wide}} {own}"]
-    from qbench.cli.parts import quantizer_lines
-
     return quantizer_lines()
 
 

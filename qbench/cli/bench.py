@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from qbench.cli.job import make_job, named
 from qbench.cli.options import (
     CheckpointsOfRecipe,
     Data,
@@ -19,13 +18,13 @@ from qbench.cli.options import (
     Json,
     Limit,
     RecipeFile,
+    WordedGroup,
+    show_written,
 )
-from qbench.cli.screen import show_written
-from qbench.cli.worded import WordedGroup
+from qbench.cli.run import make_job, named
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
 from qbench.machine import redirected, terminal
-from qbench.recipe import Overrides
 
 NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
 
@@ -118,6 +117,7 @@ def evaluation(
     from qbench.cell import load
     from qbench.evaluation.loaded import load_task
     from qbench.evaluation.settings import resolve
+    from qbench.recipe import Overrides
 
     overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
     job = make_job(recipe, overrides, out=None, device=device)

@@ -1,14 +1,26 @@
-"""Options that several commands share."""
+"""What commands share: options, help in words, and what is said on the terminal."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
+from rich.console import Console
+from typer.core import TyperGroup
 
-from qbench.errors import OutputError
+from qbench.errors import (
+    CheckpointProblems,
+    DataProblems,
+    OutputError,
+    QbenchError,
+    RecipeProblems,
+    shown,
+)
 from qbench.files import require_folder, require_writable
 from qbench.plugins import load_file
 
@@ -90,8 +102,8 @@ Quantizers = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="These quantizers, by commas: bf16,gptq-4bit. With a recipe, its labels keep their "
-        "settings.",
+        help="These quantizers, by commas, parts joined by +: bf16,gptq-4bit,int8-token. Parts joined by +. With a "
+        "recipe, its labels keep their settings.",
     ),
 ]
 Tasks = Annotated[
@@ -119,6 +131,16 @@ Calibration = Annotated[
     typer.Option(
         metavar="FILE", help="JSON Lines with a text field: what calibrated quantizers see."
     ),
+]
+CalibrationSamples = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Texts that calibrated quantizers see. Default: the recipe's, or 128."
+    ),
+]
+CalibrationLength = Annotated[
+    int | None,
+    typer.Option(min=8, help="Tokens of each of them. Default: the recipe's, or 2048."),
 ]
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Score the first N documents of each task only.")
@@ -192,3 +214,86 @@ Published = Annotated[
     typer.Option(metavar="SET", help="Print a paper's numbers beside ours: softpick-340m."),
 ]
 Json = Annotated[Path | None, to_file("Also write JSON here, and the table beside it.")]
+
+
+WORDS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+class WordedGroup(TyperGroup):
+    """Commands whose help names no types of Python, which newer versions of typer show."""
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        return _worded(super().get_params(ctx))
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _worded(command.get_params(ctx))
+        return command
+
+
+def _worded(params: Iterable[Any]) -> list[Any]:
+    params = list(params)
+    for param in params:
+        if param.param_type_name == "option":
+            if param.metavar is None:
+                param.metavar = "" if getattr(param, "is_flag", False) else _word(param)
+        elif hasattr(param, "display_type_rich"):  # an argument's name says what it is
+            param.display_type_rich = lambda ctx: None
+    return params
+
+
+def _word(param: Any) -> str | None:
+    """None leaves it to typer: choices, and whatever versions without such types show."""
+    kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+    return WORDS.get(next(iter(get_args(kind)), kind))
+
+
+UNMAPPED = "failed to map segment"  # the loader's word for a library without room
+
+
+def complain(line: str) -> None:
+    """One line on standard error, in red where that can be shown.
+
+    What is not printable, as a line break in a path, is escaped.
+    """
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        console.print(text, style="bold red", markup=False)
+    except MemoryError:  # what is complained of: plainly, then
+        sys.stderr.write(f"{text}\n")
+
+
+def refuse(error: Exception) -> NoReturn:
+    """End with exit code 2 and what was wrong, one line a problem.
+
+    Raises ``error`` again where it is an ImportError that is not for lack of memory.
+    """
+    if isinstance(error, ImportError) and UNMAPPED not in str(error):
+        raise error
+    with suppress(OSError):  # standard error may be on the full disk, too
+        several = isinstance(error, RecipeProblems | CheckpointProblems | DataProblems)
+        for line in error.lines if several else [_said(error)]:
+            complain(line)
+    sys.exit(2)
+
+
+def _said(error: Exception) -> str:
+    """One line on an error that is the machine's or the input's, not this program's."""
+    if isinstance(error, QbenchError):
+        return str(error)
+    if isinstance(error, MemoryError | ImportError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    if isinstance(error, UnicodeEncodeError):
+        return f"text that {error.encoding} cannot hold: {shown(error.object[error.start :])}"
+    if isinstance(error, UnicodeError):
+        return f"not UTF-8 text ({error})"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def show_written(paths: list[Path]) -> None:
+    """Which files a command wrote, on standard error so that output can be piped."""
+    typer.echo("written: " + ", ".join(str(path) for path in paths), err=True)

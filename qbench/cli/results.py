@@ -1,4 +1,5 @@
-"""Commands that read results: tables, report, show, export, explain, published.
+"""Commands that read results: tables, report, show, export, explain, published, and those that hold
+them to others: check, baseline, compare.
 
 None of them imports torch, so they start at once and run on any CI machine.
 """
@@ -12,15 +13,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.cli.opened import opened
-from qbench.cli.options import Folder, Published, Run, to_folder
-from qbench.cli.screen import show_written
+from qbench.cli.options import Folder, Published, Run, show_written, to_file, to_folder
 from qbench.errors import OutputError, ResultsError
 from qbench.files import require_folder
 
 if TYPE_CHECKING:
     from qbench.records import Record
     from qbench.store import Store
+
+
+def opened(folder: Path, run: str | None, option: str = "--run") -> Store:
+    """The results of a ``run``, or of the last one; where a folder holds several, standard error
+    is told which that is."""
+    from qbench.store import Store, run_id, runs
+
+    store = Store(folder, run=run)
+    known = [name for name, _ in runs(folder)]
+    if store.run is None and len(known) > 1:
+        last = run_id(store.grid())
+        others = ", ".join(name for name in known if name != last)
+        typer.echo(
+            f"{folder} holds {len(known)} runs; this is the last one, {last}; {option} takes "
+            f"another: {others}",
+            err=True,
+        )
+    return store
 
 
 class Format(StrEnum):
@@ -221,3 +238,117 @@ def published(
         for one in papers.tables():
             typer.echo(f"{one.name:22} {one.source}: {one.caption}")
         typer.echo(f"sets for --published: {', '.join(papers.sets())}")
+
+
+class Inconclusive(StrEnum):
+    passes = "pass"
+    fails = "fail"
+
+
+class Across(StrEnum):
+    weights = "weights"
+    normalizer = "normalizer"
+
+
+def check(
+    folder: Folder,
+    baseline: Annotated[Path, typer.Option(metavar="FILE", help="What `qbench baseline` wrote.")],
+    margin: Annotated[
+        list[str],
+        typer.Option(
+            metavar="METRIC=NUMBER",
+            help="How much worse is tolerable: percentage points for accuracies (acc=1), per cent "
+            "for perplexities (perplexity=2) and for what the audit measures (layer_error=10). "
+            "Default for scores: 1 point and 2 per cent, or the least that so many documents "
+            "support. Repeatable.",
+        ),
+    ] = [],  # noqa: B006
+    across: Annotated[
+        list[Across],
+        typer.Option(
+            metavar="weights|normalizer",
+            help="Hold results of other weights, or of another normalizer, to the baseline: a new "
+            "checkpoint of the same model. Repeatable.",
+        ),
+    ] = [],  # noqa: B006
+    inconclusive: Annotated[
+        Inconclusive, typer.Option(help="What too few documents to tell counts as.")
+    ] = Inconclusive.fails,
+    summary: Annotated[Path | None, to_file("Also write Markdown here.")] = None,
+    junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,
+    json: Annotated[Path | None, to_file("Also write JSON here.")] = None,
+    run: Run = None,
+) -> None:
+    """The CI gate: is any score worse than the baseline's by more than a margin?
+
+    Paired non-inferiority per task and precision; the same outcomes on every document pass at any
+    margin. Exit code 0: pass, 1: fail, 2: unusable input, such as results of other weights or
+    other data. Missing, failed or unaudited cells never pass. What the audit measured of every
+    quantized layer is held to the baseline too.
+
+    Without --margin, a score may be 1 point (accuracies) or 2 per cent (perplexities) worse, or as
+    much as the baseline's documents can tell: the margin at which a harmless change, one that
+    flips 3 per cent of the answers by chance, passes on all lines 95 times of 100. With 50 lines
+    that is 7.2 points on 200 documents and 1.7 on 2,400.
+    """
+    from qbench.gate.check import check as judge
+    from qbench.gate.margins import parse_margins
+    from qbench.gate.verdict import as_markdown, write_verdict
+
+    verdict = judge(
+        opened(folder, run),
+        baseline,
+        margins=parse_margins(margin),
+        inconclusive=inconclusive.value,
+        across=[one.value for one in across],
+    )
+    write_verdict(verdict, markdown=summary, junit=junit, json=json)
+    typer.echo(as_markdown(verdict), nl=False)
+    raise typer.Exit(verdict.exit_code)
+
+
+def baseline(
+    folder: Folder,
+    out: Annotated[Path, to_file("The file to write.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace an existing baseline, showing old and new.")
+    ] = False,
+    run: Run = None,
+) -> None:
+    """Make the baseline that `qbench check` holds later results to."""
+    from qbench.gate.baseline import make
+    from qbench.tables.changes import changes_table
+
+    changes = make(opened(folder, run), out, replace=replace)
+    if changes is not None:
+        typer.echo(changes_table(changes), nl=False)
+    show_written([out])
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A results folder.")],
+    b: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[B]", help="Another, of the same recipe. Default: the last run of A."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="ID", help="An earlier run of A.")
+    ] = None,
+    run_b: Annotated[
+        str | None, typer.Option("--run-b", metavar="ID", help="An earlier run of B.")
+    ] = None,
+) -> None:
+    """What changed between two results of one recipe, paired by document.
+
+    Both may be runs of one folder, as `qbench show FOLDER` lists them.
+    """
+    from qbench.comparison.changes import compare_results
+    from qbench.tables.changes import changes_table
+
+    if b is None and run is None:
+        raise ResultsError(f"compare {a}: with what? Name another folder, or a run of it by --run")
+    old = opened(a, run)
+    new = opened(b or a, run_b, "--run-b")
+    typer.echo(changes_table(compare_results(old, new)), nl=False)

@@ -1,22 +1,28 @@
-"""``qbench run`` and ``plan``: cells, and what they would be."""
+"""Commands that run recipes: run, plan, noise. Options read and checked, and where cells run."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.cli.job import Place, listed, make_job, named, placed, start_workers
 from qbench.cli.options import (
     Calibration,
+    CalibrationLength,
+    CalibrationSamples,
     Checkpoints,
+    CheckpointsOfRecipe,
     ClusterOption,
     Data,
     Definitions,
@@ -30,22 +36,211 @@ from qbench.cli.options import (
     OutToRead,
     PluginOption,
     Quantizers,
+    RecipeFile,
     RecipeOrOptions,
     ScoringOption,
     SkipMissing,
     Tasks,
+    complain,
+    show_written,
     to_file,
 )
-from qbench.cli.screen import complain
+from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder
 from qbench.machine import terminal
-from qbench.recipe import Overrides
 from qbench.text import some
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from qbench.evaluation.noise import Noise
+    from qbench.evaluation.tasks import TaskSpec
     from qbench.plan import Cell, Plan
+    from qbench.recipe import Overrides, Recipe
     from qbench.records import Record
     from qbench.runner.progress import Display
+    from qbench.store import Store
+
+CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The options of a command that plans, read and checked."""
+
+    recipe: Recipe
+    out: Path
+    device: str
+    gpu: str | None = None  # of other hosts; None: this one's
+
+    def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
+        """The plan, with what is downloaded for it said on standard error. Raises RecipeError
+        where a cell like ``only`` can never run, unless it is to ``show`` that."""
+        from qbench import hub
+        from qbench.plan import plan
+
+        with hub.announcing(lambda line: typer.echo(line, err=True)):
+            return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where cells run: an executor (None: one after the other in this process), the job with the
+    device that is there, and a line about it."""
+
+    job: Job
+    executor: Executor | None
+    description: str = ""
+    at_once: int = 1  # cells side by side
+
+    def end(self) -> None:
+        """No cell comes any more: processes of this host end from now on, beside what follows."""
+        from qbench.runner.workers import Workers
+
+        if isinstance(self.executor, Workers):
+            self.executor.terminate()
+
+
+def make_job(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Job:
+    """The options of a command that plans, with the recipe read and checked."""
+    from qbench.machine import choose_device
+    from qbench.recipe import Recipe
+
+    loaded = Recipe.load(recipe, overrides)
+    return Job(
+        recipe=loaded,
+        out=out or Path("results") / loaded.name,
+        device=choose_device(device),
+    )
+
+
+@contextlib.contextmanager
+def placed(
+    job: Job,
+    device: str,
+    cluster: str | None,
+    *,
+    gpus: str | None,
+    workers: int | None,
+    own: str | None,
+    cells: int,
+) -> Iterator[Place]:
+    """Where the cells of ``job`` run: here, in processes of this host, on an executor of a plug-in
+    (``own``), or on a cluster, whose workers say what device it is. Raises QbenchError for what is
+    not there, or for several of them."""
+    from qbench.machine import gpu_slots
+    from qbench.runner.workers import EXECUTORS, Workers
+
+    if own is not None:
+        stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
+        if also := [option for option, value in stated.items() if value is not None]:
+            raise RecipeError(f"--executor {own}: leave {also[0]} out, one or the other runs cells")
+        with EXECUTORS.get(own)(job.device) as executor:
+            yield Place(job=job, executor=executor, description=f"executor {own}")
+        return
+    if cluster is not None:
+        with on_cluster(job, device, cluster, gpus=gpus, workers=workers, cells=cells) as place:
+            yield place
+        return
+    slots = gpu_slots(gpus, workers, job.device, CELLS_A_GPU, at_most=cells)
+    if not slots:
+        yield Place(job=job, executor=None)
+        return
+    executor = Workers(slots, device=job.device)
+    try:
+        yield Place(job=job, executor=executor, at_once=len(slots))
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def on_cluster(
+    job: Job,
+    device: str,
+    cluster: str,
+    *,
+    gpus: str | None = None,
+    workers: int | None = None,
+    cells: int,
+) -> Iterator[Place]:
+    """The workers of ``--cluster``. Raises QbenchError where there are none."""
+    from qbench.cell import cache_folder
+    from qbench.machine import choose_device
+    from qbench.runner.dask import connected, require_dask
+
+    require_dask()
+    wanted, slots = None if device == "auto" else str(device), []
+    if cluster.partition(":")[0] == "local":
+        wanted = choose_device(device)
+        slots = local_slots(cluster, gpus, workers, wanted, cells)
+    elif gpus is not None or workers is not None:
+        raise RecipeError(
+            f"--cluster {cluster}: its workers are as they were started; leave --gpus and "
+            "--workers out"
+        )
+    folders = (job.out, cache_folder())
+    with connected(cluster, wanted, slots=slots, folders=folders) as found:
+        there = dataclasses.replace(job, device=found.device, gpu=found.gpu)
+        yield Place(
+            job=there, executor=found.executor, description=found.description,
+            at_once=found.workers,
+        )  # fmt: skip
+
+
+def local_slots(
+    cluster: str, gpus: str | None, workers: int | None, device: str, cells: int
+) -> list[int]:
+    """The GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host unless
+    ``gpus`` says how many; on the CPU as many numbers as workers, none for the usual one."""
+    from qbench.machine import gpu_slots
+    from qbench.runner.dask import local_workers
+
+    count = local_workers(cluster)
+    if count is not None and workers is not None:
+        raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
+    over = "all" if device == "cuda" and gpus is None else gpus
+    return gpu_slots(over, workers or count, device, CELLS_A_GPU, at_most=count or cells)
+
+
+def start_workers(
+    device: str, cluster: str | None, *, workers: int | None, own: str | None
+) -> None:
+    """Have the fork server import what cells need from now on, while the recipe is read, where they
+    may run in processes of this host. Raises QbenchError for a device that is not there."""
+    from qbench.machine import choose_device, cuda_is_likely
+    from qbench.runner.workers import start_forkserver
+
+    if cluster is not None or own is not None:
+        return
+    if device != "cpu" and cuda_is_likely():
+        start_forkserver(workers or CELLS_A_GPU)
+        choose_device(device)
+    elif (workers or 1) > 1:
+        start_forkserver(workers or 1)
+
+
+def listed(option: str, names: str | None) -> tuple[str, ...] | None:
+    """Names by commas; RecipeError for an empty one."""
+    if names is None:
+        return None
+    found = tuple(name.strip() for name in names.split(","))
+    if not all(found):
+        raise RecipeError(f"{option} {names!r}: write names with commas between them")
+    return found
+
+
+def named(pairs: Sequence[str]) -> dict[str, str]:
+    """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, source = pair.partition("=")
+        if not (name and separator and source):
+            raise RecipeError(f"--checkpoint {pair}: write NAME=PATH_OR_HUB_ID")
+        if name in found:
+            raise RecipeError(f"--checkpoint {pair}: {name} is given twice")
+        found[name] = source
+    return found
+
 
 FOR_TABLES = (
     "qbench.comparison.compare", "qbench.tables", "pyarrow.parquet", "pyarrow.pandas_compat",
@@ -61,6 +256,8 @@ def run(
     data: Data = None,
     skip_missing: SkipMissing = False,
     calibration: Calibration = None,
+    calibration_samples: CalibrationSamples = None,
+    calibration_length: CalibrationLength = None,
     limit: Limit = None,
     dtype: DtypeOption = None,
     scoring: ScoringOption = None,
@@ -94,6 +291,8 @@ def run(
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
     where a cell failed (it is tried again next time), 2 for input that cannot work.
     """
+    from qbench.recipe import Overrides
+
     overrides = Overrides(
         checkpoints=named(checkpoint),
         quantizers=listed("--quantizers", quantizers),
@@ -102,6 +301,8 @@ def run(
         data=data,
         skip_missing=skip_missing,
         calibration=calibration,
+        calibration_samples=calibration_samples,
+        calibration_length=calibration_length,
         limit=limit,
         dtype=dtype,
         scoring=scoring,
@@ -181,6 +382,8 @@ def plan(
     data: Data = None,
     skip_missing: SkipMissing = False,
     calibration: Calibration = None,
+    calibration_samples: CalibrationSamples = None,
+    calibration_length: CalibrationLength = None,
     limit: Limit = None,
     dtype: DtypeOption = None,
     scoring: ScoringOption = None,
@@ -193,8 +396,8 @@ def plan(
 
     Exit code 2 where a cell can never run.
     """
-    from qbench.cli.planning import plan_lines
     from qbench.plan import require_runnable
+    from qbench.recipe import Overrides
     from qbench.store import Store
 
     overrides = Overrides(
@@ -205,6 +408,8 @@ def plan(
         data=data,
         skip_missing=skip_missing,
         calibration=calibration,
+        calibration_samples=calibration_samples,
+        calibration_length=calibration_length,
         limit=limit,
         dtype=dtype,
         scoring=scoring,
@@ -220,10 +425,178 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     """What this run computes on and reads: nothing is chosen in silence."""
     total = len(planned.cells)
     count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
-    from qbench.cli.planning import how, notes
-
     display.log(f"{count} on {how(planned, cells)}")
     for line in notes(cells):
         display.log(line)
     if planned.calibration is not None:
         display.log(f"calibration text: {planned.calibration.path}")
+
+
+GIB = 2**30
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
+    """Tasks, checkpoints with their sizes, cells with their state and what they will take, and
+    what was chosen for models."""
+    from qbench.runner.estimates import duration, earlier, estimate
+    from qbench.runner.grid import passes
+
+    for name in planned.skipped:
+        yield f"left out  {name}: no data"
+    for task in planned.tasks:
+        yield f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}"
+    if planned.calibration is not None:
+        text = planned.calibration
+        first = ", BOS first" if text.bos else ""
+        yield f"calibration  {text.samples} × {text.length} tokens of {text.path}{first}"
+    cells = planned.select(only)
+    yield f"on {how(planned, cells)}"
+    yield from _sizes(cells)
+    records = earlier(store.directory)
+    todo, known, seconds = 0, 0, 0.0
+    for cell in cells:
+        record = store.whole(cell.grid_cell)
+        state = "to run"
+        if cell.refusal is not None:
+            state = "refused"
+        elif record is not None:
+            state = "there" if passes(record, cell) else "to retry"
+        line = f"{state:9} {cell.name}  key {cell.key[:16]}"
+        if state.startswith("to "):
+            todo += 1
+            found = estimate(cell, planned, records)
+            if found is not None:
+                known, seconds = known + 1, seconds + found.seconds
+                line += f"  {found}"
+        yield line
+    if known:
+        yield (
+            f"{known} of {todo} cells to run take about {duration(seconds)} one after the other, "
+            "as earlier records of the same weights did on this hardware"
+        )
+    yield from notes(cells)
+    yield f"results go to {store.directory}"
+
+
+def how(planned: Plan, cells: Sequence[Cell]) -> str:
+    """The device, and which attention and scoring were chosen; ``notes`` say for which models."""
+    attention = dict.fromkeys(cell.attention for cell in cells)
+    scoring = dict.fromkeys(cell.scoring.mode for cell in cells)
+    return f"{planned.device}, attention {' and '.join(attention)}, scoring {' and '.join(scoring)}"
+
+
+def notes(cells: Sequence[Cell]) -> list[str]:
+    """What was chosen for models that others would not get: each once, with their names."""
+    names: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for note in cell.notes:
+            names.setdefault(note, {})[cell.checkpoint_name] = None
+    return [f"{', '.join(of)}: {note}" for note, of in names.items()]
+
+
+def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
+    """Weights of each checkpoint: their number, and their size unquantized."""
+    from qbench.checkpoints.find import elements, read_headers
+
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.checkpoint_name in seen:
+            continue
+        seen.add(cell.checkpoint_name)
+        count = elements(read_headers(cell.checkpoint.folder))
+        size = count * BYTES[cell.quantization.compute_dtype] / GIB
+        yield (
+            f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.support.name}, "
+            f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantization.compute_dtype}"
+        )
+
+
+def _shown(count: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.{max(0, 2 - int(math.log10(count / unit)))}f} {name}"
+    return f"{count:,}"
+
+
+def _documents(task: TaskSpec, limit: int | None) -> str:
+    if task.hub_data is not None:
+        data = task.hub_data
+        first = f"the first {limit}" if limit else "all"
+        return f"{first} documents of {data.repository} at {data.commit[:12]}"
+    if task.documents is None:
+        return f"the first {limit} documents" if limit else "all documents"
+    return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
+
+
+def noise(
+    recipe: RecipeFile,
+    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006
+    data: Data = None,
+    limit: Limit = None,
+    dtype: DtypeOption = None,
+    scoring: ScoringOption = None,
+    out: Out = None,
+    device: DeviceOption = Device.auto,
+    plugin: PluginOption = [],  # noqa: B006
+    cluster: ClusterOption = None,
+) -> None:
+    """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.
+
+    A difference below it says nothing, and the tables of the same results folder mark it so.
+    Written there as noise.json.
+    """
+    from qbench.comparison.lines import FILE, to_bytes
+    from qbench.plan import cell_names
+    from qbench.recipe import Overrides
+    from qbench.store import write_atomically
+    from qbench.tables.changes import noise_table
+
+    overrides = Overrides(
+        checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype, scoring=scoring
+    )
+    job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
+    require_folder(job.out)
+    with contextlib.ExitStack() as stack:
+        place = Place(job=job, executor=None)
+        if cluster is not None:
+            most = len(cell_names(job.recipe))
+            place = stack.enter_context(on_cluster(job, device, cluster, cells=most))
+        planned = place.job.plan(show=True)  # of which only unquantized cells are scored
+        chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
+        if not chosen:
+            raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
+        found = {}
+        for name, one in _noises(planned, chosen, place):
+            found[name] = one
+            typer.echo(f"### {name}\n\n{noise_table(one.moved)}\n")
+    keys = {cell.name: cell.key for cell in planned.cells}
+    cells = {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}
+    path = job.out / FILE
+    write_atomically(path, to_bytes(cells))
+    show_written([path])
+
+
+def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[str, Noise]]:
+    """By cell, here or on the cluster. Raises EvaluationError for one that failed there."""
+    from qbench.runner.grid import run_each
+    from qbench.runner.noise import measure
+    from qbench.runner.progress import Display
+
+    out = place.job.out.resolve()
+    with terminal() as screen, Display(screen, len(cells)) as display:
+        if place.description:
+            display.log(place.description)
+        if place.executor is None:
+            for cell in cells:
+                yield cell.name, measure(plan, out, cell, progress=display)
+            return
+        made = run_each(
+            partial(measure, plan, out), cells,
+            executor=place.executor, progress=display, died=_died,
+        )  # fmt: skip
+    yield from zip((cell.name for cell in cells), made, strict=True)
+
+
+def _died(cell: Cell, why: str) -> Noise:
+    raise EvaluationError(f"{cell.name}: {why}")

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.cli.options import ClusterOption, Device, DeviceOption, to_folder
-from qbench.cli.screen import complain, show_written
+from qbench.cli.options import (
+    ClusterOption,
+    Device,
+    DeviceOption,
+    complain,
+    show_written,
+    to_folder,
+)
 from qbench.cli.trained import evaluation, show_trained
 from qbench.errors import RecipeError
 from qbench.files import require_folder

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from qbench.cli.options import Device
-from qbench.cli.screen import show_written
+from qbench.cli.options import Device, show_written
 from qbench.errors import RecipeError
-from qbench.recipe import Overrides
 
 if TYPE_CHECKING:
     from qbench.records import Training
@@ -48,7 +46,7 @@ def evaluation(
     ``cluster`` runs it; None without one. Raises RecipeError, before anything is trained, where it
     could not."""
     from qbench.cli.run import run
-    from qbench.recipe import Recipe
+    from qbench.recipe import Overrides, Recipe
 
     if recipe is None:
         for option, value in (("--evaluate-data", data), ("--cluster", cluster)):
