@@ -102,8 +102,8 @@ Quantizers = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="These quantizers, by commas, parts joined by +: bf16,gptq-4bit,int8-token. Parts joined by +. With a "
-        "recipe, its labels keep their settings.",
+        help="These quantizers, by commas: bf16,gptq-4bit. With +, weights and more: gptq-4bit+kv4. "
+        "With a recipe, its labels keep their settings.",
     ),
 ]
 Tasks = Annotated[
