@@ -102,8 +102,8 @@ Quantizers = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="These quantizers, by commas: bf16,gptq-4bit. With +, weights and more: gptq-4bit+kv4. "
-        "With a recipe, its labels keep their settings.",
+        help="These quantizers, by commas: bf16,gptq-4bit. With +, weights and more: "
+        "gptq-4bit+kv4. With a recipe, its labels keep their settings.",
     ),
 ]
 Tasks = Annotated[
@@ -194,6 +194,7 @@ DtypeOption = Annotated[
 ScoringOption = Annotated[
     ScoringMode | None,
     typer.Option(
+        metavar="MODE",
         help="Score in this mode instead of the recipe's: exact gives HFLM's scores, fast packs "
         "requests, lm-eval is HFLM itself; auto is the fastest that fits the model on a GPU, exact "
         "on a CPU.",
