@@ -22,8 +22,9 @@ from qbench.bench.timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import write_atomically
 from qbench.quantizers import scaled_mm
-from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.int8_kernel import TILES, int8_product
 from qbench.quantizers.linear import plain
 
@@ -130,7 +131,7 @@ def _real(block: Block, form: QuantFormat) -> Block:
     for name, layer in block.items():
         codes, scale = encode(layer.weight, form)
         model[name] = scaled_mm.ScaledLinear(plain(layer), {"codes": codes, "scale": scale})
-    scaled_mm.multiply_codes(model, dict(model.named_children()), form, {})
+    multiply_codes(model, dict(model.named_children()), form, {})
     return dict(model.named_children())
 
 

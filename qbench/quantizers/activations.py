@@ -1,7 +1,7 @@
 """Formats of activations: the settings, and when hardware multiplies them. Imports no torch.
 
 What a linear layer takes in is rounded to a format and multiplied in the model's dtype
-(``fake_quant``), or multiplied as codes by weights of the same format (``scaled_mm``).
+(``activation_inputs``), or multiplied as codes by weights of the same format (``scaled_mm``).
 
 FP8 is E4M3 with a float32 scale. MX formats have blocks of 32 with a power of two as scale (OCP
 Microscaling Formats v1.0, 2023). NVFP4 has blocks of 16 with an E4M3 scale under a float32 one of
@@ -26,10 +26,10 @@ from qbench.quantizers.config import (
     ActivationSettings,
     GroupSize,
     Patterns,
-    QuantFormat,
     WeightSettings,
     strategy,
 )
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import ACTIVATIONS, register_combination
 from qbench.quantizers.weights import ScaledWeights
 from qbench.records import Part
@@ -123,7 +123,20 @@ class Multipliable(FakeQuantized):
     type: Literal["int", "float"] = "int"
     symmetric: bool = True
 
-    per: ClassVar[str]  # as names have it
+    per: ClassVar[Literal["token", "tensor", "static"]]
+
+    @property
+    def format(self) -> QuantFormat:
+        group = getattr(self, "group_size", WHOLE_ROW)
+        whole: Literal["token", "tensor"] = "token" if self.per == "token" else "tensor"
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type=self.type,
+            symmetric=self.symmetric,
+            strategy=whole if group == WHOLE_ROW else "group",
+            group_size=group,
+            dynamic=self.per != "static",
+        )
 
     @property
     def real(self) -> bool:  # type: ignore[override]  # of what is stated
@@ -206,21 +219,11 @@ class PerToken(Multipliable):
     """One scale a token, or one for each group along it, from its own values: nothing is
     clipped."""
 
-    per: ClassVar[str] = "token"
+    per: ClassVar[Literal["token", "tensor", "static"]] = "token"
 
     group_size: Annotated[
         GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
     ] = WHOLE_ROW
-
-    @property
-    def format(self) -> QuantFormat:
-        return QuantFormat(
-            num_bits=self.num_bits,
-            type=self.type,
-            symmetric=self.symmetric,
-            strategy="token" if self.group_size == WHOLE_ROW else "group",
-            group_size=self.group_size,
-        )
 
     @property
     def scheme(self) -> str:
@@ -233,13 +236,7 @@ class PerTensor(Multipliable):
     """One scale for everything that a layer takes in at once: every token of a batch depends on
     all others, so that scores depend on batch-mates and on the future."""
 
-    per: ClassVar[str] = "tensor"
-
-    @property
-    def format(self) -> QuantFormat:
-        return QuantFormat(
-            num_bits=self.num_bits, type=self.type, symmetric=self.symmetric, strategy="tensor"
-        )
+    per: ClassVar[Literal["token", "tensor", "static"]] = "tensor"
 
     @property
     def scheme(self) -> str:
@@ -251,19 +248,9 @@ class Static(Multipliable):
     """One scale a layer, fixed on calibration text: the cheapest in hardware, and the case of the
     literature on outliers (Bondarenko et al. 2021, 2023)."""
 
-    per: ClassVar[str] = "static"
+    per: ClassVar[Literal["token", "tensor", "static"]] = "static"
 
     percentile: Percentile = 100.0  # type: ignore[misc]  # others hold all values
-
-    @property
-    def format(self) -> QuantFormat:
-        return QuantFormat(
-            num_bits=self.num_bits,
-            type=self.type,
-            symmetric=self.symmetric,
-            strategy="tensor",
-            dynamic=False,
-        )
 
     @property
     def scheme(self) -> str:
@@ -328,7 +315,7 @@ class Nvfp4(FakeQuantized):
 
 
 def _register(name: str, kind: type[FakeQuantized], line: str, **fixed: Any) -> None:
-    ACTIVATIONS.register(name, kind, line, backend="qbench.quantizers.fake_quant", **fixed)
+    ACTIVATIONS.register(name, kind, line, backend="qbench.quantizers.activation_inputs", **fixed)
 
 
 KINDS: tuple[tuple[type[Multipliable], str], ...] = (

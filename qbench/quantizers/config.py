@@ -35,6 +35,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from qbench.errors import QuantizationError
 from qbench.plugins import source_digest
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.records import Part, Precision
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ Progress = Callable[[str, float], None]  # what is at work, and the share that i
 Dtype = Literal["bfloat16", "float16", "float32"]
 UNQUANTIZED: dict[str, str] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
-WHOLE_ROW = -1
 WIDEST = 65536  # group; a longer row is one group as WHOLE_ROW
 GroupSize = Annotated[
     Annotated[int, Field(ge=8, le=WIDEST)] | Literal[-1],
@@ -426,54 +426,6 @@ class PackedWeight:
     tensors: Mapping[str, Tensor]
     dequantize: Callable[[], Tensor]
     groups: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantFormat:
-    """What rounded values can be and what shares a scale, in the words of compressed-tensors'
-    ``QuantizationArgs``: said so that who did not round them can find them again.
-
-    ``type`` int: codes −(2^(num_bits−1)−1) … 2^(num_bits−1)−1 times a scale; or, where not
-    ``symmetric``, codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1
-    of 4, times a scale.
-
-    ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
-    a ``channel`` over ``group_size`` tokens, the whole ``tensor``; ``tensor_group``: groups, under
-    a scale of the tensor's (NVFP4). ``dynamic``: scales come from the values themselves; else that
-    of the tensor is fixed before. ``scale_dtype``: what scales are rounded to, as torch names it.
-
-    ``zero_point``: ``int``, a code, of a range that holds 0, so that 0 stays 0; ``float``, the
-    lowest value itself, rounded as scales are (KIVI).
-    """
-
-    num_bits: int
-    type: Literal["int", "float"] = "int"
-    symmetric: bool = True
-    strategy: Literal["token", "group", "channel", "tensor", "tensor_group"] = "token"
-    group_size: int = WHOLE_ROW
-    dynamic: bool = True
-    scale_dtype: Literal["float32", "float16", "float8_e4m3fn", "float8_e8m0fnu"] = "float32"
-    zero_point: Literal["int", "float"] = "int"
-
-    @property
-    def element(self) -> str:
-        """``int4``, ``e4m3``, ``e2m1``."""
-        return f"int{self.num_bits}" if self.type == "int" else ELEMENTS.get(self.num_bits, "float")
-
-    @property
-    def largest(self) -> float:
-        """Of the codes; the smallest is its negative, or 0 where not symmetric."""
-        if self.type == "float":
-            return {"e4m3": 448.0, "e2m1": 6.0}[self.element]
-        return 2.0 ** (self.num_bits - 1) - 1 if self.symmetric else 2.0**self.num_bits - 1
-
-    @property
-    def one_of_tensor(self) -> bool:
-        """Whether a scale is that of all that comes at once: tokens change each other."""
-        return self.dynamic and self.strategy.startswith("tensor")
-
-
-ELEMENTS = {8: "e4m3", 4: "e2m1"}  # floating-point formats by their bits
 
 
 @dataclass(frozen=True, kw_only=True)

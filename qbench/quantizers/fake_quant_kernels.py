@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qbench.quantizers.config import QuantFormat
-from qbench.quantizers.fake_quant import CODES, ELEMENTS, LEAST_E4M3, LEAST_EXPONENT, Scale
+from qbench.quantizers.formats import ELEMENTS, LEAST_E4M3, LEAST_EXPONENT, QuantFormat, Scale
 
 TILE = 4096  # values a program takes, unless a group is longer
 LONGEST = 65536  # values in a group
@@ -226,7 +225,8 @@ def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None)
 def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Tensor, Tensor]:
     """As ``fake_quant.encode``, for rows that there are."""
     x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=CODES[form.type], device=x.device)
+    dtype = torch.int8 if form.type == "int" else torch.float8_e4m3fn
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     if fixed is not None and form.dynamic:
         fixed = Scale(torch.where(torch.isinf(fixed.scale), torch.nan, fixed.scale))

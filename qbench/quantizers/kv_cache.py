@@ -14,7 +14,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import SETTINGS, KVCacheSettings, QuantFormat
+from qbench.quantizers.config import SETTINGS, KVCacheSettings
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import KV_CACHES
 from qbench.records import Part
 
@@ -62,18 +63,15 @@ class KVCache(KVCacheSettings):
         return f"{self.element}-{self.scales}"
 
     @property
-    @abstractmethod
-    def format(self) -> QuantFormat: ...
-
-    def _format(
-        self, strategy: Literal["token", "group", "channel", "tensor"], group_size: int = WHOLE_HEAD
-    ) -> QuantFormat:
+    def format(self) -> QuantFormat:
+        group = getattr(self, "group_size", WHOLE_HEAD)
+        in_groups = self.scales == "token" and group != WHOLE_HEAD
         return QuantFormat(
             num_bits=self.num_bits,
             type=self.type,
             symmetric=self.symmetric,
-            strategy=strategy,
-            group_size=group_size,
+            strategy="group" if in_groups else self.scales,
+            group_size=group,
             scale_dtype=self.scale_dtype,
             zero_point="float",
         )
@@ -148,11 +146,6 @@ class ByToken(KVCache):
     ] = WHOLE_HEAD
 
     @property
-    def format(self) -> QuantFormat:
-        whole = self.group_size == WHOLE_HEAD
-        return self._format("token" if whole else "group", self.group_size)
-
-    @property
     def grouping(self) -> str:
         if self.group_size == WHOLE_HEAD:
             return "per head and token"
@@ -184,10 +177,6 @@ class ByChannel(KVCache):
     ] = 32
 
     @property
-    def format(self) -> QuantFormat:
-        return self._format("channel", self.group_size)
-
-    @property
     def grouping(self) -> str:
         size = self.group_size
         return f"keys per channel in groups of {size} tokens, values per token of {size} channels"
@@ -207,10 +196,6 @@ class ByTensor(KVCache):
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return False
-
-    @property
-    def format(self) -> QuantFormat:
-        return self._format("tensor")
 
     @property
     def grouping(self) -> str:

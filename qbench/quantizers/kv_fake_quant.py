@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError, UnavailableError
-from qbench.quantizers.config import WHOLE_ROW, KVEvidence, QuantFormat
+from qbench.quantizers.config import KVEvidence
 from qbench.quantizers.fake_quant import (
     dequantize,
     fake_quantize_definition,
     quantize,
     scale_of_ends,
 )
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 
 if TYPE_CHECKING:
     from qbench.quantizers.kv_cache import KVCache

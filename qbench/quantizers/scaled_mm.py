@@ -11,17 +11,17 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.activations import MULTIPLE
-from qbench.quantizers.config import PackedWeight, QuantFormat
-from qbench.quantizers.fake_quant import ATTRIBUTE, CODES, FakeQuant, Scale, decode, encode
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.fake_quant import CODES, decode, encode
+from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import Plain, Tensors
 from qbench.quantizers.weights import ScaledWeights
 
@@ -51,12 +51,20 @@ class ScaledLinear(nn.Module):
         return f"{self.in_features} → {self.out_features}, {self.codes.dtype}"
 
 
+class Inputs(Protocol):
+    """Codes and scales of an input; ``paused``: inputs are to stay as they are."""
+
+    paused: bool
+
+    def once(self, x: Tensor, fixed: Scale | None) -> tuple[Tensor, Tensor]: ...
+
+
 class ScaledMM(ScaledLinear):
     """A ``ScaledLinear`` that multiplies codes by codes, but for while ``inputs`` are paused.
     ``inputs`` encode once what several layers share, with the layer's ``fixed`` scale if there is
     one. A class of its own, so that an audit's record names what ran."""
 
-    inputs: FakeQuant
+    inputs: Inputs
     fixed: Scale | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,31 +102,6 @@ def unpack(module: nn.Module, settings: ScaledWeights) -> PackedWeight | None:
 
 
 # Real products
-
-
-def multiply_codes(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    form: QuantFormat,
-    scales: Mapping[str, Scale],
-) -> None:
-    """Let ``modules`` of ``model`` multiply codes of ``form`` by codes; ``scales``: fixed ones of
-    their inputs by the module's name.
-
-    Raises QuantizationError, naming the layer, for one that cannot: libraries skip those.
-    """
-
-    def encode_rows(x: Tensor, fixed: Scale | None) -> tuple[Tensor, Tensor]:
-        return encode(x.reshape(-1, x.shape[-1]), form, fixed)
-
-    inputs = FakeQuant(encode_rows, scales, tuple(modules))
-    for name, module in modules.items():
-        _require(name, module, form)
-        if form.type == "int" and module.codes.device.type == "cpu":
-            _require_sums()
-        module.__class__ = ScaledMM
-        module.inputs, module.fixed = inputs, scales.get(name)
-    setattr(model, ATTRIBUTE, inputs)
 
 
 def scaled_mm(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
@@ -169,7 +152,8 @@ def _require_sums() -> None:
         )
 
 
-def _require(name: str, module: nn.Module, form: QuantFormat) -> None:
+def require(name: str, module: nn.Module, form: QuantFormat) -> None:
+    """Raise QuantizationError, naming the layer, where it cannot multiply codes of ``form``."""
     if not isinstance(module, ScaledLinear) or module.codes.dtype != CODES[form.type]:
         raise QuantizationError(
             f"{name}: {type(module).__name__} holds no {form.element} codes that real products "
@@ -182,6 +166,8 @@ def _require(name: str, module: nn.Module, form: QuantFormat) -> None:
             f"products take multiples of {size}, and libraries skip such a layer in silence; set "
             "arithmetic: simulated, or leave it out of weights and activations"
         )
+    if form.type == "int" and module.codes.device.type == "cpu":
+        _require_sums()
 
 
 @cache

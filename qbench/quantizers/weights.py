@@ -12,10 +12,10 @@ from qbench.quantizers.config import (
     WHOLE_ROW,
     WIDEST,
     GroupSize,
-    QuantFormat,
     WeightSettings,
     strategy,
 )
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import register
 from qbench.records import Part, Precision
 

@@ -14,11 +14,12 @@ from test_fake_quant import FORMATS, INF, NAN, draw, equal, in_groups, of_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.transformers import attend
-from qbench.quantizers import config_of, fake_quant
+from qbench.quantizers import activation_inputs, config_of, fake_quant
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.audit.activations import expected, groups_of
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import ActivationEvidence
+from qbench.quantizers.formats import Scale
 from qbench.quantizers.quantize import quantize
 
 pytestmark = [
@@ -42,7 +43,7 @@ def odd(columns, dtype):
 
 def moved(fixed, device):
     zero = None if fixed.zero is None else fixed.zero.to(device)
-    return fake_quant.Scale(fixed.scale.to(device), zero)
+    return Scale(fixed.scale.to(device), zero)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -98,7 +99,7 @@ def test_every_scheme_passes_its_audit(name, weights, tmp_path):
 
 def test_counting_values_does_not_wait_for_the_device():
     x = odd(2816, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
-    here, there = (fake_quant.Observer(t.device, counted=True) for t in (x, x.cpu()))
+    here, there = (activation_inputs.Observer(t.device, counted=True) for t in (x, x.cpu()))
     there.add(x.cpu())
     try:
         torch.cuda.set_sync_debug_mode("error")

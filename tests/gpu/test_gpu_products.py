@@ -16,9 +16,10 @@ from treated_models import decoder
 from qbench.errors import QuantizationError
 from qbench.quantizers import config_of, hadamard_kernel, scaled_mm
 from qbench.quantizers import fake_quant_kernels as kernels
+from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.config import QuantFormat
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.int8_kernel import int8_product
 from qbench.quantizers.linear import plain
 from qbench.quantizers.quantize import quantize
@@ -91,7 +92,7 @@ def realized(layer, form, weights=None):
     """``layer`` over codes of ``weights``, or of ``form``, that multiplies codes of ``form``."""
     codes, scale = encode(layer.weight, weights or form)
     scaled = scaled_mm.ScaledLinear(plain(layer), {"codes": codes, "scale": scale})
-    scaled_mm.multiply_codes(nn.ModuleDict({"layer": scaled}), {"layer": scaled}, form, {})
+    multiply_codes(nn.ModuleDict({"layer": scaled}), {"layer": scaled}, form, {})
     return scaled
 
 

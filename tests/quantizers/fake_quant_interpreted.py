@@ -15,7 +15,7 @@ from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tenso
 
 from qbench.quantizers import fake_quant, kv_fake_quant
 from qbench.quantizers import fake_quant_kernels as kernels
-from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.int8_kernel import int8_product
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
 from qbench.quantizers.names import KV_CACHES

@@ -9,12 +9,13 @@ from quantizer_models import PROBE, calibration, llama, make
 from torch import nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import config_of, fake_quant, parse
+from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
 from qbench.quantizers.activations import PerTensor, PerToken, Static
 from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.config import ActivationEvidence, QuantFormat, QuantizationConfig
+from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import ACTIVATIONS, BACKENDS
 from qbench.records import Audit
 
@@ -129,7 +130,7 @@ class Undeclared(PerTensor):
 
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):
-    monkeypatch.setitem(BACKENDS, Undeclared, fake_quant.__name__)
+    monkeypatch.setitem(BACKENDS, Undeclared, activation_inputs.__name__)
     chosen = QuantizationConfig(activations=Undeclared(), dtype="float32")
     report = check(make(chosen, folder).model, chosen)
     future, mates = report.problems
@@ -193,7 +194,7 @@ def test_layers_with_one_input_have_it_quantized_once(folder):
 
 def test_an_input_changed_in_place_is_quantized_again():
     made = []
-    hooks = fake_quant.FakeQuant(lambda x, _: made.append(x.clone()) or x * 2, {}, ("a",))
+    hooks = activation_inputs.FakeQuant(lambda x, _: made.append(x.clone()) or x * 2, {}, ("a",))
     hook, x = hooks.hook("a"), torch.ones(2)
     first = hook(None, (x,))[0]
     assert hook(None, (x,))[0] is first
@@ -232,13 +233,13 @@ class Shared(nn.Module):
 
 def test_a_layer_that_shares_an_input_keeps_the_range_of_all_that_it_took_in():
     text = Calibration(ids=torch.tensor([[80]]), seed=0)
-    found = fake_quant.calibrate(Shared(), Static(), text, lambda *_: None)
+    found = activation_inputs.calibrate(Shared(), Static(), text, lambda *_: None)
     assert {name: ends.tolist() for name, ends in found.items()} == {"a": [-8, 8], "b": [-8, 8]}
 
 
 def test_a_percentile_is_that_of_the_values():
     x = torch.randn(20000, generator=torch.Generator().manual_seed(0))
-    seen = fake_quant.Observer(x.device, counted=True)
+    seen = activation_inputs.Observer(x.device, counted=True)
     for part in x.split(3000):
         seen.add(part)
     assert int(seen.counts.sum()) == len(x)
@@ -250,7 +251,7 @@ def test_a_percentile_is_that_of_the_values():
 def test_another_width_is_one_line(folder, monkeypatch):
     monkeypatch.setattr(ACTIVATIONS, "_things", dict(ACTIVATIONS._things))
     ACTIVATIONS.register("int5-token", PerToken, "int5, one scale a token", num_bits=5,
-        backend="qbench.quantizers.fake_quant",
+        backend="qbench.quantizers.activation_inputs",
     )  # fmt: skip
     chosen = of("int5-token")
     report = check(make(chosen, folder).model, chosen)

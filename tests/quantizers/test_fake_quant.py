@@ -8,16 +8,15 @@ from interpreted_script import results_of
 
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
-from qbench.quantizers.config import ActivationEvidence, QuantFormat
+from qbench.quantizers.config import ActivationEvidence
 from qbench.quantizers.fake_quant import (
-    ELEMENTS,
-    Scale,
     decode,
     encode,
     fake_quantize,
     nearest,
     scale_of_tensor,
 )
+from qbench.quantizers.formats import ELEMENTS, QuantFormat, Scale
 from qbench.quantizers.kv_fake_quant import by_channel, by_tensor, by_token
 
 INF, NAN = torch.inf, torch.nan

@@ -9,7 +9,7 @@ from qbench.quantizers import kv_fake_quant as rounding
 from qbench.quantizers.audit import kv_cache as kv_audit
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.kv_cache import measure_kv
-from qbench.quantizers.config import QuantFormat
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.kv_fake_quant import ATTRIBUTE
 from qbench.quantizers.names import config_of
 

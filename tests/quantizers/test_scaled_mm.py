@@ -13,12 +13,13 @@ from torch import nn
 from treated_models import decoder
 
 from qbench.errors import QuantizationError, RecipeError
-from qbench.quantizers import config_of, scaled_mm
-from qbench.quantizers.config import QuantFormat
-from qbench.quantizers.fake_quant import Scale, fake_quantize
+from qbench.quantizers import activation_inputs, config_of, scaled_mm
+from qbench.quantizers.activation_inputs import multiply_codes
+from qbench.quantizers.fake_quant import fake_quantize
+from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import plain
 from qbench.quantizers.names import QUANTIZERS
-from qbench.quantizers.scaled_mm import ScaledLinear, multiply_codes
+from qbench.quantizers.scaled_mm import ScaledLinear
 
 INT8 = QuantFormat(num_bits=8)
 WHICH = "llama-wide"  # widths are multiples of 16
@@ -126,8 +127,8 @@ def test_a_cpu_whose_sums_saturate_is_refused_not_believed():
 
 @needs_vnni
 def test_layers_with_one_input_encode_it_once(monkeypatch):
-    calls, inner = [], scaled_mm.encode
-    monkeypatch.setattr(scaled_mm, "encode", lambda *of: (calls.append(1), inner(*of))[1])
+    calls, inner = [], activation_inputs.encode
+    monkeypatch.setattr(activation_inputs, "encode", lambda *of: (calls.append(1), inner(*of))[1])
     model = nn.ModuleDict({"q": linear(), "k": linear()})
     calls.clear()
     install(model)

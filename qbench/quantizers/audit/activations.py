@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
+from qbench.quantizers.activation_inputs import weights_alone
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import (
     WHOLE_ROW,
@@ -25,7 +26,6 @@ from qbench.quantizers.config import (
     QuantizationConfig,
     matching,
 )
-from qbench.quantizers.fake_quant import weights_alone
 from qbench.quantizers.linear import Matrix
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit

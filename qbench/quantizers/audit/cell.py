@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.activation_inputs import weights_alone
 from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
 from qbench.quantizers.audit.weights import audit_weights, first_line
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.fake_quant import weights_alone
 from qbench.quantizers.linear import matrices, not_finite
 from qbench.records import Audit, KVAudit
 

@@ -1,0 +1,284 @@
+"""Inputs of linear layers in few bits: rounded by a pre-hook on each, or multiplied as codes.
+
+Where scales are fixed before, they come from what layers take in on calibration text.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qbench.errors import QuantizationError
+from qbench.quantizers import scaled_mm
+from qbench.quantizers.activations import FakeQuantized
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import ActivationEvidence, Progress, matching
+from qbench.quantizers.fake_quant import encode, fake_quantize, scale_of_tensor
+from qbench.quantizers.formats import QuantFormat, Scale
+
+ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
+
+
+class FakeQuant:
+    """What quantizes the inputs of a model's layers ``names``. ``scales``: their fixed ones, where
+    those do not depend on the input. Layers that take in the same tensor (q, k and v; gate and up)
+    get the same quantized one, computed once. ``paused``: inputs stay as they are."""
+
+    def __init__(
+        self,
+        quantize: Callable[[Tensor, Scale | None], Any],
+        scales: Mapping[str, Scale],
+        names: tuple[str, ...],
+    ):
+        self.quantize, self.scales, self.names = quantize, scales, names
+        self.paused = False
+        # by thread: an input, its version and scale, and what became of it
+        self._last: dict[int, tuple[weakref.ref[Tensor], int, Scale | None, Any]] = {}
+
+    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+        """The forward pre-hook of the module ``name``."""
+        fixed = self.scales.get(name)
+
+        def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+            return None if self.paused else (self.once(arguments[0], fixed), *arguments[1:])
+
+        return quantize_input
+
+    def once(self, x: Tensor, fixed: Scale | None) -> Any:
+        """What ``quantize`` gives for ``x``, kept for the next that asks with the same tensor."""
+        thread = threading.get_ident()
+        version = 0 if x.is_inference() else x._version
+        last = self._last.get(thread)
+        if last and last[0]() is x and last[1] == version and last[2] is fixed:
+            return last[3]
+        quantized = self.quantize(x, fixed)
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            if self._last.get(thread, (None,))[0] is reference:
+                del self._last[thread]
+
+        # kept no longer than the input itself lives
+        self._last[thread] = weakref.ref(x, forget), version, fixed, quantized
+        return quantized
+
+
+def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Module]:
+    """The modules of ``model`` that multiply by a weight matrix, by name: linear layers, however
+    their weights are stored. Without the LM head and what ``ignore`` names.
+
+    Raises QuantizationError for a pattern that names none of them.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
+    }
+    for one in ignore:
+        if not matching(found, (one,)):
+            last = dict.fromkeys(name.rpartition(".")[2] for name in found)
+            raise QuantizationError(
+                f"activations: ignore: {one!r} names no layer; they end in {', '.join(last)}"
+            )
+    ignored = matching(found, ignore)
+    return {name: module for name, module in found.items() if name not in ignored}
+
+
+def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Tensor]) -> None:
+    """Let layers of ``model`` take in what ``settings`` make of their inputs; ``tensors`` are those
+    of ``calibrate``. Raises QuantizationError for a layer whose width groups do not divide, or
+    that cannot multiply codes."""
+    modules, form = layers_with_inputs(model, settings.ignore), settings.format
+    for name, module in modules.items():
+        if problem := settings.misfit(name, module.in_features):
+            raise QuantizationError(problem)
+    if getattr(settings, "arithmetic", "") == "auto":
+        raise QuantizationError(
+            f"{settings.name}: arithmetic: auto is decided where a run is planned; say real or "
+            "simulated here"
+        )
+    scales = fixed_scales(tensors, form)
+    if settings.real:
+        multiply_codes(model, modules, form, scales)
+        return
+    inputs = FakeQuant(lambda x, fixed: fake_quantize(x, form, fixed), scales, tuple(modules))
+    for name, module in modules.items():
+        module.register_forward_pre_hook(inputs.hook(name))
+    setattr(model, ATTRIBUTE, inputs)
+
+
+def multiply_codes(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    form: QuantFormat,
+    scales: Mapping[str, Scale],
+) -> None:
+    """Let ``modules`` of ``model`` multiply codes of ``form`` by codes; ``scales``: fixed ones of
+    their inputs by the module's name.
+
+    Raises QuantizationError, naming the layer, for one that cannot: libraries skip those.
+    """
+
+    def encode_rows(x: Tensor, fixed: Scale | None) -> tuple[Tensor, Tensor]:
+        return encode(x.reshape(-1, x.shape[-1]), form, fixed)
+
+    inputs = FakeQuant(encode_rows, scales, tuple(modules))
+    for name, module in modules.items():
+        scaled_mm.require(name, module, form)
+        module.__class__ = scaled_mm.ScaledMM
+        module.inputs, module.fixed = inputs, scales.get(name)
+    setattr(model, ATTRIBUTE, inputs)
+
+
+def fixed_scales(ranges: Mapping[str, Tensor], form: QuantFormat) -> dict[str, Scale]:
+    """Scales from [low, high] of each module's inputs. Equal ranges give one object, so that
+    layers with one input still have it quantized once."""
+    made: dict[tuple[float, ...], Scale] = {}
+    result = {}
+    for name, ends in ranges.items():
+        key = tuple(ends.tolist())
+        result[name] = made.setdefault(key, scale_of_tensor(ends[0], ends[1], form))
+    return result
+
+
+def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationEvidence]:
+    """What is installed in ``model``."""
+    inputs = getattr(model, ATTRIBUTE, None)
+    if inputs is None:
+        return {}
+    result = {}
+    for name in inputs.names:
+        fixed = inputs.scales.get(name)
+        result[name] = ActivationEvidence(
+            format=settings.format,
+            scale=fixed.scale if fixed else None,
+            zero=fixed.zero if fixed else None,
+            inside=settings.real,
+        )
+    return result
+
+
+@contextmanager
+def weights_alone(model: nn.Module) -> Iterator[None]:
+    """Within it the inputs of ``model`` stay as they are."""
+    inputs = getattr(model, ATTRIBUTE, None)
+    if inputs is not None:
+        inputs.paused = True
+    try:
+        yield
+    finally:
+        if inputs is not None:
+            inputs.paused = False
+
+
+# Ranges on calibration text
+
+PATTERNS = 2**16  # of the upper half of a float32: sign, exponent, 7 bits of mantissa
+SIGN = 2**15
+
+
+class Observer:
+    """What one layer took in: the two ends in full and, ``counted``, how often each bfloat16 value
+    came, for which a percentile below 100 alone asks."""
+
+    def __init__(self, device: torch.device, *, counted: bool) -> None:
+        self.counts = torch.zeros(PATTERNS, dtype=torch.int64, device=device) if counted else None
+        self.low = torch.tensor(torch.inf, device=device)
+        self.high = torch.tensor(-torch.inf, device=device)
+
+    def add(self, x: Tensor) -> None:
+        flat = x.detach().float().reshape(-1)
+        if not flat.numel():
+            return
+        if self.counts is not None:
+            upper = (flat.view(torch.int32) >> 16) & (PATTERNS - 1)
+            # not bincount, which waits for the device twice
+            self.counts.scatter_add_(0, upper.long(), torch.ones_like(upper, dtype=torch.int64))
+        low, high = torch.aminmax(flat)
+        self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+
+    def merge(self, other: Observer) -> None:
+        if self.counts is not None and other.counts is not None:
+            self.counts += other.counts
+        self.low = torch.minimum(self.low, other.low)
+        self.high = torch.maximum(self.high, other.high)
+
+    def range(self, percentile: float, *, symmetric: bool) -> Tensor:
+        """[low, high], float32: what ``percentile`` per cent of the values lie within.
+
+        100 gives the smallest and the largest value. Below it, ends are rounded towards 0 to
+        bfloat16's next value, at most 0.8 % away. ``symmetric``: of magnitudes.
+        """
+        if percentile == 100:
+            if symmetric:
+                high = torch.maximum(-self.low, self.high)
+                return torch.stack([-high, high])
+            return torch.stack([self.low, self.high])
+        assert self.counts is not None, "a percentile below 100 needs what was counted"
+        positive, negative = self.counts[:SIGN].double(), self.counts[SIGN:].double()
+        magnitudes = torch.arange(SIGN, dtype=torch.int32, device=positive.device) << 16
+        values = magnitudes.view(torch.float32)  # of positive bfloat16 patterns, in order
+        if symmetric:
+            high = values[_rank(positive + negative, percentile / 100)]
+            return torch.stack([-high, high])
+        ordered = torch.cat([negative.flip(0), positive])  # −∞ … −0, 0 … ∞
+        tail = (1 - percentile / 100) / 2
+        values = torch.cat([-values.flip(0), values])
+        return torch.stack([values[_rank(ordered, tail)], values[_rank(ordered, 1 - tail)]])
+
+
+def _rank(counts: Tensor, share: float) -> Tensor:
+    """Index of the value that at least ``share`` of all lie at or below."""
+    total = counts.cumsum(0)
+    return torch.searchsorted(total, share * total[-1]).clamp(max=len(counts) - 1)
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    settings: FakeQuantized,
+    calibration: Calibration | None,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """By module: [low, high] of its inputs over the calibration text, one sample at a time; empty
+    where nothing is fixed. Raises QuantizationError for a module that the text never reaches."""
+    if not settings.needs_calibration:
+        return {}
+    assert calibration is not None
+    counted, modules = settings.percentile < 100, layers_with_inputs(model, settings.ignore)
+    device = next(model.parameters()).device
+    seen = {name: Observer(device, counted=counted) for name in modules}
+    last: list[tuple[weakref.ref[Tensor], Observer]] = []
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def look(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            x = arguments[0]
+            if not last or last[0][0]() is not x:  # q, k and v take in one tensor
+                one = Observer(x.device, counted=counted)
+                one.add(x)
+                last[:] = [(weakref.ref(x), one)]
+            seen[name].merge(last[0][1])
+
+        return look
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.callback(module.register_forward_pre_hook(watch(name)).remove)
+        for number, ids in enumerate(calibration.ids):
+            progress("ranges", number / calibration.samples)
+            model(input_ids=ids[None].to(device), use_cache=False)
+    for name, one in seen.items():
+        if one.high < one.low:
+            raise QuantizationError(f"{name}: calibration text never reaches it; add text")
+    symmetric = settings.format.symmetric
+    found = {n: one.range(settings.percentile, symmetric=symmetric) for n, one in seen.items()}
+    for name, ends in found.items():
+        if not ends.isfinite().all():
+            raise QuantizationError(f"{name}: its inputs on calibration text are not finite")
+    return found

@@ -1,0 +1,87 @@
+"""Formats that values are rounded to, as plain data. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WHOLE_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A floating-point format: ``mantissa`` bits, smallest normal 2^``lowest``, largest value
+    in [2^``highest``, 2^(``highest`` + 1)); subnormals, no infinities."""
+
+    mantissa: int
+    lowest: int
+    highest: int
+    largest: float
+
+
+# OCP Microscaling Formats (MX) v1.0 (2023), section 5.3: E4M3 and E2M1.
+ELEMENTS = {
+    "e4m3": Element(mantissa=3, lowest=-6, highest=8, largest=448.0),
+    "e2m1": Element(mantissa=1, lowest=0, highest=2, largest=6.0),
+}
+LEAST_EXPONENT = -126  # of E8M0 here: 2^−127 is a subnormal of float32, which GPUs may flush
+LEAST_E4M3 = 2.0**-9  # as a scale: its smallest value above 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantFormat:
+    """What rounded values can be and what shares a scale, in the words of compressed-tensors'
+    ``QuantizationArgs``: said so that who did not round them can find them again.
+
+    ``type`` int: codes −(2^(num_bits−1)−1) … 2^(num_bits−1)−1 times a scale; or, where not
+    ``symmetric``, codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1
+    of 4, times a scale.
+
+    ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
+    a ``channel`` over ``group_size`` tokens, the whole ``tensor``; ``tensor_group``: groups, under
+    a scale of the tensor's (NVFP4). ``dynamic``: scales come from the values themselves; else that
+    of the tensor is fixed before. ``scale_dtype``: what scales are rounded to, as torch names it.
+
+    ``zero_point``: ``int``, a code, of a range that holds 0, so that 0 stays 0; ``float``, the
+    lowest value itself, rounded as scales are (KIVI).
+    """
+
+    num_bits: int
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: Literal["token", "group", "channel", "tensor", "tensor_group"] = "token"
+    group_size: int = WHOLE_ROW
+    dynamic: bool = True
+    scale_dtype: Literal["float32", "float16", "float8_e4m3fn", "float8_e8m0fnu"] = "float32"
+    zero_point: Literal["int", "float"] = "int"
+
+    @property
+    def element(self) -> str:
+        """``int4``, ``e4m3``, ``e2m1``."""
+        if self.type == "int":
+            return f"int{self.num_bits}"
+        return {8: "e4m3", 4: "e2m1"}.get(self.num_bits, "float")
+
+    @property
+    def largest(self) -> float:
+        """Of the codes; the smallest is its negative, or 0 where not symmetric."""
+        if self.type == "float":
+            return ELEMENTS[self.element].largest
+        return 2.0 ** (self.num_bits - 1) - 1 if self.symmetric else 2.0**self.num_bits - 1
+
+    @property
+    def one_of_tensor(self) -> bool:
+        """Whether a scale is that of all that comes at once: tokens change each other."""
+        return self.dynamic and self.strategy.startswith("tensor")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """What codes are multiplied by, and the zero point of an asymmetric format: float32, with the
+    shape of the values that share them, or scalars."""
+
+    scale: Tensor
+    zero: Tensor | None = None
