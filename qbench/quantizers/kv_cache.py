@@ -22,6 +22,13 @@ from qbench.records import Part
 WHOLE_HEAD = -1
 LONGEST = 2**20  # tokens
 Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
+Symmetric = Annotated[
+    bool,
+    Field(
+        description="2^(bits−1)−1 levels on each side of zero; false: 2^bits levels from the "
+        "lowest to the highest value, which is stored too"
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -30,13 +37,7 @@ class KVCache(KVCacheSettings):
 
     num_bits: Literal[8, 4, 3, 2]
     type: Literal["int", "float"] = "int"
-    symmetric: Annotated[
-        bool,
-        Field(
-            description="2^(bits−1)−1 levels on each side of zero; false: 2^bits levels from the "
-            "lowest to the highest value, which is stored too"
-        ),
-    ] = True
+    symmetric: Symmetric = True
     before_rope: Annotated[
         bool, Field(description="quantize keys before their rotation, as KVQuant does")
     ] = False
@@ -159,13 +160,7 @@ class ByChannel(KVCache):
 
     scales: ClassVar[Literal["token", "channel", "tensor"]] = "channel"
 
-    symmetric: Annotated[
-        bool,
-        Field(
-            description="2^(bits−1)−1 levels on each side of zero; false: 2^bits levels from the "
-            "lowest to the highest value, which is stored too"
-        ),
-    ] = False
+    symmetric: Symmetric = False
     group_size: Annotated[
         int,
         Field(

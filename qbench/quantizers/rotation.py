@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,9 @@ from qbench.errors import QuantizationError
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import Progress
 from qbench.quantizers.hadamard import factors, matrix
-from qbench.quantizers.transforms import DecoderModules, decoder_modules, no_matrix
+from qbench.quantizers.transforms import DecoderModules, Rotation, decoder_modules, no_matrix
 
 ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
-
-if TYPE_CHECKING:
-    from qbench.quantizers.transforms import Rotation
 
 
 def calibrate(
@@ -43,7 +39,7 @@ def calibrate(
     if settings.values or settings.queries_keys:
         widths["head_dim"] = parts.head_dim
     if settings.online:
-        widths["intermediate_size"] = parts.blocks[0].mlp.down_proj.in_features
+        widths["intermediate_size"] = next(iter(parts.blocks.values())).mlp.down_proj.in_features
     for what, width in widths.items():
         if factors(width) is None:
             raise QuantizationError(f"{settings.name}: {no_matrix(what, width)}")
@@ -62,11 +58,11 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
         model.config.tie_word_embeddings = False
     _set(parts.embeddings.weight, _rotated(parts.embeddings.weight, diagonal))
     _inputs(parts.norm, (parts.head,), diagonal)
-    for block in parts.blocks:
-        attention, mlp = block.attention, block.mlp
+    for block in parts.blocks.values():
+        attention, mlp = block.self_attn, block.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        _inputs(block.attention_norm, projections, diagonal)
-        _inputs(block.mlp_norm, (mlp.gate_proj, mlp.up_proj), diagonal)
+        _inputs(block.input_layernorm, projections, diagonal)
+        _inputs(block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), diagonal)
         for layer in (attention.o_proj, mlp.down_proj):
             _outputs(layer, diagonal)
         if settings.values:
@@ -74,7 +70,7 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
         if settings.online:
             weight = mlp.down_proj.weight
             _set(weight, hadamard_transform(weight.double()))
-            block.block.mlp = RotatedMlp(mlp)
+            block.mlp = RotatedMlp(mlp)
         if settings.queries_keys:
             setattr(attention, ROTATION, online)
 

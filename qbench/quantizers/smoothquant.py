@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,7 @@ from transformers import PreTrainedModel
 
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import Progress
-from qbench.quantizers.transforms import Block, DecoderModules, decoder_modules
-
-if TYPE_CHECKING:
-    from qbench.quantizers.transforms import SmoothQuant
+from qbench.quantizers.transforms import SmoothQuant, decoder_modules
 
 TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 
@@ -29,7 +25,6 @@ class Group:
     ``width`` channels: values that query heads share.
     """
 
-    name: str
     before: nn.Module
     layers: tuple[nn.Linear, ...]
     repeats: int = 1
@@ -45,31 +40,27 @@ class Group:
         return heads.expand(-1, self.repeats, -1).flatten()
 
 
-def groups(parts: DecoderModules, chosen: tuple[str, ...]) -> Iterator[Group]:
-    """The groups to smooth, block by block."""
-    for block in parts.blocks:
-        for kind in chosen:
-            yield _group(block, kind, parts)
-
-
-def _group(block: Block, kind: str, parts: DecoderModules) -> Group:
-    attention, mlp = block.attention, block.mlp
-    name = f"{block.name}.{kind}"
-    if kind == "attention":
-        layers = (attention.q_proj, attention.k_proj, attention.v_proj)
-        return Group(name=name, before=block.attention_norm, layers=layers)
-    if kind == "mlp":
-        return Group(name=name, before=block.mlp_norm, layers=(mlp.gate_proj, mlp.up_proj))
-    if kind == "o_proj":
-        return Group(
-            name=name,
-            before=attention.v_proj,
-            layers=(attention.o_proj,),
-            repeats=parts.heads // parts.kv_heads,
-            width=parts.head_dim,
-        )
-    assert kind == "down_proj"
-    return Group(name=name, before=mlp.up_proj, layers=(mlp.down_proj,))
+def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
+    """What to smooth, block by block."""
+    found, parts = {}, decoder_modules(model, settings.name)
+    for name, block in parts.blocks.items():
+        attention, mlp = block.self_attn, block.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        every = {
+            "attention": Group(before=block.input_layernorm, layers=projections),
+            "mlp": Group(
+                before=block.post_attention_layernorm, layers=(mlp.gate_proj, mlp.up_proj)
+            ),
+            "o_proj": Group(
+                before=attention.v_proj,
+                layers=(attention.o_proj,),
+                repeats=parts.heads // parts.kv_heads,
+                width=parts.head_dim,
+            ),
+            "down_proj": Group(before=mlp.up_proj, layers=(mlp.down_proj,)),
+        }
+        found |= {f"{name}.{kind}": every[kind] for kind in settings.layers}
+    return found
 
 
 @torch.no_grad()
@@ -83,22 +74,22 @@ def calibrate(
     float32 by the group's name. Channels that calibration never reaches keep 1: their scale
     would be next to nothing, and blow up what is met later."""
     assert calibration is not None
-    found = list(groups(decoder_modules(model, settings.name), settings.layers))
+    found = groups(model, settings)
     seen = _largest_inputs(model, found, settings.batch_size, calibration, progress)
     result = {}
-    for group in found:
-        inputs = group.shared(seen[group.name])
+    for name, group in found.items():
+        inputs = group.shared(seen[name])
         weights = torch.stack([layer.weight.abs().amax(0) for layer in group.layers]).amax(0)
         weights = group.shared(weights.double()).clamp(min=TINIEST)
         scale = inputs.double() ** settings.alpha / weights ** (1 - settings.alpha)
         usable = (inputs > 0) & torch.isfinite(scale) & (scale > 0)
-        result[group.name] = torch.where(usable, scale, torch.ones_like(scale)).float()
+        result[name] = torch.where(usable, scale, torch.ones_like(scale)).float()
     return result
 
 
 def _largest_inputs(
     model: PreTrainedModel,
-    found: list[Group],
+    found: Mapping[str, Group],
     batch_size: int,
     calibration: Calibration,
     progress: Progress,
@@ -113,7 +104,9 @@ def _largest_inputs(
 
         return hook
 
-    handles = [group.layers[0].register_forward_pre_hook(note(group.name)) for group in found]
+    handles = [
+        group.layers[0].register_forward_pre_hook(note(name)) for name, group in found.items()
+    ]
     try:
         for start in range(0, calibration.samples, batch_size):
             progress("largest activations", start / calibration.samples)
@@ -128,8 +121,8 @@ def _largest_inputs(
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[str, Tensor]) -> None:
     """Divide each group's input by its scales, at its origin, and multiply its weights by them."""
-    for group in groups(decoder_modules(model, settings.name), settings.layers):
-        scale = tensors[group.name].double()
+    for name, group in groups(model, settings).items():
+        scale = tensors[name].double()
         _divide(group.before, scale)
         for layer in group.layers:
             _set(layer.weight, layer.weight.double() * group.spread(scale))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-# Their forwards were read: nothing stands between a block's layers but what ``Block`` says. By
-# ``model_type`` of config.json; flash-linear-attention's transformer becomes a Llama.
+# Their forwards were read: nothing stands between a block's layers but what ``DecoderModules``
+# says. By ``model_type`` of config.json; flash-linear-attention's transformer becomes a Llama.
 KNOWN = {
     "llama": "LlamaForCausalLM",
     "transformer": "LlamaForCausalLM",
@@ -223,37 +223,14 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 @plain_dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Block:
-    """One decoder block under its ``name``:
-    x + o_proj(attention(norm(x))), then x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))),
-    with RMS norms whose weight is a plain factor; whatever else a block may hold is refused."""
-
-    name: str
-    block: nn.Module
-
-    @property
-    def attention(self) -> nn.Module:
-        return self.block.self_attn
-
-    @property
-    def mlp(self) -> nn.Module:
-        return self.block.mlp
-
-    @property
-    def attention_norm(self) -> nn.Module:
-        return self.block.input_layernorm
-
-    @property
-    def mlp_norm(self) -> nn.Module:
-        return self.block.post_attention_layernorm
-
-
-@plain_dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecoderModules:
-    """``heads`` of ``head_dim`` share ``kv_heads`` keys and values."""
+    """Of a model whose ``blocks``, by name, are x + o_proj(attention(norm(x))), then
+    x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a
+    plain factor; whatever else a block may hold is refused. ``heads`` of ``head_dim`` share
+    ``kv_heads`` keys and values."""
 
     embeddings: nn.Embedding
-    blocks: tuple[Block, ...]
+    blocks: Mapping[str, nn.Module]
     norm: nn.Module
     head: nn.Linear
     heads: int
@@ -277,21 +254,21 @@ def decoder_modules(model: PreTrainedModel, transform: str) -> DecoderModules:
             f"{', '.join(dict.fromkeys(KNOWN.values()))}"
         )
     decoder, config = model.model, model.config
-    blocks = []
+    blocks = {}
     for index, block in enumerate(decoder.layers):
         name = f"model.layers.{index}"
         _require(block, BLOCK, set(), name, transform)
         _require(block.self_attn, ATTENTION, HEAD_NORMS, f"{name}.self_attn", transform)
         _require(block.mlp, MLP, set(), f"{name}.mlp", transform)
-        blocks.append(Block(name=name, block=block))
+        blocks[name] = block
     return DecoderModules(
         embeddings=decoder.embed_tokens,
-        blocks=tuple(blocks),
+        blocks=blocks,
         norm=decoder.norm,
         head=model.lm_head,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=blocks[0].attention.head_dim,
+        head_dim=decoder.layers[0].self_attn.head_dim,
     )
 
 

@@ -696,7 +696,8 @@ def provenance(comparison: Comparison) -> Iterator[DataTable]:
 # Parts of a key that have a table of their own, or follow from the others.
 APART = ("quantizer", "calibration", "damage against")
 PLAIN = {"None": "none", "True": "yes", "False": "no"}  # of a key's parts, which are Python's
-SAID = ("name", "method", "bits", "title")  # of a quantizer's settings, in columns of their own
+# Of a quantizer's settings, in columns of their own
+SAID = ("name", "method", "bits", "num_bits", "title")
 
 
 def headline(comparison: Comparison) -> list[str]:

@@ -108,6 +108,7 @@ def test_widths_that_libraries_skip_in_silence_are_refused_by_name(weights, colu
         install(nn.ModuleDict({"up_proj": nn.Linear(16, 16)}))
 
 
+@pytest.mark.slow
 def test_a_cpu_whose_sums_saturate_is_refused_not_believed():
     """oneDNN is told to leave VNNI alone, as on older processors."""
     script = (
