@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 from quantizer_models import DIGEST, calibration, ids
 from treated_models import decoder
 
-from qbench.errors import QuantizationError
 from qbench.quantizers import config_of, hadamard_kernel, scaled_mm
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.activation_inputs import multiply_codes
@@ -174,24 +173,6 @@ def test_real_cells_pass_their_audit_and_equal_their_simulation(
     # Not alike token by token: bfloat16 rounds simulated values once more, which moves some codes
     # of the next layer by a step, and so on. But neither does more harm than the other.
     assert 0.8 < real_harm / simulated_harm < 1.25
-
-
-@pytest.mark.parametrize("outliers", ["smoothquant", "rotation"])
-def test_int8_in_float32_is_the_simulation_to_rounding(outliers, tmp_path):
-    logits = []
-    for arithmetic in ("real", "simulated"):
-        chosen = cell("int8-row", "int8-token", arithmetic, dtype="float32", outliers=outliers)
-        model, report = built(chosen, tmp_path / arithmetic)
-        assert report.problems == ()
-        with torch.no_grad():
-            logits.append(model(ids(3, 2, 40).cuda()).logits)
-    assert (logits[0] - logits[1]).norm() < 1e-3 * logits[1].norm()
-
-
-def test_fp8_widths_that_are_no_multiple_of_16_are_refused_by_name():
-    layer = nn.Linear(40, 80, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    with pytest.raises(QuantizationError, match="layer is 40 → 80 wide: real e4m3 products"):
-        realized(layer, QuantFormat(num_bits=8, type="float"))
 
 
 @pytest.mark.parametrize("kind", ["int", "float"])

@@ -10,13 +10,13 @@ from torch import nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
-from qbench.quantizers.activations import PerTensor, PerToken, Static
+from qbench.quantizers.activations import PerTensor, Static
 from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.names import ACTIVATIONS, BACKENDS
+from qbench.quantizers.names import BACKENDS
 from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -58,34 +58,6 @@ def test_every_scheme_passes(name, dtype, folder):
         assert report.causality.moved == report.batch_mates.moved == 0
     else:
         assert report.batch_mates.moved > report.batch_mates.tolerance
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        {"name": "rtn-4bit", "group_size": 32},
-        {"name": "gptq-4bit", "group_size": 32},
-        {"name": "hqq-4bit", "group_size": 32},
-        "bnb-4bit",
-    ],
-)
-def test_activations_go_over_any_weights(weights, folder):
-    chosen = of("int8-token", weights)
-    report = check(make(chosen, folder).model, chosen)
-    assert report.problems == ()
-    assert report.bits == 4
-    assert report.coverage == 1
-    assert len(report.activations.modules) == len(report.modules) == 14
-
-
-def test_a_layer_that_was_skipped_is_named(folder):
-    chosen = of("int8-token")
-    model = make(chosen, folder).model
-    model.qbench_inputs.names = tuple(n for n in model.qbench_inputs.names if n != LAYER)
-    model.get_submodule(LAYER)._forward_pre_hooks.clear()
-    assert check(model, chosen).problems == (
-        f"{LAYER}: its input is not quantized; say ignore beside the activations to allow it",
-    )
 
 
 def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):
@@ -139,14 +111,6 @@ def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypa
     assert mates.startswith("changing the rest of a batch moves a row's logits by 0.")
     assert "do not declare that scores depend on batch-mates" in mates
     assert report.causality.moved > 100 * report.causality.tolerance
-
-
-def test_the_unquantized_model_keeps_to_itself():
-    report = check(llama(), parse("fp32"))
-    assert report.passed
-    assert report.causality.moved == report.batch_mates.moved == 0
-    assert not report.causality.declared
-    assert report.activations is None
 
 
 def test_an_attention_that_sees_the_future_fails_the_cell():
@@ -246,18 +210,6 @@ def test_a_percentile_is_that_of_the_values():
     low, high = seen.range(99, symmetric=False).tolist()
     assert [low, high] == pytest.approx(x.quantile(torch.tensor([0.005, 0.995])).tolist(), rel=0.01)
     assert float(seen.range(100, symmetric=False)[1]) == float(x.max())
-
-
-def test_another_width_is_one_line(folder, monkeypatch):
-    monkeypatch.setattr(ACTIVATIONS, "_things", dict(ACTIVATIONS._things))
-    ACTIVATIONS.register("int5-token", PerToken, "int5, one scale a token", num_bits=5,
-        backend="qbench.quantizers.activation_inputs",
-    )  # fmt: skip
-    chosen = of("int5-token")
-    report = check(make(chosen, folder).model, chosen)
-    assert report.problems == ()
-    assert chosen.precision.name == "W16A5"
-    assert 16 < report.activations.levels <= 31
 
 
 def test_a_grid_that_the_audit_does_not_know_is_refused_by_name():

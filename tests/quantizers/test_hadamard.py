@@ -21,21 +21,6 @@ def test_a_transform_is_a_hadamard_matrix_over_the_root_of_its_order(order):
     torch.testing.assert_close(matrix @ matrix.T, identity, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("order", "parts"),
-    [
-        (384, (12, 32)),
-        (2816, (44, 64)),
-        (11008, (344, 32)),
-        (14336, (28, 64, 8)),
-        (18944, (148, 64, 2)),
-    ],
-)
-def test_an_order_is_a_paley_matrix_times_powers_of_two(order, parts):
-    assert factors(order) == parts
-    assert math.prod(parts) == order
-
-
 @pytest.mark.parametrize("order", [3, 6, 50, 92, 1001])
 def test_orders_without_a_known_matrix_are_none(order):
     assert factors(order) is None

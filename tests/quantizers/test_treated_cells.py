@@ -8,7 +8,6 @@ from treated_models import decoder
 from qbench.quantizers import config_of, rotation
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.quantize import quantize
-from qbench.quantizers.rotation import RotatedMlp
 
 PROBE = ids(2, 2, 23)
 GPTQ = {"name": "gptq-4bit", "group_size": 16}
@@ -75,17 +74,6 @@ def test_other_classes_and_tied_heads_pass_in_bfloat16(which, outliers, tmp_path
     report = judged(chosen, make(chosen, tmp_path, which, "softpick").model, which, "softpick")
     assert report.problems == ()
     assert 0 < report.treatment_error < 0.05
-
-
-def test_an_artifact_is_used_again_and_gives_the_same_model(tmp_path):
-    chosen = quantizer(WEIGHTS["gptq"], TRANSFORMS["rotation"])
-    first, second = make(chosen, tmp_path), make(chosen, tmp_path)
-    assert second.detail.startswith("artifact reused")
-    for (name, one), two in zip(
-        first.model.state_dict().items(), second.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(one, two), name
-    assert isinstance(second.model.model.layers[0].mlp, RotatedMlp)
 
 
 @pytest.mark.parametrize("part", ["norm", "head"])
