@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import stat
-import sys
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -43,14 +42,13 @@ def read_regular(path: Path, *, most: int | None = None) -> bytes:
 def write_atomically(path: Path, payload: bytes) -> None:
     """Write ``payload`` so that ``path`` holds either the old or the new content, never half.
 
-    A link stays: the file that it points to is replaced. What is no regular file (/dev/stdout, a
-    pipe) is written to. Raises OutputError where that cannot be done.
+    A link stays: the file that it points to is replaced. Raises OutputError where that cannot be
+    done, and for what is no file: a folder, a device, a pipe.
     """
     path = Path(path)
     try:
-        if _written_through(path):
-            _write_through(path, payload)
-            return
+        if _is_other_than_file(path):
+            raise OSError(errno.EINVAL, "not a file")
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         path.parent.mkdir(parents=True, exist_ok=True)
         making = temporary(path)
@@ -73,12 +71,12 @@ def require_writable(path: Path, option: str = "") -> None:
     """
     location = f"{option} {path}".strip()
     try:
-        if path.is_dir():
-            raise OutputError(f"{location}: is a folder; name a file")
+        if _is_other_than_file(path):
+            what = "a folder" if path.is_dir() else "a device or a pipe"
+            raise OutputError(f"{location}: is {what}; name a file")
         if path.exists() and not os.access(path, os.W_OK):
             raise OutputError(f"{location}: is read-only; name another file")
-        if not _written_through(path):
-            _try(Path(os.path.realpath(path)))
+        _try(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
         raise OutputError(f"{location}: cannot be written ({reason(error)})") from None
 
@@ -156,35 +154,12 @@ def _name_fits(name: str) -> None:
         raise ValueError("embedded null byte")
 
 
-def _written_through(path: Path) -> bool:
-    """Whether ``path`` is something that cannot be replaced: a device, a pipe, our own output."""
+def _is_other_than_file(path: Path) -> bool:
+    """Whether a folder, a device or a pipe is there. Raises OSError where that cannot be known."""
     try:
-        found = os.stat(path)
+        return not stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
         return False
-    return not stat.S_ISREG(found.st_mode) or _stream(path, found) is not None
-
-
-def _write_through(path: Path, payload: bytes) -> None:
-    if (stream := _stream(path, os.stat(path))) is not None:
-        sys.stdout.flush()
-        with os.fdopen(os.dup(stream), "wb") as file:
-            file.write(payload)
-        return
-    # a pipe that nobody reads is refused instead of waited for
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    os.set_blocking(descriptor, True)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(payload)
-
-
-def _stream(path: Path, found: os.stat_result) -> int | None:
-    """Our standard output or error, where the link ``path`` (/dev/stdout) leads to it."""
-    for descriptor in (1, 2) if path.is_symlink() else ():
-        with suppress(OSError):
-            if os.path.samestat(found, os.fstat(descriptor)):
-                return descriptor
-    return None
 
 
 def _host() -> str:

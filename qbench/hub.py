@@ -108,7 +108,7 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
     from huggingface_hub import HfApi
 
     try:
-        found = patiently(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS))
+        found = retry(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS))
         if found.gated:  # everyone may read what it is, not everyone its files
             HfApi().auth_check(dataset, repo_type="dataset")
     except Exception as error:
@@ -135,7 +135,7 @@ def _out_of_reach(error: BaseException) -> bool:
     return bool(kinds & {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"})
 
 
-def patiently(ask: Callable[[], T]) -> T:
+def retry(ask: Callable[[], T]) -> T:
     """What ``ask`` returns, tried again where the hub says that it is busy.
 
     huggingface_hub repeats requests for files, but not those for a repository's description.
@@ -189,7 +189,7 @@ def _get(what: str, download: Callable[[bool], str]) -> Path:
     missed = None
     if say is not None:
         try:
-            found: Any = patiently(lambda: download(True))
+            found: Any = retry(lambda: download(True))
         except Exception as error:  # the download itself ends in it too, or takes the cache's copy
             missed = error
         else:
@@ -197,7 +197,7 @@ def _get(what: str, download: Callable[[bool], str]) -> Path:
             size = sum(f.file_size or 0 for f in files) / 1e6
             if files:
                 say(f"downloading {what}: {len(files)} file{'s'[: len(files) > 1]}, {size:,.1f} MB")
-    path = patiently(lambda: download(False))
+    path = retry(lambda: download(False))
     if say is not None and missed is not None:
         say(f"{what}: the copy in the cache is used ({reason(missed)})")
     return Path(path)

@@ -153,8 +153,6 @@ def evaluation(
 def _write(out: Path, found: object, table: str) -> None:
     """JSON, and the table beside it."""
     files = {out: json.dumps(found, indent=1), out.with_suffix(".md"): table}
-    if not out.suffix:  # /dev/stdout has nothing beside it
-        del files[out.with_suffix(".md")]
     for path, text in files.items():
         write_atomically(path, f"{text}\n".encode())
     show_written(list(files))

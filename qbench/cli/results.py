@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qbench.store import Store
 
 
-def opened(folder: Path, run: str | None, option: str = "--run") -> Store:
+def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
     """The results of a ``run``, or of the last one; where a folder holds several, standard error
     is told which that is."""
     from qbench.store import Store, run_id, runs
@@ -62,7 +62,7 @@ def tables(
 ) -> None:
     """Write and show the delta tables of a results folder, in the paper's layout."""
 
-    show_tables(opened(folder, run), format=format, published=published)
+    show_tables(open_store(folder, run), format=format, published=published)
 
 
 def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> None:
@@ -108,7 +108,7 @@ def report(
 
     require_folder(out or folder, "--out" if out else "without --out, the report's folder")
     wanted = [name.strip() for name in figures.split(",") if name.strip()]
-    paths = write(opened(folder, run), out, figures=wanted, published=published)
+    paths = write(open_store(folder, run), out, figures=wanted, published=published)
     show_written(paths)
 
 
@@ -207,7 +207,7 @@ def export(
     from qbench.comparison.lines import judge
     from qbench.export import WRITERS
 
-    store = opened(folder, run)
+    store = open_store(folder, run)
     place = out or store.place() / "export" / to.value
     require_folder(place, "--out")
     for cell in store.grid().cells:
@@ -296,7 +296,7 @@ def check(
     from qbench.gate.verdict import as_markdown, write_verdict
 
     verdict = judge(
-        opened(folder, run),
+        open_store(folder, run),
         baseline,
         margins=parse_margins(margin),
         inconclusive=inconclusive.value,
@@ -319,7 +319,7 @@ def baseline(
     from qbench.gate.baseline import make
     from qbench.tables.changes import changes_table
 
-    changes = make(opened(folder, run), out, replace=replace)
+    changes = make(open_store(folder, run), out, replace=replace)
     if changes is not None:
         typer.echo(changes_table(changes), nl=False)
     show_written([out])
@@ -349,6 +349,6 @@ def compare(
 
     if b is None and run is None:
         raise ResultsError(f"compare {a}: with what? Name another folder, or a run of it by --run")
-    old = opened(a, run)
-    new = opened(b or a, run_b, "--run-b")
+    old = open_store(a, run)
+    new = open_store(b or a, run_b, "--run-b")
     typer.echo(changes_table(compare_results(old, new)), nl=False)
