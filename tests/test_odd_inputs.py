@@ -32,18 +32,17 @@ RUN = ("run", "good.yaml", "--device", "cpu")
 NOT_A_FILE = {
     "folder": "is a folder", "": "an empty path", "file/x.json": "cannot be written",
     "/proc/qbench.json": "cannot be written", LONG: "name too long", "loop": "symbolic links",
-    "a\0b": "null", "fifo": "cannot be written", "full": "No space left on device",
+    "a\0b": "null", "fifo": "is a device or a pipe", "full": "is a device or a pipe",
 }  # fmt: skip
-OPENED = ("fifo", "full")  # what only writing tells
 NOT_A_FOLDER = {
     "file": "is a file", "": "an empty path", "file/x": "cannot be written to",
     "/proc/qbench": "cannot be written to", LONG: "name too long", "loop": "cannot be written to",
     "a\0b": "null", "fifo": "is a file",
 }  # fmt: skip
 NOT_RESULTS = {
-    "folder": "no grid.json here", "file": "is a file", "nowhere": "no grid.json here",
-    "": "no grid.json here", LONG: "name too long", "fifo": "is a file",
-    "loop": "cannot be written to|symbolic links|no grid.json", "/proc": "cannot be written to",
+    "folder": "no grid.json here", "file": "no grid.json here", "nowhere": "no grid.json here",
+    "": "no grid.json here", LONG: "name too long", "fifo": "no grid.json here",
+    "loop": "symbolic links|no grid.json", "/proc": "no grid.json here",
     "pipe-grid": "no grid.json here", "list-grid": "not a JSON object",
     "text-grid": "not whole JSON",
     "old-grid": "written by an older qbench .schema 1, this one reads 2.: run the recipe again",
@@ -57,24 +56,22 @@ NOT_A_RECIPE = {
     "file": "a recipe is a mapping", "file/x": "cannot be read",
 }  # fmt: skip
 ODD: list[tuple[tuple[str, ...], str]] = [
-    *(((*CHECK, option, path), words) for option in ("--summary", "--junit", "--json")
-      for path, words in NOT_A_FILE.items()),
-    *((("baseline", "grid", "--out", path), words) for path, words in NOT_A_FILE.items()
-      if path not in OPENED),
-    *((("bench", "evaluation", "good.yaml", "--out", path), words)
-      for path, words in NOT_A_FILE.items() if path not in OPENED),
+    *(((*CHECK, "--json", path), words) for path, words in NOT_A_FILE.items()),
+    *(((*command, "folder"), "is a folder") for command in (
+        (*CHECK, "--summary"), (*CHECK, "--junit"), ("baseline", "grid", "--out"),
+        ("bench", "evaluation", "good.yaml", "--out"), (*RUN, "--save-recipe"),
+    )),
     *((("report", "grid", "--out", path), words) for path, words in NOT_A_FOLDER.items()),
-    *(((*RUN, "--out", path), words) for path, words in NOT_A_FOLDER.items()),
-    *((("noise", *RUN[1:], "--out", path), words) for path, words in NOT_A_FOLDER.items()),
+    *(((*command, "--out", "file"), "is a file") for command in (RUN, ("noise", *RUN[1:]))),
     *((("tables", path), words) for path, words in NOT_RESULTS.items()),
-    *((("report", path), words) for path, words in NOT_RESULTS.items()),
-    *((("check", path, "--baseline", "base.parquet"), ".") for path in NOT_RESULTS),
-    *((("baseline", path, "--out", "new.parquet"), ".") for path in NOT_RESULTS),
-    *((("compare", "grid", path), ".") for path in NOT_RESULTS),
-    *((("explain", "grid/softmax/bf16", f"{path}/softmax/bf16"), ".") for path in NOT_RESULTS),
+    *(((*command, path, *rest), ".") for path in ("nowhere", "pipe-grid", "new-grid")
+      for command, rest in (
+        (("report",), ()), (("check",), CHECK[2:]), (("baseline",), ("--out", "new.parquet")),
+        (("compare", "grid"), ()), (("explain", "grid/softmax/bf16"), ()),
+      )),
     *((("explain", "grid/softmax/bf16", path), ".") for path in ("", "file", "fifo", LONG)),
     *((("run", path, "--device", "cpu"), words) for path, words in NOT_A_RECIPE.items()),
-    *((("plan", path), words) for path, words in NOT_A_RECIPE.items()),
+    (("plan", "fifo"), "not a file"),
     *((("check", "grid", "--baseline", path), ".") for path in
       ("folder", "file", "nowhere", "", LONG, "fifo", "loop", "/dev/zero", "cut.parquet",
        "grid/grid.json")),
