@@ -328,6 +328,7 @@ def packed_attention(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor:
     """:func:`attention` of sequences laid in a row, see ``reference.packed_attention``."""
     if implementation == "triton":

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -140,10 +140,14 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             spared = residual(cached)
             if spared.by_query:
                 two_sources = {"sources": sources, "residual": spared, "positions": positions}
+        function = _function(implementation, bool(two_sources), cu_seq_lens_q is not None)
+        tensors = two_sources or {"key": key, "value": value}
+        shared = {"normalizer": normalizer, "parameters": parameters, "scale": scaling}
+        shared["softcap"] = softcap
         if cu_seq_lens_q is not None:
-            output = _packed(
-                implementation, normalizer, parameters, query, key, value, scaling, softcap, causal,
-                cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, two_sources,
+            output = function(
+                query, **tensors, **shared, causal=causal, cu_seqlens_q=cu_seq_lens_q,
+                cu_seqlens_k=cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k,
             )  # fmt: skip
             return _of_kept_heads(module, output).transpose(1, 2), None
         settings: dict[str, Any] = {}
@@ -157,17 +161,8 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 f"{normalizer} attention takes bool masks, True = attend, not "
                 f"{attention_mask.dtype}; pass mask > -1 of an additive one"
             )
-        function = _of_two_sources if two_sources else _function
-        output = function(implementation)(
-            query,
-            **(two_sources or {"key": key, "value": value}),
-            normalizer=normalizer,
-            parameters=parameters,
-            scale=scaling,
-            softcap=softcap,
-            causal=causal and attention_mask is None,
-            **({"mask": attention_mask} | settings),
-        )
+        settings = {"mask": attention_mask, "causal": causal and attention_mask is None} | settings
+        output = function(query, **tensors, **shared, **settings)
         output = _of_kept_heads(module, output)
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
@@ -212,53 +207,18 @@ def _parameters(
     return found
 
 
-def _of_two_sources(implementation: str) -> Callable[..., Tensor]:
-    return kv_cache.attention if implementation == "reference" else kv_cache.kernel_attention
-
-
-def _function(implementation: str) -> Callable[..., Tensor]:
+def _function(implementation: str, two_sources: bool, packed: bool) -> Callable[..., Tensor]:
+    """What computes attention: of keys and values as they are, or of ``two_sources``; of batch
+    rows, or of sequences ``packed`` in one."""
+    if two_sources and packed:
+        return partial(kv_cache.packed_attention, implementation=implementation)
+    if two_sources:
+        return kv_cache.attention if implementation == "reference" else kv_cache.kernel_attention
     if implementation == "reference":
-        return reference.attention
+        return reference.packed_attention if packed else reference.attention
     from qbench.attention import kernels
 
-    return kernels.attention
-
-
-def _packed(
-    implementation: str,
-    normalizer: str,
-    parameters: dict[str, Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    causal: bool,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    two_sources: dict[str, Any],
-) -> Tensor:
-    """[1, H, T, D] of sequences in a row, none of which sees another."""
-    if two_sources:
-        return kv_cache.packed_attention(
-            query, **two_sources, implementation=implementation, normalizer=normalizer,
-            parameters=parameters, scale=scale, softcap=softcap, causal=causal,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        )  # fmt: skip
-    if implementation == "triton":
-        from qbench.attention import kernels
-
-        return kernels.packed_attention(
-            query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-            softcap=softcap, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        )  # fmt: skip
-    return reference.packed_attention(
-        query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-        softcap=softcap, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-    )  # fmt: skip
+    return kernels.packed_attention if packed else kernels.attention
 
 
 @cache
