@@ -72,7 +72,12 @@ class Presets(Registry[Preset]):
         """
         preset = self.get(name)
         known = preset.options
-        stated = {OLD_OPTIONS.get(key, key): value for key, value in (stated or {}).items()}
+        stated = dict(stated or {})
+        for old, new in OLD_OPTIONS.items():
+            if old in stated and new in stated:
+                raise RecipeError(f"{name}: {old} is an older name of {new}; state one of them")
+            if old in stated:
+                stated[new] = stated.pop(old)
         for key in stated:
             if key in getattr(preset.kind, "gone", ()):
                 raise RecipeError(f"{name}: {key}: {preset.kind.gone[key]}")

@@ -88,6 +88,7 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
         ("gptq-4bit", {"group_size": -1, "group_aware": True}, ["set a group_size"]),
         ("bnb-4bit", {"quant_type": "nf3"}, ["quant_type must be nf4 or fp4, not 'nf3'"]),
         ("hqq-2bit", {"axis": 2}, ["axis must be 0 or 1, not 2"]),
+        ("rtn-2bit", {"ignore": ["a"], "leave_out": ["b"]}, ["leave_out is an older name of ign"]),
         ("rtn-2bit", {"ignore": "experts"}, ["ignore must be a list", "'experts'"]),
         ("rtn-2bit", {"ignore": ["a b"]}, ["ignore[0] must be a part of names", "'a b'"]),
         ("rtn-2bit", {"ignore": ["a", 3]}, ["ignore[1] must be text, not 3"]),
