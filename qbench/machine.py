@@ -260,11 +260,6 @@ def measured(name: str, device: str, stages: list[Stage]) -> Iterator[list[str]]
         )
 
 
-def without(stage: Stage, waited: float) -> Stage:
-    """``stage`` less the seconds in which it ``waited`` for another cell."""
-    return stage.model_copy(update={"seconds": round(max(0.0, stage.seconds - waited), 3)})
-
-
 def peak_memory_gib(device: str) -> float:
     """CUDA: peak of PyTorch's allocator; CPU: peak resident set of this process. In GiB."""
     if device == "cuda":

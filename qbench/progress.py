@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 
 class Progress(Protocol):
@@ -13,19 +13,6 @@ class Progress(Protocol):
     def advance(self, cell: str, completed: float, total: float | None = None) -> None: ...
     def end(self, cell: str) -> None: ...
     def log(self, line: str, style: str = "") -> None: ...
-
-
-class ProgressConnection(Progress, Protocol):
-    """A Progress over a connection, which ends."""
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class RemoteProgress(Protocol):
-    """Where a Progress is that lies in another process: it can be pickled and sent there."""
-
-    def open(self) -> ProgressConnection: ...
 
 
 class SilentProgress:

@@ -276,9 +276,9 @@ class DaskExecutor(Executor):
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         if self._client.status != "running":
             raise BrokenExecutor("the cluster was lost")
-        payload = pickle.dumps((fn, args, kwargs))
+        call = pickle.dumps((fn, args, kwargs))
         task = self._client.submit(
-            _by_value(run_here), payload, self._tokens, self._wanted,
+            _by_value(run_here), pickle.dumps((self._wanted, self._tokens, call)),
             key=f"cell-{secrets.token_hex(8)}", pure=False, resources=self._resources,
         )  # fmt: skip
         future: Future = Future()
@@ -303,12 +303,13 @@ def _settle(future: Future, task: DaskFuture) -> None:
         task.release()
 
 
-def run_here(payload: bytes, tokens: tuple[str, ...], wanted: Host) -> Any:
+def run_here(payload: bytes) -> Any:
     """On a worker, which may have come after the run began: what the pickled call returns."""
     from distributed import get_worker
 
+    wanted, tokens, call = pickle.loads(payload)
     require_fit(get_worker().address, describe(tokens, "cuda" if wanted.gpu else "cpu"), wanted)
-    function, args, kwargs = pickle.loads(payload)
+    function, args, kwargs = pickle.loads(call)
     return function(*args, **kwargs)
 
 

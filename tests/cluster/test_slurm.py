@@ -23,6 +23,7 @@ echo "Submitted batch job $!"
 """
 
 
+@pytest.mark.slow
 def test_the_recipe_for_slurm_runs_cells(tmp_path):
     pages = (ROOT / "docs" / "clusters.md").read_text()
     recipe = re.search(r"```python\n(from dask_jobqueue.*?)```", pages, re.DOTALL)[1]

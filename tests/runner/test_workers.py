@@ -10,7 +10,10 @@ from concurrent.futures import BrokenExecutor
 
 import pytest
 
+from qbench import machine
+from qbench.cli.run import start_workers
 from qbench.progress import SilentProgress
+from qbench.runner import workers
 from qbench.runner.progress import QueueListener
 from qbench.runner.workers import Workers
 
@@ -121,3 +124,30 @@ def left_to_import():
 def test_workers_have_all_that_cells_need_from_their_start():
     with Workers([0, 0], device="cpu") as executor:
         assert executor.submit(left_to_import).result(timeout=PATIENCE) == []
+
+
+HERE = {"gpus": None, "workers": None, "own": None}
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster", "where", "processes"),
+    [
+        ("auto", None, {}, 3),
+        ("auto", None, {"gpus": "all"}, 12),
+        ("cuda", None, {"gpus": "2", "workers": 2}, 4),
+        ("cpu", None, {"workers": 2}, 2),
+        ("cpu", None, {}, None),
+        ("auto", "local:2", {}, None),
+        ("auto", None, {"own": "someone's"}, None),
+    ],
+)
+def test_imports_begin_at_once_where_cells_run_in_processes_of_this_host(
+    monkeypatch, device, cluster, where, processes
+):
+    started = []
+    monkeypatch.setattr(workers, "start_forkserver", started.append)
+    monkeypatch.setattr(machine, "cuda_is_likely", lambda: True)
+    monkeypatch.setattr(machine, "choose_device", lambda wanted: "cuda")
+    monkeypatch.setattr(machine, "device_count", lambda: 4)
+    start_workers(device, cluster, **(HERE | where))
+    assert started == ([] if processes is None else [processes])
