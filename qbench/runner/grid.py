@@ -24,7 +24,7 @@ from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
 from qbench.records import Grid, Record, Unavailable
-from qbench.runner.progress import Listener, QueueListener, Remote
+from qbench.runner.progress import Listener, QueueListener
 from qbench.runner.workers import SerialExecutor
 from qbench.store import Store, run_id
 
@@ -118,10 +118,9 @@ def run_each(
 
 
 def listener(executor: Executor, progress: Progress) -> Listener:
-    """What passes on to ``progress`` what cells on ``executor`` say."""
-    listen: type[QueueListener] | Callable[[Progress], Listener]
-    listen = getattr(executor, Remote.listen.__name__, QueueListener)
-    return listen(progress)
+    """What passes on to ``progress`` what cells on ``executor`` say; executors over other hosts
+    have a ``listen`` of their own."""
+    return getattr(executor, "listen", QueueListener)(progress)
 
 
 class _Grid:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError, get_context
 from multiprocessing.managers import RemoteError, SyncManager
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -262,9 +262,3 @@ class QueueListener(Listener):
 
 def _end_with_parent() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-class Remote(Protocol):
-    """An executor over other hosts, where progress comes by another way."""
-
-    def listen(self, progress: Progress) -> Listener: ...
