@@ -164,6 +164,7 @@ def test_ctrl_c_ends_a_run_with_130_in_one_line_and_leaves_no_process(tmp_path, 
     pid, terminal = started(path, tmp_path / "out", *options)
     before = shown_until(terminal, word)
     assert word in before, before
+    time.sleep(0.3)  # from the word to what the command then does
     start = time.monotonic()
     os.write(terminal, b"\x03")  # Ctrl-C: the terminal sends SIGINT to every process of the group
     after = shown_until(terminal, "no such word", seconds=20)
