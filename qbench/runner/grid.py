@@ -194,6 +194,8 @@ class _Grid:
                 try:
                     future = executor.submit(call, cell.name, force=force, wait=busy_waits)
                     at_work[future] = cell
+                    if future.done():  # in this process: cells come in their order
+                        break
                 except BrokenExecutor:
                     left += self._dead(cell, heard)
             if not at_work:
