@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
-from qbench.records import AGAIN, Analysis, AnalysisGrid, AnalysisGridCell, Sensitivity
+from qbench.records import Analysis, AnalysisGrid, AnalysisGridCell, Sensitivity
 from qbench.store import KEY_DIGITS, read, write
 
 REMEDY = "name a folder that `qbench analyze` wrote"
+AGAIN = "run `qbench analyze` again"
 
 
 LONG_CONTEXT, SENSITIVITY = "long-context", "sensitivity"
@@ -36,7 +37,7 @@ class Analyses(Generic[Kind]):
         path = self.folder / "grid.json"
         if not path.is_file():
             raise ResultsError(f"{self.folder}: no grid.json here; {REMEDY}")
-        return read(path, AnalysisGrid)
+        return read(path, AnalysisGrid, AGAIN)
 
     def put_grid(self, grid: AnalysisGrid) -> bool:
         """Say which analyses are meant; whether others were until now. Raises NewerSchemaError
@@ -58,7 +59,7 @@ class Analyses(Generic[Kind]):
         path = self._path(cell)
         if not path.is_file():
             return None
-        found = read(path, self.kind)
+        found = read(path, self.kind, AGAIN)
         if (found.cell, found.key) != (cell.cell, cell.key):
             raise DamagedError(f"{path}: is the analysis of another cell or key; {AGAIN}")
         return found

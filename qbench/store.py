@@ -279,16 +279,16 @@ def read_record(path: Path, cell: GridCell | None = None) -> Record:
     return record
 
 
-def read(path: Path, kind: type[T]) -> T:
-    """What ``write`` wrote. Raises DamagedError or SchemaError."""
-    values = load_with_checksum(path, path.read_bytes(), schema=SCHEMA_VERSION)
+def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
+    """What ``write`` wrote. Raises DamagedError or SchemaError, with the remedy ``again``."""
+    values = load_with_checksum(path, path.read_bytes(), schema=SCHEMA_VERSION, again=again)
     try:
         return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
-        raise DamagedError(f"{path}: damaged: {location or 'all'}: {message}; {AGAIN}") from None
+        raise DamagedError(f"{path}: damaged: {location or 'all'}: {message}; {again}") from None
 
 
 def write(path: Path, thing: RecordModel) -> None:

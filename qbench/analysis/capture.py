@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,32 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.analysis.attention import Call
 from qbench.attention.kv_cache import KV_CACHE, read_apart, rotate
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
 from qbench.errors import UnavailableError
 
 NAME = "qbench-measured"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D], and what turns
+    them into weights. ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None:
+    causal. ``scale``: factor of the scores, None: 1/√D; ``softcap`` c: they become c · tanh(x / c)
+    (see ``reference.attention``). ``output``: [B, T, Hq, Dv], before the
+    output projection."""
+
+    query: Tensor
+    key: Tensor
+    normalizer: str
+    parameters: Mapping[str, Tensor] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    mask: Tensor | None = None
+    output: Tensor | None = None
+
+
 Observe = Callable[[int, Call], None]  # layer, and its call
 
 

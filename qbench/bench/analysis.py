@@ -113,7 +113,7 @@ def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) ->
     from qbench.analysis.hidden import States
     from qbench.analysis.inputs import look
     from qbench.analysis.measure import measure
-    from qbench.analysis.settings import BATCH_TOKENS
+    from qbench.analysis.text import BATCH_TOKENS
     from qbench.quantizers.linear import linears
 
     kind = model.device.type

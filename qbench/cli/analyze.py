@@ -33,8 +33,8 @@ from qbench.text import together
 
 if TYPE_CHECKING:
     from qbench.analyses import Analyses
-    from qbench.analysis.plan import AnalysisCell
-    from qbench.analysis.settings import AnalysisSettings
+    from qbench.analysis.run import AnalysisCell
+    from qbench.analysis.text import AnalysisSettings
     from qbench.plan import Plan
     from qbench.records import Analysis, Sensitivity
 
@@ -161,7 +161,7 @@ def _settings(
     bos: bool,
     heads: str | None,
 ) -> AnalysisSettings:
-    from qbench.analysis.settings import (
+    from qbench.analysis.text import (
         FIELD,
         AnalysisSettings,
         parse_heads,
@@ -210,7 +210,7 @@ def parts_of(
     blocks: bool,
 ) -> list[Part]:
     from qbench.analyses import LONG_CONTEXT
-    from qbench.analysis.plan import chosen
+    from qbench.analysis.run import chosen
     from qbench.plan import require_runnable
 
     cells = chosen(plan, only)
@@ -231,8 +231,7 @@ def _analyses(
     plan: Plan, settings: AnalysisSettings, out: Path, wanted: set[str], part: str = ""
 ) -> Part:
     from qbench.analyses import Analyses
-    from qbench.analysis.plan import analysis_grid, plan_analyses
-    from qbench.analysis.run import analyze_if_needed, failed
+    from qbench.analysis.run import analysis_grid, analyze_if_needed, failed, plan_analyses
 
     cells = plan_analyses(plan, settings)
     analyses: Analyses[Analysis] = Analyses(out, part=part)
@@ -243,7 +242,7 @@ def _analyses(
         replaced=str(analyses.folder) if others else None,
         cells=chosen,
         make=partial(analyze_if_needed, plan=plan, analyses=analyses),
-        failed=partial(_noted, failed, plan, analyses),
+        failed=partial(failed, plan, analyses),
     )
 
 
@@ -252,8 +251,12 @@ def _sensitivities(
 ) -> Part:
     """Of the checkpoints of the ``wanted`` cells."""
     from qbench.analyses import sensitivities
-    from qbench.analysis.plan import plan_sensitivities
-    from qbench.analysis.sensitivity_run import failed, measure_if_needed, put_grid
+    from qbench.analysis.run import (
+        analyze_if_needed,
+        failed,
+        plan_sensitivities,
+        put_sensitivity_grid,
+    )
 
     checkpoints = {cell.checkpoint_name for cell in plan.cells if cell.name in wanted}
     cells = tuple(
@@ -262,28 +265,16 @@ def _sensitivities(
         if cell.cell.checkpoint_name in checkpoints
     )
     analyses = sensitivities(out)
-    put_grid(analyses, cells, plan.recipe.name)
+    put_sensitivity_grid(analyses, cells, plan.recipe.name)
     unit = "decoder layer" if settings.blocks else "linear layer"
     return Part(
         length=settings.length,
         apart=f", one {unit} at a time",
         replaced=None,
         cells=cells,
-        make=partial(measure_if_needed, plan=plan, out=analyses),
-        failed=partial(_noted, failed, plan, analyses),
+        make=partial(analyze_if_needed, plan=plan, analyses=analyses),
+        failed=partial(failed, plan, analyses),
     )
-
-
-def _noted(
-    failed: Callable[..., Analysis | Sensitivity],
-    plan: Plan,
-    analyses: Analyses,
-    cell: AnalysisCell,
-    error: str,
-) -> Analysis | Sensitivity:
-    record = failed(cell, plan, error)
-    analyses.put(record)
-    return record
 
 
 def run_part(

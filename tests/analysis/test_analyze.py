@@ -11,7 +11,7 @@ from small_recipe import DEMO, small_recipe
 
 from qbench.analyses import Analyses, long_contexts
 from qbench.cli.app import app
-from qbench.errors import DataError, RecipeError
+from qbench.errors import DamagedError, DataError, RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import gather, markdown
 
@@ -169,6 +169,14 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
     assert {(m.layer, m.head) for m in short.measured.maps} == {(1, 0), (2, 3)}
     maps = list(csv.DictReader((out / "analysis" / "maps.csv").read_text().splitlines()))
     assert {row["text"] for row in maps} == {"prose", "code", "few-shot"}
+
+
+def test_the_remedy_of_a_damaged_analysis_is_the_command_that_makes_it(own):
+    path, out = own
+    for file in (out / "analysis").rglob("softmax/**/*.json"):
+        file.write_text(file.read_text().replace("softmax", "softman", 1))
+    with pytest.raises(DamagedError, match="run `qbench analyze` again"):
+        Analyses(out).all()
 
 
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, monkeypatch, capfd):

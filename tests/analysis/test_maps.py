@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_recipe import DEMO
 
-from qbench.analysis.maps import TOKENS, attention_maps, choose
+from qbench.analysis.attention import TOKENS, attention_maps, choose
 from qbench.analysis.measure import measure
 from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import RecipeError

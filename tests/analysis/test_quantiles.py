@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qbench.analysis.quantiles import BINS, LEVELS, counts, quantiles
+from qbench.analysis.hidden import BINS, LEVELS, counts, quantiles
 
 
 def values(seed=0, size=9973):

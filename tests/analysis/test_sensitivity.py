@@ -10,7 +10,7 @@ import torch
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.analyses import sensitivities
-from qbench.analysis import sensitivity_run
+from qbench.analysis import run
 from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
 from qbench.checkpoints import find, load_model
 from qbench.errors import EvaluationError, RecipeError
@@ -100,7 +100,7 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
             raise MemoryError("stopped")
         return against(self, unit, quantized)
 
-    monkeypatch.setattr(sensitivity_run, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(run, "SAVE_EVERY", -1.0)
     monkeypatch.setattr(Baseline, "against", stops)
     options = (*OPTIONS, "--only", "softpick/fp32")
     assert qbench("analyze", path, "--out", out, *options) == 1
@@ -150,7 +150,7 @@ def test_a_quantizer_that_treats_the_whole_model_is_refused_before_work(tmp_path
 
 def test_libraries_say_nothing_on_the_terminal(tmp_path):
     told = subprocess.run(
-        [sys.executable, "-c", "import qbench.analysis.sensitivity_run, qbench.analysis.run, sys;"
+        [sys.executable, "-c", "import qbench.analysis.run, sys;"
          "assert not {'torch', 'transformers'} & {*sys.modules}"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
