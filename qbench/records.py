@@ -483,6 +483,7 @@ class Training(RecordModel):
     best_loss: float | None  # on the held-out texts
     watched: tuple[TrainingSample, ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
+    weights: dict[str, Digest] = Field(default_factory=dict)  # SHA-256 of the files of weights
     finished: datetime
 
     @property

@@ -26,17 +26,10 @@ from qbench import text
 from qbench.errors import RecipeError
 from qbench.files import write_atomically
 from qbench.machine import environment
-from qbench.training.compute import Compute
-from qbench.training.determinism import deterministic
-from qbench.training.feed import batches
-from qbench.training.kernels import attention_kernels
-from qbench.training.model import initial_model
-from qbench.training.order import Sequences
-from qbench.training.processes import Processes
-from qbench.training.recipe import TrainingRecipe
-from qbench.training.shape import flops_per_token
-from qbench.training.speed import peak_tflops
-from qbench.training.step import Step
+from qbench.training.data import Sequences, dataloader
+from qbench.training.loop import Processes, Step, attention_kernels, deterministic, peak_tflops
+from qbench.training.model import flops_per_token, initial_model
+from qbench.training.recipe import Compute, TrainingRecipe
 
 SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
     "27m": (384, 12, 6, 8192, 2048, 32),
@@ -123,8 +116,8 @@ def _measured(
     step = Step(model, recipe, processes)
     draw = np.random.default_rng(0)
     ids = draw.integers(0, recipe.model.vocabulary, 4 * recipe.batch.tokens, np.uint16)
-    step.feed = batches(
-        Sequences(tokens=ids, context=recipe.model.context, bos=None), step.share, first=0,
+    step.dataloader = dataloader(
+        Sequences(tokens=ids, context=recipe.model.context, bos=None), step.shard, first=0,
         steps=recipe.steps, seed=0, device=processes.device,
     )  # fmt: skip
     cuda = processes.device.type == "cuda"

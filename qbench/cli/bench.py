@@ -205,8 +205,8 @@ def training(
     from pydantic import ValidationError
 
     from qbench.machine import choose_device
-    from qbench.training.compute import Compute
-    from qbench.training.determinism import settle_workspace
+    from qbench.training.loop import settle_workspace
+    from qbench.training.recipe import Compute
 
     try:
         compute = Compute(
@@ -230,7 +230,7 @@ def training(
         table,
         write,
     )
-    from qbench.training.processes import joined
+    from qbench.training.loop import joined
 
     choice = Choice(
         shapes=tuple(shape) or tuple(SHAPES),
@@ -240,7 +240,7 @@ def training(
         sequences=sequences,
     )
     with joined(where) as processes:
-        first = processes.first
+        first = processes.is_main_process
         with terminal() as screen, redirected(NOWHERE):
             rows = bench_training(
                 choice, processes, say=lambda line: print(line, file=screen) if first else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,17 +13,15 @@ from qbench.cli.options import (
     ClusterOption,
     Device,
     DeviceOption,
-    complain,
     show_written,
     to_folder,
 )
 from qbench.cli.trained import evaluation, show_trained
 from qbench.errors import RecipeError
 from qbench.files import require_folder
+from qbench.machine import choose_device, redirected, terminal
 
-if TYPE_CHECKING:
-    pass
-
+MIB = 2**20
 LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
 
 
@@ -139,15 +136,7 @@ def train(
     gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="all|N", help="GPUs of this host to use, for --evaluate too. Default: one."
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Runs side by side on each GPU, or on the CPU, one process each: for small "
-            "models. Default: 1.",
+            metavar="all|N", help="With --evaluate: GPUs of this host to use. Default: one."
         ),
     ] = None,
     stop_after: Annotated[
@@ -181,23 +170,14 @@ def train(
     """Train the models of a recipe: every seed with every normalizer, alike in all else.
 
     A training that was stopped, or killed, goes on from its last state when the same command is
-    given again, and ends with the same weights as without the stop. `--gpus` and `--workers` train
-    the runs side by side; `torchrun --nproc-per-node 2 -m qbench train RECIPE` spreads one run over
-    several GPUs.
+    given again, and ends with the same weights as without the stop.
+    `torchrun --nproc-per-node 2 -m qbench train RECIPE` spreads each run over several GPUs; for
+    several runs at once start a process each, with `--normalizer` and `--seed`.
     """
-    from qbench.cli.training_runs import MIB, Asked, one_by_one, side_by_side
-    from qbench.machine import choose_device, gpu_slots
+    from qbench.training.data import read_token_files
     from qbench.training.log import require_trackers
     from qbench.training.recipe import TrainingOverrides, TrainingRecipe
-    from qbench.training.runs import Options
-    from qbench.training.side_by_side import part_of_others
-    from qbench.training.token_files import read_token_files
 
-    part, spread = part_of_others(), gpus is not None or workers is not None
-    if spread and "WORLD_SIZE" in os.environ:
-        raise RecipeError(
-            "--gpus, --workers: torchrun spreads one run over GPUs; leave them out, or torchrun"
-        )
     loaded = TrainingRecipe.load(
         recipe,
         TrainingOverrides(
@@ -212,32 +192,44 @@ def train(
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
     where = choose_device(device)
-    slots = (gpu_slots(gpus, workers, where, 1) or [0]) if spread else []
-    asked = Asked(
-        path=recipe,
-        recipe=loaded,
-        files=read_token_files(loaded.token_folder),
-        folder=folder,
-        device=where,
-        options=Options(
-            trackers=tuple(tracker),
-            stop_after=stop_after,
-            largest_file=None if largest_file is None else largest_file * MIB,
-            weights=weights,
-        ),
-    )
+    files = read_token_files(loaded.token_folder)
     evaluate_all = evaluation(
         evaluate, evaluate_data, cluster, loaded, folder, weights=weights, gpus=gpus
     )
-    found, broken = side_by_side(asked, slots) if spread else (one_by_one(asked, part), [])
-    if found is None:
+    # torch, once the input is known to be right
+    from qbench.training.loop import joined, settle_workspace
+    from qbench.training.runs import Options, run_name, train_recipe
+
+    settle_workspace()
+    runs = loaded.runs()
+    name = "train" if len(runs) > 1 else f"train-{run_name(*runs[0])}"
+    with (
+        joined(where) as processes,
+        terminal() as screen,
+        redirected(folder / f"{name}{processes.index or ''}.log"),
+    ):
+
+        def say(run: str, step: int, line: str) -> None:
+            if processes.is_main_process:
+                print(line, file=screen)
+
+        found = train_recipe(
+            loaded,
+            files,
+            folder,
+            processes=processes,
+            options=Options(
+                trackers=tuple(tracker),
+                stop_after=stop_after,
+                largest_file=None if largest_file is None else largest_file * MIB,
+                weights=weights,
+            ),
+            say=say,
+        )
+    if not processes.is_main_process:
         return
     show_trained(loaded, found, folder)
-    for run in broken:
-        complain(f"{run.name}: {run.error}")
-    if broken:
-        raise typer.Exit(broken[0].code)
-    if evaluate_all is not None and len(found) == len(loaded.runs()):
+    if evaluate_all is not None and len(found) == len(runs):
         evaluate_all(device)
 
 

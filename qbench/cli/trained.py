@@ -21,11 +21,16 @@ def show_trained(recipe: TrainingRecipe, found: Sequence[Training], folder: Path
     from qbench.training.runs import draw
 
     for record in found:
-        typer.echo(
+        line = (
             f"{record.normalizer}, seed {record.seed}: loss {record.final_loss or 0:.4f} after "
-            f"{record.tokens:,} tokens; held out {record.watched[-1].loss:.4f} "
-            f"(best {record.best_loss:.4f} at step {record.best_step:,})"
+            f"{record.tokens:,} tokens"
         )
+        if record.watched and record.best_loss is not None:
+            line += (
+                f"; held out {record.watched[-1].loss:.4f} "
+                f"(best {record.best_loss:.4f} at step {record.best_step:,})"
+            )
+        typer.echo(line)
     if len(found) < len(runs := recipe.runs()):
         typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command goes on")
     curves = draw(recipe, folder)
@@ -49,7 +54,9 @@ def evaluation(
     from qbench.recipe import Overrides, Recipe
 
     if recipe is None:
-        for option, value in (("--evaluate-data", data), ("--cluster", cluster)):
+        for option, value in (
+            ("--evaluate-data", data), ("--cluster", cluster), ("--gpus", gpus)
+        ):  # fmt: skip
             if value is not None:
                 raise RecipeError(f"{option} {value}: is of --evaluate RECIPE, which is not given")
         return None

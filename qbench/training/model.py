@@ -1,19 +1,110 @@
-"""A stock transformers model to be trained, and one step's loss of it."""
+"""A stock transformers model to be trained: its size and work, one step's loss, its optimizers."""
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import AdamW, Muon
 from transformers import AutoConfig, LlamaForCausalLM
 
+from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.attention.transformers import attend
+from qbench.checkpoints import fla
+from qbench.checkpoints.find import parameter_shapes
 from qbench.checkpoints.supported import class_names
-from qbench.training.recipe import Shape
-from qbench.training.shape import llama_settings, own_parameters
+from qbench.training.recipe import Optimizer, OwnParameter, Schedule, Shape
+
+
+def checkpoint_config(
+    shape: Shape, normalizer: str, *, bos: int | None, eos: int | None, pad: int | None
+) -> dict[str, Any]:
+    """``config.json`` of such a model in flash-linear-attention's format."""
+    named = fla.IMPLEMENTATION_OF.get(normalizer)
+    return {
+        "architectures": ["TransformerForCausalLM"],
+        **({"attn_impl": named} if named else {"qbench_normalizer": normalizer}),
+        **({"qbench_rotary": False} if shape.rope_theta is None else {}),
+        "bos_token_id": bos,
+        "elementwise_affine": True,
+        "eos_token_id": eos,
+        "fuse_cross_entropy": True,
+        "fuse_norm": True,
+        "fuse_swiglu": True,
+        "hidden_act": "swish",
+        "hidden_ratio": 4,
+        "hidden_size": shape.hidden,
+        "initializer_range": shape.init,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": shape.positions or shape.context,
+        "model_type": "transformer",
+        "norm_eps": shape.norm_eps,
+        "num_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_kv_heads": shape.kv_heads,
+        "pad_token_id": pad,
+        "qkv_bias": False,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": shape.tied,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": shape.vocabulary,
+        "window_size": None,
+    }
+
+
+def llama_settings(shape: Shape, normalizer: str, **tokens: int | None) -> dict[str, Any]:
+    """``model_type`` and its configuration's fields: what loading the checkpoint will make of
+    it."""
+    settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
+    return settings | {"initializer_range": shape.init}
+
+
+def own_parameters(shape: Shape, normalizer: str) -> list[tuple[Parameter, OwnParameter]]:
+    """The parameters that ``normalizer`` gets in such a model, and what the shape says of each."""
+    asked = shape.parameters
+    return [
+        (one, asked.get(one.attribute, OwnParameter()))
+        for one in NORMALIZERS.get(normalizer).parameters
+        if one.required or one.attribute in asked
+    ]
+
+
+def parameters(shape: Shape, normalizer: str = "softmax") -> int:
+    """Numbers in a model's weights, those of its normalizer too."""
+    settings = llama_settings(shape, normalizer, bos=None, eos=None, pad=None)
+    modules = fla.attention_modules(settings)
+    shapes = fla.expected_shapes(settings)
+    own = [f"{modules[0]}.{one.attribute}" for one, _ in own_parameters(shape, normalizer)]
+    shapes |= parameter_shapes(normalizer, modules, shape.heads, own)
+    return sum(_product(one) for one in shapes.values())
+
+
+def flops_per_token(shape: Shape) -> float:
+    """Of forward and backward pass: 6 a parameter in matrix products (all matrices but the
+    embeddings, which are looked up; the output matrix counts, tied or not), and 6 · layers ·
+    hidden · context for attention's two products, half of whose pairs are causal. Recomputation
+    and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
+    causality)."""
+    settings = llama_settings(shape, "softmax", bos=None, eos=None, pad=None)
+    matrices = [s for s in fla.expected_shapes(settings).values() if len(s) == 2]
+    products = sum(_product(one) for one in matrices)
+    products -= 0 if shape.tied else shape.vocabulary * shape.hidden  # of two, one is looked up
+    return 6.0 * products + 6.0 * shape.layers * shape.hidden * shape.context
+
+
+def _product(sizes: list[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
 
 NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -99,3 +190,65 @@ class LossOfStates(nn.Module):
         """``states`` [B, T, D], ``targets`` [B, T] int64."""
         logits = self.matrix(states)
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
+    """Of ``step`` (from 0) over the peak: linear up to 1, then cosine to the floor at ``steps``."""
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.decay == "none":
+        return 1.0
+    done = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)
+    return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def optimizers(
+    parameters: Mapping[str, nn.Parameter], settings: Optimizer, *, fused: bool
+) -> list[torch.optim.Optimizer]:
+    """AdamW over all ``parameters``; with Muon, that over the layers' matrices first.
+
+    Each group keeps its peak learning rate as ``peak``.
+    """
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    found: list[torch.optim.Optimizer] = []
+    if settings.name == "muon":
+        chosen = {n: p for n, p in trained.items() if p.ndim == 2 and ".layers." in n}
+        rate = settings.muon_learning_rate
+        assert rate is not None, "the recipe checks that"
+        # Its updates are as large as AdamW's, so that weight decay and warm-up carry over
+        # (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+        found.append(
+            Muon(
+                list(chosen.values()),
+                lr=rate,
+                weight_decay=settings.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+        trained = {name: p for name, p in trained.items() if name not in chosen}
+    matrices = [p for p in trained.values() if p.ndim >= 2]
+    vectors = [p for p in trained.values() if p.ndim < 2]
+    decay = settings.weight_decay
+    groups = [
+        {"params": matrices, "weight_decay": decay},
+        {"params": vectors, "weight_decay": decay if settings.decay_vectors else 0.0},
+    ]
+    found.append(
+        AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=fused,
+        )
+    )
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return found
+
+
+def set_learning_rate(found: list[torch.optim.Optimizer], share: float) -> None:
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * share

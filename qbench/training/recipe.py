@@ -14,7 +14,38 @@ from qbench.errors import RecipeError, RecipeProblems, shown
 from qbench.recipe import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole
 from qbench.recipe_yaml import Source, problem_lines, read
 from qbench.records import Name
-from qbench.training.compute import Compute
+
+
+class Compute(Strict):
+    """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
+    bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
+    rests on. ``compile``: torch.compile's mode, or false. ``graphs``: the model compiled whole
+    (``auto``), or layer by layer, so that gradients are averaged over the GPUs while earlier
+    layers' are still computed: for slow links, as it keeps the host busier than the GPUs.
+    ``travel``: what gradients are averaged in."""
+
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Literal["auto", "reference", "triton"] = "auto"
+    compile: Literal["default", "max-autotune-no-cudagraphs"] | Literal[False] = "default"
+    graphs: Literal["auto", "whole", "layers"] = "auto"
+    travel: Literal["float32", "bfloat16"] = "float32"
+    deterministic: Flag = True
+
+    @property
+    def reduce_dtype(self) -> str:
+        """What gradients are averaged in over several GPUs."""
+        return self.travel
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _without_graphs_of_cuda(cls, mode: Any) -> Any:
+        if mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"{mode} replays CUDA graphs, where a step's second pass overwrites the gradients "
+                "of its first; there are default, max-autotune-no-cudagraphs and false"
+            )
+        return mode
+
 
 T = TypeVar("T")
 MOST_STEPS = 10**8
@@ -188,10 +219,10 @@ class TrainingRecipe(Strict):
                 f"batch.tokens {self.batch.tokens} must be a multiple of model.context "
                 f"{self.model.context}"
             )
-        if self.rows % self.batch.sequences:
+        if self.global_batch_size % self.batch.sequences:
             raise ValueError(
-                f"batch.sequences {self.batch.sequences} must divide the {self.rows} sequences of "
-                "a step (batch.tokens / model.context)"
+                f"batch.sequences {self.batch.sequences} must divide the {self.global_batch_size} "
+                "sequences of a step (batch.tokens / model.context)"
             )
         if self.tokens < self.batch.tokens:
             raise ValueError(f"tokens {self.tokens}: less than one step ({self.batch.tokens})")
@@ -206,9 +237,14 @@ class TrainingRecipe(Strict):
         return self.tokens // self.batch.tokens
 
     @property
-    def rows(self) -> int:
+    def global_batch_size(self) -> int:
         """Sequences of one step, over all devices."""
         return self.batch.tokens // self.model.context
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences that a device takes at once."""
+        return self.batch.sequences
 
     @property
     def watched_length(self) -> int:

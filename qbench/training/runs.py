@@ -1,4 +1,4 @@
-"""All runs of a recipe: every seed with every normalizer, one after the other."""
+"""All runs of a recipe, every seed with every normalizer, one after the other; their records."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from qbench.errors import TrainingError
 from qbench.files import clean_temporaries, write_atomically
@@ -22,17 +23,15 @@ from qbench.records import (
     TrainingSession,
     canonical,
 )
-from qbench.training.fit import first_token, require_data, sequences
+from qbench.training import checkpoint
+from qbench.training.checkpoint import Progress, require_same
+from qbench.training.data import TokenFiles, first_token, require_data, sequences
+from qbench.training.evaluate import evaluator
 from qbench.training.log import FILE as LOG
-from qbench.training.log import Log, read_log, trackers
-from qbench.training.plot import plot
-from qbench.training.progress import LAST, Progress, read_progress, require_same
+from qbench.training.log import Log, plot, read_log, trackers
+from qbench.training.loop import Processes, Run, deterministic, train
+from qbench.training.model import DTYPES, checkpoint_config, initial_model, parameters
 from qbench.training.recipe import TrainingRecipe
-from qbench.training.shape import checkpoint_config, parameters
-from qbench.training.token_files import TokenFiles
-
-if TYPE_CHECKING:
-    from qbench.training.processes import Processes
 
 STATE, BEST, CURVES = "state", "best", "curves.svg"
 Say = Callable[[str, int, str], None]  # run's name, steps done, a line
@@ -94,20 +93,28 @@ def settings_digest(recipe: TrainingRecipe, files: TokenFiles, normalizer: str, 
 
 
 def finished(folder: Path, settings: str) -> Training | None:
-    """The record of what is trained in ``folder`` already; TrainingError for other settings."""
+    """The record of what is trained in ``folder`` already. Raises TrainingError for other settings,
+    and for a record or weights that are not what training wrote."""
     path = folder / TRAINING_FILE
     if not path.is_file():
         return None
-    known = Training.model_validate_json(path.read_bytes())
+    again = f"remove {path}, and the same command writes it again from the last state"
+    try:
+        known = Training.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        location = ".".join(map(str, problem["loc"])) or "all"
+        raise TrainingError(f"{path}: damaged: {location}: {problem['msg']}; {again}") from None
     require_same(known.settings_digest, settings, folder)
+    for name, written in known.weights.items():
+        if not (folder / name).is_file() or _digest(folder / name) != written:
+            raise TrainingError(f"{folder / name}: not the weights that were written; {again}")
     return known
 
 
-def require_state(folder: Path, settings: str) -> None:
-    """Raises TrainingError where the state in ``folder`` is none that can be gone on with."""
-    path = folder / STATE / LAST
-    if path.is_file():
-        require_same(read_progress(path).settings, settings, path.parent)
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def draw(recipe: TrainingRecipe, out: Path) -> Path | None:
@@ -134,18 +141,12 @@ def _one(
     options: Options,
     say: Say,
 ) -> Training | None:
-    from qbench.training.determinism import deterministic
-    from qbench.training.loop import Run, train
-    from qbench.training.model import DTYPES, initial_model
-    from qbench.training.output import save_checkpoint
-    from qbench.training.watch import watched
-
     about, name, state = files.about, run_name(normalizer, seed), folder / STATE
     ids = {"bos": about.bos, "eos": about.eos, "pad": about.pad}
     config = checkpoint_config(recipe.model, normalizer, **ids)
 
-    def keep(model: Any, target: Path) -> None:
-        save_checkpoint(
+    def keep(model: Any, target: Path) -> dict[str, str]:
+        return checkpoint.save_checkpoint(
             model, target, config=config, tokenizer=files.folder, first=first_token(recipe, files),
             largest_file=options.largest_file,
         )  # fmt: skip
@@ -162,7 +163,7 @@ def _one(
                 seed=seed,
                 model=model,
                 source=sequences(recipe, files),
-                watched=watched(recipe, files, DTYPES[recipe.compute.precision]),
+                evaluator=evaluator(recipe, files, DTYPES[recipe.compute.precision]),
                 folder=state,
                 processes=processes,
                 settings=settings,
@@ -179,19 +180,19 @@ def _one(
         if progress.step < recipe.steps:
             return None
         record = _record(recipe, files, normalizer, seed, attention, progress, final, state)
-        if processes.first:
+        if processes.is_main_process:
             if options.weights:
-                keep(model, folder)
+                record = record.model_copy(update={"weights": keep(model, folder)})
             text = record.model_dump_json(indent=1) + "\n"
             write_atomically(folder / TRAINING_FILE, text.encode())
-        processes.wait()
+        processes.barrier()
     return record
 
 
 @contextmanager
 def _alone(folder: Path, processes: Processes) -> Iterator[None]:
     """No other training works in ``folder`` meanwhile."""
-    if not processes.first:
+    if not processes.is_main_process:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,6 +225,8 @@ def _record(
         for line in lines
         if line["kind"] == "watch"
     ]
+    if final is None:  # written again from the last state
+        final = next((line["loss"] for line in reversed(lines) if line["kind"] == "step"), None)
     return Training(
         name=recipe.name,
         normalizer=normalizer,

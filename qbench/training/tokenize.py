@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
+import lzma
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from qbench import hub
 from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError
 from qbench.files import clean_temporaries, temporary
-from qbench.training.overlap import Overlap
-from qbench.training.sources import HUB, documents, require_source
-from qbench.training.token_files import (
+from qbench.training.data import (
+    TOKENIZER,
     AboutTokens,
     TextSource,
     TokenArray,
@@ -27,7 +31,244 @@ from qbench.training.token_files import (
     tokenizer_digest,
     write_about,
 )
-from qbench.training.tokenizer import learn_tokenizer
+
+WORDS = 13
+WORD = re.compile(r"[^\W_]+")
+
+
+@dataclass(kw_only=True, slots=True)
+class Overlap:
+    """Hashes of every run of ``WORDS`` words of the evaluation texts."""
+
+    runs: set[int] = field(default_factory=set)
+    left_out: int = 0  # paragraphs so far
+
+    @classmethod
+    def of(cls, folder: Path) -> Overlap:
+        """All texts of the JSON Lines files below ``folder``. Raises DataError for none."""
+        files = sorted(folder.rglob("*.jsonl"))
+        if not files:
+            raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
+        found = cls()
+        for path in files:
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        row = json.loads(line)
+                    except ValueError:
+                        raise DataError(f"{path}:{number}: not JSON") from None
+                    for text in _texts(row):
+                        found.runs.update(_runs(text))
+        return found
+
+    def without(self, texts: Iterable[str]) -> Iterator[str]:
+        """``texts`` without the paragraphs (lines) that share a run; empty ones fall away."""
+        for text in texts:
+            lines = text.split("\n")
+            kept = [line for line in lines if self.runs.isdisjoint(_runs(line))]
+            self.left_out += len(lines) - len(kept)
+            if len(kept) == len(lines):
+                yield text
+            elif any(line.strip() for line in kept):
+                yield "\n".join(kept)
+
+
+def _runs(text: str) -> Iterator[int]:
+    words = [word.lower() for word in WORD.findall(text)]
+    return (hash(tuple(words[i : i + WORDS])) for i in range(len(words) - WORDS + 1))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+HUB = "hf://datasets/"  # hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION]
+HUB_SOURCE = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
+CHUNK = 1 << 20  # characters of a text read at once
+LONGEST = 1 << 28  # characters of one document
+OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+KINDS = (".jsonl", ".txt", ".parquet")
+
+
+def documents(source: str, *, field: str = "text", split: str = "train") -> Iterator[str]:
+    """The documents of ``source``, in its order; empty ones are left out.
+
+    ``*.jsonl``: the ``field`` of each line; ``*.txt``: separated by a zero byte, or one document;
+    both may end in ``.gz`` or ``.xz``. ``*.parquet``: the column ``field``.
+    ``hf://datasets/OWNER/NAME``, with ``@REVISION`` and ``:CONFIGURATION`` where wanted: that
+    ``split`` of a dataset on the hub, streamed. Raises DataError with the place of what is wrong.
+    """
+    if source.startswith(HUB):
+        found = _hub(source, field, split)
+    elif kind(Path(source)) == ".parquet":
+        found = _parquet(Path(source), field)
+    elif kind(Path(source)) == ".jsonl":
+        found = _json_lines(Path(source), field)
+    else:
+        found = _separated(Path(source))
+    return (text for text in found if text.strip())
+
+
+def require_source(source: str) -> None:
+    """Raises DataError or RecipeError for a source that cannot be read, before work begins."""
+    if source.startswith(HUB):
+        if not HUB_SOURCE.fullmatch(source.removeprefix(HUB)):
+            raise RecipeError(f"{source}: write {HUB}OWNER/NAME[@REVISION][:CONFIGURATION]")
+        return
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(f"{source}: no such file; name text files, or {HUB}OWNER/NAME")
+    if kind(path) not in KINDS:
+        raise DataError(
+            f"{source}: text comes as {', '.join(KINDS)} (the first two also .gz or .xz)"
+        )
+
+
+def kind(path: Path) -> str:
+    """The ending that says what a file holds: ``.txt`` of ``books.txt.xz``."""
+    return path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+
+
+def _open(path: Path) -> IO[str]:
+    opener = OPENERS.get(path.suffix, open)
+    return opener(path, "rt", encoding="utf-8", newline="")
+
+
+def _separated(path: Path) -> Iterator[str]:
+    held: list[str] = []
+    size = 0
+    try:
+        with _open(path) as file:
+            while chunk := file.read(CHUNK):
+                *ended, rest = chunk.split("\0")
+                for part in ended:
+                    yield "".join([*held, part])
+                    held, size = [], 0
+                held.append(rest)
+                size += len(rest)
+                if size > LONGEST:
+                    raise DataError(
+                        f"{path}: a document of more than {LONGEST:,} characters; separate "
+                        "documents by a zero byte"
+                    )
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise DataError(f"{path}: cannot be read as text ({error})") from None
+    yield "".join(held)
+
+
+def _json_lines(path: Path, field: str) -> Iterator[str]:
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _field(line, field, f"{path}:{number}")
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise DataError(f"{path}: cannot be read as text ({error})") from None
+
+
+def _field(line: str, field: str, location: str) -> str:
+    try:
+        row = json.loads(line)
+        text = row.get(field)
+    except (ValueError, AttributeError, RecursionError):
+        raise DataError(f"{location}: not a JSON object") from None
+    if not isinstance(text, str):
+        known = ", ".join(name for name, value in row.items() if isinstance(value, str))
+        raise DataError(
+            f"{location}: no text in field {field!r}; say --field with one of: {known or 'none'}"
+        )
+    return text
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        if field not in file.schema_arrow.names:
+            known = ", ".join(file.schema_arrow.names)
+            raise DataError(f"{path}: no column {field!r}; say --field with one of: {known}")
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from None
+
+
+def _hub(source: str, field: str, split: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    found = HUB_SOURCE.fullmatch(source.removeprefix(HUB))
+    assert found is not None, source  # require_source
+    name, revision, configuration = found.groups()
+    try:
+        rows = load_dataset(name, configuration, split=split, revision=revision, streaming=True)
+        for row in rows:
+            if not isinstance(row.get(field), str):
+                raise DataError(f"{source}: no text in field {field!r}; it has {', '.join(row)}")
+            yield row[field]
+    except DataError:
+        raise
+    except Exception as error:  # whatever the network and the library make of each other
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{source}: {line}") from error
+
+
+SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3
+DOCUMENTS = 20_000  # of which it is learnt, the first ones
+
+
+def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of at most ``vocabulary`` entries, the
+    256 bytes and the special tokens counted in."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(islice(documents, DOCUMENTS), trainer)
+    tokenizer.save(str(folder / TOKENIZER))
+    unk, bos, eos, pad = SPECIAL
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": unk,
+        "pad_token": pad,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def begin_with(token: int, folder: Path) -> None:
+    """Let the ``tokenizer.json`` of ``folder`` put ``token`` (its id) before a text where special
+    tokens are asked for; unchanged where it does already."""
+    path = str(folder / TOKENIZER)
+    tokenizer = Tokenizer.from_file(path)
+    if tokenizer.encode("a").ids[:1] == [token]:
+        return
+    name = tokenizer.id_to_token(token)
+    first = processors.TemplateProcessing(
+        single=f"{name} $A", pair=f"{name} $A {name} $B:1", special_tokens=[(name, token)]
+    )
+    before = tokenizer.post_processor
+    tokenizer.post_processor = first if before is None else processors.Sequence([before, first])
+    tokenizer.save(path)
+
 
 BATCH = 1 << 22  # characters that are encoded at once, on all cores
 STRIDE = 50  # one document of so many is held out, until there are enough

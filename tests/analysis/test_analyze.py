@@ -172,7 +172,7 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
 
 
 def test_the_remedy_of_a_damaged_analysis_is_the_command_that_makes_it(own):
-    path, out = own
+    _, out = own
     for file in (out / "analysis").rglob("softmax/**/*.json"):
         file.write_text(file.read_text().replace("softmax", "softman", 1))
     with pytest.raises(DamagedError, match="run `qbench analyze` again"):

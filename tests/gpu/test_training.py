@@ -22,12 +22,10 @@ SETTINGS = {
 
 def made(normalizer, attention="triton", **compute):
     """A step whose data are random, on the GPU."""
-    from qbench.training.feed import batches
+    from qbench.training.data import Sequences, dataloader
+    from qbench.training.loop import Processes, Step
     from qbench.training.model import initial_model
-    from qbench.training.order import Sequences
-    from qbench.training.processes import Processes
     from qbench.training.recipe import TrainingRecipe
-    from qbench.training.step import Step
 
     recipe = TrainingRecipe.model_validate({**SETTINGS, "compute": compute})
     model, ran = initial_model(
@@ -38,7 +36,9 @@ def made(normalizer, attention="triton", **compute):
     ids = np.random.default_rng(0).integers(0, 512, 20_000, np.uint16)
     source = Sequences(tokens=ids, context=256, bos=None)
     device = torch.device("cuda")
-    step.feed = batches(source, step.share, first=0, steps=recipe.steps, seed=0, device=device)
+    step.dataloader = dataloader(
+        source, step.shard, first=0, steps=recipe.steps, seed=0, device=device
+    )
     return model, step
 
 
@@ -46,7 +46,7 @@ def made(normalizer, attention="triton", **compute):
 def test_a_compiled_step_runs_the_causal_kernels_and_never_waits(normalizer, waiting_fails):
     from torch._dynamo.utils import counters
 
-    from qbench.training.kernels import attention_kernels
+    from qbench.training.loop import attention_kernels
 
     counters.clear()
     _, step = made(normalizer)
@@ -71,7 +71,7 @@ def test_compiled_kernels_and_eager_reference_train_alike(normalizer):
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_the_same_steps_give_the_same_bits(normalizer):
-    from qbench.training.determinism import deterministic, settle_workspace
+    from qbench.training.loop import deterministic, settle_workspace
 
     settle_workspace()
     weights = []

@@ -101,10 +101,10 @@ def train(recipe_file):
     """Trains in this process; returns the records of the finished runs."""
     import torch
 
-    from qbench.training.processes import Processes
+    from qbench.training.data import read_token_files
+    from qbench.training.loop import Processes
     from qbench.training.recipe import TrainingRecipe
     from qbench.training.runs import Options, train_recipe
-    from qbench.training.token_files import read_token_files
 
     def run(out, *, stop_after=None, said=None, largest_file=None, **changed):
         recipe = TrainingRecipe.load(recipe_file(**changed))

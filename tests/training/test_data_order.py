@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from qbench.training.feed import Share, batches
-from qbench.training.optimizer import learning_rate
-from qbench.training.order import Sequences, drawn
+from qbench.training.data import Sequences, Shard, dataloader, sample_indices
+from qbench.training.model import learning_rate
 from qbench.training.recipe import Schedule
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -28,20 +27,23 @@ def test_with_bos_first_every_row_begins_with_it():
 
 
 def test_an_epoch_takes_every_sequence_once_in_an_order_of_its_own():
-    taken = np.concatenate([drawn(step, rows=5, of=23, seed=1) for step in range(23)])
+    taken = np.concatenate([sample_indices(step, rows=5, of=23, seed=1) for step in range(23)])
     epochs = [taken[start : start + 23] for start in range(0, 115, 23)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5
 
 
 def test_any_step_is_had_without_those_before_it():
-    steps = {step: drawn(step, rows=4, of=11, seed=3).tolist() for step in range(12)}
+    steps = {step: sample_indices(step, rows=4, of=11, seed=3).tolist() for step in range(12)}
     for step in (11, 0, 7):
-        assert drawn(step, rows=4, of=11, seed=3).tolist() == steps[step]
+        assert sample_indices(step, rows=4, of=11, seed=3).tolist() == steps[step]
 
 
 def test_another_seed_is_another_order():
-    assert drawn(0, rows=20, of=99, seed=0).tolist() != drawn(0, rows=20, of=99, seed=1).tolist()
+    assert (
+        sample_indices(0, rows=20, of=99, seed=0).tolist()
+        != sample_indices(0, rows=20, of=99, seed=1).tolist()
+    )
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -50,12 +52,12 @@ def test_a_step_has_the_same_rows_however_they_are_shared(processes, sequences):
     source = Sequences(tokens=TOKENS, context=10, bos=None)
     found = []
     for process in range(processes):
-        share = Share(rows=8, sequences=sequences, process=process, processes=processes)
-        feed = batches(source, share, first=3, steps=5, seed=2, device=torch.device("cpu"))
+        share = Shard(rows=8, sequences=sequences, process=process, processes=processes)
+        feed = dataloader(source, share, first=3, steps=5, seed=2, device=torch.device("cpu"))
         made = list(feed)
         assert len(made) == 2 * share.passes
         found += [row.tolist() for batch in made[: share.passes] for row in batch]
-    expected = source.rows(drawn(3, rows=8, of=len(source), seed=2)).tolist()
+    expected = source.rows(sample_indices(3, rows=8, of=len(source), seed=2)).tolist()
     assert sorted(found) == sorted(expected)
 
 

@@ -52,15 +52,15 @@ def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(tmp_p
 
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 def test_any_normalizer_is_trained_and_read_as_it_was(tmp_path, train, normalizer, monkeypatch):
-    from qbench.training import output
+    from qbench.training import checkpoint as writing
 
-    kept, save = [], output.save_checkpoint
+    kept, save = [], writing.save_checkpoint
 
     def keep(model, *rest, **more):
         kept.append(model)
-        save(model, *rest, **more)
+        return save(model, *rest, **more)
 
-    monkeypatch.setattr(output, "save_checkpoint", keep)
+    monkeypatch.setattr(writing, "save_checkpoint", keep)
     [record] = train(
         tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5
     )
@@ -116,14 +116,14 @@ def _recipe(folder):
 
 def test_a_look_measures_what_analyze_measures(tmp_path, train, tokens):
     from qbench.analysis.measure import measure
+    from qbench.training.data import read_token_files
+    from qbench.training.evaluate import evaluator
     from qbench.training.recipe import TrainingRecipe
-    from qbench.training.token_files import read_token_files
-    from qbench.training.watch import watched
 
     [record] = train(tmp_path, normalizers=["softmax"])
     recipe = TrainingRecipe.load(tmp_path / "recipe.yaml")
     files = read_token_files(tokens)
-    texts = watched(recipe, files, torch.float32)
+    texts = evaluator(recipe, files, torch.float32)
     assert texts.ids.shape == (4, 16)
     assert (texts.ids[:, 0] == 1).all()
     assert not (texts.ids[:, 1:] == 1).any()  # no BOS of a document after ours
@@ -146,12 +146,12 @@ def test_weights_may_be_cut_into_files_of_a_size(tmp_path, train):
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
     tmp_path, train, monkeypatch
 ):
-    from qbench.training import step
+    from qbench.training import loop
 
     def breaks(number, steps, schedule):
         return float("nan") if number == 23 else 1.0
 
-    monkeypatch.setattr(step, "learning_rate", breaks)
+    monkeypatch.setattr(loop, "learning_rate", breaks)
     with pytest.raises(TrainingError, match=r"step 25: the loss is nan.*kept in") as error:
         train(tmp_path, normalizers=["softmax"])
     assert "\n" not in str(error.value)
@@ -163,9 +163,9 @@ def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
 
 
 def test_where_nothing_was_kept_yet_that_is_said(tmp_path, train, monkeypatch):
-    from qbench.training import step
+    from qbench.training import loop
 
-    monkeypatch.setattr(step, "learning_rate", lambda number, steps, schedule: float("nan"))
+    monkeypatch.setattr(loop, "learning_rate", lambda number, steps, schedule: float("nan"))
     with pytest.raises(TrainingError, match=r"step 5: the loss is nan.*there is no earlier state"):
         train(tmp_path, normalizers=["softmax"])
 
@@ -273,11 +273,11 @@ def test_a_log_that_goes_on_drops_what_is_made_again_and_half_a_line(tmp_path):
     path = tmp_path / "log.jsonl"
     first = Log(path, step=-1, trackers=[])
     for step in (5, 10, 15):
-        first.write("step", step, loss=1.0)
+        first.write("step", step, loss=1.0, grad_norm=1.0)
     first.close()
     path.write_text(path.read_text() + '{"kind": "step", "st')
     again = Log(path, step=10, trackers=[])
-    again.write("step", 15, loss=2.0)
+    again.write("step", 15, loss=2.0, grad_norm=1.0)
     again.close()
     assert [(line["step"], line["loss"]) for line in read_log(path)] == [
         (5, 1.0),

@@ -12,9 +12,9 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.convert import convert
 from qbench.errors import RecipeError
-from qbench.training import output
+from qbench.training import checkpoint as writing
+from qbench.training.model import parameters
 from qbench.training.recipe import Shape, TrainingRecipe
-from qbench.training.shape import parameters
 
 SLOPES = [2.0**-4, 2.0**-8]  # of two heads
 CASES = {  # what model.parameters says; what each head has at the end, None: something else
@@ -33,13 +33,13 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     tmp_path, train, name, rope_theta, monkeypatch
 ):
     normalizer, own, expected = CASES[name]
-    kept, save = [], output.save_checkpoint
+    kept, save = [], writing.save_checkpoint
 
     def keep(model, *rest, **more):
         kept.append(model)
-        save(model, *rest, **more)
+        return save(model, *rest, **more)
 
-    monkeypatch.setattr(output, "save_checkpoint", keep)
+    monkeypatch.setattr(writing, "save_checkpoint", keep)
     [record] = train(
         tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5,
         model={"parameters": own, "rope_theta": rope_theta},

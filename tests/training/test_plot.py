@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from qbench.training.plot import plot
+from qbench.training.log import plot
 
 
 def test_curves_name_each_normalizer_once_with_its_seeds(tmp_path):

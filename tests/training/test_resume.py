@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from qbench.errors import TrainingError
+
 ROOT = Path(__file__).parents[2]
 LONG = {"tokens": 12_800, "normalizers": ["softpick"]}  # 200 steps
 
@@ -87,16 +89,12 @@ def test_the_optimizer_goes_on_too_not_the_weights_alone(tmp_path, train):
 
 
 def test_a_state_of_other_settings_is_not_gone_on_with(tmp_path, train):
-    from qbench.errors import TrainingError
-
     train(tmp_path, stop_after=7)
     with pytest.raises(TrainingError, match="other settings, data or seed"):
         train(tmp_path, schedule={"warmup_steps": 6})
 
 
 def test_what_is_trained_is_not_trained_again_and_other_settings_do_not_replace_it(tmp_path, train):
-    from qbench.errors import TrainingError
-
     first = train(tmp_path, tokens=640)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     assert train(tmp_path, tokens=640) == first
@@ -105,11 +103,64 @@ def test_what_is_trained_is_not_trained_again_and_other_settings_do_not_replace_
         train(tmp_path, tokens=704)
 
 
-def test_a_damaged_state_is_named(tmp_path, train):
-    from qbench.errors import TrainingError
+def flipped(path, place):
+    """One bit of the file, a share of the way through it, is another."""
+    payload = bytearray(path.read_bytes())
+    payload[int(place * len(payload))] ^= 4
+    path.write_bytes(payload)
 
+
+@pytest.mark.parametrize("place", [0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+def test_a_state_with_one_other_bit_is_not_gone_on_with(tmp_path, train, place):
     train(tmp_path, stop_after=7, normalizers=["softmax"])
     state = tmp_path / "softmax-seed3" / "state" / "last.safetensors"
-    state.write_bytes(state.read_bytes()[:1000])
-    with pytest.raises(TrainingError, match=r"last\.safetensors: not a training's state"):
+    flipped(state, place)
+    with pytest.raises(TrainingError, match=r"last\.safetensors: damaged.*; remove it to train"):
         train(tmp_path, normalizers=["softmax"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state[:1000],
+        lambda state: b"",
+        lambda state: state + b"\0",
+        lambda state: state.replace(b'\\"step\\": 7', b'\\"step\\": 9'),
+    ],
+)
+def test_a_state_that_was_cut_or_edited_is_not_gone_on_with(tmp_path, train, change):
+    train(tmp_path, stop_after=7, normalizers=["softmax"])
+    state = tmp_path / "softmax-seed3" / "state" / "last.safetensors"
+    assert change(state.read_bytes()) != state.read_bytes()
+    state.write_bytes(change(state.read_bytes()))
+    with pytest.raises(TrainingError, match=r"last\.safetensors: damaged"):
+        train(tmp_path, normalizers=["softmax"])
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "training.json"])
+def test_a_finished_runs_damaged_files_are_named_and_made_again(tmp_path, train, file):
+    settings = {"normalizers": ["softmax"], "tokens": 640}
+    [before] = train(tmp_path, **settings)
+    folder, whole = tmp_path / "softmax-seed3", weights(tmp_path, "softmax-seed3")
+    if file == "training.json":
+        (folder / file).write_text((folder / file).read_text()[:300])
+    else:
+        flipped(folder / file, 0.8)
+    with pytest.raises(TrainingError, match=rf"{file}: .*remove .*training\.json, and the same"):
+        train(tmp_path, **settings)
+    (folder / "training.json").unlink()
+    [after] = train(tmp_path, **settings)
+    assert weights(tmp_path, "softmax-seed3") == whole
+    assert (after.final_loss, after.weights) == (before.final_loss, before.weights)
+
+
+def test_a_damaged_log_names_its_line(tmp_path, train):
+    train(tmp_path, stop_after=20, normalizers=["softmax"])
+    log = tmp_path / "softmax-seed3" / "state" / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    for damage in ('{"kind": "step"}\n', "\0\n", '{"kind": "watch", "step": 10}\n', "[1]\n"):
+        log.write_text("".join([lines[0], damage, *lines[1:]]))
+        with pytest.raises(TrainingError, match=r"log\.jsonl:2: damaged; remove that line"):
+            train(tmp_path, normalizers=["softmax"])
+    log.write_text("".join(lines))
+    assert len(train(tmp_path, normalizers=["softmax"])) == 1

@@ -13,9 +13,8 @@ from qbench.quantizers import calibration
 from qbench.quantizers.calibration import read_calibration
 from qbench.store import Store
 from qbench.training import loop
-from qbench.training.tokenize import Tokenizing, tokenize
-from qbench.training.tokenizer import begin_with
-from qbench.training.watch import Watched
+from qbench.training.evaluate import Evaluator
+from qbench.training.tokenize import Tokenizing, begin_with, tokenize
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "train"
 BOS = 1  # of the small tokenizer
@@ -52,7 +51,7 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
     tmp_path, monkeypatch, train, tokens_without_bos, own_cache, name
 ):
     trained_on, watched = [], []
-    batches, look = loop.batches, Watched.look
+    batches, look = loop.batches, Evaluator.evaluate
 
     def fed(*arguments, **options):
         for batch in batches(*arguments, **options):
@@ -64,7 +63,7 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
         return look(self, model, step)
 
     monkeypatch.setattr(loop, "batches", fed)
-    monkeypatch.setattr(Watched, "look", looked)
+    monkeypatch.setattr(Evaluator, "look", looked)
     [record] = train(tmp_path / "trained", **in_small(name, tokens_without_bos))
     assert record.settings["optimizer"]["weight_decay"] == 0.5
     assert len(watched) == 3

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from qbench.training.feed import batches
+from qbench.training.data import Sequences, dataloader
+from qbench.training.loop import Processes, Step
 from qbench.training.model import Loss, initial_model
-from qbench.training.order import Sequences
-from qbench.training.processes import Processes
 from qbench.training.recipe import Shape, TrainingRecipe
-from qbench.training.step import Step
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
 CPU = torch.device("cpu")
@@ -117,7 +115,9 @@ def stepped(one, count, **changed):
     step = Step(one, settings, Processes(device=CPU))
     ids = np.random.default_rng(0).integers(0, 64, 3000, np.uint16)
     source = Sequences(tokens=ids, context=16, bos=None)
-    step.feed = batches(source, step.share, first=0, steps=settings.steps, seed=0, device=CPU)
+    step.dataloader = dataloader(
+        source, step.shard, first=0, steps=settings.steps, seed=0, device=CPU
+    )
     for number in range(count):
         found = step(number)
     return found
@@ -182,7 +182,7 @@ def test_processes_on_cpus_cannot_average_in_bfloat16():
     from types import SimpleNamespace
 
     from qbench.errors import RecipeError
-    from qbench.training.fit import require_data
+    from qbench.training.data import require_data
 
     about = SimpleNamespace(vocabulary=64, bos=1)
     files = SimpleNamespace(about=about, folder="tokens", train=np.zeros(3000, np.uint16))

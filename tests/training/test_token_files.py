@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from qbench.errors import DataError, RecipeError
-from qbench.training.overlap import Overlap
-from qbench.training.sources import documents, require_source
-from qbench.training.token_files import read_token_files
-from qbench.training.tokenize import Tokenizing, tokenize
+from qbench.training.data import read_token_files
+from qbench.training.tokenize import Overlap, Tokenizing, documents, require_source, tokenize
 
 TEXTS = ["the cat sat", "a mat\nand dogs", "never come back"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from qbench.errors import RecipeError
+from qbench.training.model import checkpoint_config, flops_per_token, parameters
 from qbench.training.recipe import TrainingOverrides, TrainingRecipe
-from qbench.training.shape import checkpoint_config, flops_per_token, parameters
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"))
 
@@ -103,7 +103,7 @@ def test_the_papers_recipes_state_table_1(name, rate, warmup, steps, layers, hid
     assert (optimizer.learning_rate, optimizer.eps, optimizer.betas) == (rate, 1e-15, (0.9, 0.95))
     assert (optimizer.weight_decay, optimizer.clip, optimizer.decay_vectors) == (0.1, 1.0, True)
     assert (recipe.schedule.warmup_steps, recipe.schedule.floor) == (warmup, 0.1)
-    assert (recipe.steps, recipe.batch.tokens, recipe.rows) == (steps, 524_288, 128)
+    assert (recipe.steps, recipe.batch.tokens, recipe.global_batch_size) == (steps, 524_288, 128)
     assert not recipe.data.bos_first
 
 

@@ -12,23 +12,22 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from qbench.analysis.measure import measure
 from qbench.records import TrainingSample
-from qbench.training.held_out import watched_rows
+from qbench.training.data import TokenFiles, watched_rows
 from qbench.training.recipe import TrainingRecipe
-from qbench.training.token_files import TokenFiles
 
 BATCH_TOKENS = 8192
 SINK = "0.3"  # ε of the sink rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Watched:
+class Evaluator:
     """``ids`` [N, T] int64 of the texts; the model reads them in ``dtype``."""
 
     ids: Tensor
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
 
-    def look(self, model: LlamaForCausalLM, step: int) -> TrainingSample:
+    def evaluate(self, model: LlamaForCausalLM, step: int) -> TrainingSample:
         """At a copy, in the dtype that the checkpoint will be read in: what is seen is what
         ``qbench analyze`` would see. A model that gives no numbers raises EvaluationError."""
         copied = copy.deepcopy(model).to(self.dtype).eval().requires_grad_(False)
@@ -50,13 +49,13 @@ class Watched:
         )
 
 
-def watched(recipe: TrainingRecipe, files: TokenFiles, dtype: torch.dtype) -> Watched:
+def evaluator(recipe: TrainingRecipe, files: TokenFiles, dtype: torch.dtype) -> Evaluator:
     """The first held-out documents that are long enough, each BOS, where the tokenizer has one,
     and its first tokens. Raises DataError where there are too few."""
     from transformers import PreTrainedTokenizerFast
 
     rows = watched_rows(recipe, files)
-    return Watched(
+    return Evaluator(
         ids=torch.tensor(rows, dtype=torch.int64),
         tokenizer=PreTrainedTokenizerFast.from_pretrained(files.folder),
         dtype=dtype,

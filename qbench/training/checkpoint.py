@@ -1,0 +1,224 @@
+"""What a training writes: a state that it goes on from, and checkpoint folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from qbench.checkpoints import fla
+from qbench.checkpoints.find import INDEX, SINGLE
+from qbench.errors import OutputError, TrainingError
+from qbench.files import reason, temporary, write_atomically
+from qbench.training.data import copy_tokenizer
+from qbench.training.tokenize import begin_with
+
+LAST = "last.safetensors"
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far a run is, beside its tensors."""
+
+    settings: str  # digest of all that shapes the run
+    step: int = 0  # steps done
+    lowest_loss: float | None = None  # of the means that were logged
+    best_loss: float | None = None  # on the held-out texts
+    best_step: int | None = None
+    kernels: list[str] = field(default_factory=list)
+    sessions: list[dict[str, Any]] = field(default_factory=list)
+
+
+def require_same(known: str, settings: str, folder: Path) -> None:
+    """Raises TrainingError where ``folder`` holds a run under another digest of its settings."""
+    if known != settings:
+        raise TrainingError(
+            f"{folder}: holds a training of other settings, data or seed; name another --out, or "
+            "remove it"
+        )
+
+
+def read_progress(path: Path) -> Progress:
+    """Raises TrainingError where the file is none of ours."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return Progress(**json.loads((file.metadata() or {})["progress"]))
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise _damaged(path, f"not a training's state: {error}") from None
+
+
+def save_state(
+    path: Path,
+    progress: Progress,
+    parameters: dict[str, nn.Parameter],
+    optimizers: list[torch.optim.Optimizer],
+) -> None:
+    """Replace ``path``, with a checksum of all that is in it; a process that is killed meanwhile
+    leaves the old file whole."""
+    found = {f"model/{name}": p.detach() for name, p in parameters.items()}
+    found |= _optimizer_tensors(parameters, optimizers)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+    text = json.dumps(asdict(progress))
+    making = temporary(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, making, {"progress": text, "sha256": _checksum(text, tensors)})
+        _flush(making)
+        making.replace(path)
+        _flush(path.parent)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
+    finally:
+        making.unlink(missing_ok=True)
+
+
+def load_state(
+    path: Path,
+    parameters: dict[str, nn.Parameter],
+    optimizers: list[torch.optim.Optimizer],
+) -> Progress:
+    """Put back what ``save_state`` kept, bit for bit. Raises TrainingError for another model's, and
+    where a bit of it is not what was written."""
+    progress = read_progress(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            stated = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from None
+    # One of an older qbench has no checksum, and nothing else in its place.
+    if stated.get("sha256") != _checksum(stated["progress"], tensors) and stated.keys() != {
+        "progress"
+    }:
+        raise _damaged(path, "its content is not what was written")
+    if {f"model/{name}" for name in parameters} != {n for n in tensors if n.startswith("model/")}:
+        raise TrainingError(f"{path}: holds another model's weights; remove it")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"model/{name}"])
+    for index, optimizer in enumerate(optimizers):
+        fused = optimizer.defaults.get("fused")
+        for full, value in tensors.items():
+            kind, _, rest = full.partition("/")
+            if kind == f"optimizer{index}":
+                name, _, key = rest.rpartition("/")
+                parameter = parameters[name]
+                # AdamW counts its steps on the CPU unless it is fused
+                there = key == "step" and not fused
+                value = value if there else value.to(parameter.device)
+                optimizer.state[parameter][key] = value
+    return progress
+
+
+def _damaged(path: Path, why: str) -> TrainingError:
+    return TrainingError(f"{path}: damaged ({why}); remove it to train from the start")
+
+
+def _checksum(progress: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over the progress, and names, dtypes, shapes and bytes of tensors on the CPU."""
+    total = hashlib.sha256(progress.encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def _optimizer_tensors(
+    parameters: dict[str, nn.Parameter], optimizers: list[torch.optim.Optimizer]
+) -> dict[str, Tensor]:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {
+        f"optimizer{index}/{names[id(parameter)]}/{key}": value
+        for index, optimizer in enumerate(optimizers)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_checkpoint(
+    model: LlamaForCausalLM,
+    folder: Path,
+    *,
+    config: dict[str, Any],
+    tokenizer: Path,
+    first: int | None = None,
+    largest_file: int | None = None,
+) -> dict[str, str]:
+    """Write ``config``, bfloat16 weights and the tokenizer of the folder ``tokenizer``; returns the
+    SHA-256 of each file of weights.
+
+    ``first``: id of the token that began every sequence of the training; the tokenizer that is
+    written puts it before a text. ``largest_file``: bytes; weights beyond it go to several files.
+    Each file is written whole or not at all, ``config.json`` last: without it a folder is no
+    checkpoint.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+        path.unlink(missing_ok=True)
+    tensors = _stored(model, config)
+    parts = _parts(tensors, largest_file)
+    names = [SINGLE]
+    if len(parts) > 1:
+        names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+        listed = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": _bytes(tensors)}, "weight_map": listed}
+        write_atomically(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    digests = {}
+    for name, part in zip(names, parts, strict=True):
+        payload = save(part, {"format": "pt"})
+        digests[name] = hashlib.sha256(payload).hexdigest()
+        write_atomically(folder / name, payload)
+    copy_tokenizer(tokenizer, folder)
+    if first is not None:
+        begin_with(first, folder)
+    write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    return digests
+
+
+def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights in bfloat16 by flash-linear-attention's names, sorted."""
+    scaled = "scaled" in config.get("attn_impl", "")  # its scale is [H, 1], beside a fixed table
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().to("cpu", torch.bfloat16).contiguous()
+        tensors[fla.own_name(name)] = (
+            tensor[:, None] if scaled and name.endswith(".self_attn.s") else tensor
+        )
+    if scaled:
+        longest = config["max_position_embeddings"]
+        tensors |= fla.logarithms(config["num_hidden_layers"], longest)
+    return dict(sorted(tensors.items()))
+
+
+def _parts(tensors: dict[str, Tensor], largest: int | None) -> list[dict[str, Tensor]]:
+    """In order, no more than ``largest`` bytes each, but for a tensor that is larger itself."""
+    parts: list[dict[str, Tensor]] = [{}]
+    room = math.inf if largest is None else largest
+    for name, tensor in tensors.items():
+        if parts[-1] and _bytes(parts[-1]) + tensor.nbytes > room:
+            parts.append({})
+        parts[-1][name] = tensor
+    return parts
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,342 @@
+"""A folder of token files, the sequences that are cut from it, and which of them a step takes.
+
+Imports no torch before a batch is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field, ValidationError
+
+from qbench.checkpoints.find import HUB_ID, READ
+from qbench.errors import DataError, RecipeError
+from qbench.records import Digest, Line, RecordModel
+from qbench.training.recipe import TrainingRecipe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ABOUT = "tokens.json"
+TOKENIZER = "tokenizer.json"
+PARTS = ("train", "held_out")
+Part = Literal["train", "held_out"]
+NOT_TOKENIZER = ("config.json", "generation_config.json", "*.index.json")
+
+
+def _without_place(named: str) -> str:
+    """A hub id as it is, a path by its last part, as sources are named."""
+    return named if HUB_ID.fullmatch(named) else PurePath(named).name or named
+
+
+class TokenArray(RecordModel):
+    """One of the two arrays."""
+
+    tokens: Annotated[int, Field(ge=0)]
+    documents: Annotated[int, Field(ge=0)]
+    sha256: Digest
+
+
+class TextSource(RecordModel):
+    """Where documents came from. ``sha256`` None: streamed from the hub."""
+
+    name: Line
+    documents: int
+    sha256: Digest | None
+
+
+class AboutTokens(RecordModel):
+    """``tokens.json``. ``vocabulary``: how many ids the tokenizer has."""
+
+    schema_version: Literal[1] = 1
+    dtype: Literal["uint16", "uint32"]
+    vocabulary: int
+    bos: int | None  # ids; None: the tokenizer has none
+    eos: int | None
+    pad: int | None
+    bos_of_documents: bool
+    eos_of_documents: bool
+    # hub id, name of a local folder, or how it was learnt
+    tokenizer: Annotated[Line, AfterValidator(_without_place)]
+    tokenizer_digest: Digest
+    sources: tuple[TextSource, ...]
+    licences: Line = ""
+    left_out_paragraphs: int = 0  # that shared a 13-gram with an evaluation text
+    train: TokenArray
+    held_out: TokenArray
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the ids of both parts and the tokenizer's files."""
+        text = f"{self.dtype} {self.train.sha256} {self.held_out.sha256} {self.tokenizer_digest}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenFiles:
+    """A folder of token files, mapped into memory: nothing of them is copied until it is read."""
+
+    folder: Path
+    about: AboutTokens
+    train: NDArray[np.unsignedinteger]
+    held_out: NDArray[np.unsignedinteger]
+
+
+def read_token_files(folder: Path, *, verify: bool = True) -> TokenFiles:
+    """Raises DataError where the folder is none of token files or its bytes are not those that
+    were written (``verify``: all of them are read, a gigabyte a second)."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise DataError(
+            f"{folder}: no token files there; make them with: qbench tokenize TEXT --tokenizer "
+            f"FOLDER_OR_HUB_ID --out {folder}"
+        )
+    try:
+        about = AboutTokens.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        location = ".".join(map(str, problem["loc"]))
+        raise DataError(f"{path}: {location}: {problem['msg']}; tokenize again") from None
+    arrays = {part: _mapped(folder, about, part, verify) for part in PARTS}
+    if verify and tokenizer_digest(folder) != about.tokenizer_digest:
+        raise DataError(f"{folder}: its tokenizer is not the one it was made with; tokenize again")
+    return TokenFiles(folder=folder, about=about, **arrays)
+
+
+def _mapped(folder: Path, about: AboutTokens, part: Part, verify: bool) -> NDArray:
+    path, stated = folder / f"{part}.bin", getattr(about, part)
+    dtype = np.dtype(about.dtype).newbyteorder("<")
+    size = path.stat().st_size if path.is_file() else -1
+    if size != stated.tokens * dtype.itemsize:
+        raise DataError(f"{path}: {size} bytes, not {stated.tokens} tokens; tokenize again")
+    if verify:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != stated.sha256:
+                raise DataError(f"{path}: not the bytes that were written; tokenize again")
+    return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of ``folder`` that a tokenizer is read from."""
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.name != ABOUT
+        and any(fnmatchcase(path.name, pattern) for pattern in READ)
+        and not any(fnmatchcase(path.name, pattern) for pattern in NOT_TOKENIZER)
+    ]
+    if not found:
+        raise DataError(f"{folder}: no tokenizer there (no tokenizer.json)")
+    return found
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 over names and contents of the tokenizer's files."""
+    total = hashlib.sha256()
+    for path in tokenizer_files(folder):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        total.update(f"{path.name} {content}\n".encode())
+    return total.hexdigest()
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for path in tokenizer_files(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def write_about(folder: Path, about: AboutTokens) -> None:
+    text = json.dumps(about.model_dump(mode="json"), indent=2) + "\n"
+    (folder / ABOUT).write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sequences:
+    """Token ids cut into rows of ``context`` + 1: every token but the first is predicted.
+
+    Rows follow one another without a gap; without ``bos`` the last token of one is the first of
+    the next. With it each row begins with that id instead.
+    """
+
+    tokens: NDArray[np.unsignedinteger]
+    context: int
+    bos: int | None
+
+    def __len__(self) -> int:
+        usable = len(self.tokens) - (self.bos is None)
+        return max(0, usable // self.context)
+
+    def row(self, index: int) -> NDArray[np.int64]:
+        """[context + 1]."""
+        start = index * self.context
+        if self.bos is None:
+            return self.tokens[start : start + self.context + 1].astype(np.int64)
+        row = np.empty(self.context + 1, np.int64)
+        row[0] = self.bos
+        row[1:] = self.tokens[start : start + self.context]
+        return row
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[len(indices), context + 1]."""
+        return np.stack([self.row(int(index)) for index in indices])
+
+
+def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.int64]:
+    """Indices [rows] of the sequences of ``step``, counted from 0, out of ``of``.
+
+    Epoch after epoch, each in an order of its own: a permutation by NumPy's PCG64 seeded with
+    (seed, epoch). Any step's can be had without those before it.
+    """
+    positions = np.arange(step * rows, (step + 1) * rows)
+    epochs = positions // of
+    found = np.empty(rows, np.int64)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        found[here] = permutation(of, seed, int(epoch))[positions[here] % of]
+    return found
+
+
+_last: dict[tuple[int, int, int], NDArray[np.int64]] = {}
+
+
+def permutation(of: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Kept for the last two epochs asked for: a step may lie in both."""
+    key = (of, seed, epoch)
+    if key not in _last:
+        while len(_last) > 1:
+            del _last[next(iter(_last))]
+        _last[key] = np.random.default_rng([seed, epoch]).permutation(of)
+    return _last[key]
+
+
+AHEAD = 4  # batches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Which sequences of a step this process takes, ``micro_batch_size`` at a time."""
+
+    global_batch_size: int  # sequences of a step, over all processes
+    micro_batch_size: int
+    process: int = 0
+    processes: int = 1
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of a step."""
+        return self.global_batch_size // (self.micro_batch_size * self.processes)
+
+
+def dataloader(
+    source: Sequences, shard: Shard, *, first: int, steps: int, seed: int, device: torch.device
+) -> Iterator[Tensor]:
+    """[sequences, context + 1] int64 on ``device``, ``shard.passes`` of each step from ``first``.
+
+    The rows of one step are the same, whatever the number of processes and passes.
+    """
+    import torch
+
+    pin = device.type == "cuda"
+
+    def make(number: int) -> Tensor:
+        step, part = divmod(number, shard.passes)
+        indices = sample_indices(step, rows=shard.global_batch_size, of=len(source), seed=seed)
+        begin = (part * shard.processes + shard.process) * shard.micro_batch_size
+        batch = torch.from_numpy(source.rows(indices[begin : begin + shard.micro_batch_size]))
+        return batch.pin_memory() if pin else batch
+
+    numbers = iter(np.arange(first * shard.passes, steps * shard.passes).tolist())
+    with ThreadPoolExecutor(1) as maker:
+        coming: list[Future[Tensor]] = []
+        while True:
+            while len(coming) < AHEAD and (number := next(numbers, None)) is not None:
+                coming.append(maker.submit(make, number))
+            if not coming:
+                return
+            yield coming.pop(0).result().to(device, non_blocking=True)
+
+
+def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
+    """``watch.samples`` rows of ``watch.length`` ids: the first held-out documents that are long
+    enough, each BOS, where the tokenizer has one, and its first tokens. Raises DataError where
+    there are too few."""
+    bos = files.about.bos
+    begin = [] if bos is None else [bos]
+    room = recipe.watched_length - len(begin)
+    wanted = recipe.watch.samples
+    texts = [text[:room] for text in _documents(files) if len(text) >= room][:wanted]
+    if len(texts) < wanted:
+        raise DataError(
+            f"{files.folder}: {len(texts)} held-out documents have {room} tokens or more, and "
+            f"watch.samples asks for {wanted}: lower it or watch.length, or tokenize with more "
+            "--held-out"
+        )
+    return [[*begin, *text.tolist()] for text in texts]
+
+
+def _documents(files: TokenFiles) -> list[np.ndarray]:
+    """The held-out documents, without their BOS; as one where nothing parts them."""
+    about, ids = files.about, np.asarray(files.held_out).astype(np.int64)
+    if about.bos_of_documents:
+        return [part[1:] for part in np.split(ids, np.flatnonzero(ids == about.bos)) if len(part)]
+    if about.eos_of_documents:
+        return np.split(ids, np.flatnonzero(ids == about.eos) + 1)
+    return [ids]
+
+
+def sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
+    return Sequences(
+        tokens=files.train,
+        context=recipe.model.context,
+        bos=first_token(recipe, files),
+    )
+
+
+def first_token(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
+    """The token that begins every sequence, where the recipe asks for one."""
+    return files.about.bos if recipe.data.bos_first else None
+
+
+def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, device: str) -> None:
+    """Raises RecipeError where the recipe, the data and the processes do not go together,
+    DataError where there are too few held-out texts to watch."""
+    about = files.about
+    if about.vocabulary > recipe.model.vocabulary:
+        raise RecipeError(
+            f"model.vocabulary {recipe.model.vocabulary}: the tokenizer of {files.folder} has "
+            f"{about.vocabulary} ids"
+        )
+    if recipe.data.bos_first and about.bos is None:
+        raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")
+    if recipe.data.bos_first and not (files.folder / TOKENIZER).is_file():
+        raise RecipeError(
+            f"data.bos_first: {files.folder} has no {TOKENIZER}, in which the trained checkpoint "
+            "would say that BOS is first"
+        )
+    at_once = recipe.batch.sequences * processes
+    if recipe.global_batch_size % at_once:
+        raise RecipeError(
+            f"batch.sequences {recipe.batch.sequences} × {processes} processes must divide "
+            f"the {recipe.global_batch_size} sequences of a step; lower it, here or with "
+            "--sequences"
+        )
+    on_cpus = processes > 1 and device == "cpu"
+    if on_cpus and recipe.compute.travel == "bfloat16":
+        raise RecipeError("compute.travel: processes on a CPU average gradients in float32 alone")
+    if len(sequences(recipe, files)) < recipe.global_batch_size:
+        raise RecipeError(
+            f"{files.folder}: {len(files.train):,} tokens are fewer than one step takes "
+            f"({recipe.batch.tokens:,}); tokenize more text"
+        )
+    watched_rows(recipe, files)
