@@ -284,12 +284,11 @@ class TrainingOverrides:
         for name in ("normalizers", "seeds", "tokens"):
             value = getattr(self, name)
             if value is not None:
-                source.values[name] = list(value) if isinstance(value, tuple) else value
-                source.lines[name,] = 0
+                source.replace(list(value) if isinstance(value, tuple) else value, name)
         if self.data is not None:
-            source.replace("data", "tokens", os.path.realpath(self.data))
+            source.replace(os.path.realpath(self.data), "data", "tokens")
         if self.sequences is not None:
-            source.replace("batch", "sequences", self.sequences)
+            source.replace(self.sequences, "batch", "sequences")
 
 
 def _once(values: tuple[T, ...]) -> tuple[T, ...]:
