@@ -51,7 +51,7 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
     tmp_path, monkeypatch, train, tokens_without_bos, own_cache, name
 ):
     trained_on, watched = [], []
-    batches, look = loop.batches, Evaluator.evaluate
+    batches, look = loop.dataloader, Evaluator.evaluate
 
     def fed(*arguments, **options):
         for batch in batches(*arguments, **options):
@@ -62,8 +62,8 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
         watched.append(self.ids)
         return look(self, model, step)
 
-    monkeypatch.setattr(loop, "batches", fed)
-    monkeypatch.setattr(Evaluator, "look", looked)
+    monkeypatch.setattr(loop, "dataloader", fed)
+    monkeypatch.setattr(Evaluator, "evaluate", looked)
     [record] = train(tmp_path / "trained", **in_small(name, tokens_without_bos))
     assert record.settings["optimizer"]["weight_decay"] == 0.5
     assert len(watched) == 3
