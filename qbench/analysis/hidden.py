@@ -32,7 +32,7 @@ class States:
     """What is kept of one layer's hidden states, a row a text; on the model's device, float64.
 
     ``powers`` [N, 4]: Σ x, Σ x², Σ x³, Σ x⁴ over the T · D values of each text. ``counts``: as
-    :func:`qbench.analysis.quantiles.counts` has them.
+    :func:`counts` has them.
     """
 
     values: int = 0  # of one text

@@ -52,7 +52,12 @@ def test_a_step_has_the_same_rows_however_they_are_shared(processes, sequences):
     source = Sequences(tokens=TOKENS, context=10, bos=None)
     found = []
     for process in range(processes):
-        share = Shard(rows=8, sequences=sequences, process=process, processes=processes)
+        share = Shard(
+            global_batch_size=8,
+            micro_batch_size=sequences,
+            process=process,
+            processes=processes,
+        )
         feed = dataloader(source, share, first=3, steps=5, seed=2, device=torch.device("cpu"))
         made = list(feed)
         assert len(made) == 2 * share.passes
