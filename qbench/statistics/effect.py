@@ -26,10 +26,12 @@ from qbench.statistics.panel import (
     Floats,
     Panel,
     Resampled,
+    Studentized,
     as_scored,
     bootstrap_interval,
     contrast,
     effective_documents,
+    studentize,
 )
 
 
@@ -195,9 +197,9 @@ RESOLUTION = 0.001
 Kind = Literal["difference", "log ratio"]
 Test = Literal[
     "McNemar, exact", "sign flips, exact", "paired t", "paired t on log-likelihoods",
-    "draws of documents",
+    "bootstrap-t on log-likelihoods", "draws of documents",
 ]  # fmt: skip
-Method = Literal["BCa bootstrap", "percentile bootstrap", "Student's t", "score"]
+Method = Literal["BCa bootstrap", "percentile bootstrap", "bootstrap-t", "Student's t", "score"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,9 +292,9 @@ def effect(
     Right-or-wrong answers are counted: two columns are tested by McNemar's exact test; four, of
     which few documents tell anything, by flipping signs. All else has a paired t test on the
     documents' contributions. The interval is the score interval where few answers changed, else
-    the bootstrap's (Student's t without ``resampled``), and for perplexities Student's t on
-    their logarithm. Metrics over all documents at once (f1, mcc) are computed anew of documents
-    drawn with replacement.
+    the bootstrap's (Student's t without ``resampled``). Of perplexities all is on their logarithm:
+    Student's t where all documents weigh the same, else the bootstrap-t. Metrics over all
+    documents at once (f1, mcc) are computed anew of documents drawn with replacement.
 
     ``None`` where the aggregation is not known, fewer than two documents are shared, or a score
     is not finite.
@@ -315,6 +317,13 @@ def effect(
         detectable=_detectable(sample, interval.stderr),
         documents=sample.documents,
     )
+    if studentized := _studentized(sample, interval):
+        return dataclasses.replace(
+            found,
+            bounds=studentized.interval(2 * CONFIDENCE - 1),
+            test="bootstrap-t on log-likelihoods",
+            p=studentized.p(),
+        )
     if not sample.binary:
         return found
     counts = _counts(sample)
@@ -424,6 +433,9 @@ def _interval(sample: _Sample) -> tuple[Interval, Method]:
     estimate, stderr = contrast(values, weights, sign, sample.aggregation)
     found = Interval(estimate=estimate, low=estimate, high=estimate, stderr=stderr)
     documents = sample.effective
+    if studentized := _studentized(sample, found):
+        low, high = studentized.interval(CONFIDENCE)
+        return dataclasses.replace(found, low=low, high=high), "bootstrap-t"
     if sample.ratios is None or sample.aggregation in LOG_SCALE:
         low, high = _by_t(found, documents, CONFIDENCE)
         return dataclasses.replace(found, low=low, high=high), "Student's t"
@@ -439,6 +451,15 @@ def _interval(sample: _Sample) -> tuple[Interval, Method]:
     corrected = documents >= ENOUGH_TO_CORRECT
     method: Method = "BCa bootstrap" if corrected else "percentile bootstrap"
     return dataclasses.replace(found, low=low, high=high), method
+
+
+def _studentized(sample: _Sample, interval: Interval) -> Studentized | None:
+    """Of logarithms of perplexities; None where Student's t serves (``studentize``)."""
+    weights = sample.weights[:, 0]
+    if sample.aggregation not in LOG_SCALE or np.any(sample.weights != weights[:, None]):
+        return None
+    values = sample.values @ (SLOPES[sample.aggregation] * sample.sign)
+    return studentize(values, weights, estimate=interval.estimate, stderr=interval.stderr)
 
 
 def _counts(sample: _Sample) -> dict[int, int]:

@@ -130,8 +130,13 @@ def over_seeds(
     The interval is Banerjee's (1960, Sankhyā 22, 359–364): the mean's distance from the truth is
     at most √(Σ t²ₖ sₖ²), where each part of the variance sₖ² has Student's t of its own degrees of
     freedom: the trainings of a group less one, and the documents less one. It covers 95 % or more
-    whatever the parts are, as Satterthwaite's does not with two or three seeds (87 and 92 %). What
-    document and seed share counts to the seeds, so that the interval is wide with two.
+    whatever the sizes of the parts are, as Satterthwaite's does not with two or three seeds (87 and
+    92 %). What document and seed share counts to the seeds, so that the interval is wide with two.
+
+    That holds where the parts are near normal. Where seeds' effects are skewed (one training in
+    some goes much worse) it covers 87 to 90 % with three seeds, which no interval from three
+    values can mend; nor is it corrected, as ``effect``'s is, for damage of perplexities that
+    depends on a document's weight.
 
     It is never narrower than that of the documents alone, which two or three trainings that happen
     to agree would make it; of right-or-wrong answers of which few changed, the score interval.

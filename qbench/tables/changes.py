@@ -32,7 +32,8 @@ HEAD = ("Cell", "Task", "Metric", "Old", "New", "New − old", "95 % interval", 
 def changes_table(changes: Changes) -> str:
     """A line a score, those that are significant marked; then what cannot be compared."""
     notes = [
-        "Intervals: Student's t on documents, score intervals where few answers changed.",
+        "Intervals: Student's t on documents, bootstrap-t where they differ in length, score "
+        "intervals where few answers changed.",
         RATIO_NOTE,
         "‡ significant at 5 % after Holm's correction over all lines, † after "
         "Benjamini–Hochberg's only; p is not corrected.",

@@ -54,7 +54,7 @@ def test_delta_method_and_bootstrap_agree_for_perplexities():
     found = effect(both, TWO, "weighted_perplexity").interval
     rounds = -(resample(both).ratios @ [1, -1])
     assert found.stderr == pytest.approx(rounds.std(), rel=0.05)
-    assert (found.high - found.low) / 2 == pytest.approx(1.96 * found.stderr, rel=0.02)
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * found.stderr, rel=0.04)
 
 
 def test_a_perplexity_has_one_interval_and_it_is_of_the_log_ratio():
@@ -131,17 +131,57 @@ def test_accuracy_intervals_cover_the_truth_in_95_of_100_simulations(case):
     [(120, 0.5), (62, 0.74), (200, 0.0)],
     ids=["even documents", "as few and unequal as WikiText's pages", "200 of one length"],
 )
-def test_perplexity_intervals_cover_the_truth_in_95_of_100_simulations(documents, spread):
+def test_perplexity_intervals_cover_the_truth_in_95_of_100_simulations(
+    documents, spread, monkeypatch
+):
+    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 400)
     rng = np.random.default_rng(7)
     covered = 0
-    for _ in range(4 * SIMULATIONS):
+    for _ in range(2 * SIMULATIONS):
         words = rng.lognormal(8, spread, documents)
         old = -words * (3 + 0.3 * rng.normal(size=documents))
         new = old - words * (0.1 + 0.1 * rng.normal(size=documents))
         both = panel(new, old, weights=words)
         found = effect(both, TWO, "weighted_perplexity").interval
         covered += found.low <= 0.1 <= found.high
-    assert covered / (4 * SIMULATIONS) == pytest.approx(0.95, abs=0.017)  # 3 standard errors
+    assert 0.927 <= covered / (2 * SIMULATIONS) <= 0.985  # 3 standard errors below 95 %
+
+
+def covered_of(pages, simulations):
+    """Of damage that rises with a page's length; Student's t covers 88 % of 16 pages."""
+    rng, spread = np.random.default_rng(12), 0.74  # of WikiText's pages
+    covered = 0
+    for _ in range(simulations):
+        words = rng.lognormal(8, spread, pages)
+        noise = 0.05 * rng.normal(size=pages)
+        damage = words * (0.1 + 0.1 * (np.log(words) - 8) + noise)
+        both = panel(-damage, np.zeros(pages), weights=words)
+        found = effect(both, TWO, "weighted_perplexity").interval
+        covered += found.low <= 0.1 + 0.1 * spread**2 <= found.high
+    return covered / simulations
+
+
+def test_perplexity_intervals_hold_where_damage_depends_on_a_pages_length(monkeypatch):
+    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 400)
+    assert covered_of(16, SIMULATIONS) >= 0.92
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [16, 62, 200])
+def test_perplexity_intervals_cover_93_of_100_where_damage_depends_on_length(pages, monkeypatch):
+    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 1_000)
+    assert covered_of(pages, 3_000) >= 0.927  # 93.5 % but for two standard errors
+
+
+def test_p_of_unequal_documents_is_below_5_percent_where_the_interval_excludes_0():
+    rng = np.random.default_rng(13)
+    words = rng.lognormal(7, 0.8, 40)
+    noise = words * 0.1 * rng.normal(size=40)
+    for shift in np.linspace(-0.1, 0.1, 21):
+        found = effect(panel(noise + shift * words, 0 * words, weights=words), TWO,
+                       "weighted_perplexity")  # fmt: skip
+        assert found.method == "bootstrap-t"
+        assert (found.p < 0.05) == (found.interval.low > 0 or found.interval.high < 0)
 
 
 def test_difference_in_differences_intervals_cover_the_truth():
@@ -214,7 +254,7 @@ def test_outcomes_that_are_not_finite_have_no_effect(bad):
 
 def test_an_aggregation_that_is_not_known_is_left_alone():
     both = panel(*np.ones((2, 20)))
-    assert effect(both, TWO, "f1", resample(both, rounds=9)) is None
+    assert effect(both, TWO, "chrf", resample(both, rounds=9)) is None
 
 
 def test_a_perplexity_of_millions_has_a_finite_test():
