@@ -165,21 +165,6 @@ class Store:
             if table is not None:
                 assert tuple(table.columns) == COLUMNS[name], f"{name}: {tuple(table.columns)}"
                 payloads[name] = _parquet(table)
-        return self._put(record, payloads)
-
-    def adopt(self, record: Record, payloads: dict[str, bytes], log: str) -> Record:
-        """Write a record that was made elsewhere, with its tables as they were written there.
-
-        Raises DamagedError where a table is not the one that the record states.
-        """
-        for name, stated in record.files.items():
-            if name not in payloads or digest(payloads[name]) != stated.sha256:
-                raise DamagedError(f"{record.cell}: its {name} did not come whole; {AGAIN}")
-        path = self.path(record.cell, record.key).with_suffix(".log")
-        write_atomically(path, log.encode())
-        return self._put(record, payloads)
-
-    def _put(self, record: Record, payloads: dict[str, bytes]) -> Record:
         path = self.path(record.cell, record.key)
         files = {
             name: StoredTable(sha256=digest(payload), bytes=len(payload))
@@ -208,11 +193,6 @@ class Store:
             if name not in table:
                 table[name] = value
         return table
-
-    def files_of(self, record: Record) -> list[Path]:
-        """The record's own file and those of its tables."""
-        path = self.path(record.cell, record.key)
-        return [path, *(table_path(path, record, name) for name in record.files)]
 
     def log(self, cell: GridCell) -> Path:
         """Where libraries' output goes while ``cell`` is at work."""
