@@ -26,8 +26,8 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     monkeypatch.chdir(tmp_path)
     assert qbench("run", *ONE, "--save-recipe", "kept/one.yaml") == 0
     shown = capfd.readouterr().out
-    assert shown.startswith("### Round to nearest: what it costs softpick\n")
-    assert re.search(r"\| Perplexity ↓ \| rtn-4bit +\| +[\d.]+ ± [\d.]+ +\|", shown)
+    assert shown.startswith("### Quantization: what it costs softpick\n")
+    assert re.search(r"\| Perplexity ↓ +\| rtn-4bit +\| +4\.\d+ \| +[\d.]+ ± [\d.]+ +\|", shown)
     records = Store(tmp_path / "results" / "softpick").records()
     assert [record.cell for record in records] == ["softpick/fp32", "softpick/rtn-4bit"]
     kept = tmp_path / "kept" / "one.yaml"

@@ -35,8 +35,9 @@ from qbench.report.style import (
     room_for,
     svg,
 )
-from qbench.report.tables import STAGES, bits_per_weight, shown, sound
+from qbench.report.tables import STAGES, shown, sound
 from qbench.statistics import Effect, SeedEffect
+from qbench.tables.table import bits_per_weight
 from qbench.text import metric_title
 
 ROW = 0.25  # inches

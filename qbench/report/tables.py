@@ -31,7 +31,7 @@ from qbench.records import Audit, Damage, KVModuleAudit, Leak, Record, Unavailab
 from qbench.statistics import Effect, SeedEffect
 from qbench.store import KEY_DIGITS
 from qbench.tables.layout import delta_text, entry_text, noise_notes
-from qbench.tables.table import find_printed
+from qbench.tables.table import bits_per_weight, find_printed
 from qbench.text import MINUS, NO_VALUE, metric_title, number
 
 DIGITS = 12  # of a digest that are shown
@@ -118,23 +118,12 @@ Kind = tuple[str, str, str]  # name, title, what the numbers are
 
 
 STAGES = ("load", "quantize", "audit", "evaluate")
-DTYPE_BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
 
 
 def sound(comparison: Comparison) -> list[Record]:
     """Records with scores that may be shown, in the grid's order."""
     found = (comparison.records.get(cell.cell) for cell in comparison.grid.cells)
     return [record for record in found if judge(record)[0] == "ok"]
-
-
-def bits_per_weight(record: Record) -> float | None:
-    """As stored; an unquantized cell's is that of its dtype."""
-    if record.quantized:
-        return record.audit.bits_per_weight if record.audit else None
-    settings = record.key_parts.get("quantizer", {})
-    dtype = settings.get("dtype") if isinstance(settings, dict) else None
-    known = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
-    return DTYPE_BITS.get(str(dtype), known.get(record.quantizer))
 
 
 def shown(comparison: Comparison) -> list[Line]:

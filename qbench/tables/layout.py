@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader
 
@@ -11,11 +12,12 @@ from qbench.comparison.changes import training_notes
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
 from qbench.published import printed
-from qbench.records import Damage, Record, TaskDamage
+from qbench.records import Damage, Record
 from qbench.store import KEY_DIGITS
 from qbench.tables.table import (
     PART_HEADS,
     Table,
+    bits_per_weight,
     cache_notes,
     chance_notes,
     judged_notes,
@@ -27,6 +29,9 @@ from qbench.tables.table import (
     printed_notes,
 )
 from qbench.text import MINUS, NO_VALUE, for_markdown, metric_title, number, significant, table
+
+if TYPE_CHECKING:
+    from qbench.statistics import Effect
 
 BELOW_NOISE = "≈"
 NOISE_LEGEND = (
@@ -138,34 +143,66 @@ def _delta(comparison: Comparison, table: Table, published: str | None) -> Layou
 
 
 def _alone(comparison: Comparison, table: Table) -> Layout:
-    """What quantization costs one checkpoint, all in one table."""
-    whole = {
-        (row.line.task, row.line.metric): entry_text(row.line.entries[0], row.line)
-        for row in table.rows
-        if not row.line.quantized
-    }
-    rows, begins, last = [], [], None
-    for line in (row.line for row in table.rows if row.line.quantized):
-        begins.append(line.task != last)
-        last = line.task
-        unquantized = whole.get((line.task, line.metric), NO_VALUE)
-        own = entry_text(line.entries[0], line)
+    """What quantization costs one checkpoint: a row a precision, all in one table."""
+    (checkpoint,) = table.checkpoints
+    rows, begins = [], []
+    order = list(dict.fromkeys((row.line.task, row.line.metric) for row in table.rows))
+    lines = sorted(
+        (row.line for row in table.rows), key=lambda line: order.index((line.task, line.metric))
+    )
+    for line, before in zip(lines, [None, *lines], strict=False):
+        begins.append(before is None or line.task != before.task)
+        record = comparison.records.get(f"{checkpoint}/{line.quantizer}")
+        bits = bits_per_weight(record) if record else None
         rows.append(
             (
                 *line_names(line, begins_task=begins[-1]),
-                *cells(comparison, line, unquantized, own),
+                NO_VALUE if bits is None else f"{bits:.2f}",
+                entry_text(line.entries[0], line),
+                *(
+                    _cost(line, line.damages.get(checkpoint), record)
+                    if line.quantized
+                    else ("",) * 6
+                ),
+                documents_text(line),
             )
         )
-    legend = DAMAGE_LEGEND.format(differences="")
     delta = _delta(comparison, table, None)
     return Layout(
-        title=f"{table.name}: what it costs {table.checkpoints[0]}",
+        title=f"{table.name}: what it costs {checkpoint}",
         method=table.method,
-        head=("Task", "Metric", "Quantization", *head(comparison.unquantized or "")),
+        head=(
+            *("Task", "Metric", "Quantization", "Bits a weight", "Score", "Damage", INTERVAL),
+            *("KL", "KL p99", "Flips", "Same top token", "Documents"),
+        ),
         rows=tuple(rows),
         begins_task=tuple(begins),
-        notes=(legend, KL_NOTE, *_ratio_notes(table, "damages"), *delta.notes),
+        notes=(
+            DAMAGE_LEGEND.format(differences=""),
+            KL_NOTE,
+            *_ratio_notes(table, "damages"),
+            *delta.notes,
+        ),
         keys=delta.keys,
+    )
+
+
+def _cost(line: Line, effect: Effect | None, record: Record | None) -> tuple[str, ...]:
+    """Damage with its interval, KL (mean, 99th percentile), flips, top-1 agreement."""
+    if not line.quantized:
+        return ("",) * 6
+    found = None
+    if record is not None and isinstance(record.damage, Damage):
+        found = record.damage.tasks.get(line.task)
+    told = found.distributions if found else None
+    flips = found.flips.get(line.metric) if found else None
+    return (
+        effect_text(effect, percent=line.percent),
+        interval_text(effect, percent=line.percent),
+        significant(told.kl.mean) if told else NO_VALUE,
+        significant(told.kl.p99) if told else NO_VALUE,
+        f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE,
+        f"{100 * told.top1_agreement:.1f} %" if told else NO_VALUE,
     )
 
 
@@ -307,49 +344,9 @@ def documents_text(line: Line) -> str:
 
 
 KL_NOTE = (
-    "KL: mean divergence of the quantized from the unquantized model's next-token distributions, "
-    "in nats a token of the task. Flips: answers from right to wrong / from wrong to right."
+    "KL: divergence of the quantized from the unquantized model's next-token distributions, nats a "
+    "token: mean and 99th percentile. Flips: answers from right to wrong / from wrong to right."
 )
-
-
-def head(unquantized: str) -> tuple[str, ...]:
-    """Names of the columns after task, metric and quantization."""
-    return (unquantized, "quantized", "damage", "95 % interval", "KL", "flips", "Documents")
-
-
-def cells(comparison: Comparison, line: Line, whole: str, own: str) -> tuple[str, ...]:
-    """One quantized row; ``whole`` and ``own`` are the scores as text, unquantized and not."""
-    (checkpoint,) = comparison.checkpoints
-    effect = line.damages.get(checkpoint)
-    record = comparison.records.get(f"{checkpoint}/{line.quantizer}")
-    return (
-        whole,
-        own,
-        effect_text(effect, percent=line.percent),
-        interval_text(effect, percent=line.percent),
-        _divergence(record, line),
-        _flips(record, line),
-        str(effect.documents) if effect else NO_VALUE,
-    )
-
-
-def _of_task(record: Record | None, line: Line) -> TaskDamage | None:
-    if record is None or not isinstance(record.damage, Damage):
-        return None
-    return record.damage.tasks.get(line.task)
-
-
-def _divergence(record: Record | None, line: Line) -> str:
-    found = _of_task(record, line)
-    if found is None or found.distributions is None:
-        return NO_VALUE
-    return significant(found.distributions.kl.mean)
-
-
-def _flips(record: Record | None, line: Line) -> str:
-    found = _of_task(record, line)
-    flips = found.flips.get(line.metric) if found else None
-    return f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE
 
 
 def markdown(tables: Sequence[Layout]) -> str:

@@ -37,9 +37,11 @@ class Table:
 
 
 def delta(comparison: Comparison) -> list[Table]:
-    """One table a quantization method; each has the unquantized rows too. What is wrong with a
-    cell stands below the first table that has it."""
+    """One table a quantization method; each has the unquantized rows too. One checkpoint alone has
+    one table of all. What is wrong with a cell stands below the first table that has it."""
     problems, tables = comparison.problems(), []
+    if len(comparison.checkpoints) == 1:
+        return [_table(comparison, None, problems)]
     for method in comparison.methods:
         tables.append(_table(comparison, method, problems))
         shown = {line.quantizer for line in _lines(comparison, method)}
@@ -47,11 +49,14 @@ def delta(comparison: Comparison) -> list[Table]:
     return tables
 
 
-def _lines(comparison: Comparison, method: str) -> list[Line]:
-    return [line for line in comparison.lines if line.method == method or not line.quantized]
+def _lines(comparison: Comparison, method: str | None) -> list[Line]:
+    """Of one method and unquantized; None: all."""
+    return [
+        line for line in comparison.lines if method in (None, line.method) or not line.quantized
+    ]
 
 
-def _table(comparison: Comparison, method: str, problems: list[str]) -> Table:
+def _table(comparison: Comparison, method: str | None, problems: list[str]) -> Table:
     lines = _lines(comparison, method)
     shown = [line for line in lines if not redundant(line, lines)]
     rows = []
@@ -67,10 +72,10 @@ def _table(comparison: Comparison, method: str, problems: list[str]) -> Table:
         notes.append(f"Left out, having no data: {', '.join(comparison.grid.skipped)}.")
     if left_out:
         notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
-    name = next(line.title for line in lines if line.method == method)
+    name = next((line.title for line in lines if line.method == method), "Quantization")
     against = ", ".join(f"{other} {MINUS} {comparison.baseline}" for other in comparison.others)
     return Table(
-        method=method,
+        method=method or "all",
         name=name,
         title=f"{name}: Δ = {against}" if against else name,
         checkpoints=comparison.checkpoints,
@@ -113,6 +118,19 @@ def _pair_of(table: Table, other: str) -> Table:
 
 def _quantizer_of(problem: str) -> str:
     return problem.split(":", 1)[0].rsplit("/", 1)[-1]
+
+
+DTYPE_BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
+
+
+def bits_per_weight(record: Record) -> float | None:
+    """As stored; an unquantized cell's is that of its dtype."""
+    if record.quantized:
+        return record.audit.bits_per_weight if record.audit else None
+    settings = record.key_parts.get("quantizer", {})
+    dtype = settings.get("dtype") if isinstance(settings, dict) else None
+    known = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
+    return DTYPE_BITS.get(str(dtype), known.get(record.quantizer))
 
 
 def find_printed(line: Line, paper: dict[tuple, Printed]) -> Printed | None:

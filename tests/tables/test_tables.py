@@ -129,10 +129,12 @@ def test_one_checkpoint_alone_has_one_table_of_what_quantizing_costs_it(tmp_path
     text = render(compare(store))
     heads = [line for line in text.splitlines() if line.startswith("| Task")]
     (head,) = [[cell.strip() for cell in one.strip("|").split("|")] for one in heads]
-    assert head == ["Task", "Metric", "Quantization", "bf16", "quantized", "damage",
-                    "95 % interval", "KL", "flips", "Documents"]  # fmt: skip
+    assert head[3:] == ["Bits a weight", "Score", "Damage", "95 % interval",
+                        "KL", "KL p99", "Flips", "Same top token", "Documents"]  # fmt: skip
     assert "Δ" not in text
-    assert "bf16 " not in text.split("|---")[-1].split("\n- ")[0]  # no row of its own
+    whole, quantized = [row for row in text.splitlines() if "| Perplexity" in row]
+    assert "bf16" in whole
+    assert "hqq-2bit" in quantized
 
 
 def test_a_grid_that_quantizes_nothing_still_has_a_table(tmp_path):
