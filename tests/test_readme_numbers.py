@@ -37,10 +37,10 @@ SINKS = {
 COUNTED = {  # folder → differences, in softpick's favour and against it after Holm's correction
     "sinks-27m": (72, 7, 10),
     "sinks-27m-kv": (81, 7, 7),
-    "sinks-27m-activations": (126, 11, 24),
-    "pair-27m": (72, 2, 9),
+    "sinks-27m-activations": (126, 11, 23),
+    "pair-27m": (72, 2, 8),
     "pair-27m-kv": (81, 12, 1),
-    "pair-27m-activations": (126, 3, 16),
+    "pair-27m-activations": (126, 3, 15),
 }
 NEARER = {  # folder → cells in which softpick's KL divergence is the smaller one, all cells
     "sinks-27m": (5, 8),
@@ -152,8 +152,8 @@ def test_significant_differences_are_counted_right():
         for key, text in marked.items()
         if (float(text[1:].strip(" ‡")) > 1 if text.startswith("×") else text.startswith("−"))
     ]
-    assert (len(marked), len(worse)) == (11, 9)
-    told = "after Holm's correction in 11. In nine of them softpick is hurt *more*"
+    assert (len(marked), len(worse)) == (10, 8)
+    told = "after Holm's correction in 10. In eight of them softpick is hurt *more*"
     assert told in " ".join(FINDINGS.split())
 
 
@@ -246,8 +246,8 @@ def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
     assert (len(hqq), (hqq.favour > 0).all()) == (3, True)
     wikitext, lambada = (marked[marked.task == one] for one in ("wikitext", "lambada_openai"))
     assert [(one.favour > 0).sum() for one in (wikitext, lambada)] == [11, 12]
-    assert [(one.favour < 0).sum() for one in (wikitext, lambada)] == [12, 26]
-    assert "HQQ has 3 in softpick's favour and none against it, WikiText 11 and 12" in text
+    assert [(one.favour < 0).sum() for one in (wikitext, lambada)] == [11, 26]
+    assert "HQQ has 3 in softpick's favour and none against it, WikiText 11 and 11" in text
     assert (lambada[lambada.favour < 0].softmax_gain > 0).sum() == 15
     assert "LAMBADA 12 and 26. In 15 of these 26 softmax scores *better* quantized" in text
     known = tables("", "sinks-27m")
@@ -262,7 +262,7 @@ def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
     one_scale = marked[marked.quantizer.isin(["a8-static", "a8-static-99.99", "a8-tensor"])]
     assert (len(one_scale), (one_scale.favour > 0).all()) == (10, True)
     few = marked[marked.quantizer.str.match(r"gptq-[234]|a[46]|w4")]
-    assert (len(few), (few.favour < 0).all()) == (32, True)
+    assert (len(few), (few.favour < 0).all()) == (31, True)
 
 
 @pytest.mark.parametrize("folder", NEARER)
