@@ -193,17 +193,17 @@ def _channels_kernel(
     end = tl.load(row + last, mask=(index < GROUP) & (last < tokens), other=-1)
     begins = (place >= first) & ((place - first) % GROUP == 0) & (end == place + GROUP - 1)
     if tl.max(begins.to(tl.int32)) > 0:
-        token = (tl.sum(tl.where(begins, token, 0)) + index).to(tl.int64)
+        one = (tl.sum(tl.where(begins, token, 0)) + index).to(tl.int64)  # tokens of the group
         channel = tl.arange(0, BLOCK)[None, :]
         inside = (index < GROUP)[:, None] & (channel < WIDTH)  # [TOKENS, BLOCK]
-        at = batch * s_batch + head * s_head + token * s_token
+        at = batch * s_batch + head * s_head + one * s_token
         x = tl.load(source + at[:, None] + channel, mask=inside, other=0.0).to(tl.float32)
         codes, scale, zero = _quantize(
             x, inside, 1.0, 0.0, 0, False, FLOAT, SYMMETRIC, LOW_IS_ZERO, SCALE, LARGEST,
             MANTISSA, LOWEST, HIGHEST,
         )  # fmt: skip
         y = _dequantize(codes, scale, zero, SYMMETRIC, LOW_IS_ZERO)
-        out = batch * t_batch + head * t_head + token * t_token
+        out = batch * t_batch + head * t_head + one * t_token
         tl.store(target + out[:, None] + channel, y.to(target.dtype.element_ty), mask=inside)
 
 

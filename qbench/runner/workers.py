@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
-from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
+from qbench.machine import VISIBLE, driver_starts, gpu_of_environment, interrupts_blocked
 from qbench.plugins import Plugin, Registry, load, load_packages, loaded
 
 # By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
@@ -143,16 +143,22 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         if self._ended.is_set():
             raise BrokenExecutor("the run was ended")
-        context = get_context("forkserver" if sys.platform == "linux" else "spawn")
+        pool = self._pool_of("forkserver" if sys.platform == "linux" else "spawn")
+        if self._gpu is not None and not pool.submit(driver_starts).result():
+            pool.shutdown(wait=False)  # an import of the fork server started the GPU's driver
+            pool = self._pool_of("spawn")
+        if self._ended.is_set():
+            self.kill()
+        return pool
+
+    def _pool_of(self, method: str) -> ProcessPoolExecutor:
         pool = ProcessPoolExecutor(
-            1, mp_context=context, initializer=begin, initargs=(self._gpu, loaded())
+            1, mp_context=get_context(method), initializer=begin, initargs=(self._gpu, loaded())
         )
         with _starting, interrupts_blocked():  # one at a time: whose process is whose
             before = set(active_children())
             pool.submit(os.getpid)
             self._processes = set(active_children()) - before
-        if self._ended.is_set():
-            self.kill()
         return pool
 
     def kill(self) -> None:
