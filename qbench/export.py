@@ -13,8 +13,8 @@ import pandas as pd
 from qbench.errors import QbenchError, UnavailableError
 from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import write_atomically
+from qbench.metrics import is_percentage
 from qbench.records import Damage, Record, Score
-from qbench.statistics.metrics import is_percentage
 from qbench.store import KEY_DIGITS, Store
 
 

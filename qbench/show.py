@@ -13,6 +13,7 @@ from tabulate import tabulate
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import judge
 from qbench.errors import ResultsError
+from qbench.metrics import LOG_SCALE, is_percentage
 from qbench.records import (
     Audit,
     Damage,
@@ -23,7 +24,6 @@ from qbench.records import (
     ScoringReport,
     Unavailable,
 )
-from qbench.statistics.metrics import LOG_SCALE, is_percentage
 from qbench.store import KEY_DIGITS, Store, read, run_id, runs
 from qbench.text import NO_VALUE, metric_title, number, significant
 

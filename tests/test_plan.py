@@ -11,9 +11,9 @@ from importlib import metadata
 import pytest
 from small_recipe import DEMO, small_recipe
 
+from qbench import machine
 from qbench import plan as planning
 from qbench.code import SCORING, digest_of
-from qbench.machine import environment
 from qbench.plan import cell_names, plan, select
 from qbench.recipe import Recipe
 
@@ -119,7 +119,7 @@ def test_another_version_of_our_own_code_changes_every_key(tmp_path, copies, mon
 def test_another_version_of_a_library_changes_every_key(tmp_path, copies, monkeypatch, library):
     before = keys(tmp_path, copies)
     real = metadata.version
-    monkeypatch.setattr(environment, "version", lambda n: "0" if n == library else real(n))
+    monkeypatch.setattr(machine, "version", lambda n: "0" if n == library else real(n))
     assert not set(keys(tmp_path, copies).values()) & set(before.values())
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from qbench.comparison import explain
 from qbench.comparison.lines import Comparison, judge
 from qbench.errors import ResultsError
+from qbench.metrics import REDUNDANT, base_metric, is_percentage
 from qbench.records import Precision, Record, Score, Trained
 from qbench.statistics import Column, Effect, Panel, SeedEffect, adjust, effect, over_seeds, value
-from qbench.statistics.metrics import REDUNDANT, base_metric, is_percentage
 from qbench.store import Store
 
 Name = tuple[str, str]  # task, metric

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from qbench.comparison.lines import Comparison, Entry, Line, judge, read_floors
 from qbench.errors import ResultsError
+from qbench.metrics import rank
 from qbench.records import Grid, GridCell, Record, Score
-from qbench.statistics.metrics import rank
 from qbench.store import Store, read, runs
 
 

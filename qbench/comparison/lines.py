@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from qbench.errors import ResultsError
+from qbench.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
 from qbench.records import (
     SCHEMA_VERSION,
     Grid,
@@ -16,7 +17,6 @@ from qbench.records import (
     dump_with_checksum,
     load_with_checksum,
 )
-from qbench.statistics.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
 from qbench.store import Store
 
 if TYPE_CHECKING:

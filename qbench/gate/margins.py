@@ -10,9 +10,9 @@ import numpy as np
 from scipy import special
 
 from qbench.errors import RecipeError
+from qbench.metrics import LOG_SCALE, base_metric, is_percentage
 from qbench.records import Score
 from qbench.statistics import Column, Panel, effect, worsening
-from qbench.statistics.metrics import LOG_SCALE, base_metric, is_percentage
 
 # Percentage points for accuracies, per cent of the perplexity for perplexities.
 LEAST = {"acc": 1.0, "perplexity": 2.0}

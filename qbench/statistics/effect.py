@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy import optimize, special
 from statsmodels.stats.multitest import multipletests
 
-from qbench.statistics.metrics import LOG_SCALE
+from qbench.metrics import LOG_SCALE
 from qbench.statistics.pairs import PAIRED, pair_scores
 from qbench.statistics.panel import (
     ENOUGH_TO_CORRECT,

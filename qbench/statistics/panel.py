@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from qbench.statistics.metrics import LOG_SCALE
+from qbench.metrics import LOG_SCALE
 
 Floats = NDArray[np.float64]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, special
 
+from qbench.metrics import LOG_SCALE
 from qbench.statistics.effect import CONFIDENCE, FEW_CHANGES, Kind, score_interval
-from qbench.statistics.metrics import LOG_SCALE
 from qbench.statistics.panel import (
     SLOPES,
     Floats,

@@ -15,7 +15,7 @@ from qbench.comparison.wording import (
     interval_text,
     mean_text,
 )
-from qbench.statistics.metrics import is_percentage
+from qbench.metrics import is_percentage
 from qbench.text import MINUS, NO_VALUE, for_markdown, metric_title, number, table
 
 if TYPE_CHECKING:

@@ -34,13 +34,6 @@ checkpoints=(
 if [ ! -e "$tokens" ]; then
   qbench tokenize "$text" --vocabulary 8192 --out "$tokens"
 fi
-# A process a seed, each on the next GPU; then the whole recipe, which finds all of them trained.
-gpus=$(nvidia-smi --list-gpus | wc -l) runs=()
-for seed in 0 1 2; do
-  CUDA_VISIBLE_DEVICES=$((seed % gpus)) qbench train recipes/train/pair-27m.yaml --seed $seed &
-  runs+=($!)
-done
-for run in "${runs[@]}"; do wait "$run"; done
 qbench train recipes/train/pair-27m.yaml
 
 qbench run recipes/appendix-340m.yaml "${checkpoints[@]}" --data "$data" \

@@ -14,8 +14,8 @@ from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
 from qbench.gate.margins import parse_margins
+from qbench.metrics import base_metric, is_percentage
 from qbench.report.tables import data_tables
-from qbench.statistics.metrics import base_metric, is_percentage
 from qbench.tables import render
 from qbench.tables.changes import changes_table
 
