@@ -13,7 +13,7 @@ demo: install
 test: install
 	$(PYTEST) -m "not gpu and not slow"
 
-# with the tests that take a minute, as CI does
+# with simulations, fault campaigns and large matrices: half an hour
 test-all: install
 	$(PYTEST)
 
