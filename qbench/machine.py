@@ -80,11 +80,6 @@ def cuda_problem() -> str | None:
     return None
 
 
-def driver_starts() -> bool:
-    """Start the GPU's driver; False in a fork of a process that had started it."""
-    return _driver().cuInit(0) == 0
-
-
 def device_count() -> int:
     """GPUs that this process may use, as CUDA_VISIBLE_DEVICES says."""
     count = ctypes.c_int()

@@ -203,21 +203,16 @@ def local_slots(
 
 
 def start_workers(
-    device: str, cluster: str | None, *, gpus: str | None, workers: int | None, own: str | None
+    device: str, cluster: str | None, *, workers: int | None, own: str | None
 ) -> None:
     """Have the fork server import what cells need from now on, while the recipe is read, where they
     may run in processes of this host. Raises QbenchError for a device that is not there."""
-    from qbench.machine import choose_device, cuda_is_likely, device_count
+    from qbench.machine import choose_device, cuda_is_likely
     from qbench.runner.workers import start_forkserver
 
     if cluster is not None or own is not None:
         return
     if device != "cpu" and cuda_is_likely():
-        if gpus == "all":
-            many = device_count() if choose_device(device) == "cuda" else 1
-        else:
-            many = int(gpus) if gpus is not None and gpus.isdecimal() else 1
-        start_forkserver(max(1, many) * (workers or CELLS_A_GPU))
         choose_device(device)
     elif (workers or 1) > 1:
         start_forkserver(workers or 1)
@@ -312,7 +307,7 @@ def run(
         scoring=scoring,
     )
     where = {"gpus": gpus, "workers": workers, "own": executor}
-    start_workers(device, cluster, **where)
+    start_workers(device, cluster, workers=workers, own=executor)
     from qbench.cell import cache_folder
     from qbench.cli.results import show_tables  # beside the process's own imports
     from qbench.comparison.lines import read_noise

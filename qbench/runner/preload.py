@@ -8,22 +8,19 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from qbench.machine import cuda_is_likely, redirected, settle
+from qbench.machine import redirected, settle
 
 MODULES = (
     "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
     "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
-    "qbench.checkpoints.load", "qbench.evaluation.loaded", "qbench.evaluation.evaluate",
-)  # fmt: skip
-# They start a GPU's driver (bitsandbytes, Gluon), which no fork can use then.
-WITHOUT_GPU = (
-    "qbench.attention.transformers", "qbench.quantizers.quantize",
-    "qbench.quantizers.audit.cell", "qbench.evaluation.scoring",
+    "qbench.checkpoints.load", "qbench.attention.transformers", "qbench.quantizers.quantize",
+    "qbench.quantizers.audit.cell", "qbench.evaluation.loaded", "qbench.evaluation.scoring",
+    "qbench.evaluation.evaluate",
 )  # fmt: skip
 
 settle()
 with redirected(Path(os.devnull)), suppress(Exception):  # what is missing is said where it is used
-    for module in (*MODULES, *(() if cuda_is_likely() else WITHOUT_GPU)):
+    for module in MODULES:
         importlib.import_module(module)
 gc.collect()
 gc.freeze()  # what is shared stays so: no fork looks through it for garbage

@@ -1,7 +1,8 @@
 """Worker processes of this host: one ``ProcessPoolExecutor`` of one process a slot.
 
-Processes are forked from Python's fork server, which imports what every cell needs once; where
-there is none, each imports by itself. Executors of plug-ins take their place by ``--executor``.
+On a CPU they are forked from Python's fork server, which imports what every cell needs once; on
+GPUs, and where there is no fork server, each imports by itself. Executors of plug-ins take their
+place by ``--executor``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
-from qbench.machine import VISIBLE, driver_starts, gpu_of_environment, interrupts_blocked
+from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
 from qbench.plugins import Plugin, Registry, load, load_packages, loaded
 
 # By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
@@ -84,7 +85,8 @@ class Workers(Executor):
 
     def __init__(self, slots: Sequence[int], *, device: str) -> None:
         assert slots
-        start_forkserver(len(slots))
+        if device == "cpu":
+            start_forkserver(len(slots))
         self._ended = threading.Event()
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         self._slots = [_Slot(gpu if device == "cuda" else None, self._ended) for gpu in slots]
@@ -143,22 +145,18 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         if self._ended.is_set():
             raise BrokenExecutor("the run was ended")
-        pool = self._pool_of("forkserver" if sys.platform == "linux" else "spawn")
-        if self._gpu is not None and not pool.submit(driver_starts).result():
-            pool.shutdown(wait=False)  # an import of the fork server started the GPU's driver
-            pool = self._pool_of("spawn")
-        if self._ended.is_set():
-            self.kill()
-        return pool
-
-    def _pool_of(self, method: str) -> ProcessPoolExecutor:
+        # transformers starts the GPU's driver when it is imported, and no fork can use it then
+        forks = sys.platform == "linux" and self._gpu is None
+        context = get_context("forkserver" if forks else "spawn")
         pool = ProcessPoolExecutor(
-            1, mp_context=get_context(method), initializer=begin, initargs=(self._gpu, loaded())
+            1, mp_context=context, initializer=begin, initargs=(self._gpu, loaded())
         )
         with _starting, interrupts_blocked():  # one at a time: whose process is whose
             before = set(active_children())
             pool.submit(os.getpid)
             self._processes = set(active_children()) - before
+        if self._ended.is_set():
+            self.kill()
         return pool
 
     def kill(self) -> None:
