@@ -59,11 +59,13 @@ def canonical(values: dict[str, Any]) -> bytes:
 
 
 def dump_with_checksum(values: dict[str, Any]) -> bytes:
-    """JSON text of ``values`` with their checksum."""
-    checksum = digest(canonical(values))
-    return (json.dumps({**values, CHECKSUM: checksum}, indent=1, ensure_ascii=False) + "\n").encode(
-        errors="surrogatepass"
-    )
+    """JSON text of ``values`` with their checksum, a line a key."""
+    values = {**values, CHECKSUM: digest(canonical(values))}
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
+        for key, value in values.items()
+    ]
+    return ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass")
 
 
 def load_with_checksum(

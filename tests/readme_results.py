@@ -3,11 +3,14 @@ read them."""
 
 from __future__ import annotations
 
+import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
 
 from qbench.store import Store
+from qbench.tables.write import write_tables
 
 ROOT = Path(__file__).parent.parent
 FINDINGS = (ROOT / "docs" / "findings.md").read_text()
@@ -29,11 +32,19 @@ def part(begin: str, end: str, page: str = FINDINGS) -> str:
     return page[start : page.index(end, start)]
 
 
+@lru_cache
+def table(folder: str, name: str = "tables.csv") -> pd.DataFrame:
+    """``tables.csv`` or ``seeds.csv`` of a results folder, made afresh from its records."""
+    with tempfile.TemporaryDirectory() as made:
+        write_tables(Store(RESULTS / folder), Path(made), formats=("csv",))
+        return pd.read_csv(Path(made) / name)
+
+
 def differences(folder: str) -> pd.DataFrame:
     """Of each score and quantizer: what softpick's damage is above softmax's, in softpick's
     favour where positive, and whether it is significant; and what softmax gained."""
-    every = pd.read_csv(RESULTS / folder / "tables.csv")
-    every = every[every.metric.isin(["acc", "acc_norm", "perplexity", "word_perplexity"])]
+    every = table(folder)
+    every = every[every.metric.isin(["acc", "acc_norm", "perplexity", "word_perplexity"])].copy()
     sign = every.direction.map({"up": 1, "down": -1})
     every["gain"] = sign * every.damage_log_ratio.fillna(every.damage)
     every["favour"] = sign * every.did_log_ratio.fillna(every.did)

@@ -7,7 +7,17 @@ import re
 
 import pandas as pd
 import pytest
-from readme_results import FINDINGS, RESULTS, SPEED, TASKS, differences, divergences, part, rows
+from readme_results import (
+    FINDINGS,
+    RESULTS,
+    SPEED,
+    TASKS,
+    differences,
+    divergences,
+    part,
+    rows,
+    table,
+)
 
 METHODS = {"bf16": "BNB", "bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ"}
 # README's row → folder, quantizer
@@ -94,9 +104,7 @@ def tables(folder: str, pair: str = "pair-27m") -> dict[tuple[str, ...], list[st
 def exact(folder: str, task: str, metric: str, quantizer: str) -> list[float]:
     """Ratios in full precision: softmax's damage, softpick's, and softpick's over softmax's with
     both ends of its interval."""
-    every = pd.read_csv(RESULTS / folder / "tables.csv").query(
-        "task == @task and metric == @metric and quantizer == @quantizer"
-    )
+    every = table(folder).query("task == @task and metric == @metric and quantizer == @quantizer")
     softmax, softpick = (every[every.checkpoint == one].iloc[-1] for one in ("softmax", "softpick"))
     ends = [softpick[f"did_log_ratio{end}"] for end in ("", "_low", "_high")]
     return [math.exp(x) for x in (softmax.damage_log_ratio, softpick.damage_log_ratio, *ends)]

@@ -7,7 +7,9 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from readme_results import RESULTS, TASKS, differences, divergences, part, rows
+from readme_results import RESULTS, TASKS, differences, divergences, part, rows, table
+
+from qbench.analyses import Analyses
 
 PARAGRAPH = part("## Other seeds", "## With real sinks")
 TOLD = " ".join(PARAGRAPH.split())
@@ -46,7 +48,7 @@ def shown(folder: str, key: tuple[str, str, str]) -> list[str]:
 def over_seeds(kind: str) -> pd.DataFrame:
     """Of each score and quantizer: what softpick's damage is above softmax's, ``each`` seed's in
     softpick's favour where positive, and p after Holm's correction."""
-    every = pd.read_csv(RESULTS / f"seeds-27m{kind}" / "seeds.csv")
+    every = table(f"seeds-27m{kind}", "seeds.csv")
     every = every[every.metric.isin(["acc", "acc_norm", "perplexity", "word_perplexity"])]
     found = every[every.question == "did"].set_index(KEYS)
     sign = found.direction.map({"up": 1, "down": -1})
@@ -70,6 +72,7 @@ def test_ratios_are_those_of_the_tables():
     assert seen == set(ROWS)
 
 
+@pytest.mark.slow
 def test_differences_of_the_first_pair_are_looked_for_in_every_seed():
     significant = 0
     for kind in KINDS:
@@ -118,8 +121,13 @@ def test_the_models_are_those_of_the_tables():
         (row[3], row[5]) for row in rows(text) if row[1:3] == ["Word Perplexity ↓", "bf16"]
     )
     assert f"WikiText {softmax} and {softpick} instead of 83.36 and 86.14" in TOLD
-    known = pd.read_csv(RESULTS / "seeds-27m" / "analysis" / "cells.csv")
-    known = known[known.checkpoint.str.startswith("softmax")]
-    assert f"{100 * known['sink_rate_key_0_0.3'].mean():.2f} % of heads at ε 0.3" in TOLD
-    theirs = 100 * known["sink_rate_gu_key_0_0.3"]
-    assert f"{theirs.min():.0f} to {theirs.max():.0f} % by Gu et al." in TOLD
+    found = Analyses(RESULTS / "seeds-27m").all()
+    first = [
+        next(sink for sink in one.measured.sinks if sink.position == 0)
+        for one in found
+        if one.checkpoint.startswith("softmax")
+    ]
+    assert len(first) == 3
+    assert f"{100 * np.mean([s.rates['0.3'] for s in first]):.2f} % of heads at ε 0.3" in TOLD
+    theirs = [100 * s.rates_gu["0.3"] for s in first]
+    assert f"{min(theirs):.0f} to {max(theirs):.0f} % by Gu et al." in TOLD
