@@ -147,6 +147,7 @@ def placed(
         yield Place(job=job, executor=None)
         return
     executor = Workers(slots, device=job.device)
+    executor.preload()
     try:
         yield Place(job=job, executor=executor, at_once=len(slots))
     finally:
@@ -205,15 +206,15 @@ def local_slots(
 def start_workers(
     device: str, cluster: str | None, *, workers: int | None, own: str | None
 ) -> None:
-    """Have the fork server import what cells need from now on, while the recipe is read, where they
-    may run in processes of this host. Raises QbenchError for a device that is not there."""
-    from qbench.machine import choose_device, cuda_is_likely
+    """What takes seconds from now on, while the recipe is read: the GPU's driver starts, or the
+    fork server imports what cells need, where these may run in processes of this host."""
+    from qbench.machine import cuda_is_likely, cuda_problem
     from qbench.runner.workers import start_forkserver
 
     if cluster is not None or own is not None:
         return
     if device != "cpu" and cuda_is_likely():
-        choose_device(device)
+        threading.Thread(target=cuda_problem, daemon=True).start()
     elif (workers or 1) > 1:
         start_forkserver(workers or 1)
 
@@ -308,22 +309,24 @@ def run(
     )
     where = {"gpus": gpus, "workers": workers, "own": executor}
     start_workers(device, cluster, workers=workers, own=executor)
-    from qbench.cell import cache_folder
-    from qbench.cli.results import show_tables  # beside the process's own imports
-    from qbench.comparison.lines import read_noise
     from qbench.plan import cell_names, select
-    from qbench.recipe import save
-    from qbench.runner.grid import readable
-    from qbench.store import Store
 
     job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
-    if save_recipe is not None:
-        save(recipe, overrides, save_recipe)
-    require_folder(job.out, "--out")
-    require_folder(cache_folder(), "$QBENCH_CACHE")
-    read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
     names = select(cell_names(job.recipe), only)
     with placed(job, device, cluster, **where, cells=len(names)) as place:
+        # beside the workers' own imports
+        from qbench.cell import cache_folder
+        from qbench.cli.results import show_tables
+        from qbench.comparison.lines import read_noise
+        from qbench.recipe import save
+        from qbench.runner.grid import readable
+        from qbench.store import Store
+
+        if save_recipe is not None:
+            save(recipe, overrides, save_recipe)
+        require_folder(job.out, "--out")
+        require_folder(cache_folder(), "$QBENCH_CACHE")
+        read_noise(Store(job.out))  # the tables at the end read it: refused before work begins
         planned, records = _run_cells(place, only, force)
         place.end()
         show_tables(Store(job.out, grid=readable(planned.grid, Store(job.out))))

@@ -1,12 +1,13 @@
 """Worker processes of this host: one ``ProcessPoolExecutor`` of one process a slot.
 
 On a CPU they are forked from Python's fork server, which imports what every cell needs once; on
-GPUs, and where there is no fork server, each imports by itself. Executors of plug-ins take their
-place by ``--executor``.
+GPUs, and where there is no fork server, each imports by itself, while the run still plans.
+Executors of plug-ins take their place by ``--executor``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -85,17 +86,28 @@ class Workers(Executor):
 
     def __init__(self, slots: Sequence[int], *, device: str) -> None:
         assert slots
-        if device == "cpu":
+        # transformers starts the GPU's driver when it is imported, and no fork can use it then
+        self._forked = sys.platform == "linux" and device == "cpu"
+        if self._forked:
             start_forkserver(len(slots))
         self._ended = threading.Event()
         self._free: SimpleQueue[_Slot] = SimpleQueue()
-        self._slots = [_Slot(gpu if device == "cuda" else None, self._ended) for gpu in slots]
+        method = "forkserver" if self._forked else "spawn"
+        gpus = slots if device == "cuda" else [None] * len(slots)
+        self._slots = [_Slot(gpu, method, self._ended) for gpu in gpus]
         for slot in self._slots:
             self._free.put(slot)
         self._threads = Threads(len(slots), thread_name_prefix="slot")
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         return self._threads.submit(self._call, fn, args, kwargs)
+
+    def preload(self) -> None:
+        """Start every process now, and have it import what cells need: about ten seconds, in which
+        the run reads and plans. Processes of the fork server need none of it."""
+        if not self._forked:
+            for _ in self._slots:  # a call each: free slots come in turn
+                self.submit(preload)
 
     def _call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         slot = self._free.get()  # as many threads as slots: one is always free
@@ -123,8 +135,8 @@ class Workers(Executor):
 class _Slot:
     """A pool of one process, and another in its place when that has died."""
 
-    def __init__(self, gpu: int | None, ended: threading.Event) -> None:
-        self._gpu, self._ended = gpu, ended
+    def __init__(self, gpu: int | None, method: str, ended: threading.Event) -> None:
+        self._gpu, self._method, self._ended = gpu, method, ended
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
 
@@ -145,12 +157,10 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         if self._ended.is_set():
             raise BrokenExecutor("the run was ended")
-        # transformers starts the GPU's driver when it is imported, and no fork can use it then
-        forks = sys.platform == "linux" and self._gpu is None
-        context = get_context("forkserver" if forks else "spawn")
         pool = ProcessPoolExecutor(
-            1, mp_context=context, initializer=begin, initargs=(self._gpu, loaded())
-        )
+            1, mp_context=get_context(self._method), initializer=begin,
+            initargs=(self._gpu, loaded()),
+        )  # fmt: skip
         with _starting, interrupts_blocked():  # one at a time: whose process is whose
             before = set(active_children())
             pool.submit(os.getpid)
@@ -178,6 +188,14 @@ def begin(gpu: int | None, plugins: tuple[Plugin, ...]) -> None:
         numpy.random.seed()  # else all forks would draw the same
     load(plugins)
     load_packages()
+
+
+def preload() -> None:
+    """In a worker process: import what cells need, and start the GPU where it has one."""
+    importlib.import_module(PRELOAD)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
 
 
 def end_with_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from concurrent.futures import BrokenExecutor
 
@@ -121,9 +122,19 @@ def left_to_import():
     return [name for name in MODULES if name not in sys.modules]
 
 
-def test_workers_have_all_that_cells_need_from_their_start():
-    with Workers([0, 0], device="cpu") as executor:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_workers_have_all_that_cells_need_from_their_start(device):
+    with Workers([0], device=device) as executor:  # no GPU is asked for
+        executor.preload()
         assert executor.submit(left_to_import).result(timeout=PATIENCE) == []
+
+
+def test_processes_on_gpus_start_before_there_is_a_cell(monkeypatch):
+    begun = threading.Event()
+    monkeypatch.setattr(workers._Slot, "call", lambda slot, fn, args, kwargs: begun.set())
+    with Workers([0], device="cuda") as executor:
+        executor.preload()
+        assert begun.wait(PATIENCE)
 
 
 HERE = {"workers": None, "own": None}
@@ -146,6 +157,6 @@ def test_imports_begin_at_once_where_cells_run_in_processes_of_this_host(
     started = []
     monkeypatch.setattr(workers, "start_forkserver", started.append)
     monkeypatch.setattr(machine, "cuda_is_likely", lambda: True)
-    monkeypatch.setattr(machine, "choose_device", lambda wanted: "cuda")
+    monkeypatch.setattr(machine, "cuda_problem", lambda: None)
     start_workers(device, cluster, **(HERE | where))
     assert started == ([] if processes is None else [processes])
