@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,9 @@ from qbench.store import Store
 if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from qbench.evaluation.baseline import BaselineReader
+    from qbench.evaluation.loaded import LoadedTask
 
 
 def cache_folder() -> Path:
@@ -115,41 +119,32 @@ def failed(cell: Cell, plan: Plan, error: str) -> Record:
 def _run(
     cell: Cell, plan: Plan, store: Store, result: CellResult, progress: Progress, cache: Path
 ) -> None:
-    _prepare(cell, plan, result, progress)
-    model, tokenizer = _load(cell, plan, result, progress)
-    _require_fast(cell, plan, model, tokenizer, progress)
+    progress.stage(cell.name, "prepare")
+    with hub.announcing(progress.log):
+        tasks = _prepare(cell, plan)
+    result.documents = {task.name: task.digest for task in tasks}
+    progress.stage(cell.name, "load")
+    with measured("load", plan.device, result.stages):
+        model, tokenizer = load(cell, plan)
+    _require_fast(cell, tasks, model, tokenizer, progress)
     model = quantized(cell, plan, model, tokenizer, result, progress, cache)
-    _evaluate(cell, plan, store, model, tokenizer, result, progress, cache)
+    baseline = _baseline(cell, plan, store, result, progress, distributions_folder(cache))
+    with measured("evaluate", plan.device, result.stages):
+        _evaluate(cell, tasks, store, model, tokenizer, result, progress, baseline)
 
 
-def _step(
-    progress: Progress, cell: str, name: str, total: float | None = None, unit: str = ""
-) -> None:
-    progress.stage(cell, name, total, unit)
-
-
-def _prepare(cell: Cell, plan: Plan, result: CellResult, progress: Progress) -> None:
+def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
     """What can fail without a model, first: is this the device that the cell's key speaks of, and
     are its data here?"""
     from qbench.evaluation.loaded import load_task
 
-    _step(progress, cell.name, "prepare")
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, and this worker has {here}; run on GPUs of one kind"
         )
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
-    with hub.announcing(progress.log):
-        result.documents = {task.name: load_task(task).digest for task in plan.tasks}
-
-
-def _load(
-    cell: Cell, plan: Plan, result: CellResult, progress: Progress
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    _step(progress, cell.name, "load")
-    with measured("load", plan.device, result.stages):
-        return load(cell, plan)
+    return [load_task(task) for task in plan.tasks]
 
 
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -172,6 +167,26 @@ def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
     )
 
 
+def _require_fast(
+    cell: Cell,
+    tasks: Sequence[LoadedTask],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+) -> None:
+    """Raises where fast scoring, asked for by name, does not fit the model as it is: known before
+    a quantizer is calibrated, which takes long."""
+    scoring = cell.scoring
+    calibrated = cell.quantization.needs_calibration and not scoring.amplifies_rounding
+    if scoring.mode != "fast" or scoring.fallback or not calibrated:
+        return
+    from qbench.evaluation.evaluate import require_fast
+    from qbench.evaluation.scoring import language_model
+
+    progress.stage(cell.name, "check fast scoring")
+    require_fast(language_model(model, tokenizer, scoring), tasks, scoring)
+
+
 def quantized(
     cell: Cell,
     plan: Plan,
@@ -182,25 +197,11 @@ def quantized(
     cache: Path,
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
-    model = _quantize(cell, plan, model, tokenizer, result, progress, cache)
-    _audit(cell, plan, model, result, progress)
-    return model
-
-
-def _quantize(
-    cell: Cell,
-    plan: Plan,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    result: CellResult,
-    progress: Progress,
-    cache: Path,
-) -> PreTrainedModel:
     from qbench.quantizers.calibration import read_calibration
     from qbench.quantizers.quantize import quantize
 
     settings = cell.quantization
-    _step(progress, cell.name, "quantize", total=1)
+    progress.stage(cell.name, "quantize", 1)
     with measured("quantize", plan.device, result.stages) as detail:
         calibration = None
         if settings.needs_calibration:
@@ -215,7 +216,7 @@ def _quantize(
                 digest=source.digest,
                 bos=source.bos,
             )
-        quantized = quantize(
+        found = quantize(
             model,
             settings,
             calibration=calibration,
@@ -224,21 +225,18 @@ def _quantize(
             normalizer_source=cell.key_parts.get("normalizer source"),
             progress=lambda _, fraction: progress.advance(cell.name, fraction, 1),
         )
-        detail.append(quantized.detail)
-    return quantized.model
+        detail.append(found.detail)
+    _audit(cell, plan, found.model, result, progress)
+    return found.model
 
 
 def _audit(
-    cell: Cell,
-    plan: Plan,
-    model: PreTrainedModel,
-    result: CellResult,
-    progress: Progress,
+    cell: Cell, plan: Plan, model: PreTrainedModel, result: CellResult, progress: Progress
 ) -> None:
     from qbench.attention.transformers import batch_invariant
     from qbench.quantizers.audit.cell import audit, probe_of
 
-    _step(progress, cell.name, "audit")
+    progress.stage(cell.name, "audit")
     with measured("audit", plan.device, result.stages):
         original = _original(cell, plan)  # read from disk again, for unquantized cells too
         probe = probe_of(original.config.vocab_size).to(plan.device)
@@ -251,105 +249,97 @@ def _audit(
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
-def _require_fast(
+def _baseline(
     cell: Cell,
     plan: Plan,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    store: Store,
+    result: CellResult,
     progress: Progress,
-) -> None:
-    """Raises where fast scoring, asked for by name, does not fit the model as it is: known before
-    a quantizer is calibrated, which takes long."""
-    scoring = cell.scoring
-    calibrated = cell.quantization.needs_calibration and not scoring.amplifies_rounding
-    if scoring.mode != "fast" or scoring.fallback or not calibrated:
-        return
-    from qbench.evaluation.evaluate import require_fast
-    from qbench.evaluation.loaded import load_task
-    from qbench.evaluation.scoring import language_model
+    folder: Path,
+) -> BaselineReader | Path | None:
+    """What a quantized cell is measured against; for an unquantized one the file that it is to
+    write; None where damage is not measured, and ``result`` says why."""
+    from qbench.evaluation.baseline import baseline_file, read_baseline
 
-    _step(progress, cell.name, "check fast scoring")
-    scorer = language_model(model, tokenizer, scoring)
-    require_fast(scorer, [load_task(task) for task in plan.tasks], scoring)
+    if not plan.recipe.evaluation.damage:
+        return None
+    if cell.scoring.mode == "lm-eval":
+        reason = "scoring: lm-eval shows nobody its log-probabilities"
+        result.damage = Unavailable(reason=reason)
+    elif not cell.quantization.precision.quantized:
+        return baseline_file(folder, cell.key)
+    elif cell.base is None:
+        reason = "the recipe has no unquantized cell to compare with"
+        result.damage = Unavailable(reason=reason)
+    else:
+        waits = f"waits for {cell.base.cell}"
+        try:
+            return read_baseline(cell.base, store, folder, lambda: progress.stage(cell.name, waits))
+        except ResultsError as error:
+            result.damage = Unavailable(reason=str(error), retry=True)
+    return None
 
 
 def _evaluate(
     cell: Cell,
-    plan: Plan,
+    tasks: Sequence[LoadedTask],
     store: Store,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     result: CellResult,
     progress: Progress,
-    cache: Path,
+    baseline: BaselineReader | Path | None,
 ) -> None:
     """Scores of every task; a task that cannot be scored is named, and the others are kept."""
-    from qbench.evaluation.baseline import baseline_file, read_baseline
     from qbench.evaluation.degradation import Outcomes, correct_requests, damage
     from qbench.evaluation.evaluate import evaluate
     from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
-    from qbench.evaluation.loaded import load_task
     from qbench.evaluation.scoring import language_model
 
-    scoring, folder = cell.scoring, distributions_folder(cache)
-    writer = base = observer = None
-    if plan.recipe.evaluation.damage:
-        if scoring.mode == "lm-eval":
-            reason = "scoring: lm-eval shows nobody its log-probabilities"
-            result.damage = Unavailable(reason=reason)
-        elif not cell.quantization.precision.quantized:
-            observer = writer = BaselineWriter()
-        elif cell.base is None:
-            reason = "the recipe has no unquantized cell to compare with"
-            result.damage = Unavailable(reason=reason)
-        else:
-            waits = f"waits for {cell.base.cell}"
-            try:
-                base = read_baseline(
-                    cell.base, store, folder, lambda: _step(progress, cell.name, waits)
-                )
-                observer = KLObserver(BaselineHiddenStates.load(base.hidden_states))
-            except ResultsError as error:
-                result.damage = Unavailable(reason=str(error), retry=True)
-    with measured("evaluate", plan.device, result.stages):
-        scorer = language_model(
-            model,
-            tokenizer,
-            scoring,
-            progress=lambda done, total: progress.advance(cell.name, done, total),
-            observer=observer,
+    observer: BaselineWriter | KLObserver | None = None
+    if isinstance(baseline, Path):
+        observer = BaselineWriter()
+    elif baseline is not None:
+        observer = KLObserver(BaselineHiddenStates.load(baseline.hidden_states))
+    scorer = language_model(
+        model,
+        tokenizer,
+        cell.scoring,
+        progress=lambda done, total: progress.advance(cell.name, done, total),
+        observer=observer,
+    )
+    failure = None
+    for task in tasks:
+        progress.stage(cell.name, f"evaluate {task.name}", unit="requests")
+        try:
+            scored = evaluate(scorer, task, cell.scoring)
+        except QbenchError as error:
+            failure = failure or error
+            result.failed_tasks[task.name] = " ".join(str(error).split())
+            progress.log(f"{cell.name}: {task.name} could not be scored: {error}", "bold red")
+            continue
+        result.scores += scored.scores
+        result.outcomes.append(scored.outcomes)
+        result.responses.append(scored.responses)
+    if failure is not None and not result.scores:
+        raise failure
+    result.scoring = scorer.report()
+    if isinstance(baseline, Path):
+        assert isinstance(observer, BaselineWriter)
+        observer.hidden_states().save(baseline, cell.key)
+    elif baseline is not None:
+        assert isinstance(observer, KLObserver)
+        outcomes, responses = result.tables()
+        result.damage = damage(
+            Outcomes(
+                outcomes=store.outcomes(baseline.record),
+                responses=store.responses(baseline.record),
+                scores=baseline.record.scores,
+            ),
+            Outcomes(outcomes=outcomes, responses=responses, scores=tuple(result.scores)),
+            measured=observer.divergences,
+            correct={task.name: correct_requests(task, cell.scoring.limit) for task in tasks},
         )
-        tasks = [load_task(task) for task in plan.tasks]
-        failure = None
-        for task in tasks:
-            _step(progress, cell.name, f"evaluate {task.name}", unit="requests")
-            try:
-                scored = evaluate(scorer, task, scoring)
-            except QbenchError as error:
-                failure = failure or error
-                result.failed_tasks[task.name] = " ".join(str(error).split())
-                progress.log(f"{cell.name}: {task.name} could not be scored: {error}", "bold red")
-                continue
-            result.scores += scored.scores
-            result.outcomes.append(scored.outcomes)
-            result.responses.append(scored.responses)
-        if failure is not None and not result.scores:
-            raise failure
-        result.scoring = scorer.report()
-        if writer is not None:
-            writer.hidden_states().save(baseline_file(folder, cell.key), cell.key)
-        if base is not None and isinstance(observer, KLObserver):
-            outcomes, responses = result.tables()
-            result.damage = damage(
-                Outcomes(
-                    outcomes=store.outcomes(base.record),
-                    responses=store.responses(base.record),
-                    scores=base.record.scores,
-                ),
-                Outcomes(outcomes=outcomes, responses=responses, scores=tuple(result.scores)),
-                measured=observer.divergences,
-                correct={task.name: correct_requests(task, scoring.limit) for task in tasks},
-            )
 
 
 def one_line(problem: Exception, log: Path) -> str:
