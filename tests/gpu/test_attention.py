@@ -41,11 +41,15 @@ def wrong(found, dtype):
     return {n: e for n, e in found.items() if not e <= limits.get(n, OF_PARAMETERS * LIMITS[dtype])}
 
 
-def step(case, tensors):
-    """Output and gradients of the inputs."""
+def on_gpu(case):
+    return {name: tensor.cuda() for name, tensor in parameters(case).items()}
+
+
+def step(case, tensors, given=None):
+    """Output and gradients of the inputs; ``given`` holds the parameters, for a captured step."""
     *leaves, gradient = [tensor.detach() for tensor in tensors]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    given = {name: tensor.cuda() for name, tensor in parameters(case).items()}
+    given = on_gpu(case) if given is None else given
     output = by_kernels(case, *leaves, given)
     return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
 
@@ -145,21 +149,21 @@ def test_every_row_is_written_the_same_in_every_run_and_whatever_was_called_befo
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick", "sigmoid"])
 def test_a_captured_step_gives_the_bits_of_a_launched_one(normalizer):
     case = Case(normalizer=normalizer, shape=(2, 4, 4, 256, 256, 64))
-    tensors = drawn(case)
+    tensors, given = drawn(case), on_gpu(case)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(case, tensors)
+        step(case, tensors, given)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = step(case, tensors)
+        kept = step(case, tensors, given)
     for seed in (10, 20):  # other numbers in the same tensors
         for tensor, new in zip(tensors, drawn(replace(case, seed=seed)), strict=True):
             tensor.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        assert same(kept, step(case, tensors))
+        assert same(kept, step(case, tensors, given))
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "sigmoid"])

@@ -1,7 +1,6 @@
-"""Worker processes that are forked, with a GPU each."""
+"""Worker processes with a GPU each."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ PATIENCE = 120
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone"),
 ]
 
 
@@ -24,13 +22,12 @@ def summed():
 
     time.sleep(0.5)  # so that each of two processes has one
     ones = torch.ones(64, 64, device="cuda")
-    return os.getpid(), os.getppid(), float((ones @ ones).sum())
+    return os.getpid(), float((ones @ ones).sum())
 
 
-def test_forked_processes_use_the_gpu_and_the_fork_server_does_not():
+def test_processes_use_the_gpu():
     with Workers([0, 0], device="cuda") as executor:
         found = [executor.submit(summed) for _ in range(2)]
         found = [call.result(timeout=PATIENCE) for call in found]
-    assert {total for *_, total in found} == {64.0**3}
-    assert len({pid for pid, *_ in found}) == 2
-    assert len({parent for _, parent, _ in found} - {os.getpid()}) == 1
+    assert {total for _, total in found} == {64.0**3}
+    assert len({pid for pid, _ in found}) == 2
