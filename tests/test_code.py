@@ -55,6 +55,7 @@ def test_every_module_that_a_cell_imports_while_it_computes_is_there_or_decides_
         "hub.py", "machine.py", "plan.py", "plugins.py", "progress.py", "published", "recipe.py",
         "recipe_yaml.py", "records.py", "report", "runner", "show",
         "show.py", "statistics", "store.py", "tables", "text", "text.py", "training",
+        "viewer",
     }  # fmt: skip
     found = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert found - without_effect == set(SCORING)

@@ -24,6 +24,7 @@ READERS = (
     "published",
     "published.check",
     "report",
+    "viewer.export",
     "statistics",
     "tables",
     "gate.verdict",

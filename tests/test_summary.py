@@ -6,7 +6,7 @@ import pandas as pd
 from synthetic import make_record, make_store, scores
 
 from qbench.comparison.compare import compare
-from qbench.report.summary import answers, count, summary
+from qbench.viewer.summary import answers, count, summary
 
 # Right answers of 49: softmax and softpick, each at bf16 and hqq-2bit. Fractions of 49 are no
 # binary fractions, so that a − b − c + d of them is ±1e-16 where the counts cancel.

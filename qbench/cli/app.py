@@ -11,6 +11,7 @@ import typer
 
 from qbench import __version__
 from qbench.cli import analyze, bench, results, run, train
+from qbench.cli import view as pages
 from qbench.cli.options import PluginOption, WordedGroup, complain, refuse, show_written
 from qbench.errors import INTERRUPTED, STOPPED, QbenchError, RecipeError, shown
 from qbench.machine import settle
@@ -248,7 +249,8 @@ for _command in (run.run, run.plan, run.noise, analyze.analyze):
     app.command(rich_help_panel="Run recipes")(_command)
 for _command in (
     results.tables,
-    results.report,
+    pages.view,
+    pages.report,
     results.show,
     results.export,
     results.check,

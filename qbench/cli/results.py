@@ -1,4 +1,4 @@
-"""Commands that read results: tables, report, show, export, explain, published, and those that hold
+"""Commands that read results: tables, show, export, explain, published, and those that hold
 them to others: check, baseline, compare.
 
 None of them imports torch, so they start at once and run on any CI machine.
@@ -90,26 +90,6 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
     show_written(paths)
     if problem:
         typer.echo(f"not written: {problem}", err=True)
-
-
-def report(
-    folder: Folder,
-    out: Annotated[
-        Path | None, to_folder("Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run.")
-    ] = None,
-    figures: Annotated[
-        str, typer.Option(metavar="FORMATS", help="Of the figure files: svg, png, pdf, by commas.")
-    ] = "svg",
-    published: Published = None,
-    run: Run = None,
-) -> None:
-    """Write report.html, one file that opens without a network, and its figures."""
-    from qbench.report import write
-
-    require_folder(out or folder, "--out" if out else "without --out, the report's folder")
-    wanted = [name.strip() for name in figures.split(",") if name.strip()]
-    paths = write(open_store(folder, run), out, figures=wanted, published=published)
-    show_written(paths)
 
 
 def explain(

@@ -18,9 +18,9 @@ from qbench.files import write_atomically
 from qbench.report import why
 from qbench.report.figures import Plate, groups, plates
 from qbench.report.style import inline
-from qbench.report.summary import summary
 from qbench.report.tables import DataTable, data_tables, headline, notes, seed_summary
 from qbench.store import Store
+from qbench.viewer.summary import summary
 
 FIGURE_FORMATS = ("svg", "png", "pdf")
 SECTIONS = {

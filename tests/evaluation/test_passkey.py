@@ -116,8 +116,3 @@ def test_a_run_scores_it_like_any_task(tmp_path):
     quantized = next(record for record in records if record.cell == "softpick/rtn-4bit")
     flips = quantized.damage.tasks["passkey_256"].flips["exact_match"]
     assert (flips.documents, flips.right_to_wrong) == (3, 0)
-    assert qbench("report", out) == 0
-    page = (out / "report.html").read_text()
-    assert "Passkey retrieval" in page
-    assert "(chance)" in page
-    assert (out / "figures" / "passkey.svg").stat().st_size < 200_000

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from qbench.comparison.lines import Comparison, Line, redundant
-from qbench.statistics import Effect
+from qbench.comparison.lines import Comparison, Line, SeedLine, redundant
+from qbench.statistics import Effect, SeedEffect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,3 +99,38 @@ def _which(other: str, base: str, found: Count, better: str, worse: str) -> str:
 
 def _tied(found: Count, words: str) -> str:
     return f" and {words} in {found.tied}" if found.tied else ""
+
+
+def headline(comparison: Comparison) -> str:
+    """The answer in one sentence with its certainty, of the first question that has effects."""
+    base, *others = comparison.groups
+    lines = comparison.seeds or comparison.lines
+    for question, better, worse in (
+        ("differences", "Quantization hurts {other} less than {base}", "more"),
+        ("damages", "Quantization makes {other} better", "worse"),
+        ("deltas", "{other} is better than {base}", "worse"),
+    ):
+        named = others if question != "damages" else [*others, base]
+        for other in named:
+            found = count(_answers(comparison, lines, question, other))
+            if found.asked:
+                sure = found.surely_better + found.surely_worse
+                return (
+                    f"{better.format(other=other, base=base)} in {found.surely_better} of "
+                    f"{found.asked} comparisons and {worse} in {found.surely_worse}, each beyond "
+                    f"doubt (5 % after Holm’s correction); in {found.asked - sure} these "
+                    "documents cannot tell."
+                )
+    cells = len(comparison.grid.cells)
+    return f"{len(comparison.records)} of {cells} cells have a record."
+
+
+def _answers(
+    comparison: Comparison, lines: Iterable[Line | SeedLine], question: str, group: str
+) -> Iterator[tuple[Line, Effect | SeedEffect]]:
+    for one in lines:
+        line = one.line if isinstance(one, SeedLine) else one
+        effect = getattr(one, question).get(group)
+        asked = question != "deltas" or line.quantized or not comparison.unquantized
+        if effect is not None and asked and not redundant(line, comparison.lines):
+            yield line, effect

@@ -1,0 +1,75 @@
+"""Commands that show results in a browser: view, report."""
+
+from __future__ import annotations
+
+import webbrowser
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qbench.cli.options import Folder, Run, show_written, to_folder
+from qbench.cli.results import open_store
+from qbench.files import require_folder
+
+
+def view(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="Results folders that `qbench run` wrote."),
+    ],
+    export: Annotated[
+        Path | None,
+        to_folder("Write the same as a static site here, which needs no server and no network."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the local server. Default: any free one.")
+    ] = 0,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
+    ] = True,
+    run: Run = None,
+) -> None:
+    """Show results in a browser, from the answer down to one document's tokens.
+
+    The server answers this machine alone, and only at the address that it prints. Folders are
+    watched: a run in progress fills in. Ctrl-C ends it.
+    """
+    from qbench.store import Store
+    from qbench.viewer.data import Results, WholeStore
+
+    for folder in folders:
+        Store(folder, run=run).grid()  # without results it is refused before anything is served
+    if export is not None:
+        from qbench.viewer.export import write_site
+
+        require_folder(export, "--export")
+        paths = write_site([Results(Store(folder, run=run)) for folder in folders], export)
+        show_written(paths[:1])
+        return
+    from qbench.viewer.server import Server
+
+    results = [Results(WholeStore(folder, run=run)) for folder in folders]
+    with Server(results, port=port) as server:
+        typer.echo(server.address)
+        if browser:
+            webbrowser.open(server.address)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def report(
+    folder: Folder,
+    out: Annotated[
+        Path | None, to_folder("Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run.")
+    ] = None,
+    run: Run = None,
+) -> None:
+    """Write report.html: the first page of `qbench view` in one file that needs no network."""
+    from qbench.viewer.data import Results
+    from qbench.viewer.export import write_report
+
+    require_folder(out or folder, "--out" if out else "without --out, the report's folder")
+    store = open_store(folder, run)
+    show_written([write_report(Results(store), Path(out or store.place()) / "report.html")])

@@ -1,0 +1,411 @@
+"""What the page shows, as JSON: one payload a view, of records alone. Imports no torch.
+
+A payload has a name that is safe as a file's: folders, cells and tasks are told by their index,
+in the order in which ``overview`` lists them.
+
+    index                     the folders
+    0/overview                grid, scores, effects, sentences, problems
+    0/cell/3                  all that the record of cell 3 says
+    0/documents/3/1           cell 3, task 1: outcomes and responses by document
+    0/tokens/3/1              the same by token, where the record has them
+    0/texts/1                 task 1: what was asked, where its data are at hand
+    0/analysis                why: sinks, outliers, sensitivity
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qbench import __version__
+from qbench.analyses import Analyses, long_contexts, sensitivities
+from qbench.comparison.changes import training_notes
+from qbench.comparison.compare import compare
+from qbench.comparison.explain import flat
+from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, judge, redundant
+from qbench.errors import QbenchError, ResultsError
+from qbench.records import Damage, GridCell, Record
+from qbench.store import Store
+from qbench.tables.table import bits_per_weight
+from qbench.text import metric_title
+from qbench.viewer.summary import headline, summary
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qbench.statistics import Effect, Interval, SeedEffect
+
+Json = dict[str, Any]
+# Of a record and one of its tasks: by document, the texts of each request.
+Texts = Callable[[Record, str], Mapping[int, Sequence[Sequence[str]]]]
+NO_TEXTS = (
+    "The texts of these documents are not at hand: name the recipe that asked them with --recipe, "
+    "and its --data where it had one."
+)
+
+
+class WholeStore(Store):
+    """A store whose unreadable records are missing; ``unreadable`` says why, by cell."""
+
+    def __init__(self, directory: Path, *, run: str | None = None) -> None:
+        super().__init__(directory, run=run)
+        self.unreadable: dict[str, str] = {}
+
+    def get(self, cell: GridCell) -> Record | None:
+        try:
+            record = super().get(cell)
+            if record is not None and "outcomes" in record.files:
+                self.payload(record, "outcomes")
+        except ResultsError as error:
+            self.unreadable[cell.cell] = str(error)
+            return None
+        self.unreadable.pop(cell.cell, None)
+        return record
+
+
+def unreadable(store: Store) -> Mapping[str, str]:
+    return store.unreadable if isinstance(store, WholeStore) else {}
+
+
+class Results:
+    """One results folder. Intervals and tests take seconds: they are computed once a ``version``,
+    in the background, and ``overview`` says whether they are in it."""
+
+    def __init__(self, store: Store, *, texts: Texts | None = None) -> None:
+        self.store = store
+        self.texts = texts
+        self._lock = threading.Lock()
+        self._version: int | None = None
+        self._tested: Future[Comparison] = Future()
+
+    @property
+    def version(self) -> int:
+        """Another one whenever a file of the folder changes."""
+        folder = self.store.directory
+        files = [folder / "grid.json", *(folder / "records").glob("*/*/*.json")]
+        files += (folder / "analysis").rglob("*.json")
+        times = []
+        for path in files:
+            with suppress(OSError):  # removed meanwhile
+                times.append(f"{path} {path.stat().st_mtime_ns}")
+        return zlib.crc32("\n".join(sorted(times)).encode(errors="surrogateescape"))
+
+    @property
+    def ready(self) -> bool:
+        """Whether intervals and tests are there."""
+        return self._begin().done()
+
+    def comparison(self, *, wait: bool) -> Comparison:
+        """With intervals and tests where they are there, or are to be waited for.
+
+        Raises ResultsError where the folder has no grid that can be read."""
+        tested = self._begin()
+        if wait or tested.done():
+            return tested.result()
+        return compare(self.store, statistics=False)
+
+    def _begin(self) -> Future[Comparison]:
+        with self._lock:
+            version = self.version
+            if version != self._version:
+                self._version, self._tested = version, Future()
+                threading.Thread(target=self._test, args=(self._tested,), daemon=True).start()
+            return self._tested
+
+    def _test(self, tested: Future[Comparison]) -> None:
+        try:
+            tested.set_result(compare(self.store))
+        except BaseException as error:  # told where the result is asked for
+            tested.set_exception(error)
+
+    def payload(self, name: str, *, wait: bool = False) -> Json:
+        """One payload, without the folder's index before its ``name``.
+
+        Raises KeyError for a name that there is none of, ResultsError for what cannot be read.
+        """
+        kind, *indexes = name.split("/")
+        try:
+            numbers = [int(index) for index in indexes]
+            makers = {
+                ("overview", 0): lambda: overview(self, self.comparison(wait=wait)),
+                ("analysis", 0): lambda: analysis(self.store),
+                ("cell", 1): lambda: cell_page(self.store, *numbers),
+                ("documents", 2): lambda: documents(self.store, *numbers),
+                ("texts", 1): lambda: task_texts(self, *numbers),
+            }
+            made = makers[kind, len(numbers)]()
+        except (ValueError, IndexError):
+            raise KeyError(name) from None
+        return plain(made)
+
+
+def index(results: Sequence[Results]) -> Json:
+    """The folders."""
+    return {"folders": [{"name": one.store.directory.resolve().name} for one in results]}
+
+
+def plain(value: Any) -> Any:
+    """As strict JSON has it: numbers that are not finite are text."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    return value
+
+
+# --- the first page
+
+
+def overview(results: Results, comparison: Comparison) -> Json:
+    grid, store = comparison.grid, results.store
+    lines = [one for one in comparison.lines if not redundant(one, comparison.lines)]
+    tested = any(line.intervals for line in comparison.lines)
+    return {
+        "version": results.version,
+        "ready": tested or not comparison.records,
+        "name": grid.name,
+        "folder": store.directory.resolve().name,
+        "run": store.run,
+        "program": __version__,
+        "checkpoints": grid.checkpoints,
+        "groups": {name: list(members) for name, members in comparison.groups.items()},
+        "seeds": bool(grid.replicates),
+        "unquantized": comparison.unquantized,
+        "tasks": [{"name": task, "label": _label(task, lines)} for task in grid.tasks],
+        "skipped": grid.skipped,
+        "limit": grid.limit,
+        "cells": [_cell(comparison, store, cell) for cell in grid.cells],
+        "lines": [_line(line) for line in lines],
+        "by_group": [_seed_line(one) for one in comparison.seeds],
+        "headline": headline(comparison),
+        "summary": [*summary(comparison), *training_notes(comparison)] if tested else [],
+        "problems": [*comparison.problems(), *unreadable(store).values()],
+    }
+
+
+def _label(task: str, lines: Sequence[Line]) -> str:
+    return next((line.label for line in lines if line.task == task), task)
+
+
+def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
+    record = comparison.records.get(cell.cell)
+    status, reason = judge(record)
+    found = {
+        "cell": cell.cell,
+        "checkpoint": cell.checkpoint,
+        "quantizer": cell.quantizer,
+        "title": cell.title,
+        "method": cell.method,
+        "precision": cell.precision.name,
+        "quantized": cell.quantized,
+        "key": cell.key,
+        "status": status,
+        "reason": unreadable(store).get(cell.cell, reason),
+    }
+    if record is None:
+        return found
+    tasks = record.damage.tasks if isinstance(record.damage, Damage) else {}
+    return found | {
+        "bits": bits_per_weight(record),
+        "weight_error": record.audit.weight_error if record.audit and record.quantized else None,
+        "seconds": (record.finished - record.started).total_seconds(),
+        "memory_gib": max((stage.peak_memory_gib for stage in record.stages), default=None),
+        "attention": record.attention,
+        "kl": {
+            task: {
+                "mean": one.distributions.kl.mean,
+                "p99": one.distributions.kl.p99,
+                "tokens": one.distributions.tokens,
+                "agreement": one.distributions.top1_agreement,
+            }
+            for task, one in tasks.items()
+            if one.distributions is not None
+        },
+        "documents": sorted(record.files),
+    }
+
+
+def _line(line: Line) -> Json:
+    return {
+        **_measure(line),
+        "scores": {
+            entry.checkpoint: {
+                "status": entry.status,
+                "value": entry.value,
+                "reason": entry.reason,
+                "documents": entry.documents,
+                **_ends(line.intervals.get(entry.checkpoint)),
+            }
+            for entry in line.entries
+        },
+        "plain": {  # damage without statistics, for as long as there are none
+            entry.checkpoint: entry.value for entry in line.entries if entry.value is not None
+        },
+        **{name: {of: _effect(e) for of, e in getattr(line, name).items()} for name in TESTED},
+    }
+
+
+def _seed_line(one: SeedLine) -> Json:
+    return {
+        **_measure(one.line),
+        "scores": {
+            group: {"status": "ok", "value": mean, **_seed_ends(one.scores.get(group))}
+            for group, mean in one.means.items()
+        },
+        **{name: {of: _effect(e) for of, e in getattr(one, name).items()} for name in TESTED},
+    }
+
+
+def _measure(line: Line) -> Json:
+    return {
+        "task": line.task,
+        "label": line.label,
+        "metric": line.metric,
+        "metric_title": metric_title(line.metric),
+        "higher_is_better": line.higher_is_better,
+        "percent": line.percent,
+        "ratio": line.ratio,
+        "aggregation": line.aggregation,
+        "quantizer": line.quantizer,
+        "quantized": line.quantized,
+        "title": line.title,
+    }
+
+
+def _ends(interval: Interval | None) -> Json:
+    if interval is None:
+        return {}
+    return {"low": interval.low, "high": interval.high, "stderr": interval.stderr}
+
+
+def _seed_ends(effect: SeedEffect | None) -> Json:
+    if effect is None or effect.kind == "log ratio":
+        return {}
+    return {"low": effect.low, "high": effect.high, "stderr": effect.stderr}
+
+
+def _effect(found: Effect | SeedEffect) -> Json:
+    """``kind`` says whether numbers are in units of the score or logarithms of ratios."""
+    seeds = getattr(found, "seeds", None)
+    interval = found if seeds else found.interval
+    values = {
+        "kind": found.kind,
+        "estimate": found.estimate,
+        "low": interval.low,
+        "high": interval.high,
+        "p": found.p,
+        "p_holm": found.p_holm,
+        "mark": found.mark,
+        "documents": found.documents,
+    }
+    if seeds:
+        return values | {"seeds": seeds, "of_seeds": found.of_seeds, "each": found.each}
+    return values | {"detectable": found.detectable, "test": found.test, "method": found.method}
+
+
+# --- further down: a cell, its documents, one task's texts
+
+
+def _found(store: Store, cell: int) -> Record:
+    """Raises IndexError where the grid has no such cell, ResultsError without its record."""
+    if cell < 0:
+        raise IndexError(cell)
+    asked = store.grid().cells[cell]
+    record = store.get(asked)
+    if record is None:
+        raise ResultsError(
+            unreadable(store).get(asked.cell)
+            or f"{asked.cell} has no record yet; run the recipe again"
+        )
+    return record
+
+
+def cell_page(store: Store, cell: int) -> Json:
+    """All of a record, with its key's parts as dotted names."""
+    record = _found(store, cell)
+    status, reason = judge(record)
+    whole = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
+    return {
+        **whole,
+        "cell": record.cell,
+        "judged": status,
+        "reason": reason,
+        "precision_name": record.precision.name,
+        "key_parts": dict(flat(record.key_parts)),
+        "started": record.started.isoformat(),
+        "seconds": (record.finished - record.started).total_seconds(),
+    }
+
+
+def documents(store: Store, cell: int, task: int) -> Json:
+    """Columns of one cell's outcomes and responses of one task."""
+    record, name = _found(store, cell), _task(store, task)
+    return {
+        "cell": record.cell,
+        "task": name,
+        "outcomes": _columns(store.outcomes(record), name),
+        "responses": _columns(store.responses(record), name)
+        if "responses" in record.files
+        else None,
+    }
+
+
+def _task(store: Store, task: int) -> str:
+    if task < 0:
+        raise IndexError(task)
+    return store.grid().tasks[task]
+
+
+def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
+    """Rows of ``task``; log-likelihoods in steps of 0.0001; columns that say nothing left out."""
+    rows = table[table["task"] == task].drop(columns="task")
+    rows = rows[[name for name in rows if rows[name].notna().any()]]
+    return {name: rows[name].round(4).astype(object).where(rows[name].notna(), None).tolist()
+            for name in rows}  # fmt: skip
+
+
+def task_texts(results: Results, task: int) -> Json:
+    """By document the texts of its requests: context and continuation."""
+    name = _task(results.store, task)
+    if results.texts is None:
+        return {"task": name, "missing": NO_TEXTS, "texts": {}}
+    for record in results.store.records():
+        if name in record.documents:
+            try:
+                return {"task": name, "texts": results.texts(record, name)}
+            except QbenchError as error:
+                return {"task": name, "missing": str(error), "texts": {}}
+    return {"task": name, "missing": "No cell has scored this task yet.", "texts": {}}
+
+
+# --- why
+
+
+def analysis(store: Store) -> Json:
+    """What `qbench analyze` measured, beside the cells of the same name; broken parts are told."""
+    parts: Json = {"problems": []}
+    kinds = {
+        "cells": Analyses(store.directory),
+        "long": long_contexts(store.directory),
+        "sensitivities": sensitivities(store.directory),
+    }
+    for name, found in kinds.items():
+        try:
+            everything = found.all()
+        except ResultsError as error:
+            parts["problems"].append(str(error))
+            everything = []
+        parts[name] = [
+            one.model_dump(exclude={"key_parts", "environment", "stages", "started", "finished"})
+            | {"cell": one.cell, "precision_name": one.precision.name}
+            for one in everything
+        ]
+    return parts

@@ -1,0 +1,79 @@
+"""The same page without a server: a static site, or one file. Both open from a disk."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from qbench.errors import QbenchError
+from qbench.files import write_atomically
+from qbench.viewer.data import Results, index
+from qbench.viewer.server import ASSETS, asset, encode
+
+
+def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
+    """Write ``index.html``, its assets and all data into ``folder``; returns the paths, the page
+    first. Data are scripts: a page from a disk may load no other files.
+
+    Raises OutputError where it cannot be written to, ResultsError for a folder without a grid.
+    """
+    page = asset("index.html").replace("<html ", '<html data-source="files" ', 1)
+    paths = [folder / "index.html", *(folder / name for name in ASSETS)]
+    write_atomically(paths[0], page.encode())
+    for path in paths[1:]:
+        write_atomically(path, asset(path.name).encode())
+    for name, payload in _payloads(results):
+        paths.append(folder / "data" / f"{name}.js")
+        text = f"qbenchData({encode(name)},{encode(payload)});\n"
+        write_atomically(paths[-1], text.encode(errors="replace"))
+    return paths
+
+
+def _payloads(results: Sequence[Results]) -> Iterator[tuple[str, object]]:
+    yield "index", index(results)
+    for folder, one in enumerate(results):
+        overview = one.payload("overview", wait=True)
+        yield f"{folder}/overview", overview
+        names = ["analysis", *(f"texts/{task}" for task in range(len(overview["tasks"])))]
+        for cell, found in enumerate(overview["cells"]):
+            if "documents" in found:
+                names.append(f"cell/{cell}")
+                names += [f"documents/{cell}/{task}" for task in range(len(overview["tasks"]))]
+        for name in names:
+            yield f"{folder}/{name}", _payload(one, name)
+
+
+def _payload(results: Results, name: str) -> object:
+    try:
+        return results.payload(name, wait=True)
+    except QbenchError as error:  # a damaged record takes nothing from the others
+        return {"error": str(error)}
+
+
+def write_report(results: Results, path: Path) -> Path:
+    """Write the first page, with the cells behind it, as one file. Raises as ``write_site``."""
+    data = {"index": index([results])}
+    overview = data["0/overview"] = results.payload("overview", wait=True)
+    data["0/analysis"] = _payload(results, "analysis")
+    for cell, found in enumerate(overview["cells"]):
+        if "documents" in found:
+            data[f"0/cell/{cell}"] = _payload(results, f"cell/{cell}")
+    script = asset("viewer.js").replace("</script", "<\\/script")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    page = asset("index.html").replace("<html ", '<html data-source="inline" ', 1)
+    page = page.replace(
+        '<link rel="stylesheet" href="viewer.css">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<style>{asset('viewer.css')}</style>",
+    )
+    scripts = f'<script type="application/json" id="data">{encode(data)}</script>'
+    scripts += f"<script>{script}</script>"
+    page = page.replace('<script defer src="viewer.js"></script>', scripts)
+    write_atomically(path, page.encode(errors="replace"))
+    return path

@@ -1,0 +1,87 @@
+import { render } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { CellPage } from "./cell";
+import { live, useData, watch, type Index, type Overview } from "./data";
+import { DocumentPage, DocumentsPage } from "./documents";
+import { Methods } from "./methods";
+import { OverviewPage, ScoresPage } from "./overview";
+import { Failure } from "./parts";
+import { link, useAddress, type State, type View } from "./state";
+import { WhyPage } from "./why";
+import "tabulator-tables/dist/css/tabulator_simple.min.css";
+import "./style.css";
+
+const VIEWS: [View, string][] = [["overview", "Answer"], ["scores", "Scores"], ["why", "Why"], ["methods", "Methods"]];
+
+function App() {
+  const state = useAddress();
+  const [round, setRound] = useState(0);
+  useEffect(() => watch(() => setRound((one) => one + 1)), []);
+  useEffect(() => keys(), []);
+  const index = useData<Index>("index", round);
+  const folder = Math.max(0, index?.folders.findIndex((one) => one.name === state.folder) ?? 0);
+  const found = useData<Overview>(index ? `${folder}/overview` : null, round);
+  useEffect(() => scrollTo(0, 0), [state.view, state.cells.join(), state.document]);
+  useEffect(() => {
+    document.title = [state.document && `document ${state.document}`, state.task, state.cells.join(" and "), found?.name, "qbench"].filter(Boolean).join(" · ");
+  }, [state, found]);
+  return (
+    <>
+      <header class="top">
+        <strong>{found?.folder ?? "qbench"}</strong>
+        {(index?.folders.length ?? 0) > 1 && (
+          <select aria-label="Results folder" value={index!.folders[folder].name}
+            onChange={(event) => { location.hash = link({ folder: event.currentTarget.value }); }}>
+            {index!.folders.map((one) => <option>{one.name}</option>)}
+          </select>
+        )}
+        <nav aria-label="Views">
+          {VIEWS.map(([view, title]) => (
+            <a href={link({ view, folder: state.folder })} aria-current={state.view === view ? "page" : undefined}>{title}</a>
+          ))}
+        </nav>
+        <button class="theme" title="Light or dark (t)" aria-label="Light or dark" onClick={turn}>◐</button>
+      </header>
+      {live && <p class="ended" role="status">The server has ended; what was loaded stays.</p>}
+      <main>{!found ? <p role="status">Reading…</p> : found.error ? <Failure text={found.error} /> : <Page found={found} state={state} folder={folder} round={round} />}</main>
+      <footer>qbench {found?.program} · keys: 1–4 views, j and k next and previous document, u up, / search, t light or dark</footer>
+    </>
+  );
+}
+
+function Page({ found, state, folder, round }: { found: Overview; state: State; folder: number; round: number }) {
+  const shared = { found, state, folder, round };
+  switch (state.view) {
+    case "scores": return <ScoresPage found={found} />;
+    case "cell": return <CellPage {...shared} />;
+    case "documents": return <DocumentsPage {...shared} />;
+    case "document": return <DocumentPage {...shared} />;
+    case "why": return <WhyPage {...shared} />;
+    case "methods": return <Methods />;
+    default: return <OverviewPage found={found} state={state} />;
+  }
+}
+
+function turn(): void {
+  const root = document.documentElement;
+  const dark = (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  root.dataset.theme = dark ? "light" : "dark";
+}
+
+function keys(): () => void {
+  const pressed = (event: KeyboardEvent) => {
+    const target = event.target as HTMLElement;
+    if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName)) return;
+    const click = (selector: string) => document.querySelector<HTMLElement>(selector)?.click();
+    if (event.key === "t") turn();
+    else if (event.key === "j") click("a[rel=next]");
+    else if (event.key === "k") click("a[rel=prev]");
+    else if (event.key === "u") click("a[rel=up]");
+    else if (event.key === "/") { event.preventDefault(); document.querySelector<HTMLElement>("input[type=search]")?.focus(); }
+    else if (/^[1-4]$/.test(event.key)) click(`nav a:nth-child(${event.key})`);
+  };
+  addEventListener("keydown", pressed);
+  return () => removeEventListener("keydown", pressed);
+}
+
+render(<App />, document.getElementById("app")!);

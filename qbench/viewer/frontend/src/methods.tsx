@@ -1,0 +1,38 @@
+// Each statistic in two sentences where it stands, with its formula and source.
+import methods from "./methods.json";
+import { link } from "./state";
+
+interface Described { name: string; title: string; says: string; tex: string; mathml: string; reference: string; url: string }
+const ALL = methods as Described[];
+
+// MathML of our own formulas, made when the page was built: the one text that is set as markup.
+const Formula = ({ of }: { of: Described }) => <div class="formula" dangerouslySetInnerHTML={{ __html: of.mathml }} />;
+
+const Reference = ({ of }: { of: Described }) => of.url ? <a href={of.url} rel="noreferrer" target="_blank">{of.reference}</a> : <>{of.reference}</>;
+
+export function Method({ name }: { name: string }) {
+  const found = ALL.find((one) => one.name === name)!;
+  return (
+    <details class="method">
+      <summary aria-label={`What is this: ${found.title}`}>?</summary>
+      <div role="note"><strong>{found.title}.</strong> {found.says}
+        <Formula of={found} />
+        <Reference of={found} /> · <a href={link({ view: "methods" })}>all methods</a>
+      </div>
+    </details>
+  );
+}
+
+export const Methods = () => (
+  <>
+    <h2>Methods</h2>
+    {ALL.map((one) => (
+      <section class="card" id={one.name} key={one.name}>
+        <h3>{one.title}</h3>
+        <p>{one.says}</p>
+        <Formula of={one} />
+        <p><Reference of={one} /></p>
+      </section>
+    ))}
+  </>
+);

@@ -1,0 +1,239 @@
+// The first screen: the answer with its certainty, then what it is made of.
+import * as Plot from "@observablehq/plot";
+import { useMemo } from "preact/hooks";
+import type { Cell, Effect, Line, Overview } from "./data";
+import type { Row } from "./download";
+import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
+import { change, link, type State } from "./state";
+import { duration, effect, harm, interval, number, p, score, sure, unit, UNITS, type Unit } from "./units";
+
+const named = (line: Line) => `${line.task} ${line.metric_title}`;
+export const cellOf = (found: Overview, name: string) => found.cells.find((cell) => cell.cell === name);
+const members = (found: Overview, group: string) => found.groups[group] ?? [group];
+
+/** The cells of a line and group that have documents to look at, with those of the other group. */
+const links = (found: Overview, groups: string[], line: Line) =>
+  link({
+    view: "documents", folder: found.folder, task: line.task, metric: line.metric,
+    cells: groups.map((group) => `${members(found, group)[0]}/${line.quantizer}`),
+  });
+
+interface Mark { line: Line; of: Effect; x: number; low: number; high: number; label: string; told: string; href: string }
+
+export function OverviewPage({ found, state }: { found: Overview; state: State }) {
+  const lines = found.by_group.length ? found.by_group : found.lines;
+  const [base, ...others] = Object.keys(found.groups);
+  const other = others.includes(state.other) ? state.other : others[0];
+  return (
+    <>
+      <section class="answer">
+        <p class="headline">{found.headline}</p>
+        {!found.ready && <p role="status">Intervals and tests are being computed; they appear here by themselves.</p>}
+        {found.summary.length > 0 && <details><summary>In more words</summary>{found.summary.map((one) => <p>{one}</p>)}</details>}
+        {found.problems.length > 0 && (
+          <details class="problems"><summary>{found.problems.length} {found.problems.length === 1 ? "thing is" : "things are"} missing or wrong</summary>
+            <ul>{found.problems.map((one) => <li>{one}</li>)}</ul></details>
+        )}
+      </section>
+      {others.length > 1 && (
+        <label class="choice">Against {base}:{" "}
+          <select value={other} onChange={(event) => change({ other: event.currentTarget.value })}>
+            {others.map((name) => <option>{name}</option>)}
+          </select>
+        </label>
+      )}
+      <Forest found={found} lines={lines} base={base} other={other} all={state.all === "forest"} />
+      <HeatMaps found={found} lines={lines} />
+      <Divergence found={found} task={state.task} />
+      <Cells found={found} />
+    </>
+  );
+}
+
+function Forest({ found, lines, base, other, all }: { found: Overview; lines: Line[]; base: string; other?: string; all: boolean }) {
+  const question = other ? "differences" : "damages";
+  const group = other ?? base;
+  const marks = useMemo(() => lines.filter((line) => line[question][group]).map((line): Mark => {
+    const of = line[question][group];
+    const ends = [harm(of.low, line, of.kind), harm(of.high, line, of.kind)].sort((a, b) => a - b);
+    return {
+      line, of, x: harm(of.estimate, line, of.kind), low: ends[0], high: ends[1],
+      label: `${line.quantizer} · ${named(line)}`,
+      told: `${line.quantizer}, ${named(line)}: ${effect(of.estimate, of.kind, line.percent)} ${interval(of, line.percent)}${of.mark}, ${of.documents} documents`,
+      href: links(found, other ? [base, other] : [base], line),
+    };
+  }).sort((a, b) => b.x - a.x), [found, lines, question, group]);
+  if (!marks.length) return null;
+  const certain = marks.filter((mark) => sure(mark.of));
+  const few = marks.length <= 36 || all;
+  const shown = few ? marks : marks.filter((mark) => sure(mark.of));
+  const words = other ? [`${other} is hurt less`, `${other} is hurt more`] : ["better", "worse"];
+  const rest = marks.length - certain.length;
+  return (
+    <>
+      <div class="columns">
+        {(["points", "ratio", "units"] as Unit[]).map((kind) => {
+          const own = shown.filter((mark) => unit(mark.line) === kind);
+          return own.length > 0 && (
+            <ForestFigure key={kind} marks={own} kind={kind} words={words}
+              title={other ? `How much more ${other} is hurt than ${base}, ${UNITS[kind]}` : `Damage to ${base}, ${UNITS[kind]}`}
+              method={other ? "difference" : "damage"} />
+          );
+        })}
+      </div>
+      {marks.length > 36 && rest > 0 && (
+        <button class="wide" onClick={() => change({ all: all ? "" : "forest" })}>
+          {all ? "Only what differs beyond doubt" : `Also the ${rest} that cannot be told from no difference`}
+        </button>
+      )}
+      {shown.length === 0 && <p class="note">None of {marks.length} comparisons differs beyond doubt.</p>}
+    </>
+  );
+}
+
+function ForestFigure({ marks, kind, words, title, method }: { marks: Mark[]; kind: Unit; words: string[]; title: string; method: string }) {
+  const rows = marks.map(({ line, of }): Row => ({
+    task: line.label, metric: line.metric, quantizer: line.quantizer, kind: of.kind, estimate: of.estimate,
+    low: of.low, high: of.high, p: of.p, p_holm: of.p_holm, mark: of.mark, documents: of.documents,
+  }));
+  const draw = useMemo(() => (width: number) => {
+    const narrow = width < 500;
+    const order = marks.map((mark) => mark.label);
+    const zero = kind === "ratio" ? 1 : 0;
+    const tone = (mark: Mark) => (sure(mark.of) ? (mark.x > zero ? "var(--worse)" : "var(--better)") : "var(--unsure)");
+    const shared = { y: "label", href: "href", stroke: tone } as const;
+    return plot({
+      width, height: 64 + (narrow ? 34 : 20) * marks.length, marginLeft: narrow ? 12 : 16 + 6.4 * Math.max(...order.map((label) => label.length)), marginBottom: 40, marginRight: 16,
+      x: { type: kind === "ratio" ? "log" : "linear", grid: true, label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, tickFormat: kind === "ratio" ? (value: number) => `× ${number(value, 3)}` : undefined, ticks: Math.max(3, width / 130) },
+      y: { domain: order, label: null, axis: narrow ? null : "left", tickSize: 0 },
+      marks: [
+        Plot.ruleX([zero], { stroke: "currentColor" }),
+        Plot.ruleY(marks, { ...shared, x1: "low", x2: "high", strokeWidth: 2 }),
+        Plot.dot(marks, { ...shared, x: "x", r: 4.5, fill: tone, ariaLabel: "told", title: "told", tip: { href: undefined, fill: "var(--paper)" } }),
+        ...(narrow ? [Plot.text(marks, { y: "label", text: "label", frameAnchor: "left", dy: -12, fontSize: 11, href: "href" })] : []),
+      ],
+    });
+  }, [marks.map((mark) => mark.told).join(), kind, title]);
+  return <Figure title={title} name={`${method}-${kind}`} method={method} rows={rows} draw={draw}
+    note={<>Each row is a task, its metric and a precision; bars are 95 % intervals. Coloured: beyond doubt (‡). Grey: cannot be told. A click shows the documents.</>} />;
+}
+
+function HeatMaps({ found, lines }: { found: Overview; lines: Line[] }) {
+  const kinds = (["points", "ratio", "units"] as Unit[]).filter((kind) => lines.some((line) => unit(line) === kind && line.quantized));
+  return <div class="columns">{kinds.map((kind) => <HeatMap key={kind} found={found} lines={lines} kind={kind} />)}</div>;
+}
+
+function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind: Unit }) {
+  const squares = useMemo(() => lines.filter((line) => unit(line) === kind && line.quantized).flatMap((line) =>
+    Object.keys(line.scores).flatMap((group) => {
+      const of = line.damages[group];
+      const whole = lines.find((one) => one.task === line.task && one.metric === line.metric && one.quantizer === found.unquantized)?.scores[group]?.value;
+      const own = line.scores[group]?.value;
+      const estimate = of?.estimate ?? (typeof own === "number" && typeof whole === "number" ? (line.ratio ? Math.log(own / whole) : own - whole) : null);
+      if (typeof estimate !== "number") return [];
+      const damage = harm(estimate, line, line.ratio ? "log ratio" : "difference");
+      return [{
+        group, quantizer: line.quantizer, column: named(line), damage, mark: of?.mark ?? "", task: line.task, metric: line.metric,
+        told: `${group}, ${line.quantizer}, ${named(line)}: ${effect(estimate, line.ratio ? "log ratio" : "difference", line.percent)}${of ? ` ${interval(of, line.percent)}${of.mark}` : ""}`,
+        href: links(found, [group], line),
+      }];
+    })), [found, lines, kind]);
+  const draw = useMemo(() => (width: number) => {
+    const groups = [...new Set(squares.map((one) => one.group))];
+    const quantizers = [...new Set(squares.map((one) => one.quantizer))];
+    const columns = [...new Set(squares.map((one) => one.column))];
+    const level = (one: (typeof squares)[0]) => (kind === "ratio" ? Math.log(one.damage) : one.damage);
+    const most = Math.max(...squares.map((one) => Math.abs(level(one))).filter(Number.isFinite), 1e-9);
+    const room = (width - 176) / columns.length;
+    return plot({
+      width: Math.max(width, 176 + 44 * columns.length), height: 120 + groups.length * (26 + 22 * quantizers.length), marginLeft: 100, marginTop: 104, marginRight: 76,
+      x: { domain: columns, label: null, axis: "top", tickRotate: -35, tickSize: 0 },
+      y: { domain: quantizers, label: null, tickSize: 0 },
+      fy: { domain: groups, label: null, axis: null },
+      color: { type: "diverging-symlog", constant: Math.max(most / 50, 1e-6), domain: [-most, most], range: ["#2a78b8", "#f4f2ee", "#c8503c"], interpolate: "lab", pivot: 0 } as any,
+      marks: [
+        Plot.text(groups, { fy: (group) => group, text: (group) => group, frameAnchor: "top-left", dx: -95, dy: -14, fontWeight: "bold" }),
+        Plot.cell(squares, { x: "column", y: "quantizer", fy: "group", fill: level, inset: 1, rx: 3, href: "href", ariaLabel: "told", title: "told" }),
+        Plot.text(squares, { x: "column", y: "quantizer", fy: "group", fontSize: room < 50 ? 10 : 12, fill: (one) => (Math.abs(level(one)) > most / 2 ? "white" : "#222"), text: (one) => (kind === "ratio" ? number(one.damage, 3) : one.damage.toFixed(1).replace("-", "−")), pointerEvents: "none" }),
+      ],
+    });
+  }, [squares]);
+  if (!squares.length) return null;
+  return <Figure title={`Damage by checkpoint, precision and task, ${UNITS[kind]}`} name={`damage-${kind}`} method="damage" draw={draw}
+    rows={squares.map(({ told, href, ...rest }) => rest)} note="More is worse; blue is better than unquantized. A click shows the documents." />;
+}
+
+function Divergence({ found, task }: { found: Overview; task: string }) {
+  const dots = useMemo(() => found.cells.flatMap((cell) => {
+    const of = Object.entries(cell.kl ?? {}).filter(([name]) => !task || name === task).map(([, one]) => one);
+    const tokens = of.reduce((sum, one) => sum + one.tokens, 0);
+    if (!tokens || !cell.bits) return [];
+    const mean = of.reduce((sum, one) => sum + one.mean * one.tokens, 0) / tokens;
+    return mean > 0 ? [{
+      cell: cell.cell, checkpoint: cell.checkpoint, method: cell.title, precision: cell.precision, bits: cell.bits, kl: mean, tokens,
+      told: `${cell.cell}: KL ${number(mean)} nats a token at ${number(cell.bits)} bits a weight`,
+      href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }),
+    }] : [];
+  }), [found, task]);
+  const draw = useMemo(() => (width: number) => plot({
+    width, height: 360, marginLeft: 60, marginBottom: 44, marginTop: 28,
+    x: { label: "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
+    y: { type: "log", label: "↑ KL, nats a token", grid: true, ticks: 5, tickFormat: (value: number) => number(value, 2) },
+    color: { legend: true, domain: found.checkpoints, scheme: "observable10" }, symbol: { legend: true },
+    marks: [Plot.dot(dots, { x: "bits", y: "kl", stroke: "checkpoint", symbol: "method", r: 5, strokeWidth: 2, href: "href", ariaLabel: "told", title: "told", tip: { href: undefined, fill: "var(--paper)" } })],
+  }), [dots]);
+  if (!found.cells.some((cell) => cell.kl && Object.keys(cell.kl).length)) return null;
+  return (
+    <>
+      <label class="choice">Divergence on{" "}
+        <select value={task} onChange={(event) => change({ task: event.currentTarget.value })}>
+          <option value="">all tasks, by token</option>
+          {found.tasks.map((one) => <option value={one.name}>{one.label}</option>)}
+        </select>
+      </label>
+      <Figure title="KL divergence against bits" name="kl" method="kl" draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
+        note="Lower is closer to the unquantized model. A click shows the cell." />
+    </>
+  );
+}
+
+function Cells({ found }: { found: Overview }) {
+  const columns = useMemo((): GridColumn[] => [
+    { title: "Cell", value: (cell: Cell) => cell.cell, grow: 2, width: 170, show: (cell: Cell) => ({ text: cell.cell, href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }) }) },
+    { title: "Status", value: (cell: Cell) => cell.status, show: (cell: Cell) => ({ text: cell.status, tone: cell.status, title: cell.reason }) },
+    { title: "Method", value: (cell: Cell) => cell.title, width: 110 },
+    { title: "Precision", value: (cell: Cell) => cell.precision, width: 100 },
+    { title: "Bits a weight", value: (cell: Cell) => cell.bits, align: "right", show: (cell: Cell) => number(cell.bits) },
+    { title: "Weight error", value: (cell: Cell) => cell.weight_error, align: "right", show: (cell: Cell) => number(cell.weight_error) },
+    { title: "Took", value: (cell: Cell) => cell.seconds, align: "right", show: (cell: Cell) => duration(cell.seconds) },
+    { title: "Memory, GiB", value: (cell: Cell) => cell.memory_gib, align: "right", show: (cell: Cell) => number(cell.memory_gib, 3) },
+  ], [found]);
+  return <Grid title="Cells" name="cells" rows={found.cells} columns={columns} />;
+}
+
+/** Every score, with its interval, damage and difference. */
+export function ScoresPage({ found }: { found: Overview }) {
+  const lines = found.by_group.length ? found.by_group : found.lines;
+  const rows = useMemo(() => lines.flatMap((line) => Object.entries(line.scores).map(([group, own]) => ({ line, group, own }))), [found]);
+  const columns = useMemo((): GridColumn[] => {
+    const of = (name: "damages" | "deltas" | "differences", title: string): GridColumn[] => [
+      { title, value: ({ line, group }) => line[name][group]?.estimate, align: "right", show: ({ line, group }) => {
+        const one: Effect | undefined = line[name][group];
+        return one ? { text: effect(one.estimate, one.kind, line.percent) + one.mark, title: `${interval(one, line.percent)}, p ${p(one.p)}` } : "–";
+      } },
+    ];
+    return [
+      { title: "Task", value: ({ line }) => line.label, width: 120, grow: 2, show: ({ line, group }) => ({ text: line.label, href: links(found, [group], line) }) },
+      { title: "Metric", value: ({ line }) => line.metric_title, width: 100, show: ({ line }) => `${line.metric_title} ${line.higher_is_better ? "↑" : "↓"}` },
+      { title: "Precision", value: ({ line }) => line.quantizer, width: 100 },
+      { title: "Checkpoint", value: ({ group }) => group, width: 100 },
+      { title: "Score", value: ({ own }) => own.value, align: "right", show: ({ own, line }) => own.status === "ok" ? score(own.value, line) : { text: own.status, tone: own.status, title: own.reason } },
+      { title: "95 % interval", value: ({ own }) => own.low, align: "right", width: 130, show: ({ own, line }) => own.low === undefined ? "–" : `[${score(own.low, line)}, ${score(own.high, line)}]` },
+      ...of("deltas", "Δ"), ...of("damages", "Damage"), ...of("differences", "Difference of damages"),
+      { title: "Documents", value: ({ own, line, group }) => own.documents ?? line.damages[group]?.documents, align: "right", show: ({ own, line, group }) => number(own.documents ?? line.damages[group]?.documents) },
+    ];
+  }, [found]);
+  if (!rows.length) return <Failure text="No cell has scores yet." />;
+  return <Grid title="Scores" name="scores" method="holm" rows={rows} columns={columns} height={720}
+    note="Accuracies in per cent, their differences in points; × are ratios of perplexities. ‡ beyond doubt, † likely; the interval stands in a mark’s tooltip." />;
+}

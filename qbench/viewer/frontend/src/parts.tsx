@@ -1,0 +1,146 @@
+// A figure and a table, each with its downloads; the libraries draw them.
+import * as Plot from "@observablehq/plot";
+import type { ComponentChildren } from "preact";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import {
+  FilterModule, FormatModule, InteractionModule, ResizeTableModule, SortModule, Tabulator,
+  type ColumnDefinition,
+} from "tabulator-tables";
+import { csv, latex, parquet, save, svg, type Row } from "./download";
+import { Method } from "./methods";
+
+Tabulator.registerModule([FilterModule, FormatModule, InteractionModule, ResizeTableModule, SortModule]);
+
+function Downloads({ name, rows, figure }: { name: string; rows: () => Row[]; figure?: () => Element }) {
+  return (
+    <span class="downloads" role="group" aria-label={`Download ${name}`}>
+      {figure && <button onClick={() => save(`${name}.svg`, svg(figure()), "image/svg+xml")}>SVG</button>}
+      <button onClick={() => save(`${name}.csv`, csv(rows()), "text/csv")}>CSV</button>
+      <button onClick={() => save(`${name}.parquet`, parquet(rows()), "application/octet-stream")}>Parquet</button>
+      <button onClick={() => save(`${name}.tex`, latex(rows()), "text/plain")}>LaTeX</button>
+    </span>
+  );
+}
+
+interface Titled { title: string; method?: string; note?: ComponentChildren; name: string }
+
+function Head({ title, method, downloads }: { title: string; method?: string; downloads: ComponentChildren }) {
+  return (
+    <header class="part">
+      <h3>{title}{method && <Method name={method} />}</h3>
+      {downloads}
+    </header>
+  );
+}
+
+/** `draw` makes a figure for a width in pixels; `rows` are the numbers in it. */
+export function Figure({ title, method, note, name, rows, draw }: Titled & { rows: Row[]; draw: (width: number) => Element }) {
+  const box = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(0);
+  useEffect(() => {
+    const watcher = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    watcher.observe(box.current!);
+    return () => watcher.disconnect();
+  }, []);
+  useLayoutEffect(() => {
+    if (!width) return;
+    const drawn = draw(width);
+    const drawings = drawn.tagName === "svg" ? [drawn] : [...drawn.querySelectorAll("svg")];
+    drawings.at(-1)?.setAttribute("aria-label", title);
+    box.current!.replaceChildren(drawn);
+  }, [width, draw]);
+  return (
+    <figure class="card">
+      <Head title={title} method={method} downloads={<Downloads name={name} rows={() => rows} figure={() => box.current!} />} />
+      <div ref={box} class="drawing" />
+      {note && <figcaption>{note}</figcaption>}
+    </figure>
+  );
+}
+
+/** Plot's options that all figures share. */
+export const plot = (options: Plot.PlotOptions) =>
+  Plot.plot({ style: { background: "transparent", fontSize: "12px", overflow: "visible" }, ...options });
+
+export type Shown = string | { text: string; href?: string; tone?: string; title?: string };
+export interface GridColumn {
+  title: string; value: (row: any) => any; show?: (row: any) => Shown;
+  align?: "left" | "right"; width?: number; grow?: number; note?: string; frozen?: boolean;
+}
+
+function element(shown: Shown): HTMLElement {
+  const { text, href, tone, title } = typeof shown === "string" ? { text: shown } as Exclude<Shown, string> : shown;
+  const made = document.createElement(href ? "a" : "span");
+  made.textContent = text;
+  if (href) (made as HTMLAnchorElement).href = href;
+  if (tone) made.className = tone;
+  if (title) made.title = title;
+  return made;
+}
+
+/** A table that draws only the rows in sight; all that it shows is text, never markup. */
+export function Grid({ title, method, note, name, rows, columns, height, sort, onSort }: Titled & {
+  rows: any[]; columns: GridColumn[]; height?: number; sort?: string; onSort?: (sort: string) => void;
+}) {
+  const box = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const definitions: ColumnDefinition[] = columns.map((column, index) => ({
+      title: column.title, field: `c${index}`, hozAlign: column.align ?? "left", headerHozAlign: column.align ?? "left",
+      widthGrow: column.grow ?? 1, minWidth: column.width ?? 80, sorter: (a: any, b: any, _a: any, _b: any, _column: any, way: string) => compare(a, b, way),
+      titleFormatter: () => Object.assign(document.createElement("span"), { textContent: column.title, title: column.note ?? "" }),
+      formatter: (cell) => element((cell.getData() as any).shown[index]()),
+    } as ColumnDefinition));
+    const [by, way] = (sort ?? "").split(" ");
+    const table = new Tabulator(box.current!, {
+      data: rows.map((row) => ({
+        ...Object.fromEntries(columns.map((column, index) => [`c${index}`, column.value(row)])),
+        shown: columns.map((column) => () => column.show?.(row) ?? String(column.value(row) ?? "–")),
+      })),
+      columns: definitions, layout: "fitColumns", height: rows.length > 24 ? height ?? 640 : undefined,
+      initialSort: definitions.some((one) => one.field === by) ? [{ column: by, dir: way === "desc" ? "desc" : "asc" }] : [],
+      placeholder: "No rows.",
+    });
+    let ready = false;
+    table.on("tableBuilt", () => {
+      box.current?.querySelectorAll<HTMLElement>(".tabulator-col[role=columnheader]").forEach((head) => {
+        head.tabIndex = 0;
+        head.onkeydown = (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); head.click(); } };
+      });
+      ready = true;
+    });
+    table.on("dataSorted", (sorters) => {
+      if (ready && onSort && sorters[0]) onSort(`${sorters[0].field} ${sorters[0].dir}`);
+    });
+    return () => table.destroy();
+  }, [rows, columns]);
+  const plain = () => rows.map((row) => Object.fromEntries(columns.map((column) => [column.title, column.value(row) ?? null])));
+  return (
+    <section class="card">
+      <Head title={title} method={method} downloads={<Downloads name={name} rows={plain} />} />
+      {note && <p class="note">{note}</p>}
+      <div ref={box} aria-label={title} />
+    </section>
+  );
+}
+
+/** Numbers by size, then words; what is missing comes last, up or down. */
+export function compare(a: any, b: any, way: string): number {
+  const missing = [a, b].map((value) => Number(value === null || value === undefined || value === ""));
+  if (missing[0] || missing[1]) return (missing[0] - missing[1]) * (way === "desc" ? -1 : 1);
+  if (typeof a === "number" && typeof b === "number") return a - b;
+  return String(a).localeCompare(String(b), "en", { numeric: true });
+}
+
+/** Names and values, for what is neither. */
+export function Facts({ title, values }: { title: string; values: [string, ComponentChildren][] }) {
+  const known = values.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  if (!known.length) return null;
+  return (
+    <section class="card">
+      <h3>{title}</h3>
+      <dl>{known.map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
+    </section>
+  );
+}
+
+export const Failure = ({ text }: { text: string }) => <p class="failure" role="alert">{text}</p>;

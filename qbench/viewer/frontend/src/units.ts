@@ -1,0 +1,49 @@
+// Numbers as people read them: accuracies in per cent, effects in points, perplexities as ratios.
+import type { Effect, Line } from "./data";
+
+const signed = (value: number, digits: number) =>
+  `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
+
+export function number(value: number | string | null | undefined, digits = 4): string {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string") return value;
+  if (Number.isInteger(value)) return value.toLocaleString("en-US").replace("-", "−");
+  return Number(value.toPrecision(digits)).toString().replace("-", "−");
+}
+
+export function score(value: number | string | null | undefined, line: Pick<Line, "percent">): string {
+  if (typeof value !== "number") return value ?? "–";
+  return line.percent ? (100 * value).toFixed(2) : number(value);
+}
+
+/** `+1.04` points or `× 1.032`. */
+export function effect(value: number, kind: Effect["kind"], percent: boolean): string {
+  if (typeof value !== "number") return String(value);
+  if (kind === "log ratio") return `× ${number(Math.exp(value))}`;
+  return percent ? signed(100 * value, 2) : signed(value, 3);
+}
+
+export const interval = (of: Effect, percent: boolean) =>
+  `[${effect(of.low, of.kind, percent)}, ${effect(of.high, of.kind, percent)}]`;
+
+/** On an axis where more is worse: points, units, or the ratio itself. */
+export function harm(value: number, line: Line, kind: Effect["kind"]): number {
+  const worse = line.higher_is_better ? -value : value;
+  if (kind === "log ratio") return Math.exp(worse);
+  return line.percent ? 100 * worse : worse;
+}
+
+export const UNITS = {
+  points: "points",
+  ratio: "× (ratio)",
+  units: "units of the score",
+} as const;
+export type Unit = keyof typeof UNITS;
+
+export const unit = (line: Line): Unit => (line.ratio ? "ratio" : line.percent ? "points" : "units");
+
+export const sure = (of: Effect) => of.mark === "‡";
+export const p = (value: number | null | undefined) =>
+  value === null || value === undefined ? "–" : value < 0.0001 ? "< 0.0001" : value.toFixed(4);
+export const duration = (seconds: number | undefined) =>
+  seconds === undefined ? "–" : seconds < 90 ? `${seconds.toFixed(1)} s` : `${(seconds / 60).toFixed(1)} min`;

@@ -1,0 +1,112 @@
+"""The page from a local server: loopback only, nothing without the token in its address."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+
+from qbench.errors import QbenchError, ResultsError
+from qbench.viewer.data import Results, index
+
+HOST = "127.0.0.1"
+ASSETS = {"viewer.js": "text/javascript", "viewer.css": "text/css"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+def asset(name: str) -> str:
+    return (files("qbench.viewer") / "static" / name).read_text()
+
+
+def encode(payload: object) -> str:
+    """Strict JSON; ``<`` is escaped, so that it can stand in a page."""
+    return json.dumps(payload, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+class Server(ThreadingHTTPServer):
+    """Serves ``results`` at ``address``; the page asks for ``state`` and reloads what changed."""
+
+    daemon_threads = True
+
+    def __init__(self, results: Sequence[Results], *, port: int = 0) -> None:
+        """``port`` 0: any that is free. Raises ResultsError where it is taken."""
+        self.results = results
+        self.token = secrets.token_urlsafe(16)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ResultsError(f"--port {port}: {error.strerror}; name another") from None
+        self.encoded = lru_cache(maxsize=64)(self._encoded)
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def payload(self, name: str) -> str:
+        """JSON text of a payload. Raises KeyError for an unknown name."""
+        if name == "index":
+            return encode(index(self.results))
+        if name == "state":
+            return encode([[one.version, one.ready] for one in self.results])
+        folder, _, rest = name.partition("/")
+        if not folder.isdecimal() or int(folder) >= len(self.results):
+            raise KeyError(name)
+        one = self.results[int(folder)]
+        return self.encoded(int(folder), rest, one.version, one.ready)
+
+    def _encoded(self, folder: int, name: str, version: int, ready: bool) -> str:
+        try:
+            return encode(self.results[folder].payload(name))
+        except QbenchError as error:
+            return encode({"error": str(error)})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        # Another site's page may reach this port by a name of its own: the host must be ours.
+        hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
+        token, _, name = self.path.removeprefix("/").partition("?")[0].partition("/")
+        known = secrets.compare_digest(token.encode(), self.server.token.encode())
+        if self.headers.get("Host") not in hosts or not known:
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "not this address")
+        elif name == "":
+            self._send(HTTPStatus.OK, "text/html", asset("index.html"))
+        elif name in ASSETS:
+            self._send(HTTPStatus.OK, ASSETS[name], asset(name))
+        elif name.startswith("data/"):
+            try:
+                payload = self.server.payload(name.removeprefix("data/").removesuffix(".json"))
+            except KeyError:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", "no such data")
+            else:
+                self._send(HTTPStatus.OK, "application/json", payload)
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "no such page")
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        content = text.encode(errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        for header, value in HEADERS.items():
+            self.send_header(header, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Requests are nobody's news."""
