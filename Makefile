@@ -42,6 +42,7 @@ format: install
 # the pages as a site, in site/
 docs: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m typer qbench.cli.app utils docs --name qbench --title "Command line" --output docs/reference/cli.md
 	$(BIN)/mkdocs build --quiet --strict
 
 install: $(INSTALLED)

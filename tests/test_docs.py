@@ -31,5 +31,6 @@ def test_every_room_is_described():
 
 
 def test_every_page_stands_in_the_site():
-    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert listed == written | {"reference/cli.md"}  # made by `make docs`
