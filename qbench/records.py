@@ -349,6 +349,8 @@ class ScoringReport(RecordModel):
     difference_from_exact: DifferenceFromExact | None = None
     # tasks that were scored exactly all the same, and why not fast
     exact_tasks: dict[str, str] = Field(default_factory=dict)
+    # tasks whose answers transformers' generate gave, through lm-eval, and why not batched decoding
+    transformers_generation: dict[str, str] = Field(default_factory=dict)
 
 
 # --- damage: what quantization changed, against the unquantized cell of the same checkpoint

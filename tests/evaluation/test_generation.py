@@ -1,35 +1,193 @@
-"""Generated text: steps whose logits are not numbers fail, in every mode."""
+"""Generated answers: batched greedy decoding says what lm-eval's HFLM says, text by text."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from scoring_models import llama, scorer, text, tokenizer
+from small_recipe import DEMO
 
+from qbench.checkpoints import find, load_model, load_tokenizer
 from qbench.errors import EvaluationError
+from qbench.evaluation.evaluate import build_requests
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.scoring import generate as generation
+from qbench.evaluation.scoring import language_model
+from qbench.evaluation.settings import ScoringSettings
+from qbench.evaluation.tasks import plan_task
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
+
+TASKS = {  # in the manner of gsm8k, of triviaqa, and one that only its limit ends
+    "sums": 'generation_kwargs: {until: ["\\n\\n", "Q:"], do_sample: false, max_gen_toks: 24}\n'
+    "fewshot_split: test\nnum_fewshot: 2",
+    "trivia": 'generation_kwargs: {until: [".", ",", "the"], max_gen_toks: 20}',
+    "story": "generation_kwargs: {until: [], do_sample: false, temperature: 0.0, max_gen_toks: 40}",
+}
+WORDS = ["The cat", "In the morning the", "A red house stands by", "Once there was a king who had"]
 
 
-def generation(prompt, document=0, most=4):
+def request(prompt, document=0, **kwargs):
     return Instance(
         request_type="generate_until",
         doc={},
-        arguments=(prompt, {"until": ["\n"], "max_gen_toks": most}),
+        arguments=(prompt, {"until": ["\n"], "max_gen_toks": 4} | kwargs),
         idx=0,
         metadata=("generation", document, 1),
     )
 
 
+def written_task(folder, name):
+    """One of TASKS over questions of different lengths."""
+    (folder / "tasks").mkdir(exist_ok=True)
+    (folder / "tasks" / f"{name}.yaml").write_text(
+        f"task: {name}\ndataset_path: json\noutput_type: generate_until\ntest_split: test\n"
+        'doc_to_text: "Q: {{question}}\\nA:"\ndoc_to_target: "{{answer}}"\n'
+        f"metric_list: [{{metric: exact_match}}]\n{TASKS[name]}\n"
+    )
+    (folder / "data" / name).mkdir(parents=True, exist_ok=True)
+    draw = random.Random(name)
+    rows = [{"question": " ".join(draw.sample(WORDS, draw.randint(1, 4))), "answer": "7"}
+            for _ in range(9)]  # fmt: skip
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (folder / "data" / name / "test.jsonl").write_text(lines + "\n")
+    return load_task(plan_task(name, data=folder / "data", definitions=folder / "tasks"))
+
+
+@pytest.fixture(scope="module", params=["softmax", "softpick"])
+def demo(request):
+    checkpoint = find(str(DEMO / request.param))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    return model, load_tokenizer(checkpoint)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_answers_to_a_task_are_hflms_text_by_text(demo, name, tmp_path, monkeypatch):
+    """Four slots for nine prompts: slots are filled again, and move to the left."""
+    monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
+    monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
+    settings = ScoringSettings(mode="exact", max_length=256, batch_size=3, window_batch_size=1)
+    task = written_task(tmp_path, name)
+    build_requests(task.task, settings)
+    lm = language_model(*demo, settings)
+    answers = lm.generate_until(task.task.instances)
+    assert answers == lm.hflm.generate_until(task.task.instances, disable_tqdm=True)
+    assert len(set(map(len, answers))) > 2
+    assert lm.report().transformers_generation == {}
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"name": "int4-token"},
+        {"name": "int4-channel", "group_size": 8, "keep_recent": 5, "keep_first": 2},
+        {"name": "int3-channel", "group_size": 16, "before_rope": True},
+    ],
+    ids=lambda cache: cache["name"],
+)
+def test_a_cache_of_few_bits_is_read_alike_in_slots_and_by_hflm(cache, tmp_path, monkeypatch):
+    """What stays unquantized depends on where in its sequence a token stands, not on its column."""
+    monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
+    monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
+    checkpoint = find(str(DEMO / "softpick"))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    model = apply(model, config_of({"kv": cache}, compute_dtype="float32"), {})
+    settings = ScoringSettings(mode="exact", max_length=256, batch_size=3, window_batch_size=1)
+    task = written_task(tmp_path, "trivia")
+    build_requests(task.task, settings)
+    lm = language_model(model, load_tokenizer(checkpoint), settings)
+    answers = lm.generate_until(task.task.instances)
+    assert answers == lm.hflm.generate_until(task.task.instances, disable_tqdm=True)
+
+
 @pytest.mark.parametrize("mode", ["lm-eval", "exact", "fast"])
-def test_generation_is_hflms_own(mode):
-    model, requests = llama(), [generation(text(i, 5), i) for i in range(5)]
-    lm = scorer(model, mode)
-    expected = lm.hflm.generate_until(requests, disable_tqdm=True)
-    assert lm.generate_until(requests, disable_tqdm=True) == expected
+@pytest.mark.parametrize("max_length", [16, 128])
+def test_prompts_of_all_lengths_are_answered_as_by_hflm(mode, max_length):
+    """Some are longer than the context has room for, and lose their oldest tokens."""
+    model = llama()
+    requests = [request(text(i, 1 + 3 * i), i, max_gen_toks=1 + i) for i in range(7)]
+    lm = scorer(model, mode, max_length=max_length)
+    lm.hflm.batch_size_per_gpu = 1
+    assert lm.generate_until(requests) == lm.hflm.generate_until(requests, disable_tqdm=True)
     assert not model._forward_hooks
 
 
+def test_a_token_that_generation_config_names_ends_answers():
+    model = llama()
+    lm = scorer(model, "exact")
+    prompts = [request(text(i, 5), i, until=[], max_gen_toks=12) for i in range(4)]
+    whole = lm.generate_until(prompts)
+    (said,) = lm.greedy([tokenizer().encode(text(0, 5), add_special_tokens=False)], 12)
+    model.generation_config.eos_token_id = [1, said[3]]
+    lm.hflm.batch_size_per_gpu = 1
+    ended = lm.generate_until(prompts)
+    assert ended == lm.hflm.generate_until(prompts, disable_tqdm=True)
+    assert len(ended[0]) < len(whole[0])
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "settled"),
+    [
+        ("one two", ["x"], False),
+        ("one two", ["two"], True),
+        ("one \n", ["\n", "e \nQ"], False),  # the second may be there with the next token
+        ("one \nA", ["\n", "e \nQ"], True),
+        ("ab", ["b", "abc"], False),
+    ],
+)
+def test_an_answer_is_over_when_no_stop_string_can_cut_it_earlier(said, stops, settled):
+    assert generation._settled(said, stops) == settled
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"do_sample": True, "temperature": 0.7}, "the task samples"),
+        ({"temperature": 0.7}, "the task samples"),
+        ({"num_beams": 2}, "it sets num_beams"),
+        ({"max_length": 20}, "it sets max_length"),
+    ],
+)
+def test_what_is_not_greedy_is_left_to_lm_eval_and_the_record_says_so(kwargs, reason):
+    lm = scorer(llama(), "exact")
+    lm.generate_until([request("the cat", **kwargs)])
+    assert lm.report().transformers_generation == {"generation": reason}
+
+
+def test_penalties_of_generation_config_are_left_to_lm_eval():
+    model = llama()
+    model.generation_config.repetition_penalty = 1.5
+    assert generation.unlike_greedy(model, []) == "it sets repetition_penalty"
+
+
+def test_samples_are_drawn_with_the_seed_of_the_key(tmp_path):
+    """So that a task that samples is scored alike whenever its key is the same."""
+    TASKS["sampled"] = "generation_kwargs: {do_sample: true, temperature: 1.0, max_gen_toks: 8}"
+    task = written_task(tmp_path, "sampled")
+    del TASKS["sampled"]
+    model, answers = llama(), []
+    for seed in (0, 0, 1):
+        settings = ScoringSettings(
+            mode="exact", max_length=128, batch_size=4, window_batch_size=1, seed=seed
+        )
+        build_requests(task.task, settings)
+        answers.append(language_model(model, tokenizer(), settings).generate_until(
+            task.task.instances
+        ))  # fmt: skip
+    assert answers[0] == answers[1] != answers[2]
+    assert settings.key_parts()["seed"] == 1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("mode", ["lm-eval", "exact", "fast"])
+@pytest.mark.parametrize("mode", ["lm-eval", "exact"])
 def test_logits_that_are_no_numbers_fail_where_the_probe_met_none(mode, value):
     """Embedding rows of a few tokens are broken, as of a checkpoint that was written badly."""
     model = llama()
@@ -38,10 +196,15 @@ def test_logits_that_are_no_numbers_fail_where_the_probe_met_none(mode, value):
     assert word > 8  # the probe's tokens
     model.model.embed_tokens.weight.data[word] = value
     good, bad = "the cat sat on", "the cat sat on photosynthesis"
-    lm.generate_until([generation(good)], disable_tqdm=True)
+    lm.generate_until([request(good)])
     with pytest.raises(EvaluationError, match="NaN or infinite, which no scoring mode can mend"):
-        lm.generate_until([generation(good), generation(bad, 1)], disable_tqdm=True)
+        lm.generate_until([request(good), request(bad, 1)])
     assert not model._forward_hooks
+
+
+def test_an_answer_without_room_is_refused_in_a_line():
+    with pytest.raises(EvaluationError, match="up to 128 tokens do not fit into eval"):
+        scorer(llama(), "exact", max_length=128).generate_until([request("a", max_gen_toks=128)])
 
 
 def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
@@ -49,9 +212,36 @@ def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
     model = llama()
     model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data[:40].clone()
     lm = scorer(model, "exact")
-    request = Instance(request_type="loglikelihood", doc={}, arguments=(text(0, 5), text(1, 3)),
-                       idx=0, metadata=("t", 0, 1))  # fmt: skip
+    pair = Instance(request_type="loglikelihood", doc={}, arguments=(text(0, 5), text(1, 3)),
+                    idx=0, metadata=("t", 0, 1))  # fmt: skip
     with pytest.raises(EvaluationError, match=r"gives token \d+, and the model embeds 40"):
-        lm.loglikelihood([request], disable_tqdm=True)
+        lm.loglikelihood([pair], disable_tqdm=True)
     with pytest.raises(EvaluationError, match="embeds 40"):
         lm.greedy([[1, 2, 41]], 1)
+
+
+def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):
+    model, prompts = llama(), [[3 + i, 5, 7] for i in range(6)]
+    expected = generation.greedy(model, prompts, 4)
+    fill = generation._Decoding._fill
+
+    def small(self, free, finished):
+        if len(free) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        fill(self, free, finished)
+
+    monkeypatch.setattr(generation._Decoding, "_fill", small)
+    assert generation.greedy(model, prompts, 4) == expected
+
+
+@pytest.mark.slow
+def test_a_step_with_columns_on_the_device_says_what_one_from_the_host_says():
+    """As CUDA graphs take it, here in Triton's interpreter."""
+    script = Path(__file__).with_name("slots_interpreted.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.split() == ["True", "True"]

@@ -1,99 +1,122 @@
-"""Generated tokens: HFLM's texts, and greedy answers to prompts that are all alike long."""
+"""Generated text: greedy decoding of many prompts at once, by continuous batching.
+
+A KV cache of slots is taken once. All slots end at the same column, so that a step writes one
+column and each slot's first column says all that a mask has to::
+
+    column   0 1 2 3 4 5 6 7 8 end
+    slot 0   . . . p p p p a a          p prompt, a answer, . seen by nobody
+    slot 1   p p p p p p a a a
+    slot 2   . . . . . p p p p          a new prompt, where an answer was finished
+
+Longer prompts come first, so that a later one fits before ``end``. Where the columns are used up,
+the slots move to the left. On a GPU with our kernels a step is captured once as a CUDA graph, which
+takes first columns and ``end`` from the device; elsewhere it is launched as it is.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qbench.attention.kv_cache import needs_sequences
+from qbench.attention.masks import Mask
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memory
-
-
-def generate(hflm: HFLM, requests: list[Any], disable_tqdm: bool) -> list[str]:
-    """HFLM's generated texts. Raises EvaluationError where a step's logits are not numbers:
-    the likeliest of them would be a token like any other."""
-    with _finite(hflm.model):
-        return hflm.generate_until(requests, disable_tqdm=disable_tqdm)
-
-
-@contextlib.contextmanager
-def _finite(model: torch.nn.Module) -> Iterator[None]:
-    """Checks the logits of each step's last token. The verdict stays on the device until the
-    end, so that no step waits for it."""
-    broken: Tensor | None = None
-
-    def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal broken
-        found = ~torch.isfinite(output.logits[:, -1]).all()
-        broken = found if broken is None else broken | found
-
-    hook = model.register_forward_hook(look)
-    try:
-        yield
-    finally:
-        hook.remove()
-    if broken is not None and bool(broken):
-        raise EvaluationError(
-            "logits of generated tokens are NaN or infinite, which no scoring mode can mend; "
-            "look at the model's weights, its quantizer and its dtype"
-        )
-
+from qbench.evaluation.scoring.requests import check_tokens, encode
 
 CACHE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
 PROMPT_TOKENS = {"cuda": 131_072, "cpu": 4_096}  # read at once
+LOOK_EVERY = {"cuda": 8, "cpu": 1}  # steps between two looks at what was said: each waits
+SPARE_COLUMNS = 1 / 4  # of the longest prompt with its answer: how seldom slots move to the left
+REFILL = 1 / 8  # of the slots: prompts are read side by side, not one after another
+ON_DEVICE = "qbench-slots"  # the attention of a captured step
+# What generation_config.json and a task's generation_kwargs may say without any effect on greedy
+# decoding: where it ends, which this module sees to, and how one would sample.
+NO_EFFECT = frozenset({
+    "eos_token_id", "bos_token_id", "pad_token_id", "max_length", "max_new_tokens", "use_cache",
+    "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff",
+    "eta_cutoff", "transformers_version", "_from_model_config", "output_attentions",
+    "output_hidden_states", "cache_implementation", "until",
+})  # fmt: skip
+LIMITS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
+
+NOT_FINITE = (
+    "logits of generated tokens are NaN or infinite, which no scoring mode can mend; look at the "
+    "model's weights, its quantizer and its dtype"
+)
+
+Progress = Callable[[int, int], None]
+Finished = Callable[[int, list[int]], bool]  # of a prompt's index and its answer so far
 
 
-class ReservedLayer(DynamicLayer):
-    """A layer's keys and values in memory that is taken once, for ``room`` tokens: a step writes
-    its own ones, and copies none of those before."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """Token ids, and the most tokens that its answer may have."""
 
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self.room, self.length = room, 0
+    ids: Sequence[int]
+    limit: int
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self.length == 0:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = (
-                states.new_empty(*states.shape[:2], self.room, states.shape[3])
-                for states in (key_states, value_states)
+
+def generate(hflm: HFLM, requests: Sequence[Any], *, progress: Progress | None = None) -> list[str]:
+    """The greedy answers to lm-eval's requests, of a model and ``generation_kwargs`` for which
+    :func:`unlike_greedy` has no objection. Stop strings, limits and the cut of long prompts are
+    HFLM's; in float32 on a CPU so are the answers. Raises EvaluationError where logits are not
+    numbers, or an answer has no room.
+    """
+    texts = [request.args[0] for request in requests]
+    kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
+    eos = hflm.tok_decode(hflm.eot_token_id, skip_special_tokens=False)
+    stops = [handle_stop_sequences(one.get("until"), eos=eos) for one in kwargs]
+    prompts = []
+    for ids, one in zip(_encoded(hflm, texts), kwargs, strict=True):
+        limit = one["max_gen_toks"]
+        if limit >= hflm.max_length:
+            raise EvaluationError(
+                f"answers of up to {limit} tokens do not fit into evaluation.max_length "
+                f"{hflm.max_length}; raise it, or lower max_gen_toks in the task's definition"
             )
-        before, self.length = self.length, self.length + key_states.shape[2]
-        assert self.length <= self.room
-        self.keys[:, :, before : self.length] = key_states
-        self.values[:, :, before : self.length] = value_states
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        prompts.append(Prompt(ids=ids[limit - hflm.max_length :], limit=limit))
+    ends = _end_tokens(hflm)
+    windows = [_window(hflm.tokenizer, stop) for stop in stops]
 
-    def get_seq_length(self, *args: Any) -> int:
-        return self.length
+    def finished(index: int, tokens: list[int]) -> bool:
+        if tokens[-1] in ends:
+            return True
+        latest = hflm.tokenizer.decode(tokens[-windows[index] :])
+        if not any(stop in latest for stop in stops[index] if stop):
+            return False
+        return _settled(hflm.tok_decode(tokens), stops[index])
 
-
-def reserved_cache(model: Any, room: int) -> DynamicCache:
-    """A cache for ``room`` tokens; layers that keep something else than all keys and values stay
-    as transformers has them."""
-    cache = DynamicCache(config=model.config)
-    cache.layers = [
-        ReservedLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    answers = decode(
+        hflm.model, prompts, finished=finished, longest=hflm.max_length, progress=progress
+    )
+    return [
+        postprocess_generated_text(hflm.tok_decode(answer), stop=stop, think_end_token=None)
+        for answer, stop in zip(answers, stops, strict=True)
     ]
-    return cache
 
 
-@torch.inference_mode()
 def greedy(
     model: Any,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[list[int]]:
     """The ``tokens`` likeliest tokens after each of ``prompts``, all of one length, each the
     likeliest after those before it; no token ends an answer early.
@@ -101,34 +124,37 @@ def greedy(
     Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
     device.
     """
-    if not prompts:
-        return []
-    device = model.device
-    length = len(prompts[0])
-    batch = min(len(prompts), at_once(model, length + tokens))
-    # Batches alike large, for the last one costs as much time a step as any other.
-    batch = -(-len(prompts) // -(-len(prompts) // batch))
+    if takes_slots(model) or not prompts:
+        asked = [Prompt(ids=ids, limit=tokens) for ids in prompts]
+        return decode(model, asked, progress=progress)
     found: list[list[int]] = []
-    while len(found) < len(prompts):
-        ids = torch.tensor(prompts[len(found) : len(found) + batch], device=device)
-        try:
-            answers = _decode(model, ids, tokens)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            if batch == 1:
-                raise EvaluationError(
-                    f"out of memory on one prompt of {length} tokens; use a larger device"
-                ) from error
-            answers = None
-        if answers is None:  # outside the handler, whose traceback keeps tensors
-            batch //= 2
-            free_cached_memory(device)
-            continue
-        found += answers
-        if progress is not None:
-            progress(len(found), len(prompts))
+    batch = at_once(model, len(prompts[0]) + tokens)
+    with torch.inference_mode():
+        for first in range(0, len(prompts), batch):
+            found += _side_by_side(model, prompts[first : first + batch], tokens)
+            if progress is not None:
+                progress(len(found), len(prompts))
     return found
+
+
+def unlike_greedy(model: Any, asked: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why answers to requests with these ``generation_kwargs`` come from transformers'
+    ``generate``; None where they are decoded here."""
+    if any(normalize_gen_kwargs(dict(kwargs))["do_sample"] for kwargs in asked):
+        return "the task samples"
+    stated = {name for kwargs in asked for name, value in kwargs.items() if value is not None}
+    strange = stated - (NO_EFFECT - {"max_length"} | LIMITS)
+    strange |= set(model.generation_config.to_diff_dict()) - NO_EFFECT
+    if strange:
+        return f"it sets {', '.join(sorted(strange))}"
+    return None if takes_slots(model) else f"{type(model).__name__} keeps more than keys and values"
+
+
+def takes_slots(model: Any) -> bool:
+    """Whether all layers of a model keep keys and values of all tokens, and it can be told where a
+    token stands."""
+    plain = all(type(one) is DynamicLayer for one in DynamicCache(config=model.config).layers)
+    return plain and "position_ids" in inspect.signature(model.forward).parameters
 
 
 def at_once(model: Any, length: int) -> int:
@@ -142,22 +168,428 @@ def at_once(model: Any, length: int) -> int:
     return max(1, min(CACHE_BYTES[kind] // (token * length), PROMPT_TOKENS[kind] // length))
 
 
-def _decode(model: Any, ids: Tensor, tokens: int) -> list[list[int]]:
-    cache = reserved_cache(model, ids.shape[1] + tokens)
+def decode(
+    model: Any,
+    prompts: Sequence[Prompt],
+    *,
+    finished: Finished | None = None,
+    longest: int | None = None,
+    progress: Progress | None = None,
+) -> list[list[int]]:
+    """Of each prompt the likeliest tokens, until its limit or until ``finished`` of its index and
+    its tokens so far. ``longest``: tokens of a prompt with its answer that the model has positions
+    for, where that is less than what is asked.
+
+    Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
+    device.
+    """
+    if not prompts:
+        return []
+    check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
+    answers: list[list[int]] = [[] for _ in prompts]
+    waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
+    batch = min(len(prompts), at_once(model, max(len(p.ids) + p.limit for p in prompts)))
+    # Batches alike large, for the last one costs as much time a step as any other.
+    batch = -(-len(prompts) // -(-len(prompts) // batch))
+    while waiting:
+        run = _Decoding(model, prompts, answers, waiting, batch, longest)
+        try:
+            run.all(finished or (lambda index, tokens: False), progress)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if batch == 1:
+                raise EvaluationError(
+                    f"out of memory on one prompt of {max(len(p.ids) for p in prompts)} tokens; "
+                    "use a larger device"
+                ) from error
+        # Outside the handler, whose traceback keeps tensors; all but the last time for nothing.
+        waiting = run.unfinished()
+        del run
+        free_cached_memory(model.device)
+        batch = max(1, batch // 2)
+    return answers
+
+
+class _Columns:
+    """Where slots stand: ``end`` is the column that the next step writes, ``column`` [1] the same
+    on the device while a captured step runs."""
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.slots, self.capacity, self.end = slots, capacity, 0
+        self.column: Tensor | None = None
+
+
+class SlotLayer(DynamicLayer):
+    """A layer's keys and values [slots, H, capacity, D] in memory that is taken once."""
+
+    def __init__(self, at: _Columns) -> None:
+        super().__init__()
+        self.at = at
+
+    def put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Those of new prompts, which end where all slots end."""
+        at = self.at
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = (
+                new.new_zeros(at.slots, new.shape[1], at.capacity, new.shape[3])
+                for new in (keys, values)
+            )
+        first = at.end - keys.shape[2]
+        self.keys[slots, :, first : at.end] = keys
+        self.values[slots, :, first : at.end] = values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        at = self.at
+        if at.column is not None:
+            self.keys.index_copy_(2, at.column, key_states)
+            self.values.index_copy_(2, at.column, value_states)
+            return self.keys, self.values
+        self.keys[:, :, at.end] = key_states[:, :, 0]
+        self.values[:, :, at.end] = value_states[:, :, 0]
+        return self.keys[:, :, : at.end + 1], self.values[:, :, : at.end + 1]
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.at.end
+
+    def shift(self, columns: int) -> None:
+        for kept in (self.keys, self.values):
+            kept[:, :, : -columns or None] = kept[:, :, columns:].clone()
+
+    def keep(self, slots: Tensor) -> None:
+        self.keys, self.values = self.keys[slots], self.values[slots]
+
+
+class _Decoding:
+    """Prompts on their way through the slots."""
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Prompt],
+        answers: list[list[int]],
+        waiting: Sequence[int],
+        batch: int,
+        longest: int | None,
+    ) -> None:
+        self.model, self.prompts, self.answers = model, prompts, answers
+        self.device = model.device
+        self.waiting = deque(waiting)
+        self.active: dict[int, int] = {}  # index of the prompt by slot
+        most = max(len(prompts[i].ids) + prompts[i].limit for i in waiting)
+        self.last_position = (longest or most) - 1
+        room = most + LOOK_EVERY[self.device.type] + round(SPARE_COLUMNS * most)
+        self.at = _Columns(min(batch, len(self.waiting)), room)
+        self.cache = DynamicCache(config=model.config)
+        self.cache.layers = [SlotLayer(self.at) for _ in self.cache.layers]
+        slots = self.at.slots
+        self.ids = torch.zeros(slots, 1, dtype=torch.long, device=self.device)
+        self.positions = torch.zeros_like(self.ids)
+        self.finite = torch.ones(slots, dtype=torch.bool, device=self.device)
+        self.first = torch.zeros(slots, dtype=torch.long, device=self.device)  # token's column
+        self.padded = [False] * slots  # whether it is another than 0
+        self.column = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.graphs = takes_graphs(model)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def unfinished(self) -> list[int]:
+        """Prompts without an answer yet, longest first; what they have said is forgotten."""
+        started = list(self.active.values())
+        for index in started:
+            self.answers[index] = []
+        return sorted([*started, *self.waiting], key=lambda i: -len(self.prompts[i].ids))
+
+    @torch.inference_mode()
+    def all(self, finished: Finished, progress: Progress | None) -> None:
+        """Answers every prompt that waits."""
+        before = len(self.prompts) - len(self.waiting)
+        while self.waiting or self.active:
+            free = [slot for slot in range(self.at.slots) if slot not in self.active]
+            if self.waiting and (not self.active or len(free) >= REFILL * self.at.slots):
+                self._fill(free, finished)
+            else:
+                if not self.waiting and len(self.active) <= self.at.slots // 2:
+                    self._drop_free_slots()
+                self._look(self._steps(), list(self.active), finished)
+            done = len(self.prompts) - len(self.waiting) - len(self.active)
+            if progress is not None and done > before:
+                progress(done, len(self.prompts))
+            before = done
+
+    def _fill(self, free: list[int], finished: Finished) -> None:
+        """Reads prompts into free slots, and gives each the first token of its answer."""
+        if not self.active:
+            self.at.end = len(self.prompts[self.waiting[0]].ids)
+        at_most = PROMPT_TOKENS[self.device.type]
+        while free and self.waiting:
+            width = len(self.prompts[self.waiting[0]].ids)
+            count = min(len(free), len(self.waiting), max(1, at_most // width))
+            slots, free = free[:count], free[count:]
+            new = {slot: self.waiting.popleft() for slot in slots}
+            self.active |= new
+            tokens = self._read([self.prompts[index].ids for index in new.values()], slots)
+            self._look([tokens], slots, finished)
+
+    def _read(self, prompts: list[Sequence[int]], slots: list[int]) -> Tensor:
+        """The likeliest token after each prompt [slots]; prompts are padded on the left."""
+        width = len(prompts[0])
+        missing = [width - len(ids) for ids in prompts]
+        ids = [[0] * count + list(row) for count, row in zip(missing, prompts, strict=True)]
+        columns = torch.arange(width, device=self.device)[None]
+        first = torch.tensor(missing, device=self.device)[:, None]
+        cache = DynamicCache(config=self.model.config)
+        logits = self.model(
+            input_ids=torch.tensor(ids, device=self.device),
+            attention_mask=(columns >= first).long() if any(missing) else None,
+            position_ids=(columns - first).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        where = torch.tensor(slots, device=self.device)
+        for kept, read in zip(self.cache.layers, cache.layers, strict=True):
+            kept.put(where, read.keys, read.values)
+        self.finite[where] = torch.isfinite(logits).all(-1)
+        self.ids[where] = logits.argmax(-1, keepdim=True)
+        self.positions[where] = width - first
+        self.first[where] = self.at.end - width + first[:, 0]
+        for slot, count in zip(slots, missing, strict=True):
+            self.padded[slot] = self.at.end - width + count > 0
+        return self.ids[:, 0].clone()
+
+    def _look(self, said: Sequence[Tensor], slots: Sequence[int], finished: Finished) -> None:
+        """Takes the tokens [slots of the cache] of each step into the answers of ``slots``."""
+        steps = torch.stack(list(said)).tolist()
+        finite = self.finite.tolist()
+        for slot in slots:
+            index = self.active[slot]
+            answer = self.answers[index]
+            if not finite[slot]:
+                raise EvaluationError(NOT_FINITE)
+            for tokens in steps:
+                answer.append(tokens[slot])
+                if len(answer) >= self.prompts[index].limit or finished(index, answer):
+                    del self.active[slot]
+                    break
+
+    def _steps(self) -> list[Tensor]:
+        """The tokens [slots] of some steps: until the next look, or the last one's limit."""
+        left = max(self.prompts[i].limit - len(self.answers[i]) for i in self.active.values())
+        count = min(LOOK_EVERY[self.device.type], left)
+        if self.at.end + count > self.at.capacity:
+            self._shift()
+        if self.graph is None and self.graphs:
+            self.graph, self.graphs = self._capture(), False
+        said = []
+        self.column.fill_(self.at.end)
+        for _ in range(count):
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._step(self._padding())
+            self.at.end += 1
+            said.append(self.ids[:, 0].clone())
+        return said
+
+    def _step(self, mask: Tensor | None, **options: Any) -> None:
+        logits = self.model(
+            input_ids=self.ids,
+            attention_mask=mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **options,
+        ).logits[:, -1]
+        self.finite &= torch.isfinite(logits).all(-1)
+        self.ids.copy_(logits.argmax(-1, keepdim=True))
+        self.positions.add_(1).clamp_(max=self.last_position)
+
+    def _padding(self) -> Tensor | None:
+        """Which columns each slot sees [slots, end + 1]; None for all."""
+        if not any(self.padded):
+            return None
+        columns = torch.arange(self.at.end + 1, device=self.device)[None]
+        return (columns >= self.first[:, None]).long()
+
+    def _shift(self) -> None:
+        """To the left by the columns that nobody reads any more."""
+        first = self.first.tolist()
+        columns = min(first[slot] for slot in self.active)
+        for layer in self.cache.layers:
+            layer.shift(columns)
+        self.first.sub_(columns).clamp_(min=0)
+        self.at.end -= columns
+        self.padded = [start > columns for start in first]
+
+    def _drop_free_slots(self) -> None:
+        kept = list(self.active)
+        where = torch.tensor(kept, device=self.device)
+        for layer in self.cache.layers:
+            layer.keep(where)
+        for name in ("ids", "positions", "finite", "first"):
+            setattr(self, name, getattr(self, name)[where])
+        self.active = dict(enumerate(self.active.values()))
+        self.padded = [self.padded[slot] for slot in kept]
+        self.at.slots = len(kept)
+        self.graphs, self.graph = self.graphs or self.graph is not None, None
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        """A step as a CUDA graph; None for a model whose step cannot be captured, which is then
+        launched as it is. What it computes is the same."""
+        step, state = self._device_step(), (self.ids, self.positions, self.finite)
+        before = [tensor.clone() for tensor in state]
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        try:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles, and allocates what libraries keep
+                    self.column.fill_(self.at.end)
+                    step()
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                step()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return None
+        finally:
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(old)
+        return graph
+
+    def _device_step(self) -> Callable[[], None]:
+        """A step that takes all that changes from the device: attention sees all columns of the
+        cache, and ``spans`` say which of them count."""
+        config, attention = self.model.config, self.model.config._attn_implementation
+        spans = torch.zeros(self.at.slots, 6, dtype=torch.int32, device=self.device)
+        spans[:, 0] = torch.arange(self.at.slots, device=self.device)
+        spans[:, 2] = 1
+        mask = Mask(make=_no_mask, made=[], banded=True, spans=spans)
+
+        def step() -> None:
+            spans[:, 3] = self.first
+            spans[:, 4] = self.column + 1
+            spans[:, 5] = self.column
+            config._attn_implementation, self.at.column = ON_DEVICE, self.column
+            try:
+                self._step(None, qbench_mask=mask, qbench_attention=attention)
+            finally:
+                config._attn_implementation, self.at.column = attention, None
+            self.column.add_(1)
+
+        return step
+
+
+def takes_graphs(model: Any) -> bool:
+    """Whether a step may be captured: our kernels take spans from the device, and a quantized
+    cache may ask on the host where sequences begin."""
+    attention = model.config._attn_implementation or ""
+    ours = attention.startswith("qbench-") and attention.endswith("-triton")
+    return model.device.type == "cuda" and ours and not needs_sequences(model)
+
+
+def _no_mask() -> Tensor:
+    raise AssertionError("spans say all there is to say")
+
+
+def _attend_slots(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    qbench_mask: Mask,
+    qbench_attention: str,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    function = ALL_ATTENTION_FUNCTIONS[qbench_attention]
+    return function(module, query, key, value, qbench_mask, **options)
+
+
+AttentionInterface.register(ON_DEVICE, _attend_slots)
+
+
+def _side_by_side(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """Greedy answers to prompts of one length, in the cache that transformers has for ``model``."""
+    ids = torch.tensor(prompts, device=model.device)
+    cache = DynamicCache(config=model.config)
     chosen: list[Tensor] = []
-    finite = torch.ones((), dtype=torch.bool, device=ids.device)
+    finite = torch.ones((), dtype=torch.bool, device=model.device)
     for _ in range(tokens):
-        # The cache knows where a token stands: all rows are alike long.
         logits = model(
             input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
         finite &= torch.isfinite(logits).all()
         ids = logits.argmax(-1, keepdim=True)
         chosen.append(ids)
-    # The verdict waits until the end, so that no step waits for it.
     if not bool(finite):
-        raise EvaluationError(
-            "logits of generated tokens are NaN or infinite, which no scoring mode can mend; "
-            "look at the model's weights, its quantizer and its dtype"
-        )
+        raise EvaluationError(NOT_FINITE)
     return torch.cat(chosen, dim=1).tolist()
+
+
+def _encoded(hflm: HFLM, texts: Sequence[str]) -> list[list[int]]:
+    """As HFLM: BOS where it is asked for, but not twice."""
+    tokenizer, bos = hflm.tokenizer, hflm.tokenizer.bos_token
+    with_bos = [bool(hflm.add_bos_token) and not (bos and t.startswith(bos)) for t in texts]
+    by_kind = {
+        special: iter(
+            encode(
+                tokenizer,
+                [t for t, one in zip(texts, with_bos, strict=True) if one is special],
+                special_tokens=special,
+            )
+        )
+        for special in (True, False)
+    }
+    return [next(by_kind[special]) for special in with_bos]
+
+
+def _end_tokens(hflm: HFLM) -> set[int]:
+    """Tokens that end an answer: the tokenizer's EOS, and those of generation_config.json."""
+    stated = hflm.model.generation_config.eos_token_id
+    several = stated if isinstance(stated, list) else [stated]
+    return {token for token in (*several, hflm.eot_token_id) if token is not None}
+
+
+def _window(tokenizer: Any, stops: Sequence[str]) -> int:
+    """The latest tokens of an answer that can hold a stop string, with HFLM's two for luck: an
+    answer may say it in other tokens."""
+    longest = max(len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops)
+    return longest + 2
+
+
+def _settled(text: str, stops: Sequence[str]) -> bool:
+    """Whether ``text`` is cut at a stop string, and what follows cannot cut it any earlier: another
+    stop string may have begun before, and not be whole yet."""
+    found = [text.find(stop) for stop in stops if stop and stop in text]
+    if not found:
+        return False
+    return not any(
+        len(text) - start < len(stop) and stop.startswith(text[start:])
+        for stop in stops
+        for start in range(max(0, len(text) - len(stop) + 1), min(found))
+    )
+
+
+def generate_by_hflm(hflm: HFLM, requests: Sequence[Any]) -> list[str]:
+    """HFLM's texts, with the logits of each step's last token checked; the verdict stays on the
+    device until the end, so that no step waits for it."""
+    broken: list[Tensor] = []
+
+    def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        found = ~torch.isfinite(output.logits[:, -1]).all()
+        broken[:] = [broken[0] | found if broken else found]
+
+    hook = hflm.model.register_forward_hook(look)
+    try:
+        texts = hflm.generate_until(list(requests), disable_tqdm=True)
+    finally:
+        hook.remove()
+    if broken and bool(broken[0]):
+        raise EvaluationError(NOT_FINITE)
+    return texts

@@ -12,7 +12,7 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
 from qbench.errors import RecipeError
-from qbench.evaluation.scoring.generate import generate, greedy
+from qbench.evaluation.scoring.generate import generate_by_hflm, greedy
 from qbench.evaluation.scoring.logits import peak_memory_gib, reset_peak_memory
 from qbench.evaluation.scoring.requests import check_bos
 from qbench.evaluation.settings import ScoringSettings
@@ -63,7 +63,7 @@ class HFLMScorer(LM):
             self.hflm.batch_size_per_gpu = self.settings.batch_size
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        return generate(self.hflm, requests, disable_tqdm)
+        return generate_by_hflm(self.hflm, requests)
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
         """See :func:`qbench.evaluation.scoring.generate.greedy`."""

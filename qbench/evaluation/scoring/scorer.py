@@ -25,7 +25,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from qbench.errors import EvaluationError, RecipeError, UnavailableError
 from qbench.evaluation.scoring.batching import Packing, Padding
 from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
-from qbench.evaluation.scoring.generate import generate, greedy
+from qbench.evaluation.scoring.generate import (
+    generate,
+    generate_by_hflm,
+    greedy,
+    unlike_greedy,
+)
 from qbench.evaluation.scoring.hflm import HFLMScorer, pinned_hflm, report
 from qbench.evaluation.scoring.logits import (
     Answer,
@@ -211,6 +216,7 @@ class Scorer(LM):
         self.fast: Backend | None = None
         self._check = Check(settings.tolerance, settings.amplifies_rounding)
         self._exact_tasks: dict[str, str] = {}
+        self._generated: dict[str, str] = {}  # why a task's answers came from transformers
         self._refused = ""  # why no task can be scored fast
         if settings.mode == "fast":
             # The right scores, even where HFLM misreads.
@@ -234,6 +240,7 @@ class Scorer(LM):
                 **{name: getattr(self._counts, name) for name in Counts.__slots__},
                 "difference_from_exact": self._check.report() if fast else None,
                 "exact_tasks": dict(self._exact_tasks),
+                "transformers_generation": dict(self._generated),
             }
         )
 
@@ -248,11 +255,13 @@ class Scorer(LM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        return generate(self.hflm, requests, disable_tqdm)
+        if reason := unlike_greedy(self.hflm.model, [request.args[1] for request in requests]):
+            self._generated |= {request.task_name: reason for request in requests}
+            return generate_by_hflm(self.hflm, requests)
+        return generate(self.hflm, requests, progress=self._progress)
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
         """See :func:`qbench.evaluation.scoring.generate.greedy`."""
-        check_tokens(prompts, self._embedded)
         return greedy(self.hflm.model, prompts, tokens, progress=self._progress)
 
     def require_fast(self, requests: list[Any]) -> None:
