@@ -146,7 +146,7 @@ def test_the_table_of_models_is_made_by_a_command(capfd):
 
 
 def test_the_documents_hold_that_table():
-    from qbench.cli.app import model_table
+    from qbench.cli.lookup import model_table
 
     root = Path(__file__).parent.parent
     assert (root / "docs" / "models.md").read_text().endswith(model_table())

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.cli.options import Dtype
+from qbench.cli.recipe_options import Dtype
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
 from qbench.recipe import Overrides, Recipe, save

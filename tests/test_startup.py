@@ -45,34 +45,14 @@ def test_reading_results_loads_no_torch():
     assert not set(HEAVY) & set(loaded)
 
 
-def test_what_runs_before_the_first_worker_process_starts_loads_only_the_options():
-    """The worker's imports are what a run waits for: all else is imported beside them."""
-    loaded = python(
-        "import sys, qbench.cli.app, qbench.runner.workers\n"
-        "import qbench.machine; print(*sys.modules)"
-    ).split()
-    assert not {"pydantic", "numpy", "pandas", "safetensors", "yaml"} & set(loaded)
-
-
-def test_what_is_imported_before_worker_processes_start_leaves_tables_of_data_aside():
-    """pandas takes as long as all the rest, and a parent of workers needs it at the end alone."""
-    loaded = python(
-        "import sys, qbench.comparison.lines, qbench.plan, qbench.recipe\n"
-        "import qbench.cli.results, qbench.cell, qbench.runner.grid, qbench.store\n"
-        "print(*sys.modules)"
-    ).split()
-    assert "qbench.cell" in loaded
-    assert not {"numpy", "pandas", "pyarrow", *HEAVY} & set(loaded)
-
-
 def test_what_tables_need_is_imported_while_cells_are_at_work(tmp_path):
     store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
     late = python(
         "import sys; import qbench.cli.app, qbench.runner.grid; from pathlib import Path\n"
-        "from qbench.cli.results import show_tables\n"
-        "from qbench.cli.run import _import_statistics\n"
+        "from qbench.cli.tables import show_tables\n"
+        "from qbench.cli.run import _import_for_tables\n"
         "from qbench.store import Store\n"
-        "_import_statistics(); before = set(sys.modules)\n"
+        "_import_for_tables(); before = set(sys.modules)\n"
         f"show_tables(Store(Path({str(store.directory)!r})))\n"
         "print(); print(*set(sys.modules) - before)"
     ).splitlines()[-1]

@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from qbench.cli.options import (
-    Calibration,
-    CheckpointsOfRecipe,
-    ClusterOption,
-    Data,
-    Device,
-    DeviceOption,
-    DtypeOption,
-    Out,
-    PluginOption,
-    RecipeFile,
-    complain,
-    show_written,
+from qbench.analyses import LONG_CONTEXT, Analyses, sensitivities
+from qbench.analysis.run import (
+    AnalysisCell,
+    analysis_grid,
+    analyze_if_needed,
+    chosen,
+    failed,
+    plan_analyses,
+    plan_sensitivities,
+    put_sensitivity_grid,
 )
-from qbench.cli.run import Place, make_job, named, on_cluster
+from qbench.analysis.text import (
+    FIELD,
+    AnalysisSettings,
+    parse_heads,
+    settle_length,
+    task_text,
+    text_file,
+)
+from qbench.cli.messages import complain, show_written
+from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile
+from qbench.cli.place import Place, here, on_cluster
+from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine import terminal
+from qbench.plan import Plan, cell_names, require_runnable
+from qbench.recipe import Overrides
+from qbench.records import Analysis, Sensitivity
+from qbench.runner.grid import run_each
+from qbench.runner.progress import Display
+from qbench.store import Store
 from qbench.text import together
 
-if TYPE_CHECKING:
-    from qbench.analyses import Analyses
-    from qbench.analysis.run import AnalysisCell
-    from qbench.analysis.text import AnalysisSettings
-    from qbench.plan import Plan
-    from qbench.records import Analysis, Sensitivity
 
-
+@recipe_options("checkpoint", "data", "calibration", "dtype")
 def analyze(
+    *,
     recipe: RecipeFile,
-    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006  typer copies it
-    data: Data = None,
-    calibration: Calibration = None,
-    dtype: DtypeOption = None,
+    overrides: Overrides,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -105,7 +110,6 @@ def analyze(
     ] = False,
     out: Out = None,
     device: DeviceOption = Device.auto,
-    plugin: PluginOption = [],  # noqa: B006  typer copies it
     force: Annotated[
         bool, typer.Option("--force", help="Analyze cells again that have a good record.")
     ] = False,
@@ -117,10 +121,7 @@ def analyze(
     results folder; where `qbench run` wrote records there, tables show the damage beside. Finished
     cells are reused. Exit code 1 where a cell failed, 2 for input that cannot work.
     """
-    from qbench.plan import cell_names
-    from qbench.recipe import Overrides
-    from qbench.report.why import write_analyses
-    from qbench.store import Store
+    from qbench.report.why import write_analyses  # pandas and figures
 
     if field is not None and text is None:
         raise RecipeError("--field: is that of --text, which is not given")
@@ -128,22 +129,15 @@ def analyze(
         raise RecipeError(f"--text {text}: no such file; name one of JSON Lines")
     if blocks and sensitivity is None:
         raise RecipeError("--blocks: is of --sensitivity QUANTIZER, which is not given")
-    overrides = Overrides(
-        checkpoints=named(checkpoint), data=data, calibration=calibration, dtype=dtype
-    )
-    job = make_job(recipe, overrides, out=out, device="cpu" if cluster else device)
-    require_folder(job.out, "--out")
-    with contextlib.ExitStack() as stack:
-        place = Place(job=job, executor=None)
-        if cluster is not None:
-            most = len(cell_names(job.recipe))
-            place = stack.enter_context(on_cluster(job, device, cluster, cells=most))
-        planned = place.job.plan(show=True)
+    place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
+    require_folder(place.out, "--out")
+    with on_cluster(place, device, cluster, cells=len(cell_names(place.recipe))) as place:
+        planned = place.plan(show=True)
         settings = _settings(planned, text, field, samples, length, bos, heads)
-        folder = job.out.resolve() if cluster else job.out
+        folder = place.out.resolve() if cluster else place.out
         work = parts_of(planned, settings, folder, only, long_context, sensitivity, blocks=blocks)
         broken = [one for part in work for one in run_part(part, settings, place, force=force)]
-    paths = write_analyses(Store(job.out))
+    paths = write_analyses(Store(place.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
     for line in together(f"{one.cell}: failed: {one.error}" for one in broken):
@@ -161,15 +155,6 @@ def _settings(
     bos: bool,
     heads: str | None,
 ) -> AnalysisSettings:
-    from qbench.analysis.text import (
-        FIELD,
-        AnalysisSettings,
-        parse_heads,
-        settle_length,
-        task_text,
-        text_file,
-    )
-
     contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
     return AnalysisSettings(
         source=text_file(text, field or FIELD) if text else task_text(planned.tasks),
@@ -209,10 +194,6 @@ def parts_of(
     *,
     blocks: bool,
 ) -> list[Part]:
-    from qbench.analyses import LONG_CONTEXT
-    from qbench.analysis.run import chosen
-    from qbench.plan import require_runnable
-
     cells = chosen(plan, only)
     require_runnable(cells)
     wanted = {cell.name for cell in cells}
@@ -230,9 +211,6 @@ def parts_of(
 def _analyses(
     plan: Plan, settings: AnalysisSettings, out: Path, wanted: set[str], part: str = ""
 ) -> Part:
-    from qbench.analyses import Analyses
-    from qbench.analysis.run import analysis_grid, analyze_if_needed, failed, plan_analyses
-
     cells = plan_analyses(plan, settings)
     analyses: Analyses[Analysis] = Analyses(out, part=part)
     others = analyses.put_grid(analysis_grid(plan, cells))
@@ -250,14 +228,6 @@ def _sensitivities(
     plan: Plan, label: str, settings: AnalysisSettings, out: Path, wanted: set[str]
 ) -> Part:
     """Of the checkpoints of the ``wanted`` cells."""
-    from qbench.analyses import sensitivities
-    from qbench.analysis.run import (
-        analyze_if_needed,
-        failed,
-        plan_sensitivities,
-        put_sensitivity_grid,
-    )
-
     checkpoints = {cell.checkpoint_name for cell in plan.cells if cell.name in wanted}
     cells = tuple(
         cell
@@ -281,9 +251,6 @@ def run_part(
     part: Part, settings: AnalysisSettings, place: Place, *, force: bool
 ) -> list[Analysis | Sensitivity]:
     """Make what is not there yet; returns those that failed."""
-    from qbench.runner.grid import run_each
-    from qbench.runner.progress import Display
-
     with terminal() as screen, Display(screen, len(part.cells)) as display:
         display.log(
             f"{part.counted} on {settings.device}: at most {settings.samples} texts of "

@@ -1,211 +1,116 @@
-"""The command line: its commands put together, and those of the cache and of lists."""
+"""The command line: which commands there are. The module of a command is imported when the command
+is called, and what it needs with it."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import importlib
 import sys
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from qbench import __version__
-from qbench.cli import analyze, bench, results, run, train
-from qbench.cli import view as pages
-from qbench.cli.options import PluginOption, WordedGroup, complain, refuse, show_written
-from qbench.errors import INTERRUPTED, STOPPED, QbenchError, RecipeError, shown
+from qbench.cli.messages import complain, refuse
+from qbench.errors import INTERRUPTED, STOPPED, QbenchError
 from qbench.machine import settle
-from qbench.plugins import load_packages
 
-if TYPE_CHECKING:
-    from qbench.checkpoints.supported import ModelClass
-    from qbench.quantizers.names import Preset, Presets
+RUN, READ = "Run recipes", "Read results"
+TRAIN, LOOK_UP = "Train pairs", "Measure and look up"
 
-WIDTH = 22
-ABOUT = {
-    "weights": "by its name alone, or as weights: of an entry in parts",
-    "activations": "what linear layers take in, the LM head aside",
-    "kv": "keys and values that attention reads",
-    "outliers": "changes the model to an equal one that is easier to quantize",
-    "prune_heads": "attention heads that are cut out",
+
+class Entry(NamedTuple):
+    """Where a command is: the module of qbench.cli, the panel of ``qbench --help`` and its line."""
+
+    module: str
+    panel: str
+    about: str
+
+
+COMMANDS = {
+    "run": Entry("run", RUN, "Quantize, audit and score every cell; write records and tables."),
+    "plan": Entry("plan", RUN, "Show what a run would do, and what it takes. Runs nothing."),
+    "noise": Entry("run", RUN, "Score unquantized checkpoints in other batches: the noise floor."),
+    "analyze": Entry("analyze", RUN, "Measure attention sinks, outliers, sparsity and inputs."),
+    "tables": Entry("tables", READ, "Write and show the tables of a results folder."),
+    "view": Entry("view", READ, "Show results in a browser, down to one document's tokens."),
+    "report": Entry("view", READ, "Write report.html, one file that needs no network."),
+    "show": Entry("show", READ, "Everything about one cell, or what a results folder holds."),
+    "export": Entry("show", READ, "Write results in others' formats."),
+    "check": Entry("gate", READ, "The CI gate: is any score worse than the baseline's?"),
+    "baseline": Entry("gate", READ, "Make the baseline that `qbench check` holds results to."),
+    "compare": Entry("tables", READ, "What changed between two results of one recipe."),
+    "explain": Entry("show", READ, "Which part of their keys makes two cells different."),
+    "published": Entry("show", READ, "List or print the papers' tables, or check them."),
+    "tokenize": Entry("train", TRAIN, "Turn text into token files for `qbench train`."),
+    "train": Entry("train", TRAIN, "Train models alike in all but the normalizer."),
+    "convert": Entry("lookup", LOOK_UP, "Write a checkpoint in the other format, bit for bit."),
+    "list": Entry("lookup", LOOK_UP, "List quantizers, normalizers, models or tasks."),
+    "cache": Entry("cache", LOOK_UP, "What runs keep for later ones: list it, bound it."),
+    "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }
-EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
-
-
-def quantizer_lines() -> list[str]:
-    """Parts and ready combinations, one line a name and one an option."""
-    from qbench.quantizers.names import COMBINATIONS, PARTS
-
-    lines = [f"a quantizer of a recipe is a name, or has parts: {EXAMPLE}", ""]
-    for kind, about in ABOUT.items():
-        lines += [f"{kind}: {about}", *_of(PARTS[kind]), ""]
-    lines.append("combinations: several parts under one name, each of which may be stated anew")
-    for name in COMBINATIONS:
-        one = COMBINATIONS.get(name)
-        parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.parts.items())
-        lines += [f"{name:{WIDTH}} {one.description}", f"{'':{WIDTH}}   {{{parts}}}"]
-    return lines
-
-
-def _of(registry: Presets) -> list[str]:
-    """Options are explained where they first stand."""
-    lines: list[str] = []
-    explained: list[Preset] = []
-    for preset in map(registry.get, registry):
-        lines.append(f"{preset.name:{WIDTH}} {preset.description}")
-        same = (o for o in explained if o.kind is preset.kind and o.options == preset.options)
-        first = next(same, None)
-        if first and preset.options:
-            lines.append(f"{'':{WIDTH}}   options as of {first.name}")
-            continue
-        explained.append(preset)
-        for option, default in preset.options.items():
-            told = list(default) if isinstance(default, tuple) else default
-            lines.append(f"{'':{WIDTH}}   {option}={told}: {preset.explain(option)}")
-    return lines
-
-
-def _shown(part: object) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    return "{" + ", ".join(f"{key}: {value}" for key, value in part.items()) + "}"
-
-
-class Format(StrEnum):
-    llama = "llama"
-    fla = "fla"
-
-
-def convert(
-    checkpoint: Annotated[str, typer.Argument(help="A folder or hub id.")],
-    out: Annotated[Path, typer.Argument(help="A new folder.", metavar="OUT")],
-    to: Annotated[
-        Format,
-        typer.Option(
-            help="llama: a stock class of transformers (Llama, or Mistral, Qwen 2, Qwen 3 where "
-            "attention has windows, biases, norms); fla: flash-linear-attention's transformer."
-        ),
-    ],
-    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
-) -> None:
-    """Write a checkpoint in the other format, weights bit for bit, tokenizer along.
-
-    What the other format cannot say is refused by name (exit code 2), and nothing is written.
-    """
-    from qbench.checkpoints import find
-    from qbench.checkpoints.convert import convert as write
-
-    show_written(write(find(checkpoint, revision=revision), to.value, out))
-
-
-def model_lines() -> list[str]:
-    """Three lines a class: its name, whose attention and which scoring, what is quantized."""
-    from qbench.checkpoints.supported import CLASSES
-
-    lines = []
-    for row in CLASSES.values():
-        lines.append(f"{row.kind:18} {row.name}: {row.models}")
-        lines.append(f"{'':18}   attention {row.attention}; scoring {_scoring(row)}")
-        lines.append(f"{'':18}   quantized: {_weights(row)}")
-    return lines
-
-
-def model_table() -> str:
-    """The table of docs/models.md."""
-    from qbench.checkpoints.supported import CLASSES
-
-    head = "| `model_type` | such as | attention | fastest scoring | quantized |\n"
-    rule = "| --- | --- | --- | --- | --- |\n"
-    rows = (
-        f"| `{row.kind}` | {row.models} | {row.attention} | {_scoring(row)} | {_weights(row)} |\n"
-        for row in CLASSES.values()
-    )
-    return head + rule + "".join(rows)
-
-
-def _scoring(row: ModelClass) -> str:
-    return f"{row.scoring} ({row.slower})" if row.slower else row.scoring
-
-
-def _weights(row: ModelClass) -> str:
-    spared = f"{row.spared} (say ignore: [{row.spared}])" if row.spared else ""
-    not_quantized = ", ".join(filter(None, [row.left_out, spared]))
-    return f"{row.weights}; not {not_quantized}" if not_quantized else row.weights
-
-
-cache_app = typer.Typer(
-    cls=WordedGroup, no_args_is_help=True, help="What runs keep for later ones: list it, bound it."
-)
-
-
-@cache_app.command("list")
-def list_entries(
-    results: Annotated[
-        list[Path],
-        typer.Option(metavar="FOLDER", help="Folders whose records say who uses what. Repeatable."),
-    ] = [Path("results")],  # noqa: B006
-) -> None:
-    """What is kept, with sizes, ages and who uses it, the least recently used first."""
-    from tabulate import tabulate
-
-    from qbench.cache import entries, in_words
-    from qbench.cell import cache_folder
-
-    cache = cache_folder()
-    found = entries(cache, results)
-    rows = [
-        (one.kind, one.about, in_words(one.bytes), one.age(), _users(one.used_by)) for one in found
-    ]
-    total = in_words(sum(one.bytes for one in found))
-    if rows:
-        head = ("kind", "what", "size", "unused for", "used by")
-        typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
-    typer.echo(f"{cache}: {len(found)} entries, {total}")
-
-
-@cache_app.command()
-def prune(
-    max_gib: Annotated[
-        float, typer.Option(min=0, help="What may stay. The least recently used goes first.")
-    ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
-) -> None:
-    """Remove what nobody has used for longest, and what processes that died have left.
-
-    What a run is at work on stays. What is gone is made again by the run that needs it.
-    """
-    from qbench.cache import GIB, in_words, prune
-    from qbench.cell import cache_folder
-
-    removed, leftovers = prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
-    word = "would remove" if dry_run else "removed"
-    for one in removed:
-        typer.echo(f"{word} {one.kind}: {one.about}, {in_words(one.bytes)}")
-    for path in leftovers:
-        typer.echo(f"{word} what a process that died had left: {path}")
-    freed = in_words(sum(one.bytes for one in removed))
-    typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed}")
-
-
-def _users(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
 
 settle()
 
 
-class Commands(WordedGroup):
-    """Ctrl-C in a command has an exit code of its own, whatever typer's version makes of it."""
+@functools.cache
+def load(name: str) -> Any:
+    """The command or group ``name``, with its options."""
+    module = importlib.import_module(f"qbench.cli.{COMMANDS[name].module}")
+    found = getattr(module, name if hasattr(module, name) else f"{name}_command")
+    if not isinstance(found, typer.Typer):
+        function, found = (
+            found,
+            typer.Typer(
+                add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+            ),
+        )
+        found.command(name)(function)
+    command = typer.main.get_command(found)
+    command.name = name
+    for one in _with_commands(command):
+        _in_words(one.get_params(typer.Context(one)))
+    return command
 
-    def invoke(self, ctx: typer.Context) -> Any:
+
+class Commands(TyperGroup):
+    """All commands. Ctrl-C in one has an exit code of its own, whatever typer's version makes of
+    it, and wrong use is one line, too: where, what, and what to do."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _in_words(super().get_params(ctx))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return load(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        TyperGroup.format_help(self._listing(), ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        return TyperGroup.shell_complete(self._listing(), ctx, incomplete)
+
+    def _listing(self) -> Commands:
+        """Itself with names and lines alone: nothing is imported to list them."""
+        listing = copy.copy(self)
+        listing.get_command = lambda ctx, name: TyperCommand(
+            name, help=COMMANDS[name].about, rich_help_panel=COMMANDS[name].panel
+        )
+        return listing
+
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        """Wrong use is one line, too: where, what, and what to do."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **options)
         try:
@@ -225,8 +130,7 @@ def _usage(error: Any, arguments: list[str]) -> str:
         names.insert(0, context.info_name)
         context = context.parent
     if not names:  # an option without its value: click says of no command
-        known = typer.main.get_command(app).commands
-        names = [name for name in arguments[:1] if name in known]
+        names = [name for name in arguments[:1] if name in COMMANDS]
     command = " ".join(["qbench", *names])
     said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -235,91 +139,36 @@ def _usage(error: Any, arguments: list[str]) -> str:
     return f"{command}: {said}; `{command} --help` shows what there is"
 
 
+WORDS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+def _with_commands(command: Any) -> Iterator[Any]:
+    yield command
+    for one in getattr(command, "commands", {}).values():
+        yield from _with_commands(one)
+
+
+def _in_words(params: list[Any]) -> list[Any]:
+    """Help names no types of Python, which newer versions of typer show."""
+    for param in params:
+        if param.param_type_name != "option":
+            param.display_type_rich = lambda ctx: None  # an argument's name says what it is
+        elif param.metavar is None:  # None leaves it to typer: choices
+            kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+            kind = next(iter(get_args(kind)), kind)
+            param.metavar = "" if getattr(param, "is_flag", False) else WORDS.get(kind)
+    return params
+
+
 app = typer.Typer(
     name="qbench",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="How much does a quantizer hurt a softpick model, how much a softmax model, and is the "
     "difference real?\n\nStart with `qbench run recipes/demo.yaml`.",
 )
-for _command in (run.run, run.plan, run.noise, analyze.analyze):
-    app.command(rich_help_panel="Run recipes")(_command)
-for _command in (
-    results.tables,
-    pages.view,
-    pages.report,
-    results.show,
-    results.export,
-    results.check,
-    results.baseline,
-    results.compare,
-    results.explain,
-    results.published,
-):
-    app.command(rich_help_panel="Read results")(_command)
-for _command in (train.tokenize, train.train):
-    app.command(rich_help_panel="Train pairs")(_command)
-app.command(rich_help_panel="Measure and look up")(convert)
-app.add_typer(cache_app, name="cache", rich_help_panel="Measure and look up")
-app.add_typer(bench.app, name="bench", rich_help_panel="Measure and look up")
-
-
-class Listing(StrEnum):
-    quantizers = "quantizers"
-    normalizers = "normalizers"
-    models = "models"
-    tasks = "tasks"
-
-
-@app.command("list", rich_help_panel="Measure and look up")
-def list_command(
-    what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="quantizers, normalizers, models or tasks.")
-    ],
-    plugin: PluginOption = [],  # noqa: B006  typer copies it
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="The models as the table of docs/models.md.")
-    ] = False,
-) -> None:
-    """List the quantizers with their options, the normalizers, the classes of models that were
-    tried, or lm-eval's tasks."""
-    if what not in list(Listing):
-        raise typer.BadParameter(
-            f"{shown(what)} is none of {', '.join(Listing)}", param_hint="WHAT"
-        )
-    load_packages()
-    if markdown and what != Listing.models:
-        raise RecipeError(f"list {what}: --markdown is for models")
-    if markdown:
-        typer.echo(model_table(), nl=False)
-        return
-    for line in _listing(Listing(what)):
-        typer.echo(line)
-
-
-def _listing(what: Listing) -> list[str]:
-    if what is Listing.tasks:
-        from qbench.evaluation.definitions import task_names
-
-        return ["passkey", "passkey_TOKENS (qbench's own, without data)", *task_names()]
-    if what is Listing.models:
-        return model_lines()
-    if what is Listing.normalizers:
-        from qbench.attention.normalizers import NORMALIZERS
-
-        known = [NORMALIZERS.get(name) for name in NORMALIZERS]
-        wide = max(len(one.name) for one in known)
-        lines = [
-            line
-            for one in known
-            for line in (f"{one.name:{wide}} {one.description}", f"{'':{wide}}   {one.traits}")
-        ]
-        own = "what a model's own class in transformers computes, by its own code"
-        return [*lines, f"{'native':{wide}} {own}"]
-    return quantizer_lines()
 
 
 def _version(wanted: bool) -> None:

@@ -9,33 +9,25 @@ from typing import Annotated
 
 import typer
 
-from qbench.cli.options import (
-    CheckpointsOfRecipe,
-    Data,
-    Device,
-    DeviceOption,
-    DtypeOption,
-    Json,
-    Limit,
-    RecipeFile,
-    WordedGroup,
-    show_written,
-)
-from qbench.cli.run import make_job, named
+from qbench.cli.messages import show_written
+from qbench.cli.options import Device, DeviceOption, Json, RecipeFile
+from qbench.cli.place import here
+from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically
-from qbench.machine import redirected, terminal
+from qbench.machine import choose_device, redirected, terminal
+from qbench.recipe import Overrides
 
 NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
 
-app = typer.Typer(
-    cls=WordedGroup,
+bench = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Measure speeds, in one run on one machine, after checking results.",
 )
 
 
-@app.command("attention")
+@bench.command("attention")
 def attention(
     out: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
@@ -61,7 +53,7 @@ def attention(
     typer.echo(table(bench_attention(out, "cuda", quick, only, jobs)))
 
 
-@app.command("products")
+@bench.command("products")
 def products(
     out: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
@@ -72,7 +64,7 @@ def products(
     typer.echo(table(bench_products(out, quick)))
 
 
-@app.command("analysis")
+@bench.command("analysis")
 def analysis(
     shape: Annotated[str, typer.Option(help="340m or tiny.")] = "340m",
     samples: Annotated[int, typer.Option(min=8, help="Random texts.")] = 1000,
@@ -84,7 +76,6 @@ def analysis(
 ) -> None:
     """One pass of `qbench analyze` by its parts, and passkey decoding beside transformers'."""
     from qbench.bench.analysis import SHAPES, bench_analysis, table
-    from qbench.machine import choose_device
 
     if shape not in SHAPES:
         raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
@@ -99,13 +90,12 @@ def analysis(
         _write(out, found, table(found))
 
 
-@app.command("evaluation")
+@bench.command("evaluation")
+@recipe_options("checkpoint", "data", "limit", "dtype")
 def evaluation(
+    *,
     recipe: RecipeFile,
-    checkpoint: CheckpointsOfRecipe = [],  # noqa: B006
-    data: Data = None,
-    limit: Limit = None,
-    dtype: DtypeOption = None,
+    overrides: Overrides,
     device: DeviceOption = Device.auto,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Requests of a batch. Default: the recipe's.")
@@ -117,17 +107,15 @@ def evaluation(
     from qbench.cell import load
     from qbench.evaluation.loaded import load_task
     from qbench.evaluation.settings import resolve
-    from qbench.recipe import Overrides
 
-    overrides = Overrides(checkpoints=named(checkpoint), data=data, limit=limit, dtype=dtype)
-    job = make_job(recipe, overrides, out=None, device=device)
-    require_folder(job.out)
-    planned = job.plan()
+    place = here(recipe, overrides, out=None, device=device)
+    require_folder(place.out)
+    planned = place.plan()
     cell = planned.cells[0]
     asked = planned.recipe.evaluation
     if batch_size is not None:
         asked = asked.model_copy(update={"batch_size": batch_size})
-    with terminal() as screen, redirected(job.out / "bench.log"):
+    with terminal() as screen, redirected(place.out / "bench.log"):
         model, tokenizer = load(cell, planned)
         found = compare(
             model,
@@ -158,7 +146,7 @@ def _write(out: Path, found: object, table: str) -> None:
     show_written(list(files))
 
 
-@app.command("training")
+@bench.command("training")
 def training(
     shape: Annotated[
         list[str], typer.Option(help="27m, 124m or 340m. Repeatable. Default: all.")
@@ -204,7 +192,6 @@ def training(
     """
     from pydantic import ValidationError
 
-    from qbench.machine import choose_device
     from qbench.training.loop import settle_workspace
     from qbench.training.recipe import Compute
 

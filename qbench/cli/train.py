@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qbench.cli.options import (
-    ClusterOption,
-    Device,
-    DeviceOption,
-    show_written,
-    to_folder,
-)
-from qbench.cli.trained import evaluation, show_trained
+from qbench.cli import run
+from qbench.cli.messages import show_written
+from qbench.cli.options import ClusterOption, Device, DeviceOption, to_folder
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
+from qbench.recipe import Overrides, Recipe
+from qbench.records import Training
+from qbench.training.data import read_token_files
+from qbench.training.log import require_trackers
+from qbench.training.recipe import TrainingOverrides, TrainingRecipe
+from qbench.training.tokenize import Tokenizing
+from qbench.training.tokenize import tokenize as write
 
 MIB = 2**20
 LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
@@ -75,9 +77,6 @@ def tokenize(
     licences: Annotated[str, typer.Option(help="Of the text: stands in the record.")] = "",
 ) -> None:
     """Turn text into token files for `qbench train`."""
-    from qbench.training.tokenize import Tokenizing
-    from qbench.training.tokenize import tokenize as write
-
     if (tokenizer is None) == (vocabulary is None):
         raise RecipeError(
             "tokenize: say --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
@@ -174,10 +173,6 @@ def train(
     `torchrun --nproc-per-node 2 -m qbench train RECIPE` spreads each run over several GPUs; for
     several runs at once start a process each, with `--normalizer` and `--seed`.
     """
-    from qbench.training.data import read_token_files
-    from qbench.training.log import require_trackers
-    from qbench.training.recipe import TrainingOverrides, TrainingRecipe
-
     loaded = TrainingRecipe.load(
         recipe,
         TrainingOverrides(
@@ -244,3 +239,79 @@ def _tokenized() -> Callable[[int, int], None]:
             typer.echo(f"{documents:,} documents, {tokens:,} tokens", err=True)
 
     return progress
+
+
+def show_trained(recipe: TrainingRecipe, found: Sequence[Training], folder: Path) -> None:
+    """A line on each run that is ``found`` finished, and the curves of all that have begun."""
+    from qbench.training.runs import draw
+
+    for record in found:
+        line = (
+            f"{record.normalizer}, seed {record.seed}: loss {record.final_loss or 0:.4f} after "
+            f"{record.tokens:,} tokens"
+        )
+        if record.watched and record.best_loss is not None:
+            line += (
+                f"; held out {record.watched[-1].loss:.4f} "
+                f"(best {record.best_loss:.4f} at step {record.best_step:,})"
+            )
+        typer.echo(line)
+    if len(found) < len(runs := recipe.runs()):
+        typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command goes on")
+    curves = draw(recipe, folder)
+    show_written([folder, *([curves] if curves else [])])
+
+
+def evaluation(
+    recipe: Path | None,
+    data: Path | None,
+    cluster: str | None,
+    loaded: TrainingRecipe,
+    folder: Path,
+    *,
+    weights: bool,
+    gpus: str | None,
+) -> Callable[[Device], None] | None:
+    """What runs the recipe of ``--evaluate`` on the checkpoints in ``folder``, on ``gpus`` unless
+    ``cluster`` runs it; None without one. Raises RecipeError, before anything is trained, where it
+    could not."""
+    if recipe is None:
+        for option, value in (
+            ("--evaluate-data", data), ("--cluster", cluster), ("--gpus", gpus)
+        ):  # fmt: skip
+            if value is not None:
+                raise RecipeError(f"{option} {value}: is of --evaluate RECIPE, which is not given")
+        return None
+    if not weights:
+        raise RecipeError("--evaluate: needs the checkpoints that --no-weights leaves out")
+    trained = dict.fromkeys(normalizer for normalizer, _ in loaded.runs())
+    places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
+    asked = Recipe.load(recipe, Overrides(checkpoints=places, data=data)).checkpoints
+    if others := [name for name in asked if name not in trained]:
+        raise RecipeError(
+            f"--evaluate {recipe}: checkpoints.{others[0]}: is none of what is trained here "
+            f"({', '.join(trained)}); leave it out of the recipe"
+        )
+
+    asked_for = {f"{normalizer}-seed{seed}" for normalizer, seed in loaded.runs()}
+    there = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
+    if more := sorted(there - asked_for):
+        raise RecipeError(
+            f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that is not asked for; "
+            "ask for it as well, or take another --out"
+        )
+
+    def evaluate(device: Device) -> None:
+        checkpoints = []
+        for name in trained:
+            seeds = sorted(folder.glob(f"{name}-seed*"))
+            checkpoints.append(
+                f"{name}={folder}/{name}-seed*" if len(seeds) > 1 else f"{name}={seeds[0]}"
+            )
+        out, here = folder / "evaluation", gpus if cluster is None else None
+        run.run(
+            recipe=recipe, checkpoint=checkpoints, data=data, out=out, device=device,
+            cluster=cluster, gpus=here,
+        )  # fmt: skip
+
+    return evaluate

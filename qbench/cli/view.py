@@ -9,9 +9,13 @@ from typing import Annotated
 
 import typer
 
-from qbench.cli.options import Folder, Run, show_written, to_folder
-from qbench.cli.results import open_store
+from qbench.cli.messages import show_written
+from qbench.cli.options import Folder, Run, open_store, to_folder
 from qbench.files import require_folder
+from qbench.store import Store
+from qbench.viewer.data import Results, WholeStore
+from qbench.viewer.export import write_report, write_site
+from qbench.viewer.server import Server
 
 
 def view(
@@ -36,20 +40,13 @@ def view(
     The server answers this machine alone, and only at the address that it prints. Folders are
     watched: a run in progress fills in. Ctrl-C ends it.
     """
-    from qbench.store import Store
-    from qbench.viewer.data import Results, WholeStore
-
     for folder in folders:
         Store(folder, run=run).grid()  # without results it is refused before anything is served
     if export is not None:
-        from qbench.viewer.export import write_site
-
         require_folder(export, "--export")
         paths = write_site([Results(Store(folder, run=run)) for folder in folders], export)
         show_written(paths[:1])
         return
-    from qbench.viewer.server import Server
-
     results = [Results(WholeStore(folder, run=run)) for folder in folders]
     with Server(results, port=port) as server:
         typer.echo(server.address)
@@ -67,9 +64,6 @@ def report(
     run: Run = None,
 ) -> None:
     """Write report.html: the first page of `qbench view` in one file that needs no network."""
-    from qbench.viewer.data import Results
-    from qbench.viewer.export import write_report
-
     require_folder(out or folder, "--out" if out else "without --out, the report's folder")
     store = open_store(folder, run)
     show_written([write_report(Results(store), Path(out or store.place()) / "report.html")])

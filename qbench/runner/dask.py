@@ -4,7 +4,7 @@ thread each, their resources. The results folder and the cache lie where all wor
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import logging
 import os
 import pickle
@@ -16,7 +16,24 @@ from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+# read when distributed is imported, by the workers of this host too
+os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+
+import dask
+import distributed
+from distributed import (
+    Client,
+    KilledWorker,
+    Nanny,
+    Scheduler,
+    SpecCluster,
+    get_worker,
+)
+from distributed import Future as DaskFuture
+from distributed.client import ClosedClientError
+from distributed.worker import Worker
 
 from qbench.code import code_digest
 from qbench.errors import RecipeError, UnavailableError
@@ -24,10 +41,6 @@ from qbench.machine import VISIBLE, cuda_problem, gpu_of_environment, hardware, 
 from qbench.plugins import load_packages
 from qbench.progress import Progress
 from qbench.runner.progress import SECONDS_TO_SETTLE, Listener, RemoteProgress
-
-if TYPE_CHECKING:
-    from distributed import Client
-    from distributed import Future as DaskFuture
 
 LOCAL = "local"
 GPU = "GPU"  # a resource that workers may declare
@@ -74,14 +87,10 @@ def connected(
     those that every worker must see. Raises UnavailableError where there is no worker, or one that
     does not fit, and RecipeError for another address.
     """
-    # read when distributed is imported, by the workers of this host too
-    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
-    import distributed
-
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         if address.partition(":")[0] == LOCAL:
-            client = _local(address, slots, device, stack)
+            client = _local(slots, device, stack)
         else:
             client = _connect(address, stack)
         try:
@@ -124,25 +133,7 @@ def connected(
         )
 
 
-def local_workers(address: str) -> int | None:
-    """N of ``local:N``; None for ``local``. Raises RecipeError for another."""
-    _, colon, number = address.partition(":")
-    if not colon:
-        return None
-    if not number.isdecimal() or not 1 <= int(number) <= 1024:
-        raise RecipeError(f"--cluster {address}: write local:N with N workers, from 1 to 1024")
-    return int(number)
-
-
-def require_dask() -> None:
-    """Raise UnavailableError where the extra is not installed."""
-    if importlib.util.find_spec("distributed") is None:
-        raise UnavailableError("--cluster: Dask is not installed; pip install 'qbench[cluster]'")
-
-
 def _connect(address: str, stack: ExitStack) -> Client:
-    from distributed import Client
-
     arguments: dict[str, Any] = {"address": address}
     if "://" not in address:
         if not Path(address).is_file():
@@ -162,13 +153,9 @@ def _connect(address: str, stack: ExitStack) -> Client:
     return stack.enter_context(client)
 
 
-def _local(address: str, slots: Sequence[int], device: str | None, stack: ExitStack) -> Client:
+def _local(slots: Sequence[int], device: str | None, stack: ExitStack) -> Client:
     """Processes of this host, one thread each; on GPUs each sees one, from its start."""
-    import dask
-    from distributed import Client, Nanny, Scheduler, SpecCluster
-
-    count = local_workers(address)
-    chosen = list(slots[:count]) or [0] * (count or 1)
+    chosen = list(slots) or [0]
     threads = str(max(1, (os.cpu_count() or 1) // len(chosen)))
     workers = {}
     for number, gpu in enumerate(chosen):
@@ -215,13 +202,9 @@ def _hosts(client: Client, tokens: tuple[str, ...], device: str | None) -> dict[
 
 def describe(tokens: tuple[str, ...], device: str | None) -> Host:
     """The worker that runs this; ``device`` None: its GPU, where it has one."""
-    from distributed import get_worker
-
     try:
         threads = get_worker().state.nthreads
     except ValueError:  # asked beside its tasks
-        from distributed.worker import Worker
-
         threads = max((one.state.nthreads for one in list(Worker._instances)), default=1)
     load_packages()
     here = _here(device, hardware("cuda") if device != "cpu" and cuda_problem() is None else None)
@@ -291,8 +274,6 @@ class DaskExecutor(Executor):
 
 def _settle(future: Future, task: DaskFuture) -> None:
     """``task`` has ended. It is let go: else it would run again where its worker dies later."""
-    from distributed import KilledWorker
-
     try:
         future.set_result(task.result())
     except (KilledWorker, CancelledError) as error:
@@ -305,8 +286,6 @@ def _settle(future: Future, task: DaskFuture) -> None:
 
 def run_here(payload: bytes) -> Any:
     """On a worker, which may have come after the run began: what the pickled call returns."""
-    from distributed import get_worker
-
     wanted, tokens, call = pickle.loads(payload)
     require_fit(get_worker().address, describe(tokens, "cuda" if wanted.gpu else "cpu"), wanted)
     function, args, kwargs = pickle.loads(call)
@@ -319,8 +298,6 @@ def _by_value(function: Callable) -> Callable:
     module, name = function.__module__, function.__name__
 
     def call(*arguments: Any) -> Any:
-        import importlib
-
         return getattr(importlib.import_module(module), name)(*arguments)
 
     return call
@@ -334,8 +311,6 @@ class LogEvent:
     worker: Any = None  # where it was first used: other threads there do not know it
 
     def __call__(self, message: tuple[Any, ...]) -> None:
-        from distributed import get_worker
-
         with suppress(ValueError):
             self.worker = self.worker or get_worker()
         if self.worker is not None:
@@ -359,7 +334,5 @@ class EventListener(Listener):
         while self._at_work and time.monotonic() < end:
             time.sleep(0.05)
         super().__exit__()
-        from distributed.client import ClosedClientError
-
         with suppress(ClosedClientError):  # the cluster was lost
             self._client.unsubscribe_topic(self._topic)

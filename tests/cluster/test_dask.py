@@ -20,7 +20,7 @@ from quick_cells import Quick
 from small_recipe import qbench, small_recipe
 
 from qbench import machine
-from qbench.cli.run import local_slots
+from qbench.cli.place import local_slots
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -62,7 +62,7 @@ def _seen(dask_worker):
 def test_a_local_worker_sees_its_gpu_alone_from_its_start(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     with ExitStack() as stack:
-        found = _local("local:2", [0, 1], "cuda", stack).run(_seen)
+        found = _local([0, 1], "cuda", stack).run(_seen)
     assert set(found.values()) == {("5", 1.0), ("7", 1.0)}
 
 
@@ -110,7 +110,7 @@ def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(tmp_p
     shown, out = io.StringIO(), tmp_path / "out"
     killer = "softmax/rtn-4bit"
     with (
-        connected("local:2", "cpu", folders=[out, tmp_path / "cache"]) as cluster,
+        connected("local:2", "cpu", slots=[0, 0], folders=[out, tmp_path / "cache"]) as cluster,
         Display(shown, 4) as display,
     ):
         assert "2 workers on 1 host" in cluster.description

@@ -11,8 +11,6 @@ from concurrent.futures import BrokenExecutor
 
 import pytest
 
-from qbench import machine
-from qbench.cli.run import start_workers
 from qbench.progress import SilentProgress
 from qbench.runner import workers
 from qbench.runner.progress import QueueListener
@@ -135,28 +133,3 @@ def test_processes_on_gpus_start_before_there_is_a_cell(monkeypatch):
     with Workers([0], device="cuda") as executor:
         executor.preload()
         assert begun.wait(PATIENCE)
-
-
-HERE = {"workers": None, "own": None}
-
-
-@pytest.mark.parametrize(
-    ("device", "cluster", "where", "processes"),
-    [
-        ("auto", None, {}, None),  # transformers starts the GPU's driver: no fork can use it
-        ("cuda", None, {"workers": 2}, None),
-        ("cpu", None, {"workers": 2}, 2),
-        ("cpu", None, {}, None),
-        ("auto", "local:2", {}, None),
-        ("auto", None, {"own": "someone's"}, None),
-    ],
-)
-def test_imports_begin_at_once_where_cells_run_in_processes_of_this_host(
-    monkeypatch, device, cluster, where, processes
-):
-    started = []
-    monkeypatch.setattr(workers, "start_forkserver", started.append)
-    monkeypatch.setattr(machine, "cuda_is_likely", lambda: True)
-    monkeypatch.setattr(machine, "cuda_problem", lambda: None)
-    start_workers(device, cluster, **(HERE | where))
-    assert started == ([] if processes is None else [processes])

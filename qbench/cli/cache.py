@@ -1,0 +1,65 @@
+"""``qbench cache``: what runs keep for later ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tabulate import tabulate
+
+from qbench import cache as kept
+from qbench.cache import GIB, entries, in_words
+from qbench.cell import cache_folder
+
+cache = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="What runs keep for later ones: list it, bound it.",
+)
+
+
+@cache.command("list")
+def list_entries(
+    results: Annotated[
+        list[Path],
+        typer.Option(metavar="FOLDER", help="Folders whose records say who uses what. Repeatable."),
+    ] = [Path("results")],  # noqa: B006
+) -> None:
+    """What is kept, with sizes, ages and who uses it, the least recently used first."""
+    folder = cache_folder()
+    found = entries(folder, results)
+    rows = [
+        (one.kind, one.about, in_words(one.bytes), one.age(), _users(one.used_by)) for one in found
+    ]
+    total = in_words(sum(one.bytes for one in found))
+    if rows:
+        head = ("kind", "what", "size", "unused for", "used by")
+        typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
+    typer.echo(f"{folder}: {len(found)} entries, {total}")
+
+
+@cache.command()
+def prune(
+    max_gib: Annotated[
+        float, typer.Option(min=0, help="What may stay. The least recently used goes first.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+) -> None:
+    """Remove what nobody has used for longest, and what processes that died have left.
+
+    What a run is at work on stays. What is gone is made again by the run that needs it.
+    """
+    removed, leftovers = kept.prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
+    word = "would remove" if dry_run else "removed"
+    for one in removed:
+        typer.echo(f"{word} {one.kind}: {one.about}, {in_words(one.bytes)}")
+    for path in leftovers:
+        typer.echo(f"{word} what a process that died had left: {path}")
+    freed = in_words(sum(one.bytes for one in removed))
+    typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed}")
+
+
+def _users(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

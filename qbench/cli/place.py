@@ -1,0 +1,149 @@
+"""Where the cells of a recipe run: in this process, in processes of this host, on an executor of a
+plug-in, or on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+
+import typer
+
+from qbench import hub
+from qbench.cell import cache_folder
+from qbench.errors import RecipeError, UnavailableError
+from qbench.machine import choose_device, gpu_slots
+from qbench.plan import Plan, plan
+from qbench.recipe import Overrides, Recipe
+from qbench.runner.workers import EXECUTORS, Workers
+
+CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A recipe, the folder of its results, and what its cells run on. ``executor`` None: one after
+    the other in this process; ``description``: a line about it."""
+
+    recipe: Recipe
+    out: Path
+    device: str
+    gpu: str | None = None  # of other hosts; None: this one's
+    executor: Executor | None = None
+    description: str = ""
+    at_once: int = 1  # cells side by side
+
+    def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
+        """The plan, with what is downloaded for it said on standard error. Raises RecipeError
+        where a cell like ``only`` can never run, unless it is to ``show`` that."""
+        with hub.announcing(lambda line: typer.echo(line, err=True)):
+            return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
+
+    def end(self) -> None:
+        """No cell comes any more: processes of this host end from now on, beside what follows."""
+        if isinstance(self.executor, Workers):
+            self.executor.terminate()
+
+
+def here(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Place:
+    """This process, with the recipe read and checked."""
+    loaded = Recipe.load(recipe, overrides)
+    return Place(
+        recipe=loaded, out=out or Path("results") / loaded.name, device=choose_device(device)
+    )
+
+
+@contextlib.contextmanager
+def placed(
+    place: Place,
+    device: str,
+    cluster: str | None,
+    *,
+    gpus: str | None,
+    workers: int | None,
+    own: str | None,
+    cells: int,
+) -> Iterator[Place]:
+    """Processes of this host, which import what cells need from now on, or a cluster, or the
+    executor ``own`` of a plug-in; ``place`` itself where ``cells`` run one after the other.
+    Raises QbenchError for what is not there, or for several of them."""
+    if own is not None:
+        stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
+        if also := [option for option, value in stated.items() if value is not None]:
+            raise RecipeError(f"--executor {own}: leave {also[0]} out, one or the other runs cells")
+        with EXECUTORS.get(own)(place.device) as executor:
+            yield dataclasses.replace(place, executor=executor, description=f"executor {own}")
+    elif cluster is not None:
+        with on_cluster(
+            place, device, cluster, gpus=gpus, workers=workers, cells=cells
+        ) as elsewhere:
+            yield elsewhere
+    elif slots := gpu_slots(gpus, workers, place.device, CELLS_A_GPU, at_most=cells):
+        processes = Workers(slots, device=place.device)
+        processes.preload()
+        try:
+            yield dataclasses.replace(place, executor=processes, at_once=len(slots))
+        finally:
+            processes.shutdown(cancel_futures=True)
+    else:
+        yield place
+
+
+@contextlib.contextmanager
+def on_cluster(
+    place: Place,
+    device: str,
+    cluster: str | None,
+    *,
+    gpus: str | None = None,
+    workers: int | None = None,
+    cells: int,
+) -> Iterator[Place]:
+    """The workers of ``--cluster``, on the ``device`` that is asked for or the one that they have;
+    ``place`` itself without a cluster. Raises QbenchError where there are none."""
+    if cluster is None:
+        yield place
+        return
+    if importlib.util.find_spec("distributed") is None:
+        raise UnavailableError("--cluster: Dask is not installed; pip install 'qbench[cluster]'")
+    from qbench.runner.dask import connected  # an extra, and a second to import
+
+    wanted, slots = None if device == "auto" else str(device), []
+    if cluster.partition(":")[0] == "local":
+        wanted = choose_device(device)
+        slots = local_slots(cluster, gpus, workers, wanted, cells)
+    elif gpus is not None or workers is not None:
+        raise RecipeError(
+            f"--cluster {cluster}: its workers are as they were started; leave --gpus and "
+            "--workers out"
+        )
+    with connected(cluster, wanted, slots=slots, folders=(place.out, cache_folder())) as found:
+        yield dataclasses.replace(
+            place, device=found.device, gpu=found.gpu, executor=found.executor,
+            description=found.description, at_once=found.workers,
+        )  # fmt: skip
+
+
+def local_slots(
+    cluster: str, gpus: str | None, workers: int | None, device: str, cells: int
+) -> list[int]:
+    """The GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host unless
+    ``gpus`` says how many; on the CPU as many numbers as workers, none for the usual one."""
+    count = local_workers(cluster)
+    if count is not None and workers is not None:
+        raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
+    over = "all" if device == "cuda" and gpus is None else gpus
+    return gpu_slots(over, workers or count, device, CELLS_A_GPU, at_most=count or cells)
+
+
+def local_workers(cluster: str) -> int | None:
+    """N of ``local:N``; None for ``local``. Raises RecipeError for another."""
+    _, colon, number = cluster.partition(":")
+    if not colon:
+        return None
+    if not number.isdecimal() or not 1 <= int(number) <= 1024:
+        raise RecipeError(f"--cluster {cluster}: write local:N with N workers, from 1 to 1024")
+    return int(number)

@@ -1,0 +1,130 @@
+"""``qbench plan``: what a run would do, and what it will take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import typer
+
+from qbench.checkpoints.find import elements, read_headers
+from qbench.cli.options import Device, DeviceOption, Only, OutToRead, RecipeOrOptions
+from qbench.cli.place import here
+from qbench.cli.recipe_options import recipe_options
+from qbench.evaluation.tasks import TaskSpec
+from qbench.plan import Cell, Plan, require_runnable
+from qbench.recipe import Overrides
+from qbench.runner.estimates import duration, earlier, estimate
+from qbench.runner.grid import passes
+from qbench.store import Store
+
+GIB = 2**30
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@recipe_options()
+def plan(
+    *,
+    recipe: RecipeOrOptions = None,
+    overrides: Overrides,
+    only: Only = None,
+    out: OutToRead = None,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Show what `qbench run` would do, and what is there already. Runs nothing.
+
+    Exit code 2 where a cell can never run.
+    """
+    place = here(recipe, overrides, out=out, device=device)
+    planned = place.plan(only, show=True)
+    for line in plan_lines(planned, Store(place.out), only):
+        typer.echo(line)
+    require_runnable(planned.select(only))
+
+
+def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
+    """Tasks, checkpoints with their sizes, cells with their state and what they will take, and
+    what was chosen for models."""
+    for name in planned.skipped:
+        yield f"left out  {name}: no data"
+    for task in planned.tasks:
+        yield f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}"
+    if planned.calibration is not None:
+        text = planned.calibration
+        first = ", BOS first" if text.bos else ""
+        yield f"calibration  {text.samples} × {text.length} tokens of {text.path}{first}"
+    cells = planned.select(only)
+    yield f"on {how(planned, cells)}"
+    yield from _sizes(cells)
+    records = earlier(store.directory)
+    todo, known, seconds = 0, 0, 0.0
+    for cell in cells:
+        record = store.whole(cell.grid_cell)
+        state = "to run"
+        if cell.refusal is not None:
+            state = "refused"
+        elif record is not None:
+            state = "there" if passes(record, cell) else "to retry"
+        line = f"{state:9} {cell.name}  key {cell.key[:16]}"
+        if state.startswith("to "):
+            todo += 1
+            found = estimate(cell, planned, records)
+            if found is not None:
+                known, seconds = known + 1, seconds + found.seconds
+                line += f"  {found}"
+        yield line
+    if known:
+        yield (
+            f"{known} of {todo} cells to run take about {duration(seconds)} one after the other, "
+            "as earlier records of the same weights did on this hardware"
+        )
+    yield from notes(cells)
+    yield f"results go to {store.directory}"
+
+
+def how(planned: Plan, cells: Sequence[Cell]) -> str:
+    """The device, and which attention and scoring were chosen; ``notes`` say for which models."""
+    attention = dict.fromkeys(cell.attention for cell in cells)
+    scoring = dict.fromkeys(cell.scoring.mode for cell in cells)
+    return f"{planned.device}, attention {' and '.join(attention)}, scoring {' and '.join(scoring)}"
+
+
+def notes(cells: Sequence[Cell]) -> list[str]:
+    """What was chosen for models that others would not get: each once, with their names."""
+    names: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for note in cell.notes:
+            names.setdefault(note, {})[cell.checkpoint_name] = None
+    return [f"{', '.join(of)}: {note}" for note, of in names.items()]
+
+
+def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
+    """Weights of each checkpoint: their number, and their size unquantized."""
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.checkpoint_name in seen:
+            continue
+        seen.add(cell.checkpoint_name)
+        count = elements(read_headers(cell.checkpoint.folder))
+        size = count * BYTES[cell.quantization.compute_dtype] / GIB
+        yield (
+            f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.support.name}, "
+            f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantization.compute_dtype}"
+        )
+
+
+def _shown(count: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.{max(0, 2 - int(math.log10(count / unit)))}f} {name}"
+    return f"{count:,}"
+
+
+def _documents(task: TaskSpec, limit: int | None) -> str:
+    if task.hub_data is not None:
+        data = task.hub_data
+        first = f"the first {limit}" if limit else "all"
+        return f"{first} documents of {data.repository} at {data.commit[:12]}"
+    if task.documents is None:
+        return f"the first {limit} documents" if limit else "all documents"
+    return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"

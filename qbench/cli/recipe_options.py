@@ -1,0 +1,165 @@
+"""Options that replace parts of a recipe, or say all of it: the same for every command that has
+them. A command names those that it has, and gets them as ``overrides``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qbench.cli.options import PluginOption
+from qbench.errors import RecipeError
+from qbench.recipe import Overrides
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class ScoringMode(StrEnum):
+    auto = "auto"
+    exact = "exact"
+    fast = "fast"
+    lm_eval = "lm-eval"
+
+
+OPTIONS: dict[str, Any] = {
+    "checkpoint": Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=PATH_OR_HUB_ID",
+            help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without "
+            "a recipe: the checkpoints, Δ is taken against the first.",
+        ),
+    ],
+    "quantizers": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="These quantizers, by commas: bf16,gptq-4bit. With +, weights and more: "
+            "gptq-4bit+kv4. With a recipe, its labels keep their settings.",
+        ),
+    ],
+    "tasks": Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="These tasks, by commas, instead of the recipe's."),
+    ],
+    "definitions": Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="lm-eval YAML files: tasks of your own."),
+    ],
+    "data": Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="TASK/SPLIT.jsonl files: score from these, without the hub."
+        ),
+    ],
+    "skip_missing": Annotated[
+        bool,
+        typer.Option(
+            "--skip-missing",
+            help="Run the tasks that the data folder has; tables name the others.",
+        ),
+    ],
+    "calibration": Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSON Lines with a text field: what calibrated quantizers see."
+        ),
+    ],
+    "calibration_samples": Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Texts that calibrated quantizers see. Default: the recipe's, or 128."
+        ),
+    ],
+    "calibration_length": Annotated[
+        int | None,
+        typer.Option(min=8, help="Tokens of each of them. Default: the recipe's, or 2048."),
+    ],
+    "limit": Annotated[
+        int | None, typer.Option(min=1, help="Score the first N documents of each task only.")
+    ],
+    "dtype": Annotated[
+        Dtype | None,
+        typer.Option(
+            help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs "
+            "are ten times slower in bfloat16."
+        ),
+    ],
+    "scoring": Annotated[
+        ScoringMode | None,
+        typer.Option(
+            metavar="MODE",
+            help="Score in this mode instead of the recipe's: exact gives HFLM's scores, fast "
+            "packs requests, lm-eval is HFLM itself; auto is the fastest that fits the model on a "
+            "GPU, exact on a CPU.",
+        ),
+    ],
+    "plugin": PluginOption,
+}
+DEFAULTS = {"checkpoint": [], "skip_missing": False, "plugin": []}
+
+
+def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options ``names`` (none: all) and --plugin in place of its parameter
+    ``overrides``."""
+    chosen = [*(names or [name for name in OPTIONS if name != "plugin"]), "plugin"]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            given = {name: values.pop(name, DEFAULTS.get(name)) for name in chosen}
+            del given["plugin"]  # loaded while the options were read
+            given["checkpoints"] = named(given.pop("checkpoint"))
+            for name in {"quantizers", "tasks"} & given.keys():
+                given[name] = listed(f"--{name}", given[name])
+            command(overrides=Overrides(**given), **values)
+
+        parameters = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            if own.name != "overrides":
+                parameters.append(own.replace(kind=own.KEYWORD_ONLY))
+                continue
+            parameters += [
+                inspect.Parameter(
+                    name, own.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=OPTIONS[name]
+                )
+                for name in chosen
+            ]
+        signature = inspect.Signature(parameters)
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+        wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
+        del wrapper.__wrapped__  # type: ignore[attr-defined]  # else typer reads the command's
+        return wrapper
+
+    return decorate
+
+
+def listed(option: str, names: str | None) -> tuple[str, ...] | None:
+    """Names by commas; RecipeError for an empty one."""
+    if names is None:
+        return None
+    found = tuple(name.strip() for name in names.split(","))
+    if not all(found):
+        raise RecipeError(f"{option} {names!r}: write names with commas between them")
+    return found
+
+
+def named(pairs: Sequence[str]) -> dict[str, str]:
+    """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, source = pair.partition("=")
+        if not (name and separator and source):
+            raise RecipeError(f"--checkpoint {pair}: write NAME=PATH_OR_HUB_ID")
+        if name in found:
+            raise RecipeError(f"--checkpoint {pair}: {name} is given twice")
+        found[name] = source
+    return found

@@ -1,0 +1,143 @@
+"""``qbench show``, ``explain``, ``export`` and ``published``: results looked up and passed on."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qbench import published as papers
+from qbench.cli.options import Folder, Run, open_store, to_folder
+from qbench.comparison.explain import find_cell, find_record, text
+from qbench.comparison.lines import judge
+from qbench.errors import ResultsError
+from qbench.export import WRITERS
+from qbench.files import require_folder
+from qbench.machine import redirected
+from qbench.plan import find_tasks
+from qbench.published.check import summary
+from qbench.recipe import Overrides, Recipe
+from qbench.records import Record
+from qbench.show import cell_text, document_text, folder_text
+from qbench.store import Store
+
+
+def explain(
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other cell.")],
+) -> None:
+    """Which part of their keys makes two cells different."""
+    typer.echo(text(find_record(a), find_record(b)))
+
+
+def show(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT",
+            help="A results folder, DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.",
+        ),
+    ],
+    document: Annotated[
+        int | None,
+        typer.Option(min=0, help="What was asked of this document, by its number, and answered."),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Of this task only, with --document.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="With --document: also the text that was asked, made from this recipe."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The recipe's --data, where the run had one.")
+    ] = None,
+    run: Run = None,
+) -> None:
+    """Everything about one cell, or which runs and cells a results folder holds."""
+    if (Path(what) / "grid.json").is_file():
+        typer.echo(folder_text(Store(Path(what), run=run)))
+        return
+    if not Path(what).is_file() and not (Path(what).parent.parent / "grid.json").is_file():
+        raise ResultsError(
+            f"{what}: no grid.json here; name a folder that `qbench run` wrote, "
+            "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
+        )
+    store, record = find_cell(what, run)
+    if recipe is None and data is not None:
+        raise ResultsError("--data goes with --recipe, which says what was asked of it")
+    if recipe is not None and document is None:
+        raise ResultsError("--recipe goes with --document, whose text it gives")
+    if document is not None:
+        texts = None if recipe is None else _asked(record, recipe, data, document, task)
+        typer.echo(document_text(store, record, document, task, texts))
+        return
+    typer.echo(cell_text(record))
+
+
+def _asked(
+    record: Record, recipe: Path, data: Path | None, document: int, task: str | None
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    wanted = Recipe.load(recipe, Overrides(data=data, tasks=None if task is None else (task,)))
+    planned, _ = find_tasks(wanted, ())
+    with redirected(Path(os.devnull)):  # what lm-eval says while it makes requests
+        from qbench.evaluation.evaluate import rebuild_requests
+
+        return rebuild_requests(record, planned, document, task)
+
+
+class Target(StrEnum):
+    lm_eval = "lm-eval"
+    model_card = "model-card"
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
+
+def export(
+    folder: Folder,
+    to: Annotated[
+        Target,
+        typer.Option(metavar="FORMAT", help="lm-eval, model-card, tensorboard or wandb."),
+    ],
+    out: Annotated[
+        Path | None, to_folder("Where to write it. Default: FOLDER/export/FORMAT.")
+    ] = None,
+    run: Run = None,
+) -> None:
+    """Write results in others' formats: lm-eval's results and samples, the evaluation metadata of
+    a model card, TensorBoard's scalars, Weights & Biases' runs (offline; `wandb sync` sends them).
+
+    Failed and missing cells are left out, and named on standard error.
+    """
+
+    store = open_store(folder, run)
+    place = out or store.place() / "export" / to.value
+    require_folder(place, "--out")
+    for cell in store.grid().cells:
+        status, reason = judge(store.get(cell))
+        if status != "ok":
+            typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
+    paths = WRITERS[to.value](store, place)
+    typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
+
+
+def published(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One table; default: a list of all.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Recompute what can be recomputed; flag the rest.")
+    ] = False,
+) -> None:
+    """List or print the papers' tables, or check that they add up."""
+    if check:
+        typer.echo(summary())
+    elif name:
+        typer.echo(papers.show(papers.table(name)))
+    else:
+        for one in papers.tables():
+            typer.echo(f"{one.name:22} {one.source}: {one.caption}")
+        typer.echo(f"sets for --published: {', '.join(papers.sets())}")

@@ -1,0 +1,87 @@
+"""``qbench tables`` and ``qbench compare``: what results say, and what changed between two."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qbench.cli.messages import show_written
+from qbench.cli.options import Folder, Published, Run, open_store
+from qbench.comparison.changes import compare_results
+from qbench.comparison.compare import compare as compare_store
+from qbench.errors import OutputError, ResultsError
+from qbench.files import require_folder
+from qbench.store import Store
+from qbench.tables import write_tables
+from qbench.tables.changes import changes_table
+from qbench.tables.write import paper, render
+
+
+class Format(StrEnum):
+    md = "md"
+    tex = "tex"
+    csv = "csv"
+    html = "html"
+
+
+def tables(
+    folder: Folder,
+    format: Annotated[Format, typer.Option(help="What to print and write.")] = Format.md,
+    published: Published = None,
+    run: Run = None,
+) -> None:
+    """Write and show the delta tables of a results folder, in the paper's layout."""
+
+    show_tables(open_store(folder, run), format=format, published=published)
+
+
+def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> None:
+    """Print the tables as ``format`` and write them: tables.md with tables.csv, or
+    tables.<format> alone. Those of an earlier run go to a folder of their own; where the folder
+    cannot be written to, that is said and they are printed all the same.
+
+    What is printed is what was compared here: another run may write the same files meanwhile.
+    """
+    comparison = compare_store(store)
+    formats = ("md", "csv") if format == "md" else (format,)
+    paths, problem = [], None
+    try:
+        require_folder(store.directory)
+        paths = write_tables(store, formats=formats, published=published, comparison=comparison)
+    except OutputError as error:
+        problem = error
+    typer.echo(render(comparison, format=format, published=published), nl=False)
+    if format == "md" and published:
+        typer.echo(paper(store, published), nl=False)
+    show_written(paths)
+    if problem:
+        typer.echo(f"not written: {problem}", err=True)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A results folder.")],
+    b: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[B]", help="Another, of the same recipe. Default: the last run of A."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="ID", help="An earlier run of A.")
+    ] = None,
+    run_b: Annotated[
+        str | None, typer.Option("--run-b", metavar="ID", help="An earlier run of B.")
+    ] = None,
+) -> None:
+    """What changed between two results of one recipe, paired by document.
+
+    Both may be runs of one folder, as `qbench show FOLDER` lists them.
+    """
+    if b is None and run is None:
+        raise ResultsError(f"compare {a}: with what? Name another folder, or a run of it by --run")
+    old = open_store(a, run)
+    new = open_store(b or a, run_b, "--run-b")
+    typer.echo(changes_table(compare_results(old, new)), nl=False)
