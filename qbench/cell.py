@@ -148,10 +148,19 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
 
 
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The cell's checkpoint, not yet quantized, on the plan's device, and its tokenizer."""
+    """The cell's checkpoint on the plan's device, not yet quantized unless it was published so,
+    and its tokenizer."""
+    import torch
+
     from qbench.checkpoints import load_tokenizer
 
-    return _original(cell, plan), load_tokenizer(cell.checkpoint)
+    if cell.copy is None:
+        return _original(cell, plan), load_tokenizer(cell.checkpoint)
+    from qbench.checkpoints.prequantized import load_prequantized
+
+    dtype = getattr(torch, cell.quantization.compute_dtype)
+    model = load_prequantized(cell.copy, dtype=dtype, device=plan.device, attention=cell.attention)
+    return model, load_tokenizer(cell.checkpoint)
 
 
 def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
@@ -236,6 +245,8 @@ def _audit(
     from qbench.attention.transformers import batch_invariant
     from qbench.quantizers.audit.cell import audit, probe_of
 
+    if cell.copy is not None and cell.copy.folder == cell.checkpoint.folder:
+        return  # there is no original to hold it against: the record is not audited
     progress.stage(cell.name, "audit")
     with measured("audit", plan.device, result.stages):
         original = _original(cell, plan)  # read from disk again, for unquantized cells too

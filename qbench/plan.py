@@ -37,6 +37,7 @@ from qbench.evaluation.settings import Mode, ScoringSettings, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.machine import hardware, versions
 from qbench.plugins import Plugin, loaded
+from qbench.prequantized import find_copy
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.texts import CalibrationText, file_digest, find_text, read_texts
 from qbench.recipe import Column, Evaluation, Recipe, Task
@@ -58,6 +59,7 @@ class Cell:
     key: str
     key_parts: dict[str, Any]
     base: GridCell | None  # the unquantized cell that damage is taken against
+    copy: Checkpoint | None = None  # the quantized files of a checkpoint that is published so
     refusal: str | None = None  # why it can never run
     notes: tuple[str, ...] = ()  # what was chosen for this model that a user would not expect
 
@@ -157,7 +159,7 @@ def plan(
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
-        shapes = linear_shapes(checkpoint)
+        shapes = {} if recipe.alone else linear_shapes(checkpoint)
         bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
         for column in sorted(recipe.quantizers, key=_quantized):
             base = None
@@ -197,6 +199,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
                 revision=source.revision,
                 normalizer=source.normalizer,
                 base=recipe.folder,
+                quantized=recipe.alone,
             )
         except CheckpointError as error:
             problems.append(error)
@@ -225,7 +228,12 @@ def _cell(
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
-    quantization, chosen, reason = resolved(checkpoint, column.quantization, device)
+    quantization, copy = column.quantization, None
+    if quantization.weights is not None and quantization.weights.prequantized:
+        quantization, copy = find_copy(
+            quantization, name, checkpoint, shapes, base=recipe.folder, device=device
+        )
+    quantization, chosen, reason = resolved(checkpoint, quantization, device)
     model = model_choices(name, checkpoint, recipe.evaluation, device)
     checkpoint, attention = model.checkpoint, model.attention
     scoring = resolve(
@@ -269,6 +277,7 @@ def _cell(
         parts["damage against"] = base.key
     return Cell(
         base=base,
+        copy=copy,
         checkpoint_name=name,
         checkpoint=checkpoint,
         label=column.label,

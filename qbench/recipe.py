@@ -39,6 +39,7 @@ from qbench.files import reason
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.names import COMBINATIONS, PARTS
+from qbench.quantizers.prequantized import Published
 from qbench.quantizers.texts import HUB_FILE, find_text
 from qbench.recipe_yaml import Location, Source, problem_lines
 from qbench.records import NAME, Digest, Line, Name, TaskName
@@ -87,6 +88,8 @@ class Overrides:
     what the recipe says. Paths are relative to the working folder."""
 
     checkpoints: Mapping[str, str] = field(default_factory=dict)  # name → folder or hub id
+    # label → folder or hub id of a checkpoint that is quantized already: further columns
+    quantized: Mapping[str, str] = field(default_factory=dict)
     quantizers: tuple[str, ...] | None = None  # names, or labels of the recipe's
     tasks: tuple[str, ...] | None = None  # lm-eval's names
     definitions: Path | None = None  # folder of further tasks' definitions
@@ -312,6 +315,14 @@ class Recipe(Strict):
             for number, name in enumerate(names):
                 if name in names[:number]:
                     raise problem((what, number), f"{name} stands there twice{remedy}")
+        as_it_is = [_as_it_is(column) for column in self.quantizers]
+        if any(as_it_is) and not all(as_it_is):
+            raise problem(
+                ("quantizers", as_it_is.index(True)),
+                f"{labels[as_it_is.index(True)]}: say path: FOLDER_OR_HUB_ID of the quantized "
+                "copy; without one the checkpoints themselves are the quantized ones, and nothing "
+                "else goes beside it",
+            )
         calibrated = [c.label for c in self.quantizers if c.quantization.needs_calibration]
         if calibrated and self.calibration is None:
             raise problem(
@@ -320,6 +331,11 @@ class Recipe(Strict):
                 "add calibration: {path: FILE.jsonl} or --calibration FILE",
             )
         return self
+
+    @property
+    def alone(self) -> bool:
+        """Whether the checkpoints are quantized already, and scored without their originals."""
+        return any(_as_it_is(column) for column in self.quantizers)
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -353,6 +369,11 @@ class Recipe(Strict):
                 f"{self.resolve(Path(text.path))}; "
                 "name a JSON Lines file with a text field, here or with --calibration"
             )
+
+
+def _as_it_is(column: Column) -> bool:
+    weights = column.quantization.weights
+    return isinstance(weights, Published) and weights.path is None
 
 
 def _column(index: int, entry: Any, compute_dtype: str) -> Column:
@@ -430,6 +451,8 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     ):
         if names is not None:
             source.replace(_named(source.values.get(what), names, key), what)
+    if changed.quantized:
+        _add_quantized(source, path, changed)
     if changed.skip_missing:
         source.values["skip_missing"] = True
     for value, *location in (
@@ -469,14 +492,14 @@ def _located(folder: Path, stated: Any) -> Any:
 def _one_off(changed: Overrides) -> Source:
     """A recipe of options alone. Raises RecipeError, which names what is missing."""
     given = {
-        "--checkpoint NAME=FOLDER_OR_HUB_ID": changed.checkpoints,
-        "--quantizers bf16,gptq-4bit": changed.quantizers,
+        "--checkpoint NAME=FOLDER_OR_HUB_ID": changed.checkpoints or changed.quantized,
+        "--quantizers bf16,gptq-4bit": changed.quantizers or changed.quantized,
         "--tasks piqa,sciq": changed.tasks,
     }
     if missing := [option for option, value in given.items() if not value]:
         raise RecipeError(f"name a recipe, or say what to run: {', '.join(missing)} missing")
     values: dict[str, Any] = {
-        "name": "-".join(changed.checkpoints)[:NAME_CHARACTERS],
+        "name": "-".join(changed.checkpoints or changed.quantized)[:NAME_CHARACTERS],
         "checkpoints": dict.fromkeys(changed.checkpoints),
     }
     if changed.data is not None and changed.calibration is None:
@@ -484,6 +507,24 @@ def _one_off(changed: Overrides) -> Source:
             text = find_text(HUB_FILE, base=Path.cwd(), data=Path(os.path.realpath(changed.data)))
             values["calibration"] = {"path": str(text)}
     return Source(FROM_OPTIONS, values, {})
+
+
+def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> None:
+    """Columns of checkpoints that are quantized already; where no original is named, they are the
+    checkpoints themselves, and are scored alone."""
+    found = {label: _found(source.path, one) for label, one in changed.quantized.items()}
+    if path is None and not changed.checkpoints:
+        source.values.update(checkpoints=found, quantizers=["checkpoint"])
+        return
+    known = source.values.get("checkpoints")
+    if isinstance(known, dict) and len(known) > 1:
+        raise RecipeError(
+            f"--quantized {next(iter(found))}=…: of which of {', '.join(map(str, known))}? say it "
+            "in a recipe: {name: checkpoint, path: {NAME: FOLDER_OR_HUB_ID}}"
+        )
+    columns = source.values.setdefault("quantizers", ["bf16"])
+    if isinstance(columns, list):
+        columns += [{"name": "checkpoint", "path": p, "label": n} for n, p in found.items()]
 
 
 def _named(stated: Any, names: tuple[str, ...], key: str) -> list[Any]:

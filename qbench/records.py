@@ -271,6 +271,16 @@ class HeadsAudit(RecordModel):
         return len(self.pruned) / self.total if self.total else 0.0
 
 
+class StoredSize(RecordModel):
+    """What a cell's weights take as they are stored, by one convention for all formats: bits over
+    the matrices outside embeddings and LM head, scales, zeros and codebooks counted, and those that
+    were left unquantized; the head apart (None: tied); ``gib`` of all weights."""
+
+    bits_per_weight: float
+    head_bits_per_weight: float | None
+    gib: float
+
+
 class Audit(RecordModel):
     """What was measured of a cell's quantized model. ``problems``: why it did not pass."""
 
@@ -293,6 +303,9 @@ class Audit(RecordModel):
     treatment_error: float | None = None
     kv_cache: KVAudit | None = None  # None where it is not quantized
     heads: HeadsAudit | None = None  # None where none are pruned
+    size: StoredSize | None = None  # None in records of earlier versions
+    # layers whose weights are the original's up to a factor a row and a column (AWQ, SmoothQuant)
+    rescaled: int = 0
 
 
 # --- how a cell's scores were made

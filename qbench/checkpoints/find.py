@@ -71,14 +71,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of an unquantized causal language model, refused by name for all else."""
+def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
+    """``config.json`` of an unquantized causal language model, or of a ``quantized`` one, refused
+    by name for all else."""
     if not (folder / "config.json").exists():
         raise CheckpointError(f"no config.json in {folder}")
     config = read_json(folder / "config.json")
-    if config.get("quantization_config"):
+    stated = config.get("quantization_config")
+    if quantized and not isinstance(stated, dict):
+        raise CheckpointError("it is not quantized: its config.json has no quantization_config")
+    if stated and not quantized:
         raise CheckpointError(
-            "it is quantized already (quantization_config); name the unquantized checkpoint"
+            "it is quantized already (quantization_config); name the unquantized checkpoint here, "
+            "and this one as a column: quantizers: [{name: checkpoint, path: …}]; or score it "
+            "alone with quantizers: [checkpoint]"
         )
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
@@ -191,9 +197,10 @@ def weight_files(folder: Path) -> list[str]:
     return listed
 
 
-def read_headers(folder: Path) -> dict[str, Header]:
+def read_headers(folder: Path, *, quantized: bool = False) -> dict[str, Header]:
     """All tensors of the weight files by name. Raises CheckpointError for a name that stands in
-    two files, for a file that cannot be read, and for numbers that are not floating-point."""
+    two files, for a file that cannot be read, and unless it is ``quantized`` for numbers that are
+    not floating-point."""
     found: dict[str, Header] = {}
     for file in weight_files(folder):
         for name, header in _read(folder / file).items():
@@ -206,7 +213,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     if (folder / INDEX).exists():
         _require_index(_index(folder), found)
     strange = [n for n, h in found.items() if h.dtype not in FLOATS and not BUFFERS.search(n)]
-    if strange:
+    if strange and not quantized:
         first = found[strange[0]]
         raise CheckpointError(
             f"{_some(strange)} in {first.file}: numbers of type {first.dtype}; weights must be "
@@ -423,22 +430,24 @@ def find(
     revision: str | None = None,
     normalizer: str | None = None,
     base: Path | None = None,
+    quantized: bool = False,
 ) -> Checkpoint:
     """Resolve ``source``, a folder (relative to ``base``) or a hub id, and check its headers.
 
     ``normalizer`` is what the recipe states; it must agree with the checkpoint's own.
+    ``quantized``: somebody quantized it, and its tensors are not the model's.
     Raises CheckpointError, naming left-over, missing and misshapen tensors.
     """
     folder = _folder(source, revision, base or Path())
     try:
-        return _found(source, folder, normalizer)
+        return _found(source, folder, normalizer, quantized)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {source}: {error}") from None
 
 
-def _found(source: str, folder: Path, normalizer: str | None) -> Checkpoint:
-    config = read_config(folder)
-    headers = read_headers(folder)
+def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -> Checkpoint:
+    config = read_config(folder, quantized=quantized)
+    headers = read_headers(folder, quantized=quantized)
     require_sizes(config, tensors=len(headers), elements=elements(headers))
     stated = _normalizer(config, normalizer)
     if fla.recognizes(config):

@@ -15,6 +15,7 @@ from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError, shown
 from qbench.plugins import load_packages
 from qbench.quantizers.names import COMBINATIONS, PARTS, Preset, Presets
+from qbench.quantizers.prequantized import format_lines
 
 WIDTH = 22
 ABOUT = {
@@ -68,20 +69,22 @@ class Listing(StrEnum):
     quantizers = "quantizers"
     normalizers = "normalizers"
     models = "models"
+    formats = "formats"
     tasks = "tasks"
 
 
 def list_command(
     what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="quantizers, normalizers, models or tasks.")
+        str,
+        typer.Argument(metavar="WHAT", help="quantizers, formats, normalizers, models or tasks."),
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
     markdown: Annotated[
         bool, typer.Option("--markdown", help="The models as the table of docs/models.md.")
     ] = False,
 ) -> None:
-    """List the quantizers with their options, the normalizers, the classes of models that were
-    tried, or lm-eval's tasks."""
+    """List the quantizers with their options, the formats of checkpoints that are quantized
+    already, the normalizers, the classes of models that were tried, or lm-eval's tasks."""
     if what not in list(Listing):
         raise typer.BadParameter(
             f"{shown(what)} is none of {', '.join(Listing)}", param_hint="WHAT"
@@ -101,6 +104,8 @@ def _listing(what: Listing) -> list[str]:
         from qbench.evaluation.definitions import task_names
 
         return ["passkey", "passkey_TOKENS (qbench's own, without data)", *task_names()]
+    if what is Listing.formats:
+        return format_lines()
     if what is Listing.models:
         return model_lines()
     if what is Listing.normalizers:

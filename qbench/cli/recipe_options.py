@@ -38,6 +38,14 @@ OPTIONS: dict[str, Any] = {
             "a recipe: the checkpoints, Δ is taken against the first.",
         ),
     ],
+    "quantized": Annotated[
+        list[str],
+        typer.Option(
+            metavar="LABEL=PATH_OR_HUB_ID",
+            help="A checkpoint that is quantized already, as a column beside its original; without "
+            "--checkpoint it is scored alone. Repeatable.",
+        ),
+    ],
     "quantizers": Annotated[
         str | None,
         typer.Option(
@@ -104,7 +112,7 @@ OPTIONS: dict[str, Any] = {
     ],
     "plugin": PluginOption,
 }
-DEFAULTS = {"checkpoint": [], "skip_missing": False, "plugin": []}
+DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": []}
 
 
 def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -117,7 +125,8 @@ def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
         def wrapper(**values: Any) -> None:
             given = {name: values.pop(name, DEFAULTS.get(name)) for name in chosen}
             del given["plugin"]  # loaded while the options were read
-            given["checkpoints"] = named(given.pop("checkpoint"))
+            given["checkpoints"] = named("--checkpoint", given.pop("checkpoint"))
+            given["quantized"] = named("--quantized", given.pop("quantized", []))
             for name in {"quantizers", "tasks"} & given.keys():
                 given[name] = listed(f"--{name}", given[name])
             command(overrides=Overrides(**given), **values)
@@ -152,14 +161,14 @@ def listed(option: str, names: str | None) -> tuple[str, ...] | None:
     return found
 
 
-def named(pairs: Sequence[str]) -> dict[str, str]:
+def named(option: str, pairs: Sequence[str]) -> dict[str, str]:
     """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, separator, source = pair.partition("=")
         if not (name and separator and source):
-            raise RecipeError(f"--checkpoint {pair}: write NAME=PATH_OR_HUB_ID")
+            raise RecipeError(f"{option} {pair}: write NAME=PATH_OR_HUB_ID")
         if name in found:
-            raise RecipeError(f"--checkpoint {pair}: {name} is given twice")
+            raise RecipeError(f"{option} {pair}: {name} is given twice")
         found[name] = source
     return found

@@ -4,7 +4,12 @@ What is named here imports no torch: ``qbench plan`` and ``qbench list`` start a
 is in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audit``.
 """
 
-from qbench.quantizers import activations, kv_cache, transforms  # noqa: F401  (they register)
+from qbench.quantizers import (  # noqa: F401  (they register)
+    activations,
+    kv_cache,
+    prequantized,
+    transforms,
+)
 from qbench.quantizers.config import (
     SETTINGS,
     Evidence,

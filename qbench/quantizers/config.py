@@ -123,6 +123,8 @@ class WeightSettings(Settings):
     """
 
     title: ClassVar[str]
+    prequantized: ClassVar[bool] = False  # the model is loaded as it is, and not quantized here
+    rescales: ClassVar[bool] = False  # factors of columns may have moved into what comes before
 
     compute_dtype: Annotated[
         Dtype,

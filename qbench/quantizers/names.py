@@ -197,6 +197,10 @@ def _checked(parts: dict[str, Any], compute_dtype: str) -> QuantizationConfig:
         raise RecipeError(
             f"weights: {weights.name} quantizes activations itself; leave activations out"
         )
+    if weights and weights.prequantized and parts:
+        raise RecipeError(
+            f"{weights.name}: it is scored as published; leave {next(iter(parts))} out"
+        )
     if "outliers" in parts:
         parts["outliers"].require_fit(parts.get("kv"))
     fields_of = {key: field for field, key in RECIPE_KEYS.items()}
@@ -266,6 +270,8 @@ def _possibilities(schema: dict[str, Any]) -> str:
         "number": "a number",
         "string": "text",
         "array": "a list",
+        "object": "a mapping",
+        "null": "nothing",
     }
     noun = nouns[schema["type"]]
     if "minimum" in schema:

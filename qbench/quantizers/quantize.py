@@ -83,6 +83,8 @@ def quantize(
     report = progress or (lambda what, done: None)
     if not config.precision.quantized:
         return Quantized(model=model, detail=f"unquantized, {config.compute_dtype}")
+    if config.weights is not None and config.weights.prequantized:
+        return Quantized(model=model, detail=config.weights.note)
     if config.needs_calibration and calibration is None:
         raise QuantizationError(f"{config.name}: needs calibration text; the recipe has none")
     linearize(model)
@@ -170,9 +172,12 @@ def evidence_of(model: nn.Module, config: QuantizationConfig) -> Evidence:
     """What of ``model`` is quantized as ``config`` has it; the audit measures it."""
     found: dict[str, Any] = {}
     if config.weights is not None:
-        unpack = backend(config.weights).unpack
-        seen = ((name, unpack(module, config.weights)) for name, module in model.named_modules())
-        found["weights"] = {name: packed for name, packed in seen if packed is not None}
+        functions, weights = backend(config.weights), config.weights
+        if hasattr(functions, "evidence"):  # of files that somebody else wrote
+            found["weights"] = functions.evidence(model, weights)
+        else:
+            seen = ((n, functions.unpack(module, weights)) for n, module in model.named_modules())
+            found["weights"] = {name: packed for name, packed in seen if packed is not None}
     for kind, name in (
         ("activations", "activations"),
         ("kv_cache", "kv_cache"),

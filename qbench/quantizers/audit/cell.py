@@ -14,8 +14,9 @@ from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
 from qbench.quantizers.audit.weights import audit_weights, first_line
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.linear import matrices, not_finite
-from qbench.records import Audit, KVAudit
+from qbench.quantizers.linear import Matrix, matrices, not_finite, values
+from qbench.quantizers.stored_bits import size_of_files, size_of_model
+from qbench.records import Audit, KVAudit, StoredSize
 
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 
@@ -65,9 +66,41 @@ def audit(
         problems += wrong
         more["heads"], wrong = measure_heads(quantized, config, probe)
         problems += wrong
+    if config.weights is not None and config.weights.prequantized:
+        problems += _other_ends(original, quantized)
     with weights_alone(quantized):
         found = audit_weights(wanted, quantized, config, moved, problems)
+    more["size"] = _size(original, wanted, config, found)
     return found.model_copy(update=more)
+
+
+def _other_ends(original: nn.Module, quantized: nn.Module) -> list[str]:
+    """Embeddings and an LM head that are neither quantized nor the original's, a line each."""
+    ends = (("embeddings", "get_input_embeddings"), ("LM head", "get_output_embeddings"))
+    problems = []
+    for what, getter in ends:
+        wanted, found = (getattr(model, getter)() for model in (original, quantized))
+        weight = getattr(found, "weight", None)
+        if wanted is None or weight is None or not weight.is_floating_point():
+            continue
+        if weight.shape != wanted.weight.shape or not torch.allclose(
+            values(weight).float(), wanted.weight.float(), rtol=2e-2, atol=1e-3
+        ):
+            problems.append(f"its {what} are not those of the original: another model's?")
+    return problems
+
+
+def _size(
+    original: nn.Module, wanted: dict[str, Matrix], config: QuantizationConfig, found: Audit
+) -> StoredSize | None:
+    if not wanted or config.pruning is not None:
+        return None
+    weights = config.weights
+    if weights is not None and weights.prequantized:
+        head = original.get_output_embeddings()  # type: ignore[operator]  # of every causal model
+        return size_of_files(weights.folder, wanted, head.weight.numel())  # type: ignore[attr-defined]
+    stored = {one.name: one.bits_per_weight * one.parameters for one in found.modules}
+    return size_of_model(original, wanted, stored)
 
 
 def _of_cache(

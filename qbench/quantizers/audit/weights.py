@@ -25,6 +25,7 @@ SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as t
 ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
 MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
+MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 FEW = 16  # levels that a GPU counts one by one, in a tenth of the time of sorting
 THREADS = 8  # that compute digests beside a GPU's work
 
@@ -70,6 +71,7 @@ def audit_weights(
         ),
         levels=max((one.module.levels for one in measured), default=0),
         logits_moved=moved,
+        rescaled=sum(one.rescaled for one in measured),
         left_out=tuple(matrix.name for matrix in remaining),
         left_out_because=_because(remaining, config),
         problems=tuple(problems),
@@ -179,6 +181,7 @@ class Measured:
     error_squared: float
     norm_squared: float
     problems: tuple[str, ...]
+    rescaled: bool = False
 
 
 @torch.no_grad()
@@ -189,7 +192,10 @@ def measure(
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
     wanted = matrix.weight.float()
-    difference = weight.float() - wanted
+    fitted, rescaled = weight.float(), False
+    if settings.rescales and weight.isfinite().all():
+        fitted, rescaled = fit(fitted, wanted, settings.error_bound())
+    difference = fitted - wanted
     error_squared, norm_squared = (float(t.square().sum()) for t in (difference, wanted))
     finite = math.isfinite(error_squared)
     error = math.sqrt(error_squared / norm_squared) if finite and norm_squared else 0.0
@@ -201,9 +207,7 @@ def measure(
         parameters=wanted.numel(),
         bits_per_weight=bits / wanted.numel(),
         weight_error=error if finite else math.inf,
-        gain=float((weight.float() * wanted).sum()) / norm_squared
-        if finite and norm_squared
-        else None,
+        gain=float((fitted * wanted).sum()) / norm_squared if finite and norm_squared else None,
         levels=levels(stored.groups(weight), 2**settings.num_bits),
         dead_inputs=int(dead.sum()),
     )
@@ -218,7 +222,26 @@ def measure(
         error_squared=error_squared if finite else math.inf,
         norm_squared=norm_squared,
         problems=tuple(problems),
+        rescaled=rescaled,
     )
+
+
+def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, bool]:
+    """``weight`` as it is where it lies within ``bound`` of ``wanted`` [out, in]. AWQ and
+    SmoothQuant move a factor a column into what comes before, and that layer's rows by the same:
+    where taking such factors off, fitted by least squares, brings it within ``bound``, it without
+    them, and True."""
+    if _relative(weight, wanted) <= bound:
+        return weight, False
+    fitted = weight
+    for _ in range(8):
+        for axis in (0, 1):
+            scale = (fitted * wanted).sum(axis, keepdim=True) / fitted.square().sum(
+                axis, keepdim=True
+            ).clamp(min=1e-30)
+            fitted = fitted * scale
+    good = _relative(fitted, wanted) <= min(bound, MOST_FITTED)
+    return (fitted, True) if good else (weight, False)
 
 
 def levels(groups: Tensor, expected: int = 2**8) -> int:

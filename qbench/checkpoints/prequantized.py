@@ -1,0 +1,89 @@
+"""A checkpoint that somebody quantized, loaded by transformers' own quantizer of its format."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from qbench.attention.implementation import NATIVE
+from qbench.checkpoints.find import Checkpoint, stamps
+from qbench.errors import CheckpointError, UnavailableError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def load_prequantized(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, attention: str
+) -> PreTrainedModel:
+    """The quantized model on ``device``, what is not quantized in ``dtype``, attending with the
+    checkpoint's normalizer through ``attention`` (see ``load.load_model``).
+
+    Raises UnavailableError for what this machine cannot load, CheckpointError for broken files.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from qbench.attention.transformers import attend
+    from qbench.checkpoints.checks import own_logits, require_causal
+
+    if stamps(checkpoint.folder) != checkpoint.files:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.source}: its files changed after this run began; run again"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # libraries warn of what a plan has said already
+            model, report = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=dtype,
+                device_map={"": device},
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **_loading(checkpoint.config["quantization_config"], device),
+            )
+            model = model.eval().requires_grad_(False)
+            for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    module.support_avx512bf16_for_cpu = False
+            logits = own_logits(model)  # compressed-tensors decompresses in the first forward
+    except Exception as error:  # whatever a library makes of files, devices and versions
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        method = checkpoint.config["quantization_config"].get("quant_method")
+        raise UnavailableError(
+            f"checkpoint {checkpoint.source}: transformers cannot load this {method} checkpoint "
+            f"here: {line}"
+        ) from error
+    if missing := sorted(map(str, report.get("missing_keys") or ())):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.source}: its files lack {', '.join(missing[:6])}"
+        )
+    if not logits.isfinite().all():
+        raise CheckpointError(f"checkpoint {checkpoint.source}: its logits are not finite")
+    require_causal(model, logits)
+    model.config.qbench_normalizer = checkpoint.normalizer
+    if checkpoint.normalizer == NATIVE:
+        model.set_attn_implementation(attention)
+    else:
+        attend(model, normalizer=checkpoint.normalizer, implementation=attention)
+    return model
+
+
+def _loading(stated: dict[str, Any], device: str) -> dict[str, Any]:
+    """What transformers is told beside the files. GPTQ's and AWQ's automatic kernels differ by
+    machine, and on CPUs some repack weights wrongly, so the one in torch is named."""
+    import transformers
+
+    method = stated.get("quant_method")
+    if method == "gptq":
+        chosen = transformers.GPTQConfig(bits=stated["bits"], backend="gptq_torch")
+    elif method == "awq":
+        chosen = transformers.AwqConfig(bits=stated["bits"], backend="torch_awq")
+    elif method == "fp8" and device == "cpu":
+        chosen = transformers.FineGrainedFP8Config(dequantize=True)
+    elif method == "mxfp4" and device == "cpu":
+        chosen = transformers.Mxfp4Config(dequantize=True)
+    else:
+        return {}
+    return {"quantization_config": chosen}

@@ -1,0 +1,102 @@
+"""The quantized copy of a checkpoint that a recipe's column names: found, and held against its
+original as far as its files can be without loading them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qbench.checkpoints import Checkpoint, find
+from qbench.checkpoints.find import SIZES, Shapes, read_headers
+from qbench.checkpoints.fla import llama_settings, recognizes
+from qbench.errors import CheckpointError, RecipeError
+from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.prequantized import FORMATS, REFUSED, Prequantized, Published
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def find_copy(
+    config: QuantizationConfig,
+    name: str,
+    original: Checkpoint,
+    shapes: Shapes,
+    *,
+    base: Path,
+    device: str,
+) -> tuple[QuantizationConfig, Checkpoint]:
+    """``config``, whose weights are ``Published``, with what the files of the checkpoint ``name``
+    say in their place, and these files. ``original``: the unquantized checkpoint, or, where the
+    column has no path, the quantized one itself. Raises QbenchError for what cannot be.
+    """
+    weights = config.weights
+    assert isinstance(weights, Published)
+    source = weights.source(name)
+    copy = original if source is None else find(source, base=base, quantized=True)
+    stated = copy.config["quantization_config"]
+    kind = str(stated.get("quant_method", ""))
+    if kind not in FORMATS:
+        why = REFUSED.get(kind, f"known formats: {', '.join(FORMATS)}")
+        raise CheckpointError(f"checkpoint {copy.source}: quant_method {kind!r}: {why}")
+    if source is not None:
+        copy = replace(copy, normalizer=_normalizer(copy, original))
+        _require_sizes(copy, original)
+    found = Prequantized(
+        path=weights.path,
+        compute_dtype=weights.compute_dtype,
+        format=kind,
+        stated=stated,
+        digest=copy.digest,
+        folder=str(copy.folder),
+        device=device,
+        ignore=_unquantized(copy, shapes),
+    )
+    _ = found.scheme  # raises RecipeError for a configuration that says nothing
+    return replace(config, weights=found), copy
+
+
+def _unquantized(copy: Checkpoint, shapes: Shapes) -> tuple[str, ...]:
+    """Layers of ``shapes`` that the files hold as they were. Raises CheckpointError for all."""
+    headers = read_headers(copy.folder, quantized=True)
+    kept: dict[str, list[str]] = {name: [] for name in shapes}
+    for full, header in headers.items():
+        parts = full.split(".")
+        owners = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+        owner = next((name for name in owners if name in kept), None)
+        part = full.removeprefix(f"{owner}.")
+        if owner is not None and part != "bias":
+            kept[owner].append(part if part == "weight" and header.dtype in FLOATS else "")
+    plain = tuple(name for name, parts in kept.items() if parts == ["weight"])
+    if shapes and len(plain) == len(shapes):
+        raise CheckpointError(
+            f"checkpoint {copy.source}: its config.json says that it is quantized, and its files "
+            "hold unquantized weights"
+        )
+    return plain
+
+
+def _normalizer(copy: Checkpoint, original: Checkpoint) -> str:
+    """The original's, which a library's copy of config.json may have lost."""
+    own = copy.config.get("qbench_normalizer")
+    if own not in (None, original.normalizer):
+        raise CheckpointError(
+            f"checkpoint {copy.source}: it was trained with {own}, and {original.source} with "
+            f"{original.normalizer}: it is another model"
+        )
+    return original.normalizer
+
+
+def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
+    wanted, found = _plain(original.config), _plain(copy.config)
+    for size in SIZES:
+        if size in wanted and size in found and wanted[size] != found[size]:
+            raise RecipeError(
+                f"checkpoint {copy.source}: {size} {found[size]}, and {original.source} has "
+                f"{wanted[size]}: it is no quantized copy of it"
+            )
+
+
+def _plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return llama_settings(dict(config)) if recognizes(dict(config)) else config

@@ -1,0 +1,345 @@
+"""Checkpoints that somebody quantized already: what a recipe says of one, and what its own
+``quantization_config`` says. Settings alone, no torch; ``qbench.prequantized`` finds the files.
+
+transformers names a format by ``quant_method`` and loads it with the library in ``requirements``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass as plain_dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import QuantizationError, RecipeError
+from qbench.quantizers.config import (
+    ROUNDING_BOUND,
+    SETTINGS,
+    WHOLE_ROW,
+    WeightSettings,
+    strategy,
+)
+from qbench.quantizers.names import BACKENDS, register
+from qbench.records import UNQUANTIZED_BITS, Part, Precision
+
+WEIGHTS_ONLY = "weights only: this device multiplies them dequantized"
+ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to as few as 4 bits
+
+
+@plain_dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """What a ``quantization_config`` says of its weights. ``num_bits`` are the most that a layer
+    has, ``least_bits`` the fewest; ``groups``: weights of a row that share a scale."""
+
+    num_bits: float
+    words: str
+    least_bits: float | None = None
+    groups: int = WHOLE_ROW
+    activations: Part | None = None
+    batch_invariant: bool = True
+    causal: bool = True
+
+
+@plain_dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One ``quant_method``. ``modules``: what is imported to load it, by the name to install;
+    ``cpu``: "" where a CPU computes as a GPU does, else what it does instead; ``rescales``: its
+    makers may have moved factors of columns into what comes before (AWQ, SmoothQuant)."""
+
+    title: str
+    modules: Mapping[str, str]
+    read: Callable[[Mapping[str, Any]], Scheme]
+    cpu: str = ""
+    rescales: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name, module in self.modules.items() if find_spec(module) is None]
+
+
+def _bits(config: Mapping[str, Any]) -> Scheme:
+    bits, group = config.get("bits", 4), config.get("group_size", 128)
+    return Scheme(num_bits=bits, groups=group, words=f"int{bits} {strategy(group)}")
+
+
+def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
+    if config.get("load_in_8bit"):
+        part = Part(bits=8, scheme="int8 per token, outlier columns apart")
+        return Scheme(
+            num_bits=8, words="int8 per row", activations=part, batch_invariant=False, causal=False
+        )
+    kind = config.get("bnb_4bit_quant_type", "fp4")
+    return Scheme(num_bits=4, groups=64, words=f"{kind} in blocks of 64")
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
+    groups = list((config.get("config_groups") or {}).values())
+    weights = [group["weights"] for group in groups if group.get("weights")]
+    if not weights:
+        raise RecipeError("its quantization_config quantizes no weights")
+    inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
+    widest = max(weights, key=lambda args: args["num_bits"])
+    words = dict.fromkeys(
+        f"{_element(args)} {_shared(args)}" for args in sorted(weights, key=lambda a: a["num_bits"])
+    )
+    part = None
+    if inputs:
+        first = inputs[0]
+        when = "dynamic" if first.get("dynamic") else "static"
+        words_of = f"{_element(first)} {_shared(first)}, {when}"
+        part = Part(bits=first["num_bits"], scheme=words_of, simulated=True)
+    mixes = any(args.get("strategy") == "tensor" and args.get("dynamic") for args in inputs)
+    return Scheme(
+        num_bits=widest["num_bits"],
+        least_bits=min(args["num_bits"] for args in weights),
+        groups=widest.get("group_size") or WHOLE_ROW,
+        words=" and ".join(words),
+        activations=part,
+        batch_invariant=not mixes,
+        causal=not mixes,
+    )
+
+
+def _element(args: Mapping[str, Any]) -> str:
+    kind = {"float": "fp", "int": "int"}.get(args.get("type", "int"), str(args.get("type")))
+    return f"{kind}{args['num_bits']}"
+
+
+def _shared(args: Mapping[str, Any]) -> str:
+    if args.get("group_size"):
+        return f"in groups of {args['group_size']}"
+    return f"per {'row' if args.get('strategy') == 'channel' else args.get('strategy') or 'tensor'}"
+
+
+def _torchao(config: Mapping[str, Any]) -> Scheme:
+    stated = config.get("quant_type")
+    stated = stated.get("default") if isinstance(stated, Mapping) else {"_type": stated}
+    kind, data = str((stated or {}).get("_type")), (stated or {}).get("_data") or {}
+    found = re.search(r"(int|float)(\d)_?weight", kind, re.IGNORECASE)
+    width = re.search(r"\d", str(data.get("weight_dtype", "")))
+    if found is None and width is None:
+        raise RecipeError(f"its torchao type {kind} is not known here")
+    bits = int(found[2] if found else width[0])  # type: ignore[index]  # one of them is there
+    floats = found is not None and found[1].lower() == "float"
+    granularity = (data.get("granularity") or {}).get("_data") or {}
+    size = data.get("group_size") or granularity.get("group_size") or WHOLE_ROW
+    part = None
+    if "dynamic" in kind.lower():
+        words = f"{'fp8' if 'float8' in kind.lower() else 'int8'} per token, dynamic"
+        part = Part(bits=8, scheme=words, simulated=False)
+    words = f"{'fp' if floats else 'int'}{bits} {strategy(size)}"
+    return Scheme(num_bits=bits, groups=size, words=words, activations=part)
+
+
+def _fp8(config: Mapping[str, Any]) -> Scheme:
+    rows, columns = config.get("weight_block_size") or (1, WHOLE_ROW)
+    part = Part(bits=8, scheme=f"fp8 in groups of {columns}, dynamic", simulated=False)
+    words = f"fp8 in blocks of {rows} × {columns}" if columns != WHOLE_ROW else "fp8 per tensor"
+    return Scheme(num_bits=8, groups=columns, words=words, activations=part)
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Scheme:
+    return Scheme(num_bits=4, groups=32, words="fp4 in blocks of 32, scales e8m0")
+
+
+GPTQMODEL = {"gptqmodel": "gptqmodel", "optimum": "optimum"}
+FORMATS: dict[str, Format] = {
+    "gptq": Format(title="GPTQ", modules=GPTQMODEL, read=_bits),
+    "awq": Format(
+        title="AWQ", modules={**GPTQMODEL, "accelerate": "accelerate"}, read=_bits, rescales=True
+    ),
+    "compressed-tensors": Format(
+        title="compressed-tensors",
+        modules={"compressed-tensors": "compressed_tensors"},
+        read=_compressed_tensors,
+        rescales=True,
+    ),
+    "bitsandbytes": Format(
+        title="bitsandbytes", modules={"bitsandbytes": "bitsandbytes"}, read=_bitsandbytes
+    ),
+    "torchao": Format(title="torchao", modules={"torchao": "torchao"}, read=_torchao),
+    "fp8": Format(
+        title="FP8",
+        modules={"accelerate": "accelerate"},
+        read=_fp8,
+        cpu=WEIGHTS_ONLY,
+    ),
+    "mxfp4": Format(
+        title="MXFP4", modules={"accelerate": "accelerate"}, read=_mxfp4, cpu=WEIGHTS_ONLY
+    ),
+}
+REFUSED = {
+    "hqq": "transformers 5 loads no HQQ checkpoints; quantize here: hqq-4bit",
+    "nvfp4": "transformers loads no NVFP4 checkpoints but those of compressed-tensors",
+}
+
+
+def format_lines() -> list[str]:
+    """What loads where, a line a format, for ``qbench list formats``."""
+    lines = []
+    for name, one in FORMATS.items():
+        state = f"install {' and '.join(one.missing)}" if one.missing else "installed"
+        lines.append(f"{name:20} {', '.join(one.modules)} ({state}); CPU: {one.cpu or 'yes'}")
+    lines += [f"{name:20} refused: {why}" for name, why in REFUSED.items()]
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Published(WeightSettings):
+    """A checkpoint that is quantized already, as a recipe names it. What it is stands in its
+    files: a plan puts ``Prequantized`` in its place."""
+
+    method: ClassVar[str] = "checkpoint"
+    title: ClassVar[str] = "As published"
+    prequantized: ClassVar[bool] = True
+    num_bits: ClassVar[float] = UNQUANTIZED_BITS
+
+    path: Annotated[
+        str | dict[str, str] | None,
+        Field(
+            description="its folder or hub id; of several checkpoints {name: folder or hub id}; "
+            "None: the recipe's checkpoint is the quantized one"
+        ),
+    ] = None
+
+    @property
+    def name(self) -> str:
+        return "checkpoint"
+
+    @property
+    def scheme(self) -> str:
+        return "as its files say"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return UNQUANTIZED_BITS
+
+    def source(self, checkpoint: str) -> str | None:
+        """Where the quantized copy of ``checkpoint`` lies. Raises RecipeError for none."""
+        if not isinstance(self.path, dict):
+            return self.path
+        if checkpoint not in self.path:
+            known = ", ".join(self.path)
+            raise RecipeError(f"checkpoint: path has no entry for {checkpoint}; it has {known}")
+        return self.path[checkpoint]
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Prequantized(Published):
+    """One that was found: ``format`` and ``stated`` as its config.json has them, ``digest`` over
+    its files, which lie in ``folder``; ``ignore`` are the layers that it left unquantized."""
+
+    format: str
+    stated: dict[str, Any]
+    digest: str
+    folder: str
+    device: str
+
+    @property
+    def _scheme(self) -> Scheme:
+        return FORMATS[self.format].read(self.stated)
+
+    @property
+    def method(self) -> str:  # type: ignore[override]  # of each file
+        return f"published {self.format}"
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return f"{FORMATS[self.format].title}, as published"
+
+    @property
+    def num_bits(self) -> float:  # type: ignore[override]
+        return self._scheme.num_bits
+
+    @property
+    def scheme(self) -> str:
+        return self._scheme.words
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether activations that the format quantizes stay as they are on this device."""
+        return bool(self.device == "cpu" and FORMATS[self.format].cpu)
+
+    @property
+    def precision(self) -> Precision:
+        words, inputs = self._scheme.words, self._scheme.activations
+        if self.weights_only and inputs is not None:
+            words, inputs = f"{words}, weights only", None
+        return Precision(weights=Part(bits=self.num_bits, scheme=words), activations=inputs)
+
+    @property
+    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(FORMATS[self.format].modules)
+
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return self._scheme.batch_invariant
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return self._scheme.causal
+
+    @property
+    def note(self) -> str:
+        more = f"; {WEIGHTS_ONLY}" if self.weights_only and self._scheme.activations else ""
+        return f"{self.format}, as published{more}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For keys: the files by their digest, not by where they lie."""
+        return {
+            "method": self.method,
+            "name": self.name,
+            "format": self.format,
+            "digest": self.digest,
+            "compute_dtype": self.compute_dtype,
+        }
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        if missing := FORMATS[self.format].missing:
+            raise RecipeError(f"{self.format}: pip install {' '.join(missing)} loads it")
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        blocks = self.format == "bitsandbytes" and self.num_bits == 4
+        if blocks and self.device == "cpu" and columns % 64:
+            raise QuantizationError(
+                f"{self.name}: {name} has {columns} inputs, and on CPUs bitsandbytes 0.50 reads "
+                "4-bit rows of whole blocks of 64 alone; run it on a GPU"
+            )
+
+    # What the audit may expect
+
+    def group_length(self, columns: int) -> int:
+        size = self._scheme.groups
+        return columns if size == WHOLE_ROW or columns % size else size
+
+    def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
+        """What is stored is counted, and may be more than the codes need, but not fewer bits."""
+        return 0.99 * (self._scheme.least_bits or self.num_bits), 1.1 * UNQUANTIZED_BITS
+
+    @property
+    def rescales(self) -> bool:  # type: ignore[override]
+        return FORMATS[self.format].rescales
+
+    def error_bound(self) -> float:
+        least = self._scheme.least_bits or self.num_bits
+        return ROUNDING_BOUND[max(width for width in ROUNDING_BOUND if width <= max(least, 2))]
+
+    def agreement(self, dtype: str) -> tuple[float, float]:
+        identity, random = super().agreement(dtype)
+        if self.precision.activations is not None:
+            return max(identity, 2e-2), ACTIVATION_AGREEMENT
+        return max(identity, 5e-3), max(random, 1e-2)  # libraries multiply in float16 or bfloat16
+
+
+register(
+    "checkpoint",
+    Published,
+    "a checkpoint that is quantized already: GPTQ, AWQ, compressed-tensors, … (list formats)",
+    backend="qbench.quantizers.stored_bits",
+    ignore=(),
+    threads=1,
+)
+BACKENDS[Prequantized] = BACKENDS[Published]

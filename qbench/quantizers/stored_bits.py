@@ -1,0 +1,132 @@
+"""Bits that a checkpoint's files store, by one convention for all formats, and what of a loaded
+model each layer's files stand for.
+
+A weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks and
+indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM head, those
+that were left unquantized counted with what they take. Biases and norms count in GiB alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from qbench.quantizers.audit.weights import forward_weight
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.linear import Matrix
+from qbench.quantizers.prequantized import Prequantized
+from qbench.records import StoredSize
+
+GIB = 8 * 2**30  # bits
+
+
+def evidence(model: nn.Module, settings: Prequantized) -> dict[str, PackedWeight]:
+    """What the files hold for each layer that they quantize, by its module's name in ``model``."""
+    modules, found = dict(model.named_modules()), {}
+    for name, tensors in _by_module(settings.folder, modules).items():
+        weight = tensors.get("weight")
+        plain = set(tensors) == {"weight"} and weight is not None and _is_plain(weight)
+        if not plain and name not in settings.ignore and hasattr(modules[name], "in_features"):
+            found[name] = _packed(modules[name], tensors, settings, model.dtype)
+    return found
+
+
+def _packed(
+    module: nn.Module, tensors: dict[str, Tensor], settings: Prequantized, dtype: torch.dtype
+) -> PackedWeight:
+    columns = int(module.in_features)  # type: ignore[arg-type]  # of every linear layer
+    size = settings.group_length(columns)
+    index = tensors.get("g_idx")  # of GPTQ: the group of each column
+    order = None if index is None else torch.argsort(index.long(), stable=True)
+
+    def groups(weight: Tensor) -> Tensor:
+        ordered = weight if order is None else weight[:, order.to(weight.device)]
+        return ordered.reshape(-1, size)
+
+    return PackedWeight(
+        tensors=tensors,
+        dequantize=lambda: forward_weight(module, columns, dtype),
+        groups=groups,
+    )
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of the files by the module that they belong to, biases left out."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  no mapping
+                module = next((m for m in _parents(name) if m in modules), None)
+                part = name.removeprefix(f"{module}.")
+                if module is not None and part != "bias":
+                    found.setdefault(module, {})[part] = file.get_tensor(name)
+    return found
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+# --- size
+
+
+def bits_of(dtype: str) -> int:
+    """Of one number of a safetensors dtype: 16 of BF16, 8 of F8_E4M3 and BOOL."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def size_of_files(folder: str, wanted: Mapping[str, Matrix], head: int) -> StoredSize:
+    """Of the files in ``folder``, for a model whose matrices are ``wanted`` and whose LM head has
+    ``head`` weights."""
+    bits = _tensor_bits(folder)
+    owner = {name: next((p for p in _parents(name) if p in wanted), None) for name in bits}
+    inner = sum(n for name, n in bits.items() if owner[name] and not name.endswith(".bias"))
+    of_head = sum(n for name, n in bits.items() if name.startswith("lm_head."))
+    weights = sum(matrix.weight.numel() for matrix in wanted.values())
+    return StoredSize(
+        bits_per_weight=inner / weights,
+        head_bits_per_weight=of_head / head if of_head and head else None,
+        gib=sum(bits.values()) / GIB,
+    )
+
+
+def _tensor_bits(folder: str) -> dict[str, int]:
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  no mapping
+                part = file.get_slice(name)
+                found[name] = math.prod(part.get_shape()) * bits_of(part.get_dtype())
+    return found
+
+
+def size_of_model(
+    original: nn.Module, wanted: Mapping[str, Matrix], stored: Mapping[str, float]
+) -> StoredSize:
+    """Of ``original`` with ``stored`` bits in place of its matrices of these names."""
+    head = original.get_output_embeddings()  # type: ignore[operator]  # of every causal model
+    plain = {name: _bits(matrix.weight) for name, matrix in wanted.items()}
+    inner = sum(stored.get(name, bits) for name, bits in plain.items())
+    seen = {id(p): _bits(p) for p in original.parameters()}
+    return StoredSize(
+        bits_per_weight=inner / sum(matrix.weight.numel() for matrix in wanted.values()),
+        head_bits_per_weight=8.0 * head.weight.element_size() if head is not None else None,
+        gib=(sum(seen.values()) - sum(plain.values()) + inner) / GIB,
+    )
+
+
+def _bits(weight: Tensor) -> float:
+    return 8.0 * weight.numel() * weight.element_size()

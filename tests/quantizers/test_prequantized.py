@@ -1,0 +1,257 @@
+"""Checkpoints that somebody quantized: found, loaded, held against their originals, counted."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from published_copies import BF16, DEMO, FORMATS, changed, copy_of, original
+from small_recipe import qbench, small_recipe
+
+from qbench.cell import load
+from qbench.errors import CheckpointError, QbenchError, RecipeError
+from qbench.plan import plan
+from qbench.quantizers import prequantized
+from qbench.quantizers.audit.cell import audit, probe_of
+from qbench.quantizers.audit.weights import fit
+from qbench.quantizers.prequantized import FORMATS as KNOWN
+from qbench.recipe import Overrides, Recipe
+from qbench.store import Store
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+TASKS = ("demo_choice",)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return original(tmp_path_factory.mktemp("original") / "llama")
+
+
+@pytest.fixture(scope="module")
+def nf4(whole, tmp_path_factory):
+    return copy_of(whole, "bnb-nf4", tmp_path_factory.mktemp("copies") / "nf4")
+
+
+def planned(tmp_path, path, *, checkpoint=DEMO / "softmax", quantizers=None, show=False):
+    """The plan of a checkpoint and its quantized copy at ``path``."""
+    column = {"name": "checkpoint", "path": str(path), "label": "copy"}
+    recipe = small_recipe(
+        tmp_path, checkpoints={"base": str(checkpoint)}, compute_dtype="bfloat16",
+        quantizers=quantizers or ["bf16", column], tasks=list(TASKS),
+    )  # fmt: skip
+    return plan(Recipe.load(recipe), device="cpu", show=show)
+
+
+def audited(found, name="base/copy"):
+    """The audit of a cell, and its model."""
+    cell, base = found.cell(name), found.cell("base/bf16")
+    model, _ = load(cell, found)
+    probe = probe_of(model.config.vocab_size)
+    return audit(load(base, found)[0], model, cell.quantization, probe), model
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_path):
+    found = planned(tmp_path, copy_of(whole, name, tmp_path / name))
+    result, model = audited(found)
+    assert result.problems == ()
+    assert result.coverage == 1
+    bits, error = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "fp8": (8, 0.04)}.get(
+        name.partition("-")[2], (8, 0.012)
+    )
+    assert result.bits == bits
+    assert bits < result.bits_per_weight < bits + 0.8
+    assert result.bits_per_weight == pytest.approx(result.size.bits_per_weight)
+    assert 0 < result.weight_error < error
+    assert 2 ** (bits - 2) < result.levels <= 2**bits
+    activations = found.cell("base/copy").quantization.precision.activations
+    assert (activations is not None) == (name in ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8"))
+    assert model.config._attn_implementation.startswith("qbench")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of optimum and accelerate, while they quantize
+def test_a_gptq_checkpoint_loads_and_passes_its_audit(whole, tmp_path):
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
+    config = transformers.GPTQConfig(
+        bits=4, group_size=32, tokenizer=tokenizer, dataset=["once upon a time " * 60] * 8,
+        backend="gptq_torch",
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        whole, quantization_config=config, **BF16
+    )
+    model.config.quantization_config.dataset = None
+    model.save_pretrained(tmp_path / "gptq")
+    result, _ = audited(planned(tmp_path, tmp_path / "gptq"))
+    assert result.problems == ()
+    assert 4.5 < result.bits_per_weight < 5.5
+
+
+def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(nf4, tmp_path):
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    from qbench.evaluation.loaded import load_task
+    from qbench.evaluation.scoring import language_model
+
+    found = planned(tmp_path, nf4)
+    cell = found.cell("base/copy")
+    model, tokenizer = load(cell, found)
+    ours = language_model(model, tokenizer, cell.scoring)
+    theirs = HFLM(
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(nf4, **BF16),
+        tokenizer=tokenizer, batch_size=8, max_length=256, softmax_dtype="float32",
+        add_bos_token=False,
+    )  # fmt: skip
+    task = load_task(found.tasks[0])
+    task.task.build_all_requests(limit=4, rank=0, world_size=1)
+    requests = task.task.instances
+    for (a, _), (b, _) in zip(
+        ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True
+    ):
+        assert a == pytest.approx(b, abs=0.25)  # bfloat16, and another attention kernel
+
+
+def test_another_models_copy_fails_its_audit(nf4, tmp_path):
+    """The softpick model's shapes are the same."""
+    other = original_of_softpick(tmp_path)
+    result, _ = audited(planned(tmp_path, nf4, checkpoint=other))
+    assert not result.passed
+    assert "its embeddings are not those of the original: another model's?" in result.problems
+    assert any("weight error 1.4" in line for line in result.problems)
+
+
+def original_of_softpick(tmp_path):
+    """Its weights, said to be of a softmax model."""
+    shutil.copytree(DEMO / "softpick", tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    config["attn_impl"] = "parallel_attn"
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "other"
+
+
+def test_a_damaged_layer_fails_its_audit(nf4, tmp_path):
+    def harm(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight.absmax"] *= 3
+
+    result, _ = audited(planned(tmp_path, changed(nf4, tmp_path / "harmed", harm)))
+    assert [line.split(":")[0] for line in result.problems] == ["model.layers.1.mlp.up_proj"]
+
+
+def test_factors_moved_into_neighbours_are_taken_off_and_others_are_not():
+    draw = torch.Generator().manual_seed(0)
+    wanted = torch.randn(96, 128, generator=draw)
+    rounded = wanted + 0.1 * torch.randn(96, 128, generator=draw)
+    rows, columns = (torch.rand(n, generator=draw) * 4 + 0.2 for n in (96, 128))
+    fitted, rescaled = fit(rounded * rows[:, None] * columns, wanted, 0.4)
+    assert rescaled
+    assert float((fitted - wanted).norm() / wanted.norm()) == pytest.approx(0.1, abs=0.02)
+    other = torch.randn(96, 128, generator=draw)
+    assert fit(other, wanted, 0.4) == (other, False)
+    assert fit(rounded, wanted, 0.4) == (rounded, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quantization_config": None}, "it is not quantized: its config.json has no quantization"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "transformers 5 loads no HQQ checkpoi"),
+        ({"quantization_config": {"quant_method": "abc"}}, "quant_method 'abc': known formats: g"),
+        ({"quantization_config": {"quant_method": "torchao", "quant_type": "x"}}, "not known here"),
+        ({"num_attention_heads": 2}, "num_attention_heads 2, and"),
+        ({"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
+    ],
+)
+def test_what_is_no_quantized_copy_is_refused_before_work_begins(nf4, tmp_path, config, words):
+    with pytest.raises(QbenchError) as error:
+        planned(tmp_path, changed(nf4, tmp_path / "x", lambda tensors: None, **config))
+    assert words in str(error.value)
+
+
+def test_weights_that_were_never_quantized_are_refused(whole, tmp_path):
+    stated = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    copy = changed(whole, tmp_path / "x", lambda tensors: None, **stated)
+    with pytest.raises(CheckpointError, match="its files hold unquantized weights"):
+        planned(tmp_path, copy)
+
+
+def test_a_library_that_is_missing_is_named_in_the_plan(nf4, tmp_path, monkeypatch):
+    monkeypatch.setattr(prequantized, "find_spec", lambda module: None)
+    found = planned(tmp_path, nf4, show=True)
+    assert found.cell("base/copy").refusal == "bitsandbytes: pip install bitsandbytes loads it"
+    assert "install bitsandbytes" in "\n".join(prequantized.format_lines())
+
+
+def test_keys_hold_the_files_and_not_where_they_lie(nf4, tmp_path):
+    def key(folder, copy):
+        folder.mkdir()
+        return planned(folder, copy).cell("base/copy").key
+
+    here = key(tmp_path / "a", nf4)
+    assert here == key(tmp_path / "b", shutil.copytree(nf4, tmp_path / "moved"))
+    touched = changed(nf4, tmp_path / "touched", lambda t: t["lm_head.weight"].neg_())
+    assert here != key(tmp_path / "c", touched)
+
+
+def test_schemes_are_read_from_what_libraries_write():
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    inputs = {**weights, "dynamic": "local"}
+    read = KNOWN["compressed-tensors"].read
+    groups = {"a": {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}}
+    scheme = read({"config_groups": groups})
+    assert (scheme.num_bits, scheme.words) == (4, "fp4 in groups of 16")
+    assert (scheme.activations.bits, scheme.activations.simulated) == (4, True)
+    eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    mixed = read({"config_groups": {"a": {"weights": weights}, "b": {"weights": eight}}})
+    assert (mixed.num_bits, mixed.least_bits, mixed.words) == (
+        8, 4, "fp4 in groups of 16 and int8 per row",
+    )  # fmt: skip
+    assert KNOWN["gptq"].read({"bits": 3, "group_size": -1}).words == "int3 per row"
+    fp8 = KNOWN["fp8"].read({"weight_block_size": [128, 128]})
+    assert (fp8.num_bits, fp8.words) == (8, "fp8 in blocks of 128 × 128")
+
+
+def test_a_path_for_each_checkpoint_and_none_beside_others():
+    columns = {"name": "checkpoint", "path": {"a": "x"}}
+    made = Recipe.model_validate(
+        {"name": "r", "checkpoints": {"a": "p", "b": "q"}, "quantizers": ["bf16", columns],
+         "tasks": ["sciq"]}
+    )  # fmt: skip
+    weights = made.quantizers[1].quantization.weights
+    assert weights.source("a") == "x"
+    with pytest.raises(RecipeError, match="path has no entry for b; it has a"):
+        weights.source("b")
+    with pytest.raises(ValueError, match="say path: FOLDER_OR_HUB_ID"):
+        Recipe.model_validate(
+            {"name": "r", "checkpoints": {"a": "p"}, "quantizers": ["bf16", "checkpoint"],
+             "tasks": ["sciq"]}
+        )  # fmt: skip
+
+
+def test_options_alone_score_a_copy_beside_its_original_and_without_it(nf4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(nf4, tmp_path / "awq")
+    here = ("--definitions", DEMO / "tasks", "--data", DEMO / "data", "--device", "cpu")
+    what = ("--quantized", "mine=awq", "--tasks", "demo_choice", "--limit", 2, *here)
+    base = ("--checkpoint", f"base={DEMO / 'softmax'}")
+    assert qbench("run", *base, *what, "--save-recipe", "kept.yaml", "--out", "both") == 0
+    records = Store(tmp_path / "both").records()
+    assert [record.cell for record in records] == ["base/bf16", "base/mine"]
+    copy = records[1]
+    assert copy.audit.passed
+    assert copy.damage.tasks["demo_choice"].distributions.kl.mean > 0
+    assert copy.title == "Bitsandbytes, as published"
+    kept = yaml.safe_load((tmp_path / "kept.yaml").read_text())
+    assert kept["quantizers"][1]["path"] == str(tmp_path / "awq")
+    assert qbench("run", *what, "--out", "alone") == 0
+    (alone,) = Store(tmp_path / "alone").records()
+    assert (alone.cell, alone.audit) == ("mine/checkpoint", None)
+    assert [one.value for one in alone.scores] == [one.value for one in copy.scores]
+
+
+def test_two_checkpoints_need_to_know_whose_copy_it_is(tmp_path):
+    with pytest.raises(RecipeError, match="of which of softmax, softpick"):
+        Recipe.load(small_recipe(tmp_path), Overrides(quantized={"awq": "a/b"}))
