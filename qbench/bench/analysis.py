@@ -16,8 +16,13 @@ from qbench.machine import environment
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# hidden size, layers, heads, intermediate size, vocabulary
-SHAPES = {"340m": (1024, 24, 16, 2816, 32_000), "tiny": (64, 2, 2, 128, 512)}
+# hidden size, layers, heads, key heads, intermediate size, vocabulary; 7b: Llama 3 8B's but for the
+# vocabulary
+SHAPES = {
+    "340m": (1024, 24, 16, 16, 2816, 32_000),
+    "7b": (4096, 32, 32, 8, 14_336, 32_000),
+    "tiny": (64, 2, 2, 2, 128, 512),
+}
 DECODED = 6  # tokens of an answer: the five digits and a space
 
 
@@ -51,11 +56,11 @@ def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
 
     from qbench.attention.transformers import attend
 
-    width, layers, heads, inner, vocabulary = SHAPES[shape]
+    width, layers, heads, kv_heads, inner, vocabulary = SHAPES[shape]
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, intermediate_size=inner, vocab_size=vocabulary,
+        num_key_value_heads=kv_heads, intermediate_size=inner, vocab_size=vocabulary,
         max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     with torch.device(device):

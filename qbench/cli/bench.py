@@ -90,6 +90,36 @@ def analysis(
         _write(out, found, table(found))
 
 
+@bench.command("generation")
+def generation(
+    shape: Annotated[str, typer.Option(help="340m, 7b or tiny.")] = "340m",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 500,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each answer.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of HFLM's batches.")] = 32,
+    normalizer: Annotated[
+        list[str], typer.Option(help="Repeatable. Default: softmax and softpick.")
+    ] = [],  # noqa: B006
+    device: DeviceOption = Device.auto,
+    out: Json = None,
+) -> None:
+    """Generated answers beside lm-eval's HFLM, of random weights."""
+    from qbench.bench.analysis import SHAPES
+    from qbench.bench.generation import bench_generation, table
+
+    if shape not in SHAPES:
+        raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
+    with redirected(NOWHERE):
+        found = bench_generation(
+            shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
+            tokens=tokens, batch_size=batch_size,
+            normalizers=normalizer or ("softmax", "softpick"),
+        )  # fmt: skip
+    typer.echo(table(found))
+    if out is not None:
+        _write(out, found, table(found))
+
+
 @bench.command("evaluation")
 @recipe_options("checkpoint", "data", "limit", "dtype")
 def evaluation(

@@ -203,11 +203,12 @@ def decode(
                     f"out of memory on one prompt of {max(len(p.ids) for p in prompts)} tokens; "
                     "use a larger device"
                 ) from error
-        # Outside the handler, whose traceback keeps tensors; all but the last time for nothing.
+        # Outside the handler, whose traceback keeps tensors.
         waiting = run.unfinished()
-        del run
-        free_cached_memory(model.device)
-        batch = max(1, batch // 2)
+        if waiting:
+            del run
+            free_cached_memory(model.device)
+            batch = max(1, batch // 2)
     return answers
 
 
