@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,8 +107,10 @@ def bench_attention(
     # torch.compile would name another for the rest of this process, without what checks compiled
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
     pool = Workers([0] * (jobs or min(MOST_JOBS, os.cpu_count() or 1)), device="cuda")
+    shapes = [Shape(4, 4096, 16, 16, 64)] if quick else SHAPES
     try:
         checks = check_kernels(pool, quick, only)
+        list(pool.map(_compile, *zip(*_timed(shapes, only), strict=True)))
     finally:
         pool.shutdown(cancel_futures=True)
     ceilings = _ceilings(repeat_ms)
@@ -121,7 +124,6 @@ def bench_attention(
         "steps": [],
         "decode": [],
     }
-    shapes = [Shape(4, 4096, 16, 16, 64)] if quick else SHAPES
     parts: dict[str, Iterator[Row]] = {
         "passes": (row for shape in shapes for row in passes(shape, repeat_ms, only)),
         "steps": steps(repeat_ms, only),
@@ -147,6 +149,25 @@ def _write(out: Path, results: dict[str, Any]) -> None:
     write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
     if out.suffix:  # /dev/stdout has nothing beside it
         write_atomically(out.with_suffix(".md"), table(results).encode())
+
+
+def _timed(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape, str, str]]:
+    """What is compiled before anything is timed."""
+    rows = [
+        (shape, variant, name)
+        for shape in shapes
+        for variant in shape.variants
+        for name in contenders(variant, only, every=shape.length <= 4096)
+    ]
+    return rows + [(STEP, "causal", name) for name in contenders("causal", only, every=True)]
+
+
+def _compile(shape: Shape, variant: str, name: str) -> None:
+    """Fills the compilers' caches on disk, in a process of its own."""
+    inputs = shape.tensors()
+    with suppress(RuntimeError):  # the row says so when it is timed
+        output = contender(name, shape, variant)(*inputs)
+        torch.autograd.grad(output, inputs, torch.randn_like(inputs[0]))
 
 
 # Who runs.
