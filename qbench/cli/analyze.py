@@ -121,7 +121,7 @@ def analyze(
     results folder; where `qbench run` wrote records there, tables show the damage beside. Finished
     cells are reused. Exit code 1 where a cell failed, 2 for input that cannot work.
     """
-    from qbench.report.why import write_analyses  # pandas and figures
+    from qbench.viewer.figures import write_analyses  # pandas and figures
 
     if field is not None and text is None:
         raise RecipeError("--field: is that of --text, which is not given")

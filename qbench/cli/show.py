@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -72,21 +72,30 @@ def show(
     if recipe is not None and document is None:
         raise ResultsError("--recipe goes with --document, whose text it gives")
     if document is not None:
-        texts = None if recipe is None else _asked(record, recipe, data, document, task)
+        texts = None
+        if recipe is not None:
+            asked = asked_texts(record, recipe, data, document + 1, task)
+            texts = {name: of[document] for name, of in asked.items() if document in of}
         typer.echo(document_text(store, record, document, task, texts))
         return
     typer.echo(cell_text(record))
 
 
-def _asked(
-    record: Record, recipe: Path, data: Path | None, document: int, task: str | None
-) -> dict[str, tuple[tuple[str, ...], ...]]:
-    wanted = Recipe.load(recipe, Overrides(data=data, tasks=None if task is None else (task,)))
-    planned, _ = find_tasks(wanted, ())
+def asked_texts(
+    record: Record, recipe: Path | None, data: Path | None, documents: int, task: str | None
+) -> dict[str, dict[int, tuple[tuple[str, ...], ...]]]:
+    """What a record's cell was asked, as ``rebuild_requests`` gives it. Without a ``recipe``:
+    lm-eval's own ``task``, of ``data`` or the hub.
+
+    Raises RecipeError and DataError for what is not there, or is not what was asked."""
+    overrides = Overrides(data=data, tasks=None if task is None else (task,))
+    if recipe is None:  # whose checkpoints and quantizers nobody asks for
+        overrides = replace(overrides, checkpoints={"any": "any"}, quantizers=("bf16",))
+    planned, _ = find_tasks(Recipe.load(recipe, overrides), ())
     with redirected(Path(os.devnull)):  # what lm-eval says while it makes requests
         from qbench.evaluation.evaluate import rebuild_requests
 
-        return rebuild_requests(record, planned, document, task)
+        return rebuild_requests(record, planned, documents, task)
 
 
 class Target(StrEnum):

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import webbrowser
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Run, open_store, to_folder
+from qbench.cli.show import asked_texts
 from qbench.files import require_folder
 from qbench.store import Store
 from qbench.viewer.data import Results, WholeStore
 from qbench.viewer.export import write_report, write_site
 from qbench.viewer.server import Server
+
+if TYPE_CHECKING:
+    from qbench.records import Record
+
+Asked = dict[int, tuple[tuple[str, ...], ...]]
+_MAKING = threading.Lock()
 
 
 def view(
@@ -33,6 +43,14 @@ def view(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
     ] = True,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="Whose documents were scored: their texts are shown, made from it."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="The run's --data. Without it and --recipe: the hub's cache."),
+    ] = None,
     run: Run = None,
 ) -> None:
     """Show results in a browser, from the answer down to one document's tokens.
@@ -42,18 +60,29 @@ def view(
     """
     for folder in folders:
         Store(folder, run=run).grid()  # without results it is refused before anything is served
+    texts = partial(_texts, recipe, data)
     if export is not None:
         require_folder(export, "--export")
-        paths = write_site([Results(Store(folder, run=run)) for folder in folders], export)
+        paths = write_site(
+            [Results(Store(folder, run=run), texts=texts) for folder in folders], export
+        )
         show_written(paths[:1])
         return
-    results = [Results(WholeStore(folder, run=run)) for folder in folders]
+    results = [Results(WholeStore(folder, run=run), texts=texts) for folder in folders]
     with Server(results, port=port) as server:
         typer.echo(server.address)
         if browser:
             webbrowser.open(server.address)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def _texts(recipe: Path | None, data: Path | None, record: Record, task: str) -> Asked:
+    """What the record's cell was asked of a task, by document; nothing comes from the network."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    documents = max(score.documents for score in record.scores if score.task == task)
+    with _MAKING:  # lm-eval draws from the process's generators
+        return asked_texts(record, recipe, data, documents, task).get(task, {})
 
 
 def report(

@@ -108,11 +108,11 @@ def build_requests(task: Any, settings: ScoringSettings) -> None:
 
 
 def rebuild_requests(
-    record: Record, specs: Sequence[TaskSpec], document: int, task: str | None = None
-) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """By task, of each request of ``document`` its texts: context and continuation. Records do not
-    keep them; they are made again from the recipe and its data. Left out are tasks that have no
-    such document, and passkey retrieval, whose prompts are made for a tokenizer.
+    record: Record, specs: Sequence[TaskSpec], documents: int, task: str | None = None
+) -> dict[str, dict[int, tuple[tuple[str, ...], ...]]]:
+    """By task and document, of the first ``documents``, each request's texts: context and
+    continuation. Records do not keep them; they are made again from the recipe and its data. Left
+    out is passkey retrieval, whose prompts are made for a tokenizer.
 
     Raises DataError where recipe and data ask something else than the record's cell was asked.
     """
@@ -122,7 +122,7 @@ def rebuild_requests(
         max_length=1,
         batch_size=1,
         window_batch_size=1,
-        limit=document + 1,  # from the first on: a generator that goes on draws the examples
+        limit=documents,  # from the first on: a generator that goes on draws the examples
         seed=scoring.get("seed", 0),
         fewshot_seed=scoring.get("fewshot_seed", FEWSHOT_SEED),
     )
@@ -138,14 +138,11 @@ def rebuild_requests(
                 f"{spec.name}: this recipe and its data ask something else than {record.cell} was "
                 "asked; name those that it was run with"
             )
-        if document >= loaded.documents:
-            continue
         build_requests(loaded.task, settings)
-        found[spec.name] = tuple(
-            tuple(text for text in one.args if isinstance(text, str))
-            for one in loaded.task.instances
-            if one.doc_id == document
-        )
+        asked: dict[int, list[tuple[str, ...]]] = defaultdict(list)
+        for one in loaded.task.instances:
+            asked[one.doc_id].append(tuple(text for text in one.args if isinstance(text, str)))
+        found[spec.name] = {document: tuple(texts) for document, texts in asked.items()}
     return found
 
 

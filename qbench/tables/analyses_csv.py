@@ -7,7 +7,9 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from qbench.records import Analysis, Delimiters, Hidden, Sensitivity, Sinks
+from qbench.passkey import depth, task_length
+from qbench.records import Analysis, Delimiters, Hidden, Record, Sensitivity, Sinks
+from qbench.store import Store
 from qbench.text import for_csv
 
 Row = dict[str, object]
@@ -196,3 +198,34 @@ CSV_FILES: dict[str, Callable[[Analysis], Iterator[Row]]] = {
     "stretches.csv": _stretches,
     "maps.csv": _maps,
 }
+
+
+DEPTHS = 10  # equal parts of a passkey prompt
+
+
+def passkey_rows(store: Store, records: Sequence[Record]) -> list[Row]:
+    """Accuracy of each cell by length and depth, of ``DEPTHS`` equal parts of a prompt. Raises
+    ResultsError where a table is damaged."""
+    rows: list[Row] = []
+    for record in records:
+        if not any(task_length(score.task) for score in record.scores):
+            continue
+        outcomes = store.outcomes(record)
+        own = outcomes[outcomes["task"].map(task_length).notna()]
+        parts = own["document"].map(lambda document: int(depth(document) * DEPTHS))
+        for (task, metric, part), values in own.groupby(["task", "metric", parts], sort=False)[
+            "value"
+        ]:
+            rows.append(
+                {
+                    "checkpoint": record.checkpoint,
+                    "quantizer": record.quantizer,
+                    "length": task_length(task),
+                    "depth": part / DEPTHS,
+                    "metric": metric,
+                    "value": float(values.mean()),
+                    "documents": len(values),
+                    "key": record.key,
+                }
+            )
+    return rows

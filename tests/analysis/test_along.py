@@ -12,10 +12,10 @@ from qbench.analyses import Analyses
 from qbench.errors import RecipeError
 from qbench.passkey import CHANCE
 from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
-from qbench.report.why import why_tables
 from qbench.tables.analyses import (
     Pair,
     Why,
+    all_sections,
     beside_paper,
     correlation,
     gather,
@@ -114,7 +114,6 @@ def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
     assert large.rows[1][3] == "2193.27"
     with pytest.raises(RecipeError, match="--published nothing: unknown"):
         beside_paper(gather(store), "nothing")
-    assert why_tables(gather(store)) == []
     assert qbench("tables", tmp_path, "--published", "softpick-340m") == 0
     text = (tmp_path / "tables.md").read_text()
     assert "Beside the paper: passkey retrieval" in text
@@ -140,8 +139,8 @@ def test_outliers_are_those_of_the_unquantized_model_and_a_layers_are_its_most(a
     assert len(pairs(one, cells)) == len(names)
     assert pairs(one.model_copy(update={"checkpoint": "other"}), cells) == []
     why = Why(cells=tuple(cells), long=(), sensitivities=(), records=(), problems=())
-    assert [table.name for table in why_tables(why)] == [
-        "why-table-4", "why-definitions", "why-heads", "why-inputs", "why-stretches",
+    assert [section.name for section in all_sections(why)] == [
+        "table-4", "definitions", "heads", "inputs", "stretches",
     ]  # fmt: skip
 
 

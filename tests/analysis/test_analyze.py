@@ -231,7 +231,7 @@ def test_texts_that_are_all_too_short_fail_with_the_longest_ones_tokens(tmp_path
 def test_reading_analyses_loads_no_torch(analyzed):
     code = (
         "import sys; from pathlib import Path; from qbench.store import Store\n"
-        "from qbench.report.why import write_analyses\n"
+        "from qbench.viewer.figures import write_analyses\n"
         f"write_analyses(Store(Path({str(analyzed[1])!r}))); print(*sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -250,9 +250,10 @@ def test_text_that_was_drawn_is_shown_as_it_was_asked(folder, name, seed):
         documents={name: task.digest},
         key_parts={"scoring": {"seed": seed, "fewshot_seed": FEWSHOT_SEED}},
     )
+    found = rebuild_requests(record, [spec], 7)[name]
+    assert found.keys() == set(range(7))
     for document in range(7):
-        asked = tuple(model.arguments[2 * document : 2 * document + 2])
-        assert rebuild_requests(record, [spec], document)[name] == asked
+        assert found[document] == tuple(model.arguments[2 * document : 2 * document + 2])
     record.documents[name] = "0"
     with pytest.raises(DataError, match="ask something else than softpick/bf16 was asked"):
-        rebuild_requests(record, [spec], 0)
+        rebuild_requests(record, [spec], 1)

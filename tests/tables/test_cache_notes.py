@@ -1,4 +1,4 @@
-"""The KV cache's memory, below the tables and in the report."""
+"""The KV cache's memory, below the tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from qbench.records import (
     SampleDifference,
     ScoringReport,
 )
-from qbench.report.tables import data_tables
 from qbench.tables.write import render
 
 LAYERS = tuple(
@@ -72,18 +71,6 @@ def test_the_memory_of_a_token_stands_below_the_table(comparison, format):
 def test_no_line_where_no_cache_is_quantized(tmp_path):
     store = make_store(tmp_path / "weights", quantizers=("bf16", "hqq-2bit"))
     assert "KV cache" not in render(compare(store))
-
-
-def test_the_report_has_memory_levels_and_errors_of_every_cell(comparison):
-    (table,) = (one for one in data_tables(comparison) if one.name == "kv-cache")
-    rows = {row[0].text: dict(zip(table.head, row, strict=True)) for row in table.rows}
-    assert list(rows) == ["softmax/hqq-3bit", "softpick/hqq-2bit", "softpick/hqq-3bit"]
-    row = rows["softpick/hqq-2bit"]
-    assert row["Format"].text == "int4 per head and token, simulated"
-    assert row["Bytes a token"].text == "4,896"
-    assert row["Levels"].text == "15"
-    assert row["Key error, worst layer"].text == "0.1100"
-    assert row["Key error, worst layer"].title == "model.layers.1.self_attn"
 
 
 def test_a_note_says_how_fast_scores_were_judged(tmp_path):

@@ -15,7 +15,6 @@ from qbench.comparison.wording import effect_text
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
 from qbench.records import ActivationAudit, InputAudit, Leak, Part, Precision
-from qbench.report.tables import data_tables
 from qbench.runner.grid import summary
 from qbench.store import Store
 from qbench.tables.changes import changes_table
@@ -143,34 +142,6 @@ def test_the_damage_of_each_part_alone_stands_beside_that_of_all(comparison):
         ]
         told = effect_text(line.damages["softpick"], percent=True)
         assert row[f"softpick: {column}"] == told
-
-
-def tables(comparison, name):
-    (table,) = [one for one in data_tables(comparison) if one.name == name]
-    return {row[0].text: dict(zip(table.head, row, strict=True)) for row in table.rows}
-
-
-def test_the_report_shows_activation_error_beside_weight_error(comparison):
-    rows = tables(comparison, "activations")
-    assert list(rows) == [f"{c}/{q}" for c in ("softmax", "softpick")
-                          for q in ("hqq-2bit", "hqq-3bit", "gptq-8bit")]  # fmt: skip
-    row = rows["softpick/hqq-3bit"]
-    assert row["Products"].text == "simulated"
-    assert row["Error"].text == "0.0123"
-    assert row["Largest in a layer"].text == "0.0200"
-    assert row["Largest in a layer"].title == "model.layers.1.mlp.down_proj"
-    assert row["Clipped"].text == "0.100\N{NO-BREAK SPACE}%"
-    assert float(row["Weight error"].text) > 0
-    assert rows["softpick/hqq-2bit"]["Weight error"].text == "—"
-
-
-def test_the_report_shows_what_logits_depend_on(comparison):
-    row = tables(comparison, "independence")["softmax/hqq-2bit"]
-    assert row["Moved by the last token"].text == "0.5"
-    assert row["Declared"].text == "sees the future"
-    assert (
-        tables(comparison, "independence")["softmax/gptq-4bit"]["Moved by batch-mates"].text == "0"
-    )
 
 
 def test_precisions_sort_by_weights_then_activations_then_cache():

@@ -13,7 +13,6 @@ from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
 from qbench.comparison.wording import each_text, ends_text, mean_text
 from qbench.records import Trained
-from qbench.report import write
 from qbench.statistics import SeedEffect
 from qbench.tables import render, write_tables
 
@@ -193,21 +192,6 @@ def test_seeds_of_one_kind_have_one_normalizer(tmp_path):
 def test_every_effect_is_data(comparison):
     effect = comparison.seeds[0].deltas["softpick"]
     assert dataclasses.asdict(effect)["documents"] == 120
-
-
-def test_the_report_tells_of_means_over_trainings(comparison, grid, tmp_path):
-    page, *drawn = write(grid, tmp_path, figures=["svg"], comparison=comparison)
-    text = page.read_text()
-    assert "softmax (3 trainings) and softpick (3 trainings) at" in text
-    assert "differences are against softmax." in text
-    assert "softmax.1’s" not in text  # nothing is compared with one training alone
-    names = {path.stem for path in drawn}
-    assert {"seeds-arc_easy-acc", "seeds-wikitext-word_perplexity"} <= names
-    assert not any(name.startswith(("damage-", "scores-")) for name in names)
-    assert "Several trainings: 3 of softmax, 3 of softpick." in text
-    assert "larger part of the uncertainty" in text
-    assert "Difference of damages over seeds" in text
-    assert "softpick.2" in text  # each training's own scores are still there
 
 
 @pytest.mark.parametrize("format", ["md", "tex", "html"])

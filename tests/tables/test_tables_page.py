@@ -6,7 +6,6 @@ import pytest
 from browser import CHROMIUM, browse
 from synthetic import make_store
 
-from qbench import report
 from qbench.comparison.compare import compare
 from qbench.tables import render
 
@@ -66,10 +65,3 @@ def test_a_wide_table_scrolls_in_its_box_and_what_a_row_is_of_stays_in_sight(bro
         assert all(all(row) for row in box["keys"])
         assert box["title"]
         assert box["room"] > 80  # pixels, for a number beside them
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_the_report_of_long_names_does_not_scroll_sideways_on_a_phone(store, tmp_path):
-    page = report.write(store)[0].read_text()
-    content, window = browse(page, tmp_path, width=390)[0]["page"]
-    assert content <= window

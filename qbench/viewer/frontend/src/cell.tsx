@@ -45,7 +45,7 @@ const STAGES: GridColumn[] = [
   { title: "Stage", value: (stage) => stage.name, width: 110 },
   { title: "Seconds", value: (stage) => stage.seconds, align: "right", show: (stage) => stage.seconds.toFixed(1) },
   { title: "Memory, GiB", value: (stage) => stage.peak_memory_gib, align: "right", width: 110, show: (stage) => stage.peak_memory_gib.toFixed(2) },
-  { title: "Detail", value: (stage) => stage.detail, grow: 3, width: 120 },
+  { title: "Detail", value: (stage) => stage.detail, grow: 4, width: 120 },
 ];
 
 function Audit({ audit }: { audit: any }) {

@@ -87,7 +87,7 @@ export function Grid({ title, method, note, name, rows, columns, height, sort, o
     const definitions: ColumnDefinition[] = columns.map((column, index) => ({
       title: column.title, field: `c${index}`, hozAlign: column.align ?? "left", headerHozAlign: column.align ?? "left",
       widthGrow: column.grow ?? 1, minWidth: column.width ?? 80, sorter: (a: any, b: any, _a: any, _b: any, _column: any, way: string) => compare(a, b, way),
-      titleFormatter: () => Object.assign(document.createElement("span"), { textContent: column.title, title: column.note ?? "" }),
+      titleFormatter: () => Object.assign(document.createElement("span"), { textContent: column.title, title: column.note || column.title }),
       formatter: (cell) => element((cell.getData() as any).shown[index]()),
     } as ColumnDefinition));
     const [by, way] = (sort ?? "").split(" ");

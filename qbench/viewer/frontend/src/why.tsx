@@ -79,8 +79,8 @@ function Heads({ found, cells, state }: { found: Overview; cells: any[]; state: 
     const shown = [...new Set(rows.map((row) => row.cell))];
     const [layers, heads] = [Math.max(...rows.map((row) => row.layer)) + 1, Math.max(...rows.map((row) => row.head)) + 1];
     return plot({
-      width, height: 60 + shown.length * (20 + 24 * layers), marginLeft: 50,
-      x: { domain: Array.from({ length: heads }, (_, head) => head), label: "head →", tickSize: 0 }, y: { domain: Array.from({ length: layers }, (_, layer) => layer), label: "layer", tickSize: 0 }, fy: { domain: shown, label: null, axis: null },
+      width, height: 80 + shown.length * (20 + 20 * layers), marginLeft: 50, marginBottom: 40,
+      x: { domain: Array.from({ length: heads }, (_, head) => head), label: "head →", labelOffset: 32, tickSize: 0 }, y: { domain: Array.from({ length: layers }, (_, layer) => layer), label: "layer", tickSize: 0 }, fy: { domain: shown, label: null, axis: null },
       color: { type: "linear", domain: [0, 1], scheme: "blues", legend: true, label: "share of texts" },
       marks: [
         Plot.text(shown, { fy: (cell) => cell, text: (cell) => cell, frameAnchor: "top-left", dy: -12, fontWeight: "bold" }),
@@ -132,8 +132,8 @@ function Sensitivities({ found, ones }: { found: Overview; ones: any[] }) {
   const draw = useMemo(() => (width: number) => {
     const units = [...new Set(rows.map((row) => row.unit))];
     return plot({
-      width, height: 70 + 15 * units.length, marginLeft: Math.min(190, width / 2.5), marginTop: 30,
-      x: { type: "log", label: "KL when it alone is quantized, nats a token →", grid: true, axis: "top", ticks: 4, tickFormat: (value: number) => number(value, 1) }, y: { domain: units, label: null, tickSize: 0 },
+      width, height: 84 + 13 * units.length, marginLeft: Math.min(190, width / 2.5), marginTop: 44,
+      x: { type: "log", label: "KL when it alone is quantized, nats a token →", labelOffset: 28, grid: true, axis: "top", ticks: 4, tickFormat: (value: number) => number(value, 1) }, y: { domain: units, label: null, tickSize: 0 },
       color: { legend: true, domain: cells, scheme: "observable10" },
       marks: [Plot.dot(rows.filter((row) => row.kl > 0), { x: "kl", y: "unit", stroke: "cell", r: 4, strokeWidth: 2, href: "href", title: (row: any) => `${row.cell}, ${row.unit}: ${number(row.kl)} ± ${number(row.stderr)}`, tip: { href: undefined, fill: "var(--paper)" } as any })],
     });

@@ -1,0 +1,296 @@
+"""Tables and figures of `qbench analyze` as files, for what cannot run the viewer.
+
+A function each gives a name and a figure; ``write_figures`` writes those that there is something
+for. matplotlib lays them out; text stays text, and the same analyses give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from qbench.analyses import Analyses
+from qbench.files import write_atomically
+from qbench.records import Analysis, Head, Layer, Sensitivity
+from qbench.store import Store
+from qbench.tables.analyses import Why, gather, markdown, pruned_rows
+from qbench.tables.analyses_csv import (
+    CSV_FILES,
+    as_csv,
+    comma_separated,
+    passkey_rows,
+    sensitivity_rows,
+)
+
+Found = Iterator[tuple[str, Figure]]  # a file's name without its ending
+WIDTH = 6.4  # inches
+EPSILON = "0.3"  # of sink rates
+LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale
+# Okabe and Ito's palette, told apart with any colour vision; markers tell as well.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+STYLE = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#d4d4d2",
+    "image.cmap": "cividis",
+    "image.aspect": "auto",
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+}
+
+
+def write_analyses(store: Store) -> list[Path]:
+    """Write ``tables.md``, the CSV files and the figures into the folder of the analyses; returns
+    the paths, Markdown first. Raises ResultsError where a file is damaged."""
+    why = gather(store)
+    folder = Analyses(store.directory).folder
+    contents = {"tables.md": markdown(why)}
+    contents |= {name: comma_separated(name, why.cells) for name in CSV_FILES}
+    if why.long:
+        contents["stretches.csv"] = comma_separated("stretches.csv", why.long)
+    contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(why.sensitivities)))
+    contents["passkey.csv"] = as_csv(passkey_rows(store, why.records))
+    contents["pruned.csv"] = as_csv(pruned_rows(why.records))
+    paths = []
+    for name, text in contents.items():
+        if text:
+            paths.append(folder / name)
+            write_atomically(paths[-1], text.encode())
+        else:  # of an earlier analysis, which had rows
+            (folder / name).unlink(missing_ok=True)
+    return [*paths, *write_figures(why, folder / "figures")]
+
+
+def write_figures(why: Why, folder: Path) -> list[Path]:
+    """Write ``folder/<name>.svg``; returns the paths."""
+    paths = []
+    with rc_context(STYLE):
+        for name, figure in _figures(why):
+            target = io.StringIO()
+            with rc_context({"svg.hashsalt": name}):
+                figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+            paths.append(folder / f"{name}.svg")
+            write_atomically(paths[-1], target.getvalue().encode())
+    return paths
+
+
+def _figures(why: Why) -> Found:
+    if why.cells:
+        yield from largest(why.cells)
+        yield from boxes([one for one in why.cells if _layers(one)[0].hidden.quantiles])
+        headed = [one for one in why.cells if any(layer.heads for layer in _layers(one))]
+        yield from sinks(headed)
+        yield from sparsity(headed)
+        for one in why.cells:
+            yield from maps(one)
+    yield from along([one for one in why.long or why.cells if one.measured.stretches])
+    for label in dict.fromkeys(one.quantizer for one in why.sensitivities):
+        yield from sensitivity([one for one in why.sensitivities if one.quantizer == label])
+
+
+def _layers(one: Analysis) -> tuple[Layer, ...]:
+    assert one.measured is not None
+    return one.measured.layers
+
+
+def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDArray]:
+    figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _look(place: int) -> dict[str, str]:
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[place % len(MARKERS)],
+    }
+
+
+def _of_layers(axes: Axes, label: str) -> None:
+    axes.set_xlabel("decoder layer")
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axes.set_ylabel(label)
+    axes.grid(visible=True)
+
+
+def largest(cells: Sequence[Analysis]) -> Found:
+    """Largest hidden activation after each decoder layer (the softpick paper's figure 1)."""
+    figure, ((axes,),) = _panels(1, height=2.6)
+    for place, one in enumerate(cells):
+        values = [max(-x.hidden.minimum, x.hidden.maximum) for x in _layers(one)]
+        axes.plot(range(len(values)), values, label=one.cell, **_look(place))
+    axes.set_yscale("log")
+    _of_layers(axes, "largest |x|")
+    axes.legend()
+    yield "largest", figure
+
+
+def boxes(cells: Sequence[Analysis]) -> Found:
+    """Hidden activations after each decoder layer (the softpick paper's figure 5): quartiles as
+    boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %."""
+    if not cells:
+        return
+    figure, grid = _panels(len(cells), height=2.3)
+    reach = max(max(-x.hidden.minimum, x.hidden.maximum) for one in cells for x in _layers(one))
+    for place, (one, (axes,)) in enumerate(zip(cells, grid, strict=True)):
+        states = [layer.hidden for layer in _layers(one)]
+        names = {"q1": "0.25", "med": "0.5", "q3": "0.75"}
+        stats = [
+            {key: state.quantiles[level] for key, level in names.items()}
+            | {"whislo": state.minimum, "whishi": state.maximum}
+            for state in states
+        ]
+        colour = COLOURS[place % len(COLOURS)]
+        axes.bxp(
+            stats, positions=range(len(stats)), showfliers=False, patch_artist=True, widths=0.6,
+            manage_ticks=False,
+            boxprops={"facecolor": colour, "edgecolor": colour}, whiskerprops={"color": colour},
+            capprops={"color": colour}, medianprops={"color": "#2b2b2b"},
+        )  # fmt: skip
+        for level in ("0.001", "0.999"):
+            values = [state.quantiles[level] for state in states]
+            axes.plot(range(len(stats)), values, "_", color="#2b2b2b", markersize=6)
+        axes.set_ylim(-1.05 * reach, 1.05 * reach)
+        axes.set_title(one.cell)
+        _of_layers(axes, "activation")
+    yield "boxes", figure
+
+
+def sinks(cells: Sequence[Analysis]) -> Found:
+    """By layer and head: the share of texts on which a head's mean weight on the first key exceeds
+    0.3, and that mean weight."""
+    if not cells:
+        return
+    figure, grid = _panels(len(cells), 2, height=2.2)
+    for one, (left, right) in zip(cells, grid, strict=True):
+        rate = _of_heads(one, lambda head: head.sinks[0].rates[EPSILON])
+        weight = _of_heads(one, lambda head: head.sinks[0].attention)
+        for axes, values, name in ((left, rate, "sink rate"), (right, weight, "first key")):
+            image = axes.imshow(values, vmin=0, vmax=1, origin="lower")
+            figure.colorbar(image, ax=axes)
+            axes.set(title=f"{one.cell}: {name}", xlabel="layer", ylabel="head")
+    yield "sinks", figure
+
+
+def sparsity(cells: Sequence[Analysis]) -> Found:
+    """Attention weights of exactly 0 among the pairs that causality allows, by layer: mean over
+    heads, and their range."""
+    if not cells:
+        return
+    figure, ((axes,),) = _panels(1, height=2.6)
+    for place, one in enumerate(cells):
+        zeros = 100 * _of_heads(one, lambda head: head.zeros)
+        layers, look = np.arange(zeros.shape[1]), _look(place)
+        low, high = np.nanmin(zeros, 0), np.nanmax(zeros, 0)
+        axes.fill_between(layers, low, high, color=look["color"], alpha=0.2, linewidth=0)
+        axes.plot(layers, np.nanmean(zeros, 0), label=one.cell, **look)
+    axes.set_ylim(-3, 103)
+    _of_layers(axes, "zeros (%)")
+    axes.legend()
+    yield "sparsity", figure
+
+
+def maps(one: Analysis) -> Found:
+    """Attention weights, a row a text and a column a head, each map with its own scale (as in the
+    softpick paper's figures 6 and 8 to 19)."""
+    assert one.measured is not None
+    found = {(m.text, m.layer, m.head): m for m in one.measured.maps}
+    if not found:
+        return
+    texts = list(dict.fromkeys(text for text, _, _ in found))
+    heads = list(dict.fromkeys(key[1:] for key in found))
+    figure, grid = _panels(len(texts), len(heads), height=2.4)
+    for text, row in zip(texts, grid, strict=True):
+        for (layer, head), axes in zip(heads, row, strict=True):
+            own = found[text, layer, head]
+            values = np.full((len(own.rows), len(own.rows)), np.nan)
+            for query, weights in enumerate(own.rows):
+                values[query, : len(weights)] = weights
+            figure.colorbar(axes.imshow(values, vmin=0), ax=axes)
+            title = f"{text}, layer {layer} head {head}".replace("$", r"\$")
+            axes.set(title=title, xlabel="key", ylabel="query")
+    yield f"maps-{_plain(one.cell)}", figure
+
+
+def along(cells: Sequence[Analysis]) -> Found:
+    """Along the text, in stretches of 128 positions (the softpick paper's section 7.7): loss, the
+    sum of a query's weights and its largest weight, means over heads."""
+    if not cells:
+        return
+    figure, grid = _panels(3, height=1.9)
+    names = {
+        "loss": "loss (nats a token)",
+        "mass": "Σ weights of a query",
+        "largest": "largest weight",
+    }
+    for (name, title), (axes,) in zip(names.items(), grid, strict=True):
+        for place, one in enumerate(cells):
+            assert one.measured is not None
+            parts = [p for p in one.measured.stretches if getattr(p, name) is not None]
+            centres = [(part.first + part.last) / 2 for part in parts]
+            colour = COLOURS[place % len(COLOURS)]
+            axes.plot(centres, [getattr(p, name) for p in parts], label=one.cell, color=colour)
+        axes.set_title(title)
+        axes.grid(visible=True)
+    grid[-1][0].set_xlabel("position in the text (tokens)")
+    grid[0][0].legend()
+    yield "along-the-text", figure
+
+
+def sensitivity(found: Sequence[Sensitivity]) -> Found:
+    """KL divergence when one part of the model is quantized and the rest is not, by layer and kind;
+    logarithmic, one scale for all."""
+    tables = [_by_layer(one) for one in found]
+    kinds = list(dict.fromkeys(kind for table in tables for kind, _ in table))
+    layers = 1 + max((layer for table in tables for _, layer in table), default=0)
+    known = [kl for table in tables for kl in table.values()]
+    if not known:
+        return
+    norm = LogNorm(min(known), max(max(known), 1.01 * min(known)))
+    figure, grid = _panels(len(found), height=0.7 + 0.2 * len(kinds))
+    for one, table, (axes,) in zip(found, tables, grid, strict=True):
+        values = np.full((len(kinds), layers), np.nan)
+        for (kind, layer), kl in table.items():
+            values[kinds.index(kind), layer] = kl
+        figure.colorbar(axes.imshow(values, norm=norm), ax=axes, label="KL, nats a token")
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.set(title=one.cell, xlabel="decoder layer")
+    yield f"sensitivity-{_plain(found[0].quantizer)}", figure
+
+
+def _by_layer(one: Sensitivity) -> dict[tuple[str, int], float]:
+    """(kind, layer) → KL; a whole decoder layer's kind is ``layer``."""
+    found: dict[tuple[str, int], float] = {}
+    for unit in one.units:
+        if unit.layer is not None and unit.kl.value is not None:
+            kind = "layer" if one.unit == "block" else unit.name.rpartition(".")[2]
+            kl = found.get((kind, unit.layer), LEAST_KL)  # experts of one kind: the most of them
+            found[kind, unit.layer] = max(kl, unit.kl.value)
+    return found
+
+
+def _of_heads(one: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:
+    """[heads, layers]; NaN where a layer has no such head."""
+    layers = _layers(one)
+    found = np.full((max(len(layer.heads) for layer in layers), len(layers)), np.nan)
+    for column, layer in enumerate(layers):
+        for row, head in enumerate(layer.heads):
+            found[row, column] = value(head)
+    return found
+
+
+def _plain(label: str) -> str:
+    return re.sub("[^A-Za-z0-9._-]+", "-", label)
