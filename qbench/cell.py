@@ -17,7 +17,16 @@ from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableErro
 from qbench.machine import environment, hardware, measured, redirected
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
-from qbench.records import Audit, Damage, Record, Score, ScoringReport, Stage, Unavailable
+from qbench.records import (
+    Audit,
+    Damage,
+    GroupScore,
+    Record,
+    Score,
+    ScoringReport,
+    Stage,
+    Unavailable,
+)
 from qbench.store import Store
 
 if TYPE_CHECKING:
@@ -25,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from qbench.evaluation.baseline import BaselineReader
+    from qbench.evaluation.definitions import TaskGroup
     from qbench.evaluation.loaded import LoadedTask
 
 
@@ -48,6 +58,7 @@ class CellResult:
     documents: dict[str, str] = field(default_factory=dict)
     audit: Audit | None = None
     scores: list[Score] = field(default_factory=list)
+    groups: tuple[GroupScore, ...] = ()
     failed_tasks: dict[str, str] = field(default_factory=dict)
     outcomes: list[pd.DataFrame] = field(default_factory=list)
     responses: list[pd.DataFrame] = field(default_factory=list)
@@ -80,6 +91,7 @@ class CellResult:
             status="failed" if error else "ok",
             error=error,
             scores=() if error else tuple(self.scores),
+            groups=() if error else self.groups,
             failed_tasks={} if error else self.failed_tasks,
             documents=self.documents,
             audit=self.audit,
@@ -130,7 +142,7 @@ def _run(
     model = quantized(cell, plan, model, tokenizer, result, progress, cache)
     baseline = _baseline(cell, plan, store, result, progress, distributions_folder(cache))
     with measured("evaluate", plan.device, result.stages):
-        _evaluate(cell, tasks, store, model, tokenizer, result, progress, baseline)
+        _evaluate(cell, tasks, plan.groups, store, model, tokenizer, result, progress, baseline)
 
 
 def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
@@ -294,6 +306,7 @@ def _baseline(
 def _evaluate(
     cell: Cell,
     tasks: Sequence[LoadedTask],
+    groups: Sequence[TaskGroup],
     store: Store,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -303,7 +316,7 @@ def _evaluate(
 ) -> None:
     """Scores of every task; a task that cannot be scored is named, and the others are kept."""
     from qbench.evaluation.degradation import Outcomes, correct_requests, damage
-    from qbench.evaluation.evaluate import evaluate
+    from qbench.evaluation.evaluate import evaluate, group_scores
     from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
     from qbench.evaluation.scoring import language_model
 
@@ -334,6 +347,7 @@ def _evaluate(
         result.responses.append(scored.responses)
     if failure is not None and not result.scores:
         raise failure
+    result.groups = group_scores(groups, result.scores)
     result.scoring = scorer.report()
     if isinstance(baseline, Path):
         assert isinstance(observer, BaselineWriter)

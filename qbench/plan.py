@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from qbench.errors import (
     RecipeError,
     RecipeProblems,
 )
-from qbench.evaluation.definitions import expand
+from qbench.evaluation.definitions import TaskGroup, expand, task_groups
 from qbench.evaluation.settings import Mode, ScoringSettings, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.machine import hardware, versions
@@ -89,6 +89,7 @@ class Plan:
     tasks: tuple[TaskSpec, ...]
     calibration: CalibrationText | None
     cells: tuple[Cell, ...]
+    groups: tuple[TaskGroup, ...] = ()  # of these tasks, where lm-eval gives them scores
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
     plugins: tuple[Plugin, ...] = ()  # files that whoever unpickles the plan must load first
     _named: dict[str, Cell] = field(init=False, repr=False, compare=False)
@@ -149,10 +150,12 @@ def plan(
     """
     checkpoints = _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe, checkpoints.values())
+    groups = find_groups(recipe, skipped)
     calibration = find_calibration(recipe)
     shared = {
         "tasks": {task.name: task.digest for task in tasks},
         "few-shot": {task.name: task.num_fewshot for task in tasks},
+        **({"groups": {group.name: asdict(group) for group in groups}} if groups else {}),
     }
     if device == "cuda" and gpu is None:
         gpu = hardware(device)
@@ -178,6 +181,7 @@ def plan(
         device=device,
         hardware=gpu,
         tasks=tasks,
+        groups=groups,
         skipped=skipped,
         calibration=calibration,
         cells=tuple(cells),
@@ -339,6 +343,19 @@ def find_tasks(
     if not found:
         raise DataProblems([f"{', '.join(skipped)}: no data in {data}; no task is left to run"])
     return tuple(found), tuple(skipped)
+
+
+def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
+    """Groups with scores of their own, but for those that lack a task whose data are missing."""
+    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
+    found = {
+        group.name: group
+        for task in recipe.tasks
+        if task.name != passkey.GROUP
+        for group in task_groups(task.name, definitions)
+        if not set(skipped) & set(group.tasks)
+    }
+    return tuple(found.values())
 
 
 def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:

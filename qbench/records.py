@@ -560,6 +560,21 @@ class Score(RecordModel):
     documents: int
 
 
+class GroupScore(RecordModel):
+    """One metric of a group of tasks, such as mmlu: the mean of its tasks' values, as lm-eval
+    weights them. Its documents' outcomes are those of ``tasks``."""
+
+    group: TaskName
+    label: Line
+    metric: TaskName
+    value: float
+    stderr: float | None  # lm-eval's; None where a task has none
+    higher_is_better: bool
+    weight_by_size: bool  # by their documents; else each task counts alike
+    documents: int
+    tasks: tuple[TaskName, ...]
+
+
 class Stage(RecordModel):
     """One step of a cell: what it cost."""
 
@@ -596,6 +611,7 @@ class Record(RecordModel):
     status: Literal["ok", "failed"]
     error: str | None = None
     scores: tuple[Score, ...] = ()
+    groups: tuple[GroupScore, ...] = ()  # of groups whose tasks were all scored
     failed_tasks: dict[TaskName, str] = Field(default_factory=dict)  # could not be scored, and why
     # by task: SHA-256 over the definition and the documents that were scored, the same whether
     # they came from the hub or from files, so that results of both can be compared

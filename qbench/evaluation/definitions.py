@@ -106,6 +106,63 @@ def expand(name: str, definitions: Path | None) -> list[str]:
     raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMetric:
+    """``filters``: of lm-eval's, None for all that the tasks have; ``weight_by_size``: tasks count
+    by their documents, else alike."""
+
+    metric: str
+    filters: tuple[str, ...] | None
+    weight_by_size: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskGroup:
+    """A group that has scores of its own, over all its leaf ``tasks``."""
+
+    name: str
+    label: str
+    tasks: tuple[str, ...]
+    metrics: tuple[GroupMetric, ...]
+
+
+def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
+    """What ``name`` stands for in groups: itself and those within it, where lm-eval gives them a
+    score of their own (``aggregate_metric_list``)."""
+    folders = [folder for folder in (definitions, lm_eval_tasks()) if folder is not None]
+    if any(_file_with("task", name, folder) for folder in folders):
+        return []
+    path = next((p for folder in folders if (p := _file_with("group", name, folder))), None)
+    if path is None:
+        return []
+    config = read_definition(path).config
+    stated = config.get("aggregate_metric_list") or []
+    metrics = tuple(
+        _group_metric(one) for one in ([stated] if isinstance(stated, dict) else stated)
+    )
+    found = []
+    if metrics:
+        members = tuple(expand(name, definitions))
+        label = config.get("group_alias") or name
+        found.append(TaskGroup(name=name, label=label, tasks=members, metrics=metrics))
+    children = config.get("task") or []
+    for child in [children] if isinstance(children, str) else children:
+        inner = child if isinstance(child, str) else child.get("group")
+        found += task_groups(inner, definitions) if inner else []
+    return found
+
+
+def _group_metric(stated: dict[str, Any]) -> GroupMetric:
+    filters = stated.get("filter_list")
+    if filters is not None:
+        filters = (filters,) if isinstance(filters, str) else tuple(filters)
+    return GroupMetric(
+        metric=stated["metric"],
+        filters=filters,
+        weight_by_size=bool(stated.get("weight_by_size", True)),
+    )
+
+
 def task_names(definitions: Path | None = None) -> list[str]:
     """Names of all leaf tasks that lm-eval and ``definitions`` define, sorted."""
     folders = [lm_eval_tasks(), *([definitions] if definitions else [])]

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
-from lm_eval.api.metrics import mean
+from lm_eval.api.metrics import (
+    aggregate_subtask_metrics,
+    mean,
+    pooled_sample_stderr,
+    unweighted_mean_stderr,
+)
 from lm_eval.api.registry import AGGREGATION_REGISTRY
 from lm_eval.tasks import TaskManager
 
@@ -30,9 +35,18 @@ from qbench.evaluation.settings import (
     ScoringSettings,
 )
 from qbench.evaluation.tasks import TaskSpec
-from qbench.records import ANSWER_CHARACTERS, OUTCOME_COLUMNS, RESPONSE_COLUMNS, Record, Score
+from qbench.metrics import base_metric
+from qbench.records import (
+    ANSWER_CHARACTERS,
+    OUTCOME_COLUMNS,
+    RESPONSE_COLUMNS,
+    GroupScore,
+    Record,
+    Score,
+)
 
 if TYPE_CHECKING:
+    from qbench.evaluation.definitions import TaskGroup
     from qbench.evaluation.scoring import HFLMScorer, Scorer
 
 RESPONSE_DTYPES = {
@@ -211,6 +225,50 @@ def _scores(
             aggregation=aggregation,
             documents=documents,
         )
+
+
+def group_scores(groups: Sequence[TaskGroup], scores: Sequence[Score]) -> tuple[GroupScore, ...]:
+    """The scores of groups whose tasks have all been scored, by lm-eval's own arithmetic."""
+    found = []
+    for group in groups:
+        by_task = {task: {s.metric: s for s in scores if s.task == task} for task in group.tasks}
+        if not all(by_task.values()):
+            continue
+        known = dict.fromkeys(metric for of in by_task.values() for metric in of)
+        for stated in group.metrics:
+            names = [metric for metric in known if base_metric(metric) == stated.metric]
+            if stated.filters is not None:
+                names = [_name(stated.metric, filter_) for filter_ in stated.filters]
+            for metric in names:
+                members = [of[metric] for of in by_task.values() if metric in of]
+                if members:
+                    found.append(_group_score(group, stated.weight_by_size, metric, members))
+    return tuple(found)
+
+
+def _group_score(
+    group: TaskGroup, weight_by_size: bool, metric: str, scores: Sequence[Score]
+) -> GroupScore:
+    sizes = [score.documents for score in scores]
+    errors = [score.stderr for score in scores if score.stderr is not None]
+    stderr = None
+    if len(errors) == len(scores):
+        stderr = float(
+            pooled_sample_stderr(errors, sizes)
+            if weight_by_size
+            else unweighted_mean_stderr(errors)
+        )
+    return GroupScore(
+        group=group.name,
+        label=group.label,
+        metric=metric,
+        value=aggregate_subtask_metrics([s.value for s in scores], sizes, weight_by_size),
+        stderr=stderr,
+        higher_is_better=scores[0].higher_is_better,
+        weight_by_size=weight_by_size,
+        documents=sum(sizes),
+        tasks=tuple(score.task for score in scores),
+    )
 
 
 def _standard_error(aggregation: str, values: pd.Series) -> float | None:

@@ -14,9 +14,9 @@ from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text, tokenizer
 
 from qbench.errors import DataError
-from qbench.evaluation.definitions import expand
+from qbench.evaluation.definitions import expand, task_groups
 from qbench.evaluation.degradation import flips
-from qbench.evaluation.evaluate import evaluate, rebuild_requests
+from qbench.evaluation.evaluate import evaluate, group_scores, rebuild_requests
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring.hflm import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED
@@ -116,6 +116,10 @@ def folder(tmp_path_factory):
     (made / "own" / "both.yaml").write_text(
         "group: both\ntask: [word, zero_shot]\naggregate_metric_list: [{metric: acc}]\n"
     )
+    (made / "own" / "all.yaml").write_text(
+        "group: all\ngroup_alias: All\ntask: [both, first_shots]\naggregate_metric_list:\n"
+        "- {metric: acc, weight_by_size: false, filter_list: none}\n- {metric: perplexity}\n"
+    )
     return made
 
 
@@ -128,7 +132,7 @@ def theirs(folder, name, chosen, **changes):
     manager = TaskManager(include_path=str(folder / "own"), include_defaults=False)
     random.seed(0)
     np.random.seed(1234)
-    tasks = [name] if name == "both" else list(manager.load([name])["tasks"].values())
+    tasks = [name] if name == "all" else list(manager.load([name])["tasks"].values())
     return simple_evaluate(
         model=pinned_hflm(llama(), tokenizer(), chosen),
         tasks=tasks,
@@ -171,14 +175,31 @@ def test_a_task_gives_what_simple_evaluate_gives_to_the_bit(folder, name):
     assert longer.outcomes["document"].nunique() == 7
 
 
-def test_a_groups_tasks_are_those_of_simple_evaluate(folder):
-    """A request a batch: lm-eval puts requests of all tasks of a group into one."""
+def test_groups_are_scored_as_by_simple_evaluate(folder):
+    """A request a batch: lm-eval puts requests of all tasks of a group into one. A group within
+    one has a score of its own."""
     chosen = settings("exact", max_length=200, batch_size=1)
-    results = theirs(folder, "both", chosen)
+    results = theirs(folder, "all", chosen)
     model = scorer(llama(), "exact", max_length=200, batch_size=1)
-    assert expand("both", folder / "own") == ["word", "zero_shot"]
-    for name in ("word", "zero_shot"):
-        assert_same(evaluate(model, loaded(folder, name), chosen), results, name)
+    assert expand("all", folder / "own") == ["word", "zero_shot", "first_shots"]
+    scores = []
+    for name in ("word", "zero_shot", "first_shots"):
+        found = evaluate(model, loaded(folder, name), chosen)
+        assert_same(found, results, name)
+        scores += found.scores
+    groups = task_groups("all", folder / "own")
+    found = {(g.group, g.metric): g for g in group_scores(groups, scores)}
+    assert set(found) == {("all", "acc"), ("all", "perplexity"), ("both", "acc")}
+    for (group, metric), score in found.items():
+        assert score.value == results["groups"][group][f"{metric},none"]
+        assert score.documents == sum(s.documents for s in scores if s.task in score.tasks
+                                      and s.metric == metric)  # fmt: skip
+    assert found["all", "acc"].label == "All"
+    assert found["all", "perplexity"].tasks == ("word",)
+    errors = [s.stderr for s in scores if s.metric == "acc"]
+    assert found["all", "acc"].stderr == pytest.approx(np.sqrt(np.square(errors).sum()) / 3)
+    kept = [score for score in scores if score.task != "first_shots"]
+    assert {g.group for g in group_scores(groups, kept)} == {"both"}  # never of other tasks
 
 
 @pytest.mark.parametrize("name", ["five_shot", "coded", "shuffled"])
