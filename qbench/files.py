@@ -33,7 +33,7 @@ def read_regular(path: Path, *, most: int | None = None) -> bytes:
     pipe, which may never end) and for one of more than ``most`` bytes."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "not a file")
+        raise OSError(errno.EINVAL, "not a file", str(path))
     if most is not None and found.st_size > most:
         raise OSError(errno.EFBIG, f"{found.st_size:,} bytes; at most {most:,} are read")
     return Path(path).read_bytes()

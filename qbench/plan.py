@@ -7,10 +7,11 @@ can be pickled: whoever runs a cell, in this process or on another host, gets it
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,13 @@ from qbench.machine import hardware, versions
 from qbench.plugins import Plugin, loaded
 from qbench.prequantized import find_copy
 from qbench.quantizers import QuantizationConfig
-from qbench.quantizers.texts import CalibrationText, file_digest, find_text, read_texts
+from qbench.quantizers.texts import (
+    CalibrationText,
+    file_digest,
+    find_text,
+    read_texts,
+    require_windows,
+)
 from qbench.recipe import Column, Evaluation, Recipe, Task
 from qbench.records import Grid, GridCell
 
@@ -148,10 +155,16 @@ def plan(
     this host's; ``only`` a glob over the names of cells that are to run. Raises a QbenchError for
     what cannot work; for those of the cells that can never run, too, unless it is to ``show`` them.
     """
-    checkpoints = _checkpoints(recipe)
-    tasks, skipped = find_tasks(recipe, checkpoints.values())
+    found = functools.cache(lambda: _checkpoints(recipe))
+    if recipe.data is None:
+        found()  # a hub that does not answer is asked for them first
+    tasks, skipped = find_tasks(recipe, found)  # else data that are missing are said at once
     groups = find_groups(recipe, skipped)
     calibration = find_calibration(recipe)
+    checkpoints = found()
+    if calibration is not None:
+        for folder in {checkpoint.folder: None for checkpoint in checkpoints.values()}:
+            require_windows(calibration, folder)
     shared = {
         "tasks": {task.name: task.digest for task in tasks},
         "few-shot": {task.name: task.num_fewshot for task in tasks},
@@ -176,7 +189,7 @@ def plan(
             require_room(name, tasks, cell.scoring.max_length)
             if not _quantized(column):
                 bases.setdefault(column.quantization.compute_dtype, cell.grid_cell)
-    found = Plan(
+    planned = Plan(
         recipe=recipe,
         device=device,
         hardware=gpu,
@@ -188,8 +201,8 @@ def plan(
         plugins=loaded(),
     )
     if not show:
-        require_runnable(found.select(only))
-    return found
+        require_runnable(planned.select(only))
+    return planned
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
@@ -308,16 +321,20 @@ def content_key(parts: dict[str, Any]) -> str:
 
 
 def find_tasks(
-    recipe: Recipe, checkpoints: Iterable[Checkpoint]
+    recipe: Recipe, checkpoints: Callable[[], Mapping[str, Checkpoint]]
 ) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     """The tasks, and with ``skip_missing`` the names of those whose data are missing.
+
+    ``checkpoints`` finds them, where tasks go by their contexts.
 
     Raises DataProblems with all that is wrong with their data, not the first of it alone.
     """
     definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
     data = recipe.resolve(recipe.data) if recipe.data else None
     found, skipped, problems = [], [], []
-    for task in _leaf_tasks(recipe.tasks, definitions, _trained(recipe, checkpoints)):
+    groups = {task.name for task in recipe.tasks}
+    trained = _trained(recipe, checkpoints().values()) if passkey.GROUP in groups else 0
+    for task in _leaf_tasks(recipe.tasks, definitions, trained):
         try:
             found.append(
                 plan_task(

@@ -247,10 +247,10 @@ def test_of_mmlu_everything_that_is_missing_is_said_at_once_and_the_rest_can_run
 
 
 def test_a_run_prints_its_own_tables_where_another_wrote_meanwhile(tmp_path, monkeypatch, capfd):
-    from qbench.runner import grid
+    from qbench.cli import run as command
 
     path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
-    run_cells = grid.run_cells
+    run_cells = command.run_cells
 
     def beside_another(planned, **options):
         records = run_cells(planned, **options)
@@ -260,7 +260,7 @@ def test_a_run_prints_its_own_tables_where_another_wrote_meanwhile(tmp_path, mon
         Store(out).put_grid(other)
         return records
 
-    monkeypatch.setattr(grid, "run_cells", beside_another)
+    monkeypatch.setattr(command, "run_cells", beside_another)
     assert qbench("run", path, "--out", out, "--device", "cpu", "--limit", "2") == 0
     said = capfd.readouterr().out
     assert Store(out).grid().tasks == ("other",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def calibrated(folder, content):
 
 
 GOOD = b'{"text": "a b c"}\n'
+LONG = b'{"text": "' + b"a b c " * 20 + b'"}\n'
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,31 @@ def test_a_line_of_gigabytes_in_a_small_gzip_file_is_refused_without_unpacking_i
     tracemalloc.stop()
 
 
+def test_too_little_calibration_text_is_refused_before_anything_is_loaded(tmp_path):
+    words = "text.jsonl: gives 1 windows of 32 tokens, 2 were asked for; lower calibration samples"
+    with pytest.raises(DataError, match=words):
+        calibrated(tmp_path, LONG + GOOD)
+
+
+def test_missing_data_are_said_before_weights_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("qbench.plan.find", lambda *_, **__: pytest.fail("reads a checkpoint"))
+    with pytest.raises(DataError, match=r"demo_choice: no test.jsonl in .*nothing there"):
+        planned(tmp_path, data=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["data/demo_choice/test.jsonl", "tasks/demo_choice.yaml"])
+def test_a_pipe_in_place_of_data_or_a_definition_is_refused_and_not_waited_for(tmp_path, name):
+    for folder in ("data", "tasks"):
+        shutil.copytree(DEMO / folder, tmp_path / folder)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((DataError, OSError), match="not a file"):
+        planned(tmp_path, data=str(tmp_path / "data"), definitions=str(tmp_path / "tasks"))
+
+
 def test_a_good_calibration_text_is_not(tmp_path):
-    assert calibrated(tmp_path, GOOD).calibration.samples == 2
-    assert calibrated(tmp_path, gzip.compress(GOOD)).calibration.samples == 2
+    assert calibrated(tmp_path, 2 * LONG).calibration.samples == 2
+    assert calibrated(tmp_path, gzip.compress(2 * LONG)).calibration.samples == 2
 
 
 def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_path):

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from qbench.errors import DataError, RecipeError
+from qbench.files import read_regular
 
 NAMES = re.compile(
     r"^[\"']?(task|group)[\"']?[ \t]*:[ \t]*[\"']?([^\s\"'#\[]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE
@@ -182,7 +183,7 @@ def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
     if path in within:
         raise ValueError(f"it includes itself through {path}")
     # not utf-8 by chance: yaml decides by the mark at the beginning
-    config = yaml.load(path.read_bytes(), _loader(path.parent))
+    config = yaml.load(read_regular(path), _loader(path.parent))
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} is not a mapping")
     included = config.pop("include", [])

@@ -22,6 +22,7 @@ from qbench.evaluation.definitions import (
     read_definition,
     require_modules,
 )
+from qbench.files import read_regular
 from qbench.passkey import DOCUMENTS, task_length
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # templates over a row's fields
@@ -51,9 +52,9 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
     Raises DataError with file and line.
     """
     try:
-        payload = path.read_bytes()
+        payload = read_regular(path)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     rows = []
     # not splitlines: a string in JSON may hold U+2028, which is no end of a line
     for number, line in enumerate(payload.split(b"\n"), start=1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError
-from qbench.quantizers.texts import read_texts
+from qbench.quantizers.texts import draw_windows, read_texts, too_little
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,39 +53,28 @@ def read_calibration(
 ) -> Calibration:
     """Windows of ``length`` tokens from a JSON Lines file with a ``text`` in each line.
 
-    Documents are taken in an order drawn by ``seed``, without special tokens. A document of at
-    least ``length`` tokens gives one window, at an index drawn by ``seed``; shorter ones are joined
-    to their successors, the end-of-text token between them, until they do. ``bos``: the first
-    token of each window is BOS, for a model that sees every text so. ``digest`` is what
+    Drawn by ``draw_windows``, without special tokens. ``bos``: the first token of each window is
+    BOS, for a model that sees every text so. ``digest`` is what
     the SHA-256 of the file's bytes must be. Raises DataError for a malformed or changed file, one
     with too little text, or a tokenizer without the BOS that is asked for.
     """
     if bos and tokenizer.bos_token_id is None:
         raise DataError("calibration text begins with BOS, and this tokenizer has none")
     begin = [tokenizer.bos_token_id] if bos else []
-    room = length - len(begin)
     texts = read_texts(Path(path), digest=digest)
-    draw = random.Random(seed)
-    draw.shuffle(texts)
-    windows: list[list[int]] = []
-    joined: list[int] = []
-    for text in texts:
-        if len(windows) == samples:
-            break
-        if joined and tokenizer.eos_token_id is not None:
-            joined.append(tokenizer.eos_token_id)
+    windows = draw_windows(
+        texts,
         # verbose=False: documents longer than the model's context are no mistake here.
-        joined += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(joined) >= room:
-            start = draw.randrange(len(joined) - room + 1)
-            windows.append([*begin, *joined[start : start + room]])
-            joined = []
+        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        samples=samples,
+        length=length - len(begin),
+        seed=seed,
+        end=tokenizer.eos_token_id,
+    )
     if len(windows) < samples:
-        raise DataError(
-            f"{path}: gives {len(windows):,} windows of {length:,} tokens, {samples:,} were asked "
-            "for; lower calibration samples or length, or add text"
-        )
-    return Calibration(ids=torch.tensor(windows, dtype=torch.int64), seed=seed)
+        raise DataError(too_little(Path(path), len(windows), samples, length))
+    ids = [[*begin, *window] for window in windows]
+    return Calibration(ids=torch.tensor(ids, dtype=torch.int64), seed=seed)
 
 
 # The walk over blocks

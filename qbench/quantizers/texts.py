@@ -6,15 +6,20 @@ import gzip
 import hashlib
 import io
 import json
+import random
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from tokenizers import Tokenizer
+
 from qbench import hub
 from qbench.errors import DataError, RecipeError
 
+BYTES_A_TOKEN = 8  # of text: more than natural languages need
 LONGEST_LINE = 64 * 2**20  # bytes, unpacked
 HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
 
@@ -66,6 +71,71 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
             "is quantized with it stands under its key"
         )
     return _parsed(io.BytesIO(payload), path, most)
+
+
+def draw_windows(
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]],
+    *,
+    samples: int,
+    length: int,
+    seed: int,
+    end: int | None,
+) -> list[list[int]]:
+    """At most ``samples`` windows of ``length`` token ids.
+
+    Texts are taken in an order drawn by ``seed``. One of at least ``length`` tokens gives one
+    window, at an index drawn by ``seed``; shorter ones are joined to their successors, the
+    end-of-text token ``end`` between them, until they do.
+    """
+    draw = random.Random(seed)
+    texts = list(texts)
+    draw.shuffle(texts)
+    windows: list[list[int]] = []
+    joined: list[int] = []
+    for text in texts:
+        if len(windows) == samples:
+            break
+        if joined and end is not None:
+            joined.append(end)
+        joined += encode(text)
+        if len(joined) >= length:
+            start = draw.randrange(len(joined) - length + 1)
+            windows.append(joined[start : start + length])
+            joined = []
+    return windows
+
+
+def too_little(path: Path, found: int, samples: int, length: int) -> str:
+    """What is said of a file that gives too few windows."""
+    return (
+        f"{path}: gives {found:,} windows of {length:,} tokens, {samples:,} were asked for; lower "
+        "calibration samples or length, or add text"
+    )
+
+
+def require_windows(text: CalibrationText, folder: Path) -> None:
+    """Raises DataError where a file has less text than is asked for, in tokens of the
+    ``tokenizer.json`` in ``folder``; of a tokenizer without one, and of a file that has plenty,
+    nothing is read."""
+    path = folder / "tokenizer.json"
+    plenty = text.path.stat().st_size > BYTES_A_TOKEN * text.samples * text.length
+    if plenty or not path.is_file():
+        return
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception:  # said where the checkpoint is loaded
+        return
+    windows = draw_windows(
+        read_texts(text.path),
+        lambda one: tokenizer.encode(one, add_special_tokens=False).ids,
+        samples=text.samples,
+        length=text.length - text.bos,
+        seed=text.seed,
+        end=0,
+    )
+    if len(windows) < text.samples:
+        raise DataError(too_little(text.path, len(windows), text.samples, text.length))
 
 
 def _parsed(file: BinaryIO, path: Path, most: int | None) -> list[str]:
