@@ -244,26 +244,3 @@ def test_of_mmlu_everything_that_is_missing_is_said_at_once_and_the_rest_can_run
     said = capsys.readouterr().out
     assert said.count("left out") == 56
     assert "mmlu_anatomy (5-shot) [examples: examples]" in said
-
-
-def test_a_run_prints_its_own_tables_where_another_wrote_meanwhile(tmp_path, monkeypatch, capfd):
-    from qbench.cli import run as command
-
-    path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
-    run_cells = command.run_cells
-
-    def beside_another(planned, **options):
-        records = run_cells(planned, **options)
-        other = planned.grid.model_copy(
-            update={"tasks": ("other",), "cells": planned.grid.cells[:1]}
-        )
-        Store(out).put_grid(other)
-        return records
-
-    monkeypatch.setattr(command, "run_cells", beside_another)
-    assert qbench("run", path, "--out", out, "--device", "cpu", "--limit", "2") == 0
-    said = capfd.readouterr().out
-    assert Store(out).grid().tasks == ("other",)
-    assert re.search(r"^\| demo_lastword +\| Acc", said, re.MULTILINE)
-    assert "softpick/rtn-4bit" in said
-    assert "missing" not in said

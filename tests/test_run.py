@@ -128,20 +128,20 @@ def test_plan_says_what_is_there_and_writes_nothing(tmp_path, capfd):
 
 def test_a_run_prints_its_own_tables_though_another_has_written_there(tmp_path, capfd, monkeypatch):
     """The other run, of other documents, comes between this one's last cell and its tables."""
-    from qbench.runner import grid
+    from qbench.cli import run as command
 
     out, cells = tmp_path / "out", ("--only", "softmax/fp32", "--device", "cpu")
     other = small_recipe(tmp_path, evaluation={"limit": 7}, tasks=["demo_lastword"])
-    real = grid.run_cells
+    real = command.run_cells
 
     def run_cells(plan, **settings):
         records = real(plan, **settings)
-        monkeypatch.setattr(grid, "run_cells", real)
+        monkeypatch.setattr(command, "run_cells", real)
         assert qbench("run", other, "--out", out, *cells) == 0
         capfd.readouterr()
         return records
 
-    monkeypatch.setattr(grid, "run_cells", run_cells)
+    monkeypatch.setattr(command, "run_cells", run_cells)
     mine = small_recipe(tmp_path, tasks=["demo_choice"]).rename(tmp_path / "mine.yaml")
     small_recipe(tmp_path, evaluation={"limit": 7}, tasks=["demo_lastword"])
     assert qbench("run", mine, "--out", out, *cells) == 0
