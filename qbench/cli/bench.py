@@ -268,3 +268,24 @@ def training(
         typer.echo(lines)
         if out is not None:
             show_written(write(out, rows, lines, processes))
+
+
+@app.command("sample-efficiency")
+def sample_efficiency(
+    repetitions: Annotated[int, typer.Option(min=2, help="Data sets of each size.")] = 12,
+    largest: Annotated[int, typer.Option(min=1000, help="Largest sample size.")] = 32_000,
+    out: Json = None,
+) -> None:
+    """Figure 1 of the sigmoid paper: how fast sigmoid and softmax gates find their parameters.
+
+    Runs on the CPU, about ten minutes on two cores. With --out the figure is drawn too.
+    """
+    from qbench.bench.sample_efficiency import bench_sample_efficiency, figure, table, to_json
+
+    rows = bench_sample_efficiency(
+        repetitions=repetitions, largest=largest, say=lambda line: typer.echo(line, err=True)
+    )
+    typer.echo(table(rows))
+    if out is not None:
+        _write(out, to_json(rows), table(rows))
+        write_atomically(out.with_suffix(".svg"), figure(rows))
