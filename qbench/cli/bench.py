@@ -270,7 +270,7 @@ def training(
             show_written(write(out, rows, lines, processes))
 
 
-@app.command("sample-efficiency")
+@bench.command("sample-efficiency")
 def sample_efficiency(
     repetitions: Annotated[int, typer.Option(min=2, help="Data sets of each size.")] = 12,
     largest: Annotated[int, typer.Option(min=1000, help="Largest sample size.")] = 32_000,
