@@ -16,6 +16,7 @@ from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
 from qbench.machine import environment, hardware, measured, redirected
 from qbench.plan import Cell, Plan
+from qbench.prequantized import GGUF
 from qbench.progress import Progress
 from qbench.records import (
     Audit,
@@ -168,8 +169,18 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
     if cell.copy is None:
         return _original(cell, plan), load_tokenizer(cell.checkpoint)
-    from qbench.checkpoints.prequantized import load_prequantized
+    from qbench.checkpoints.prequantized import load_prequantized, without_weights
 
+    if cell.copy.format == GGUF:
+        from qbench.evaluation.llamacpp import LlamaCpp
+
+        runtime = LlamaCpp(
+            cell.copy.folder,
+            context=cell.scoring.max_length,
+            shell=without_weights(cell.checkpoint),
+            device=plan.device,
+        )
+        return runtime, load_tokenizer(cell.checkpoint)
     dtype = getattr(torch, cell.quantization.compute_dtype)
     model = load_prequantized(cell.copy, dtype=dtype, device=plan.device, attention=cell.attention)
     return model, load_tokenizer(cell.checkpoint)
@@ -256,6 +267,7 @@ def _audit(
 ) -> None:
     from qbench.attention.transformers import batch_invariant
     from qbench.quantizers.audit.cell import audit, probe_of
+    from qbench.quantizers.gguf_file import write_into
 
     if cell.copy is not None and cell.copy.folder == cell.checkpoint.folder:
         return  # there is no original to hold it against: the record is not audited
@@ -263,7 +275,14 @@ def _audit(
     with measured("audit", plan.device, result.stages):
         original = _original(cell, plan)  # read from disk again, for unquantized cells too
         probe = probe_of(original.config.vocab_size).to(plan.device)
-        result.audit = audit(original, model, cell.quantization, probe, batch_invariant)
+        wrong: list[str] = []
+        if cell.copy is not None and cell.copy.format == GGUF:
+            runtime, model = model, _original(cell, plan)
+            write_into(model, str(cell.copy.folder))
+            wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
+        found = audit(original, model, cell.quantization, probe, batch_invariant)
+        problems = (*wrong, *found.problems)
+        result.audit = found.model_copy(update={"problems": problems, "passed": not problems})
         del original
         free(plan.device)
     if not result.audit.passed:

@@ -38,7 +38,7 @@ from qbench.evaluation.settings import Mode, ScoringSettings, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.machine import hardware, versions
 from qbench.plugins import Plugin, loaded
-from qbench.prequantized import find_copy
+from qbench.prequantized import GGUF, find_copy
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.texts import (
     CalibrationText,
@@ -250,6 +250,8 @@ def _cell(
         quantization, copy = find_copy(
             quantization, name, checkpoint, shapes, base=recipe.folder, device=device
         )
+    runtime = f"{column.label}: llama.cpp scores one request after another"
+    runtime = runtime if copy is not None and copy.format == GGUF else ""
     quantization, chosen, reason = resolved(checkpoint, quantization, device)
     model = model_choices(name, checkpoint, recipe.evaluation, device)
     checkpoint, attention = model.checkpoint, model.attention
@@ -260,8 +262,8 @@ def _cell(
         max_length=checkpoint.max_length,
         mixes_batches=not quantization.batch_invariant,
         amplifies_rounding=quantization.amplifies_rounding,
-        fastest=model.fastest,
-        slower=f"checkpoints.{name}: {model.slower}",
+        fastest="exact" if runtime and model.fastest == "fast" else model.fastest,
+        slower=runtime or f"checkpoints.{name}: {model.slower}",
     )
     compiled = ("triton",) if attention == "triton" or device == "cuda" else ()
     parts: dict[str, Any] = {

@@ -3,19 +3,25 @@ original as far as its files can be without loading them. Imports no torch."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qbench import hub
+from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import Checkpoint, find
-from qbench.checkpoints.find import SIZES, Shapes, read_headers
+from qbench.checkpoints.find import HUB_ID, SIZES, Shapes, read_headers
 from qbench.checkpoints.fla import llama_settings, recognizes
 from qbench.errors import CheckpointError, RecipeError
+from qbench.quantizers import gguf_file
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.prequantized import FORMATS, REFUSED, Prequantized, Published
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+GGUF = "gguf"  # a file that llama.cpp runs, not transformers
 
 
 def find_copy(
@@ -34,7 +40,10 @@ def find_copy(
     weights = config.weights
     assert isinstance(weights, Published)
     source = weights.source(name)
-    copy = original if source is None else find(source, base=base, quantized=True)
+    if source is not None and gguf_file.is_gguf(source):
+        copy = _gguf(source, original, base)
+    else:
+        copy = original if source is None else find(source, base=base, quantized=True)
     stated = copy.config["quantization_config"]
     kind = str(stated.get("quant_method", ""))
     if kind not in FORMATS:
@@ -51,10 +60,37 @@ def find_copy(
         digest=copy.digest,
         folder=str(copy.folder),
         device=device,
-        ignore=_unquantized(copy, shapes),
+        ignore=() if kind == GGUF else _unquantized(copy, shapes),
     )
     _ = found.scheme  # raises RecipeError for a configuration that says nothing
     return replace(config, weights=found), copy
+
+
+def _gguf(source: str, original: Checkpoint, base: Path) -> Checkpoint:
+    """A GGUF file, of a folder or of the hub (owner/name/FILE.gguf). llama.cpp's attention is its
+    own, so a model that is not softmax's cannot run there."""
+    path = Path(os.path.realpath(base / Path(source).expanduser()))
+    on_hub = re.fullmatch(rf"({HUB_ID.pattern})/([^/]+)", source)
+    if not path.is_file() and on_hub:
+        path = hub.snapshot(on_hub[1], None, (on_hub[2],)) / on_hub[2]
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {source}: no such file: {path}")
+    if original.normalizer not in ("softmax", NATIVE):
+        raise CheckpointError(
+            f"checkpoint {source}: llama.cpp computes softmax, and {original.source} was trained "
+            f"with {original.normalizer}"
+        )
+    about = gguf_file.describe(str(path))
+    stat = path.stat()
+    return Checkpoint(
+        source=source,
+        folder=path,
+        format=GGUF,
+        normalizer=original.normalizer,
+        config={**about["sizes"], "quantization_config": {"quant_method": GGUF, **about}},
+        digest=gguf_file.digest(path),
+        files=((path.name, stat.st_size, stat.st_mtime_ns),),
+    )
 
 
 def _unquantized(copy: Checkpoint, shapes: Shapes) -> tuple[str, ...]:
@@ -91,7 +127,7 @@ def _normalizer(copy: Checkpoint, original: Checkpoint) -> str:
 def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
     wanted, found = _plain(original.config), _plain(copy.config)
     for size in SIZES:
-        if size in wanted and size in found and wanted[size] != found[size]:
+        if None not in (wanted.get(size), found.get(size)) and wanted[size] != found[size]:
             raise RecipeError(
                 f"checkpoint {copy.source}: {size} {found[size]}, and {original.source} has "
                 f"{wanted[size]}: it is no quantized copy of it"
@@ -99,4 +135,5 @@ def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
 
 
 def _plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config`` in transformers' words."""
     return llama_settings(dict(config)) if recognizes(dict(config)) else config

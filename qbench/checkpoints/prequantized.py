@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.implementation import NATIVE
+from qbench.checkpoints import fla
 from qbench.checkpoints.find import Checkpoint, stamps
 from qbench.errors import CheckpointError, UnavailableError
 
@@ -87,3 +88,20 @@ def _loading(stated: dict[str, Any], device: str) -> dict[str, Any]:
     else:
         return {}
     return {"quantization_config": chosen}
+
+
+def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The checkpoint's class of transformers with its settings, on no device: what says how another
+    runtime's model is to be asked."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if fla.recognizes(checkpoint.config):
+        config = AutoConfig.for_model(**fla.llama_settings(checkpoint.config))
+    else:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if (checkpoint.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    return model.eval()

@@ -23,6 +23,7 @@ from qbench.quantizers.config import (
     WeightSettings,
     strategy,
 )
+from qbench.quantizers.gguf_file import bits_of as type_bits
 from qbench.quantizers.names import BACKENDS, register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision
 
@@ -37,6 +38,7 @@ class Scheme:
 
     num_bits: float
     words: str
+    nominal: float | None = None  # of most of its weights, where that is not num_bits
     least_bits: float | None = None
     groups: int = WHOLE_ROW
     activations: Part | None = None
@@ -142,6 +144,19 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
     return Scheme(num_bits=8, groups=columns, words=words, activations=part)
 
 
+def _gguf(config: Mapping[str, Any]) -> Scheme:
+    types = sorted(config["types"].items(), key=lambda one: -one[1])
+    whole = sum(count for _, count in types)
+    words = ", ".join(f"{name} {count / whole:.0%}" for name, count in types)
+    widths = [type_bits(name) for name, _ in types]
+    return Scheme(
+        num_bits=max(widths),
+        nominal=widths[0],
+        least_bits=min(widths),
+        words=words.removesuffix(" 100%"),
+    )
+
+
 def _mxfp4(config: Mapping[str, Any]) -> Scheme:
     return Scheme(num_bits=4, groups=32, words="fp4 in blocks of 32, scales e8m0")
 
@@ -172,6 +187,9 @@ FORMATS: dict[str, Format] = {
         title="MXFP4", modules={"accelerate": "accelerate"}, read=_mxfp4, cpu=WEIGHTS_ONLY
     ),
 }
+FORMATS["gguf"] = Format(
+    title="GGUF", modules={"llama-cpp-python": "llama_cpp", "gguf": "gguf"}, read=_gguf
+)
 REFUSED = {
     "hqq": "transformers 5 loads no HQQ checkpoints; quantize here: hqq-4bit",
     "nvfp4": "transformers loads no NVFP4 checkpoints but those of compressed-tensors",
@@ -265,10 +283,11 @@ class Prequantized(Published):
 
     @property
     def precision(self) -> Precision:
-        words, inputs = self._scheme.words, self._scheme.activations
+        scheme = self._scheme
+        words, inputs, bits = scheme.words, scheme.activations, scheme.nominal or self.num_bits
         if self.weights_only and inputs is not None:
             words, inputs = f"{words}, weights only", None
-        return Precision(weights=Part(bits=self.num_bits, scheme=words), activations=inputs)
+        return Precision(weights=Part(bits=bits, scheme=words), activations=inputs)
 
     @property
     def requirements(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -309,6 +328,15 @@ class Prequantized(Published):
                 "4-bit rows of whole blocks of 64 alone; run it on a GPU"
             )
 
+    @property
+    def ends_quantized(self) -> bool:  # type: ignore[override]
+        return self.format in ("gguf", "torchao")
+
+    @property
+    def whole(self) -> bool:  # type: ignore[override]
+        """Whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
+        return (self._scheme.least_bits or self.num_bits) >= UNQUANTIZED_BITS
+
     # What the audit may expect
 
     def group_length(self, columns: int) -> int:
@@ -317,7 +345,8 @@ class Prequantized(Published):
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
         """What is stored is counted, and may be more than the codes need, but not fewer bits."""
-        return 0.99 * (self._scheme.least_bits or self.num_bits), 1.1 * UNQUANTIZED_BITS
+        least = self._scheme.least_bits or self.num_bits
+        return 0.99 * least, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
 
     @property
     def rescales(self) -> bool:  # type: ignore[override]
@@ -325,7 +354,8 @@ class Prequantized(Published):
 
     def error_bound(self) -> float:
         least = self._scheme.least_bits or self.num_bits
-        return ROUNDING_BOUND[max(width for width in ROUNDING_BOUND if width <= max(least, 2))]
+        widths = [width for width in ROUNDING_BOUND if width <= max(least, 2)]
+        return ROUNDING_BOUND[max(widths)]
 
     def agreement(self, dtype: str) -> tuple[float, float]:
         identity, random = super().agreement(dtype)

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from qbench.quantizers import gguf_file
 from qbench.quantizers.audit.weights import forward_weight
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import Matrix
@@ -28,6 +29,8 @@ GIB = 8 * 2**30  # bits
 
 def evidence(model: nn.Module, settings: Prequantized) -> dict[str, PackedWeight]:
     """What the files hold for each layer that they quantize, by its module's name in ``model``."""
+    if settings.format == "gguf":
+        return gguf_file.evidence(model, settings.folder)
     modules, found = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
         weight = tensors.get("weight")
@@ -88,10 +91,17 @@ def bits_of(dtype: str) -> int:
     return int(digits[0]) if digits else 8
 
 
-def size_of_files(folder: str, wanted: Mapping[str, Matrix], head: int) -> StoredSize:
-    """Of the files in ``folder``, for a model whose matrices are ``wanted`` and whose LM head has
-    ``head`` weights."""
-    bits = _tensor_bits(folder)
+def size_of_files(
+    settings: Prequantized, original: nn.Module, wanted: Mapping[str, Matrix], head: int
+) -> StoredSize:
+    """Of the files, for a model whose matrices are ``wanted`` and whose LM head has ``head``
+    weights."""
+    if settings.format == "gguf":
+        modules = [name for name, _ in original.named_modules() if name]
+        layers = original.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+        bits = gguf_file.tensor_bits(settings.folder, modules, layers)
+    else:
+        bits = _tensor_bits(settings.folder)
     owner = {name: next((p for p in _parents(name) if p in wanted), None) for name in bits}
     inner = sum(n for name, n in bits.items() if owner[name] and not name.endswith(".bias"))
     of_head = sum(n for name, n in bits.items() if name.startswith("lm_head."))

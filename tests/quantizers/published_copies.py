@@ -95,3 +95,43 @@ def changed(copy: Path, folder: Path, change, **config) -> Path:
         stated = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(stated | config))
     return folder
+
+
+def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
+    """``source``, a Llama of transformers, as llama.cpp's converter writes it, without a tokenizer,
+    and quantized by llama.cpp to ``kind``; skips where the libraries are not there."""
+    writer_of = pytest.importorskip("gguf")
+    library = pytest.importorskip("llama_cpp")
+    config = json.loads((source / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    writer = writer_of.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    names = writer_of.get_tensor_name_map(writer_of.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in load_file(source / "model.safetensors").items():
+        values = tensor.float().numpy()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            rows = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)
+            values = rows.reshape(values.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if kind == "F32":
+        return path
+    settings = library.llama_model_quantize_default_params()
+    settings.ftype = getattr(library, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    settings.nthread = 1
+    quantized = path.with_name(f"{path.stem}-{kind}.gguf")
+    assert library.llama_model_quantize(str(path).encode(), str(quantized).encode(), settings) == 0
+    return quantized

@@ -120,7 +120,7 @@ def test_another_models_copy_fails_its_audit(nf4, tmp_path):
     other = original_of_softpick(tmp_path)
     result, _ = audited(planned(tmp_path, nf4, checkpoint=other))
     assert not result.passed
-    assert "its embeddings are not those of the original: another model's?" in result.problems
+    assert "its embeddings: 1.2 off the original's: is it another model's?" in result.problems
     assert any("weight error 1.4" in line for line in result.problems)
 
 

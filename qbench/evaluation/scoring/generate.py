@@ -72,11 +72,17 @@ class Prompt:
     limit: int
 
 
-def generate(hflm: HFLM, requests: Sequence[Any], *, progress: Progress | None = None) -> list[str]:
+def generate(
+    hflm: HFLM,
+    requests: Sequence[Any],
+    *,
+    progress: Progress | None = None,
+    runtime: Callable[..., list[list[int]]] | None = None,
+) -> list[str]:
     """The greedy answers to lm-eval's requests, of a model and ``generation_kwargs`` for which
     :func:`unlike_greedy` has no objection. Stop strings, limits and the cut of long prompts are
-    HFLM's; in float32 on a CPU so are the answers. Raises EvaluationError where logits are not
-    numbers, or an answer has no room.
+    HFLM's; in float32 on a CPU so are the answers. ``runtime`` decodes in place of :func:`decode`.
+    Raises EvaluationError where logits are not numbers, or an answer has no room.
     """
     texts = [request.args[0] for request in requests]
     kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
@@ -102,7 +108,7 @@ def generate(hflm: HFLM, requests: Sequence[Any], *, progress: Progress | None =
             return False
         return _settled(hflm.tok_decode(tokens), stops[index])
 
-    answers = decode(
+    answers = (runtime or decode)(
         hflm.model, prompts, finished=finished, longest=hflm.max_length, progress=progress
     )
     return [

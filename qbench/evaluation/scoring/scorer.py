@@ -85,6 +85,10 @@ def language_model(
     Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
     scoring do not fit the model; scoring itself raises EvaluationError.
     """
+    if hasattr(model, "shell"):  # of another runtime
+        from qbench.evaluation.llamacpp import LlamaCppScorer
+
+        return LlamaCppScorer(model, tokenizer, settings, progress=progress, observer=observer)
     if settings.mode != "lm-eval":
         return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
     if observer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from qbench.quantizers.audit.independence import RowByRow, independence
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
 from qbench.quantizers.audit.weights import audit_weights, first_line
-from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.config import QuantizationConfig, WeightSettings
 from qbench.quantizers.linear import Matrix, matrices, not_finite, values
 from qbench.quantizers.stored_bits import size_of_files, size_of_model
 from qbench.records import Audit, KVAudit, StoredSize
 
+ROUNDED_ENDS = 0.01  # relative, of embeddings in another dtype
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 
 
@@ -46,7 +48,8 @@ def audit(
     problems = problems or not_finite(quantized)
     moved, wrong = _logits(original, quantized, probe)
     problems += wrong
-    if config.precision.quantized and moved == 0 and set(config.parts) != {"pruning"}:
+    whole = set(config.parts) == {"pruning"} or (config.weights and config.weights.whole)
+    if config.precision.quantized and moved == 0 and not whole:
         problems.append("the logits are those of the unquantized model")
     sound = not wrong
     more: dict[str, Any] = {}
@@ -67,15 +70,15 @@ def audit(
         more["heads"], wrong = measure_heads(quantized, config, probe)
         problems += wrong
     if config.weights is not None and config.weights.prequantized:
-        problems += _other_ends(original, quantized)
+        problems += _other_ends(original, quantized, config.weights)
     with weights_alone(quantized):
         found = audit_weights(wanted, quantized, config, moved, problems)
     more["size"] = _size(original, wanted, config, found)
     return found.model_copy(update=more)
 
 
-def _other_ends(original: nn.Module, quantized: nn.Module) -> list[str]:
-    """Embeddings and an LM head that are neither quantized nor the original's, a line each."""
+def _other_ends(original: nn.Module, quantized: nn.Module, weights: WeightSettings) -> list[str]:
+    """Embeddings and an LM head that are not the original's, quantized or not, a line each."""
     ends = (("embeddings", "get_input_embeddings"), ("LM head", "get_output_embeddings"))
     problems = []
     for what, getter in ends:
@@ -83,10 +86,11 @@ def _other_ends(original: nn.Module, quantized: nn.Module) -> list[str]:
         weight = getattr(found, "weight", None)
         if wanted is None or weight is None or not weight.is_floating_point():
             continue
-        if weight.shape != wanted.weight.shape or not torch.allclose(
-            values(weight).float(), wanted.weight.float(), rtol=2e-2, atol=1e-3
-        ):
-            problems.append(f"its {what} are not those of the original: another model's?")
+        allowed = weights.error_bound() if weights.ends_quantized else ROUNDED_ENDS
+        known, held = wanted.weight.float(), values(weight).float()
+        off = float((held - known).norm() / known.norm()) if held.shape == known.shape else math.inf
+        if not off <= allowed:
+            problems.append(f"its {what}: {off:.2g} off the original's: is it another model's?")
     return problems
 
 
@@ -98,7 +102,7 @@ def _size(
     weights = config.weights
     if weights is not None and weights.prequantized:
         head = original.get_output_embeddings()  # type: ignore[operator]  # of every causal model
-        return size_of_files(weights.folder, wanted, head.weight.numel())  # type: ignore[attr-defined]
+        return size_of_files(weights, original, wanted, head.weight.numel())  # type: ignore[arg-type]
     stored = {one.name: one.bits_per_weight * one.parameters for one in found.modules}
     return size_of_model(original, wanted, stored)
 

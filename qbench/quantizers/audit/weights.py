@@ -324,7 +324,7 @@ def _wrong_storage(
 def _wrong_weight(
     result: ModuleAudit, wanted: Tensor, difference: Tensor, dead: Tensor, settings: WeightSettings
 ) -> list[str]:
-    if result.weight_error == 0 and wanted.any():
+    if result.weight_error == 0 and wanted.any() and not settings.whole:
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
     error = result.weight_error

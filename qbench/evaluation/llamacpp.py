@@ -1,0 +1,243 @@
+"""A GGUF file run by llama.cpp, and the scorer over it.
+
+Token ids come from the original's tokenizer, so that nothing is lost on the way: llama.cpp gives
+full logits of the very tokens that the unquantized model scores. Requests run one after another;
+what a request has in common with the one before is kept in llama.cpp's KV cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qbench.errors import CheckpointError, EvaluationError, UnavailableError
+from qbench.evaluation.scoring.generate import Prompt, generate
+from qbench.evaluation.scoring.hflm import pinned_hflm, report
+from qbench.evaluation.scoring.logits import (
+    Answer,
+    LogitsPart,
+    Observer,
+    Projection,
+    peak_memory_gib,
+)
+from qbench.evaluation.scoring.requests import Request, Scored
+from qbench.evaluation.scoring.scorer import Counts, Scorer
+from qbench.evaluation.settings import ScoringSettings
+from qbench.records import ScoringReport
+
+BATCH = 512  # tokens of one call of llama.cpp, whose logits are in memory at once
+MIXED_TOLERANCE = 0.2  # relative, of logits: llama.cpp rounds inputs of products to 8 bits
+
+
+class LlamaCpp:
+    """One GGUF file in memory. ``shell``: the original's transformers model without weights, which
+    lm-eval asks for settings."""
+
+    def __init__(self, path: Path, *, context: int, shell: Any, device: str) -> None:
+        try:
+            import llama_cpp
+        except ImportError:
+            raise UnavailableError("llama.cpp: pip install 'qbench[llamacpp]'") from None
+        self._library, self.shell = llama_cpp, shell
+        _silence(llama_cpp)
+        llama_cpp.llama_backend_init()
+        model_settings = llama_cpp.llama_model_default_params()
+        model_settings.n_gpu_layers = -1 if device == "cuda" else 0
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_settings)
+        if not self._model:
+            raise UnavailableError(f"{path}: llama.cpp {llama_cpp.__version__} cannot load it")
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = context, BATCH, BATCH
+        if device == "cpu":  # as unquantized keys and values are elsewhere; float16 is its default
+            settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F32
+            settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise UnavailableError(f"{path}: llama.cpp cannot take a context of {context} tokens")
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self.vocabulary = int(llama_cpp.llama_vocab_n_tokens(vocabulary))
+        expected = shell.config.get_text_config().vocab_size
+        if self.vocabulary != expected:
+            raise CheckpointError(
+                f"{path}: {self.vocabulary} tokens, and the original has {expected}: it is no copy "
+                "of it"
+            )
+        self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self._kept: list[int] = []  # tokens whose keys and values are in the cache
+
+    def close(self) -> None:
+        self._library.llama_batch_free(self._batch)
+        self._library.llama_free(self._context)
+        self._library.llama_model_free(self._model)
+
+    def logits(self, tokens: Sequence[int], first: int) -> Iterator[Tensor]:
+        """After each of ``tokens`` from the index ``first`` on, in parts float32 [n, vocabulary]
+        that live until the next one is asked for."""
+        known = 0
+        for ours, theirs in zip(self._kept, tokens, strict=False):
+            if ours != theirs or known == first:
+                break
+            known += 1
+        memory = self._library.llama_get_memory(self._context)
+        if not self._library.llama_memory_seq_rm(memory, -1, known, -1):
+            self._library.llama_memory_clear(memory, True)  # of layers that keep a state alone
+            known = 0
+        self._kept = list(tokens[:known])
+        for start in range(known, len(tokens), BATCH):
+            part = tokens[start : start + BATCH]
+            self._decode(part, start, first)
+            self._kept += part
+            if (rows := len(part) - max(0, first - start)) > 0:
+                yield self._rows(rows)
+
+    def _decode(self, part: Sequence[int], start: int, first: int) -> None:
+        batch = self._batch
+        batch.n_tokens = len(part)
+        for i, token in enumerate(part):
+            batch.token[i], batch.pos[i] = token, start + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = start + i >= first
+        if code := self._library.llama_decode(self._context, batch):
+            self._kept = []
+            raise EvaluationError(f"llama.cpp failed on {start + len(part)} tokens (code {code})")
+
+    def _rows(self, count: int) -> Tensor:
+        found = self._library.llama_get_logits(self._context)
+        address = ctypes.cast(found, ctypes.POINTER(ctypes.c_float))
+        array = np.ctypeslib.as_array(address, shape=(count, self.vocabulary))
+        return torch.from_numpy(array)
+
+    def decode(
+        self,
+        model: Any,
+        prompts: Sequence[Prompt],
+        *,
+        finished: Callable[[int, list[int]], bool] | None = None,
+        longest: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """As ``scoring.generate.decode``, one prompt after another."""
+        answers: list[list[int]] = []
+        for index, prompt in enumerate(prompts):
+            tokens, own = list(prompt.ids), []
+            while len(own) < prompt.limit and (longest is None or len(tokens) < longest):
+                (last,) = self.logits(tokens, len(tokens) - 1)
+                own.append(int(last[-1].argmax()))
+                tokens.append(own[-1])
+                if finished is not None and finished(index, own):
+                    break
+            answers.append(own)
+            if progress is not None:
+                progress(index + 1, len(prompts))
+        return answers
+
+    def disagreement(self, dequantized: Any, probe: Tensor) -> list[str]:
+        """What is wrong with how llama.cpp runs the file, whose weights ``dequantized``, a model of
+        transformers, has: a line, or none."""
+        with torch.no_grad():
+            expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
+        found = torch.stack(
+            [torch.cat([p.clone() for p in self.logits(row, 0)]) for row in probe.tolist()]
+        )
+        off = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+        if off <= MIXED_TOLERANCE:
+            return []
+        return [
+            f"llama.cpp's logits lie {off:.2g} of their size off those of the file's own weights: "
+            "it computes another model than the original's class"
+        ]
+
+
+def _silence(library: Any) -> None:
+    """llama.cpp prints hundreds of lines for each file."""
+    global _logger
+    _logger = library.llama_log_callback(lambda level, text, data: None)
+    library.llama_log_set(_logger, ctypes.c_void_p())
+
+
+_logger: Any = None  # kept: the library holds its address alone
+
+
+class LlamaCppScorer(Scorer):
+    """An lm-eval language model over llama.cpp: log-likelihoods, rolling windows, greedy answers,
+    and full logits for an observer."""
+
+    def __init__(
+        self,
+        model: LlamaCpp,
+        tokenizer: Any,
+        settings: ScoringSettings,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        super(Scorer, self).__init__()
+        self.settings, self.model = settings, model
+        self.hflm = pinned_hflm(model.shell, tokenizer, settings)
+        self.head = torch.nn.Linear(1, 1)  # says where logits are: on the CPU
+        self._progress, self._observer = progress, observer
+        self._embedded, self._counts = model.vocabulary, Counts()
+        self._refused, self.fast, self.exact = "", None, None
+
+    def report(self) -> ScoringReport:
+        counts = {name: getattr(self._counts, name) for name in Counts.__slots__}
+        found = report(self.settings, peak_memory_gib(torch.device("cpu")))
+        return found.model_copy(update={**counts, "batching": "llama.cpp, one after another"})
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        return generate(self.hflm, requests, progress=self._progress, runtime=self.model.decode)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        asked = [Prompt(ids=ids, limit=tokens) for ids in prompts]
+        return self.model.decode(None, asked, progress=self._progress)
+
+    def _score(
+        self,
+        backend: Any,
+        requests: Sequence[Request],
+        windows: bool,
+        counts: Counts,
+        observer: Observer | None = None,
+    ) -> list[Answer]:
+        answers = []
+        for number, request in enumerate(requests):
+            answers.append(self._answer(request, observer))
+            counts.batches += 1
+            counts.tokens += len(request.tokens) - 1
+            if self._progress is not None:
+                self._progress(number + 1, len(requests))
+        return answers
+
+    def _answer(self, request: Request, observer: Observer | None) -> Answer:
+        inputs = request.inputs(self.settings.max_length)
+        targets = torch.tensor(request.tokens[-request.scored :])
+        total, greedy, done = 0.0, True, 0
+        for logits in self.model.logits(inputs, len(inputs) - request.scored):
+            count = len(logits)
+            wanted = targets[done : done + count]
+            log_probabilities = functional.log_softmax(logits, dim=-1)
+            picked = log_probabilities.gather(1, wanted[:, None])[:, 0]
+            total += float(picked.double().sum())
+            greedy &= bool((log_probabilities.argmax(-1) == wanted).all())
+            if observer is not None:
+                rows = np.arange(count)
+                scored = Scored(
+                    row=rows,
+                    request=np.full(count, request.owner),
+                    index=request.first + done + rows,
+                    token=wanted.numpy(),
+                )
+                watch = observer.batch(scored, logits[:, :0], Projection())
+                if watch is not None:
+                    watch(LogitsPart(0, count, logits, log_probabilities))
+            done += count
+        assert done == request.scored
+        return total, greedy

@@ -1,0 +1,189 @@
+"""A GGUF file: what it says of itself without torch, and its tensors under transformers' names.
+
+llama.cpp's blocks hold 32 or 256 weights of a row; a matrix of rows that are no whole blocks gets
+another type, so a file mixes types, and each of its matrices is judged by its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qbench.errors import CheckpointError, UnavailableError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from qbench.quantizers.config import PackedWeight
+
+# Bits of a code and weights that share a scale, of types with evenly spaced levels.
+BLOCKS = {
+    "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q2_K": 16, "Q3_K": 16, "Q4_K": 32,
+    "Q5_K": 32, "Q6_K": 16, "IQ4_NL": 32, "IQ4_XS": 32, "MXFP4": 32,
+}  # fmt: skip
+BITS = {"F32": 32, "F16": 16, "BF16": 16, "MXFP4": 4, "NVFP4": 4}
+PERMUTED = ("llama",)  # architectures whose queries and keys llama.cpp's converter reorders
+CENTRED = ("gemma", "gemma2", "gemma3")  # whose norms it stores plus one
+
+
+def bits_of(kind: str) -> float:
+    """Of a code of the type ``kind``: 4 of Q4_K, 2 of IQ2_XXS."""
+    digits = kind.removeprefix("I").removeprefix("T")[1:2]
+    return BITS.get(kind) or float(digits)
+
+
+@functools.lru_cache(maxsize=4)
+def _reader(path: str) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UnavailableError("gguf: pip install 'qbench[llamacpp]' reads it") from None
+    try:
+        return GGUFReader(path)
+    except (OSError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{path} is no whole GGUF file ({error})") from None
+
+
+def describe(path: str) -> dict[str, Any]:
+    """``architecture``, ``sizes`` as config.json calls them, and ``types``: the weights of each
+    type, of the matrices of all layers. Raises CheckpointError for what is no GGUF file."""
+    reader = _reader(path)
+    architecture = _field(reader, "general.architecture")
+    names = {
+        "hidden_size": "embedding_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "intermediate_size": "feed_forward_length",
+    }
+    types: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+            types[tensor.tensor_type.name] += int(tensor.n_elements)
+    return {
+        "architecture": architecture,
+        "sizes": {ours: _field(reader, f"{architecture}.{name}") for ours, name in names.items()},
+        "types": dict(types),
+    }
+
+
+def _field(reader: Any, name: str) -> Any:
+    field = reader.fields.get(name)
+    return None if field is None else field.contents()
+
+
+def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
+    """The file's tensors by ``<module>.<weight or bias>`` of transformers' names."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    reader = _reader(path)
+    architecture = _field(reader, "general.architecture")
+    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    if architecture not in kinds:
+        raise CheckpointError(f"{path}: the gguf package knows no architecture {architecture!r}")
+    known = get_tensor_name_map(kinds[architecture], layers)
+    held = {tensor.name: tensor for tensor in reader.tensors}
+    found = {}
+    for module in modules:
+        name = known.get_name(module)
+        for part in ("weight", "bias"):
+            if name is not None and f"{name}.{part}" in held:
+                found[f"{module}.{part}"] = held[f"{name}.{part}"]
+    return found
+
+
+def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np.ndarray:
+    """What a tensor of ``tensors`` stands for, float32, in transformers' order of rows; ``heads``
+    are those of queries and of keys."""
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        kind = tensor.tensor_type.name
+        raise UnavailableError(f"{path}: the gguf package cannot read {kind} back") from None
+    values = values.reshape([int(n) for n in tensor.shape[::-1]])
+    architecture = _field(_reader(path), "general.architecture")
+    for part, count in zip(("q_proj", "k_proj"), heads, strict=True):
+        if architecture in PERMUTED and f".{part}." in name:
+            values = values.reshape(count, -1, 2, *values.shape[1:]).swapaxes(1, 2)
+            values = values.reshape(-1, *values.shape[3:])
+    if architecture in CENTRED and name.endswith("norm.weight"):
+        values = values - 1
+    return values
+
+
+def write_into(model: nn.Module, path: str) -> None:
+    """Give ``model``, the original, the weights of the file in place of its own."""
+    import torch
+
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]  # transformers'
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors(path, modules, config.num_hidden_layers).items():
+        if name not in parameters:
+            continue
+        values = dequantized(path, name, tensor, (heads, kv_heads))
+        if values.shape != tuple(parameters[name].shape):
+            raise CheckpointError(
+                f"{path}: {tensor.name} {list(values.shape)}, and the original's {name} is "
+                f"{list(parameters[name].shape)}: it is no copy of it"
+            )
+        parameters[name].data.copy_(torch.from_numpy(np.array(values)))
+
+
+def evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
+    """What the file holds for each matrix of ``model``, which has its weights."""
+    import torch
+
+    from qbench.quantizers.config import PackedWeight
+    from qbench.quantizers.linear import linears
+
+    layers = linears(model)
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    found = {}
+    for name, tensor in tensors(path, list(layers), count).items():
+        module, _, part = name.rpartition(".")
+        if part == "weight":
+            layer = layers[module]
+            size = BLOCKS.get(tensor.tensor_type.name, layer.in_features)
+            found[module] = PackedWeight(
+                tensors={"data": torch.from_numpy(np.array(tensor.data).view(np.uint8))},
+                dequantize=_held(layer),
+                groups=_in_groups(size if layer.in_features % size == 0 else layer.in_features),
+            )
+    return found
+
+
+def _held(layer: nn.Linear) -> Callable[[], torch.Tensor]:
+    return lambda: layer.weight.data
+
+
+def _in_groups(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda weight: weight.reshape(-1, size)
+
+
+def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
+    """Bits of every tensor, by transformers' name where it has one."""
+    reader = _reader(path)
+    named = {tensor.name: name for name, tensor in tensors(path, modules, layers).items()}
+    return {named.get(t.name, t.name): 8 * int(t.n_bytes) for t in reader.tensors}
+
+
+def is_gguf(source: str) -> bool:
+    return source.endswith(".gguf")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of the file."""
+    import hashlib
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,171 @@
+"""GGUF files in llama.cpp against the same weights in transformers."""
+
+import json
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from published_copies import DEMO, gguf, original
+from small_recipe import qbench, small_recipe
+
+from qbench.cell import load
+from qbench.errors import QbenchError
+from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.scoring import language_model
+from qbench.plan import plan
+from qbench.quantizers import gguf_file
+from qbench.recipe import Recipe
+from qbench.store import Store
+
+pytest.importorskip("llama_cpp", reason="pip install 'qbench[llamacpp]'")
+pytest.importorskip("gguf", reason="pip install 'qbench[llamacpp]'")
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The bundled softmax model as GGUF, by type."""
+    folder = tmp_path_factory.mktemp("gguf")
+    whole = original(folder / "llama")
+    return {kind: gguf(whole, folder / "m.gguf", kind) for kind in ("F32", "Q8_0", "Q4_0")}
+
+
+def planned(folder, path, **changes):
+    column = {"name": "checkpoint", "path": str(path), "label": "copy"}
+    recipe = small_recipe(folder, checkpoints={"base": str(DEMO / "softmax")},
+                          quantizers=["fp32", column], **changes)  # fmt: skip
+    return plan(Recipe.load(recipe), device="cpu")
+
+
+@pytest.fixture
+def both(files, tmp_path):
+    """Language models of the same float32 weights: transformers', and llama.cpp's."""
+    found = planned(tmp_path, files["F32"], evaluation={"limit": 4, "max_length": 64})
+    cells = [found.cell(f"base/{label}") for label in ("fp32", "copy")]
+    return found, [language_model(*load(cell, found), cell.scoring) for cell in cells]
+
+
+@pytest.mark.parametrize("task", ["demo_choice", "demo_lastword", "demo_pages"])
+def test_float32_scores_are_those_of_transformers(both, task):
+    """Pages are longer than the 64 tokens of a window."""
+    found, models = both
+    loaded = load_task(next(spec for spec in found.tasks if spec.name == task)).task
+    loaded.build_all_requests(limit=4, rank=0, world_size=1)
+    kind = loaded.instances[0].request_type
+    theirs, ours = (getattr(model, kind)(loaded.instances) for model in models)
+    for a, b in zip(theirs, ours, strict=True):
+        (a, greedy), (b, also) = (one if isinstance(one, tuple) else (one, None) for one in (a, b))
+        assert b == pytest.approx(a, abs=1e-3)
+        assert greedy == also
+
+
+def test_float32_answers_and_decoded_tokens_are_those_of_transformers(both):
+    _, (theirs, ours) = both
+    texts = ["the cat sat on", "one two three", "once upon a time there was"]
+    kwargs = {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False}
+    asked = [
+        Instance(request_type="generate_until", doc={}, arguments=(text, kwargs), idx=0,
+                 metadata=("t", i, 1))
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+    prompts = [[5, 6, 7, 8], [5, 6, 9, 10]]
+    assert ours.greedy(prompts, 6) == theirs.greedy(prompts, 6)
+
+
+def test_divergence_is_over_full_logits(both):
+    found, (theirs, ours) = both
+    task = load_task(found.tasks[0]).task
+    task.build_all_requests(limit=4, rank=0, world_size=1)
+    writer = BaselineWriter()
+    theirs._observer = writer
+    theirs.loglikelihood(task.instances)
+    kept = writer.hidden_states()
+    assert isinstance(kept, BaselineHiddenStates)
+    ours._observer = observer = KLObserver(kept)
+    ours.loglikelihood(task.instances)
+    measured = observer.divergences["demo_choice"]
+    assert 0 < measured.kl.mean() < 1e-5
+    assert measured.agrees.all()
+
+
+def test_what_is_kept_of_the_request_before_changes_nothing(files, tmp_path):
+    found = planned(tmp_path, files["F32"])
+    model, _ = load(found.cell("base/copy"), found)
+    tokens = [torch.randint(0, 1024, (40,), generator=torch.Generator().manual_seed(1)).tolist()]
+    tokens.append([*tokens[0][:30], *range(10)])
+    alone = []
+    for one in tokens:
+        model._kept = []
+        model._library.llama_memory_clear(model._library.llama_get_memory(model._context), True)
+        alone.append(torch.cat([part.clone() for part in model.logits(one, 35)]))
+    model._kept = []
+    for one, expected in zip(tokens, alone, strict=True):
+        kept = torch.cat([part.clone() for part in model.logits(one, 35)])
+        assert kept.shape == (5, 1024)
+        assert torch.allclose(kept, expected, atol=1e-3)
+
+
+def test_a_file_is_a_column_like_any_other(files, tmp_path):
+    columns = [
+        {"name": "checkpoint", "path": str(path), "label": kind} for kind, path in files.items()
+    ]
+    recipe = small_recipe(tmp_path, checkpoints={"base": str(DEMO / "softmax")},
+                          quantizers=["fp32", *columns])  # fmt: skip
+    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
+    records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
+    divergence = {
+        kind: records[kind].damage.tasks["demo_pages"].distributions.kl.mean for kind in files
+    }
+    assert divergence["F32"] < 1e-5 < divergence["Q8_0"] < divergence["Q4_0"]
+    bits = {kind: records[kind].audit.size.bits_per_weight for kind in files}
+    assert bits == {"F32": 32.0, "Q8_0": 8.5, "Q4_0": 4.5}
+    assert records["Q4_0"].precision.weights.bits == 4
+    assert records["Q4_0"].audit.levels <= 16
+    assert all(record.audit.passed for record in records.values())
+    assert records["Q8_0"].scoring.batching == "llama.cpp, one after another"
+
+
+def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tmp_path):
+    from qbench.quantizers.audit.cell import audit, probe_of
+
+    found = planned(tmp_path, files["Q8_0"])
+    cell = found.cell("base/copy")
+    base = found.cell("base/fp32")
+    runtime, _ = load(cell, found)
+    probe = probe_of(1024)[:, :32]
+    other, whole = load(base, found)[0], load(base, found)[0]
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+    gguf_file.write_into(other, str(files["Q8_0"]))
+    assert runtime.disagreement(other, probe) == []
+    assert any("weight error" in line for line in audit(whole, other, cell.quantization,
+                                                        probe).problems)  # fmt: skip
+    for name, parameter in other.named_parameters():
+        if "q_proj" in name:  # as if the file's order of rows were misunderstood
+            parameter.data = parameter.data.reshape(4, -1, 2, 128).swapaxes(1, 2).reshape(128, 128)
+    assert "computes another model" in runtime.disagreement(other, probe)[0]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "path", "words"),
+    [
+        ("softmax", "none.gguf", "no such file"),
+        ("softmax", "text.gguf", "no whole GGUF file"),
+        ("softpick", "F32", "llama.cpp computes softmax, and"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_work_begins(files, tmp_path, checkpoint, path, words):
+    (tmp_path / "text.gguf").write_text(json.dumps("no"))
+    column = {"name": "checkpoint", "path": str(files.get(path, path)), "label": "copy"}
+    recipe = small_recipe(tmp_path, checkpoints={"base": str(DEMO / checkpoint)},
+                          quantizers=["fp32", column])  # fmt: skip
+    with pytest.raises(QbenchError) as error:
+        plan(Recipe.load(recipe), device="cpu")
+    assert words in str(error.value)
+
+
+def test_types_say_their_bits():
+    kinds = {"F32": 32, "BF16": 16, "Q4_K": 4, "Q6_K": 6, "Q8_0": 8, "IQ2_XXS": 2, "TQ1_0": 1}
+    assert {kind: gguf_file.bits_of(kind) for kind in kinds} == kinds
