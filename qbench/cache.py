@@ -1,4 +1,5 @@
-"""What runs keep for later ones: quantized weights, and rows that damage is measured against.
+"""What runs keep for later ones: quantized weights, rows that damage is measured against, and by
+key which results folder has a cell's record.
 
 Each entry is used under a lock of its own, and reading it notes the time, so that what nobody has
 used for longest is known. Imports no torch.
@@ -16,8 +17,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from qbench.files import clean_temporaries
-from qbench.store import KEY_DIGITS
+from qbench.errors import OutputError, ResultsError
+from qbench.files import clean_temporaries, write_atomically
+from qbench.records import GridCell, Record
+from qbench.store import KEY_DIGITS, Store
 
 MANIFEST = "manifest.json"
 GIB = 2**30
@@ -81,6 +84,33 @@ def prune(cache: Path, *, max_bytes: int, dry_run: bool = False) -> tuple[list[E
             total -= entry.bytes
             removed.append(entry)
     return removed, leftovers
+
+
+def remember_record(cache: Path, record: Record, folder: Path) -> None:
+    """Note that the results ``folder`` has a good ``record``, for other folders' runs."""
+    place = {"folder": str(folder.resolve()), "cell": [record.checkpoint, record.quantizer]}
+    path = _note(cache, record.key)
+    with suppress(OutputError):  # a disk that is full: the record itself is written
+        payload = json.dumps(place).encode()
+        if not path.is_file() or path.read_bytes() != payload:
+            write_atomically(path, payload)
+
+
+def find_record(cache: Path, cell: GridCell, *, beside: Path) -> tuple[Store, Record] | None:
+    """A whole record under the key of ``cell``, whatever it is called there, in another folder
+    than ``beside``; None where nobody noted one, or it is gone or damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError, ResultsError):
+        note = json.loads(_note(cache, cell.key).read_bytes())
+        store = Store(Path(note["folder"]))
+        checkpoint, quantizer = note["cell"]
+        there = cell.model_copy(update={"checkpoint": checkpoint, "quantizer": quantizer})
+        if store.directory != beside.resolve() and (record := store.whole(there)) is not None:
+            return store, record
+    return None
+
+
+def _note(cache: Path, key: str) -> Path:
+    return cache / "records" / f"{key[:KEY_DIGITS]}.json"
 
 
 def _remove(entry: Entry) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
-from small_recipe import qbench
+from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
 from qbench.errors import ResultsError
-from qbench.store import runs
+from qbench.store import Store, runs
 
 FIRST = {"quantizers": ("bf16", "hqq-2bit"), "sizes": {"arc_easy": 60}}
 LAST = {"quantizers": ("bf16",), "sizes": {"arc_easy": 60}}
@@ -75,3 +76,39 @@ def test_a_run_that_is_not_there_is_said_before_anything_is_written(folder, tmp_
     with pytest.raises(ResultsError, match=r"--run none: .* has no such run; it has"):
         qbench(command, out, "--run", "none", *more.get(command, []))
     assert not (out / "runs").exists()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path, capfd):
+    tasks = ["demo_lastword"]
+    first = small_recipe(tmp_path, tasks=tasks)
+    assert qbench("run", first, "--out", tmp_path / "first", "--device", "cpu") == 0
+    named = {"mine": str(DEMO / "softpick")}  # under another name, and its precision too
+    quantizers = ["fp32", {"name": "rtn-4bit", "group_size": 64, "label": "other"}]
+    again = small_recipe(tmp_path, tasks=tasks, checkpoints=named, quantizers=quantizers)
+    out = tmp_path / "second"
+    assert qbench("plan", again, "--out", out, "--device", "cpu") == 0
+    assert (
+        f"known     mine/other  key {Store(tmp_path / 'first').grid().cells[3].key[:16]}  in"
+        in (capfd.readouterr().out)
+    )
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
+    assert qbench("run", again, "--out", out, "--device", "cpu") == 0
+    said = capfd.readouterr()
+    folder = (tmp_path / "first").resolve()
+    assert f"mine/other: known under the same key, copied from {folder}" in said.err
+    assert ": done (" not in said.err
+    copied, made = Store(out).records()[1], Store(tmp_path / "first").records()[3]
+    assert copied.scores == made.scores
+    assert copied.started == made.started
+    assert Store(out).outcomes(copied).equals(Store(tmp_path / "first").outcomes(made))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")} == before
+
+    assert qbench("run", again, "--out", tmp_path / "third", "--device", "cpu", "--force") == 0
+    assert capfd.readouterr().err.count(": done (") == 2
+
+    shutil.rmtree(out)
+    shutil.rmtree(tmp_path / "first")
+    shutil.rmtree(tmp_path / "third")
+    assert qbench("run", again, "--out", out, "--device", "cpu") == 0
+    assert capfd.readouterr().err.count(": done (") == 2

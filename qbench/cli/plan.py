@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import typer
 
+from qbench.cell import cache_folder
 from qbench.checkpoints.find import elements, read_headers
 from qbench.cli.options import Device, DeviceOption, Only, OutToRead, RecipeOrOptions
 from qbench.cli.place import here
@@ -15,7 +16,7 @@ from qbench.evaluation.tasks import TaskSpec
 from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
 from qbench.runner.estimates import duration, earlier, estimate
-from qbench.runner.grid import passes
+from qbench.runner.grid import known_elsewhere, passes
 from qbench.store import Store
 
 GIB = 2**30
@@ -66,12 +67,15 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         elif record is not None:
             state = "there" if passes(record, cell) else "to retry"
         line = f"{state:9} {cell.name}  key {cell.key[:16]}"
+        if state == "to run" and (found := known_elsewhere(cell, store, cache_folder())):
+            line = f"known     {cell.name}  key {cell.key[:16]}  in {found[0].directory}"
+            state = "known"
         if state.startswith("to "):
             todo += 1
-            found = estimate(cell, planned, records)
-            if found is not None:
-                known, seconds = known + 1, seconds + found.seconds
-                line += f"  {found}"
+            expected = estimate(cell, planned, records)
+            if expected is not None:
+                known, seconds = known + 1, seconds + expected.seconds
+                line += f"  {expected}"
         yield line
     if known:
         yield (

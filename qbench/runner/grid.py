@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from qbench.cache import find_record, remember_record
 from qbench.cell import cache_folder, distributions_folder, failed, run
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
@@ -82,6 +83,8 @@ def run_cells(
     put_grid(plan, store, shown)
     refused = _refused(plan, wanted, store, shown)
     mine = [cell for cell in wanted if cell.name not in refused]
+    if not force:
+        _copy_from_other_folders(mine, store, cache, shown)
     again = _without_distributions(mine, store, problem, shown)
     grid = _Grid(plan, store, shown, cache, force, again)
     grid.done |= refused
@@ -252,6 +255,8 @@ def run_cell(
                 record = known
             else:
                 record = run(cell, plan, store, progress, cache)
+                if settled(record, cell):
+                    remember_record(cache, record, store.directory)
                 progress.log(summary(record), "bold red" if record.status == "failed" else "")
             progress.end(cell.name)
             return record
@@ -390,6 +395,30 @@ def _without_distributions(
         if settled(store.whole(cell.grid_cell), cell):
             progress.log(f"{cell.name}: made again for {needed[cell.key]}: {why}")
     return again
+
+
+def _copy_from_other_folders(
+    cells: Sequence[Cell], store: Store, cache: Path, progress: Progress
+) -> None:
+    """Records that another results folder has under the keys of ``cells``, with their tables."""
+    for cell in cells:
+        known = store.whole(cell.grid_cell)
+        if settled(known, cell):
+            assert known is not None
+            remember_record(cache, known, store.directory)
+        elif found := known_elsewhere(cell, store, cache):
+            other, record = found
+            names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
+            with FileLock(store.lock_file(cell.grid_cell)):
+                tables = other.outcomes(record), other.responses(record)
+                store.put(record.model_copy(update=names), *tables)
+            progress.log(f"{cell.name}: known under the same key, copied from {other.directory}")
+
+
+def known_elsewhere(cell: Cell, store: Store, cache: Path) -> tuple[Store, Record] | None:
+    """A record of ``cell`` in another results folder to which no run could add anything."""
+    found = find_record(cache, cell.grid_cell, beside=store.directory)
+    return found if found is not None and settled(found[1], cell) else None
 
 
 def passes(known: Record | None, cell: Cell) -> bool:
