@@ -18,6 +18,7 @@ from qbench.machine import environment, hardware, measured, redirected
 from qbench.plan import Cell, Plan
 from qbench.prequantized import GGUF
 from qbench.progress import Progress
+from qbench.quantizers.lm_eval_model import LmEvalModel
 from qbench.records import (
     Audit,
     Damage,
@@ -167,6 +168,11 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
     from qbench.checkpoints import load_tokenizer
 
+    weights = cell.quantization.weights
+    if isinstance(weights, LmEvalModel):
+        from qbench.evaluation.lm_eval_model import external_model
+
+        return external_model(weights.model, weights.args), load_tokenizer(cell.checkpoint)
     if cell.copy is None:
         return _original(cell, plan), load_tokenizer(cell.checkpoint)
     from qbench.checkpoints.prequantized import load_prequantized, without_weights
@@ -269,8 +275,9 @@ def _audit(
     from qbench.quantizers.audit.cell import audit, probe_of
     from qbench.quantizers.gguf_file import write_into
 
-    if cell.copy is not None and cell.copy.folder == cell.checkpoint.folder:
-        return  # there is no original to hold it against: the record is not audited
+    alone = cell.copy is not None and cell.copy.folder == cell.checkpoint.folder
+    if alone or isinstance(cell.quantization.weights, LmEvalModel):
+        return  # there is nothing to hold against anything: the record is not audited
     progress.stage(cell.name, "audit")
     with measured("audit", plan.device, result.stages):
         original = _original(cell, plan)  # read from disk again, for unquantized cells too
@@ -305,7 +312,7 @@ def _baseline(
 
     if not plan.recipe.evaluation.damage:
         return None
-    if cell.scoring.mode == "lm-eval":
+    if cell.scoring.mode == "lm-eval" and not isinstance(cell.quantization.weights, LmEvalModel):
         reason = "scoring: lm-eval shows nobody its log-probabilities"
         result.damage = Unavailable(reason=reason)
     elif not cell.quantization.precision.quantized:

@@ -245,25 +245,28 @@ def _cell(
     shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
-    quantization, copy = column.quantization, None
-    if quantization.weights is not None and quantization.weights.prequantized:
-        quantization, copy = find_copy(
-            quantization, name, checkpoint, shapes, base=recipe.folder, device=device
-        )
-    runtime = f"{column.label}: llama.cpp scores one request after another"
-    runtime = runtime if copy is not None and copy.format == GGUF else ""
+    quantization, copy = find_copy(
+        column.quantization, name, checkpoint, shapes, base=recipe.folder, device=device
+    )
+    evaluation, fastest = recipe.evaluation, None
+    if copy is not None and copy.format == GGUF:
+        fastest = "exact"
+    elif quantization.weights is not None and quantization.weights.external:
+        fastest = "lm-eval"
+    if fastest is not None:  # a runtime that has one way to score, whatever the recipe says
+        evaluation = evaluation.model_copy(update={"scoring": "auto"})
     quantization, chosen, reason = resolved(checkpoint, quantization, device)
     model = model_choices(name, checkpoint, recipe.evaluation, device)
     checkpoint, attention = model.checkpoint, model.attention
     scoring = resolve(
-        recipe.evaluation,
+        evaluation,
         device=device,
         config=checkpoint.config,
         max_length=checkpoint.max_length,
         mixes_batches=not quantization.batch_invariant,
         amplifies_rounding=quantization.amplifies_rounding,
-        fastest="exact" if runtime and model.fastest == "fast" else model.fastest,
-        slower=runtime or f"checkpoints.{name}: {model.slower}",
+        fastest=fastest or model.fastest,
+        slower=f"checkpoints.{name}: {model.slower}",
     )
     compiled = ("triton",) if attention == "triton" or device == "cuda" else ()
     parts: dict[str, Any] = {

@@ -32,13 +32,15 @@ def find_copy(
     *,
     base: Path,
     device: str,
-) -> tuple[QuantizationConfig, Checkpoint]:
-    """``config``, whose weights are ``Published``, with what the files of the checkpoint ``name``
-    say in their place, and these files. ``original``: the unquantized checkpoint, or, where the
-    column has no path, the quantized one itself. Raises QbenchError for what cannot be.
+) -> tuple[QuantizationConfig, Checkpoint | None]:
+    """``config``; where its weights are ``Published``, what the files of the checkpoint ``name``
+    say stands in their place, and these files come along. ``original``: the unquantized checkpoint,
+    or, where the column has no path, the quantized one itself. Raises QbenchError for what cannot
+    be.
     """
     weights = config.weights
-    assert isinstance(weights, Published)
+    if not isinstance(weights, Published):
+        return config, None
     source = weights.source(name)
     if source is not None and gguf_file.is_gguf(source):
         copy = _gguf(source, original, base)

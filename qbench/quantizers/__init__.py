@@ -7,6 +7,7 @@ is in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.a
 from qbench.quantizers import (  # noqa: F401  (they register)
     activations,
     kv_cache,
+    lm_eval_model,
     prequantized,
     transforms,
 )

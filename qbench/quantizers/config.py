@@ -124,6 +124,7 @@ class WeightSettings(Settings):
 
     title: ClassVar[str]
     prequantized: ClassVar[bool] = False  # the model is loaded as it is, and not quantized here
+    external: ClassVar[bool] = False  # a runtime that shows nothing but answers
     ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
     whole: ClassVar[bool] = False  # its weights may be the original's: another runtime's column
     rescales: ClassVar[bool] = False  # factors of columns may have moved into what comes before

@@ -19,7 +19,13 @@ from qbench.recipe import Overrides, Recipe
 def test_the_names_are_those_of_the_paper_and_its_yardsticks():
     expected = {"bf16", "fp16", "fp32", "bnb-4bit", "bnb-8bit"}
     expected |= {f"{m}-{n}bit" for m in ("gptq", "hqq", "rtn") for n in (2, 3, 4, 8)}
-    expected |= {"checkpoint", "int8-row", "fp8-row", "fp8-tensor"}  # what hardware multiplies
+    expected |= {
+        "checkpoint",
+        "lm-eval",
+        "int8-row",
+        "fp8-row",
+        "fp8-tensor",
+    }  # what hardware multiplies
     own = {n for n in QUANTIZERS if QUANTIZERS.get(n).kind.__module__.startswith("qbench.")}
     assert own == expected
 

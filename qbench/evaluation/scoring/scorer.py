@@ -74,7 +74,7 @@ def language_model(
     *,
     progress: Progress | None = None,
     observer: Observer | None = None,
-) -> Scorer | HFLMScorer:
+) -> Any:
     """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
 
     Mode ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
@@ -85,7 +85,11 @@ def language_model(
     Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
     scoring do not fit the model; scoring itself raises EvaluationError.
     """
-    if hasattr(model, "shell"):  # of another runtime
+    if isinstance(model, LM):  # lm-eval's, of another runtime
+        from qbench.evaluation.lm_eval_model import ExternalScorer
+
+        return ExternalScorer(model, settings)
+    if hasattr(model, "shell"):  # llama.cpp's
         from qbench.evaluation.llamacpp import LlamaCppScorer
 
         return LlamaCppScorer(model, tokenizer, settings, progress=progress, observer=observer)

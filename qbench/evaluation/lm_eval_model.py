@@ -1,0 +1,62 @@
+"""The scorer of a column that another runtime scores: lm-eval's class of it, asked as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model
+
+from qbench.errors import EvaluationError, UnavailableError
+from qbench.evaluation.settings import ScoringSettings
+from qbench.records import ScoringReport
+
+
+def external_model(model: str, args: Mapping[str, Any]) -> LM:
+    """lm-eval's ``model`` with ``args``. Raises UnavailableError where it cannot be made."""
+    try:
+        return get_model(model).create_from_arg_obj(dict(args))
+    except Exception as error:  # whatever its library, its server or its arguments say
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnavailableError(f"lm-eval's {model} cannot be started: {line}") from error
+
+
+class ExternalScorer(LM):
+    """Hands requests on. What asks for more than answers is refused."""
+
+    def __init__(self, model: LM, settings: ScoringSettings) -> None:
+        super().__init__()
+        self.model, self.settings = model, settings
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
+        return self._asked("loglikelihood", requests)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        return self._asked("loglikelihood_rolling", requests)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        return self._asked("generate_until", requests)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        raise EvaluationError("passkey retrieval is decoded here, and not by another runtime")
+
+    def _asked(self, kind: str, requests: list[Any]) -> list[Any]:
+        try:
+            return getattr(self.model, kind)(requests, disable_tqdm=True)
+        except (Exception, SystemExit) as error:  # of the runtime, whatever it is
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            what = f"{type(self.model).__name__}.{kind}"
+            raise EvaluationError(f"{what}: {type(error).__name__}: {line}") from error
+
+    @property
+    def hflm(self) -> Any:
+        raise EvaluationError("passkey retrieval needs a tokenizer that only runtimes here have")
+
+    def report(self) -> ScoringReport:
+        return ScoringReport(
+            mode="lm-eval",
+            softmax_dtype="its own",
+            batching=f"by {type(self.model).__name__}",
+            peak_memory_gib=0.0,
+        )

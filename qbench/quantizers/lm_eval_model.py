@@ -1,0 +1,77 @@
+"""A column that another runtime scores: any model class of lm-eval, with its arguments. Settings
+alone, no torch; ``qbench.evaluation.lm_eval_model`` asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import RecipeError
+from qbench.quantizers.config import SETTINGS, WeightSettings
+from qbench.quantizers.names import register
+from qbench.records import UNQUANTIZED_BITS, Part, Precision
+
+NOT_HERE = ("hf", "hf-auto", "huggingface", "gguf", "ggml")  # columns of their own do it better
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class LmEvalModel(WeightSettings):
+    """What runs behind it is not seen: its scores are paired with the unquantized model's by
+    document, nothing is audited, and there is no KL."""
+
+    method: ClassVar[str] = "lm-eval"
+    title: ClassVar[str] = "lm-eval model"
+    prequantized: ClassVar[bool] = True
+    external: ClassVar[bool] = True
+
+    model: Annotated[str, Field(description="lm-eval's name of the class, as lm_eval --model")] = ""
+    args: Annotated[dict[str, Any], Field(description="its arguments, as lm_eval --model_args")] = (
+        Field(default_factory=dict)
+    )
+    bits: Annotated[
+        float, Field(ge=1, le=32, description="of a weight, as tables show it; nobody counts them")
+    ] = UNQUANTIZED_BITS
+
+    @property
+    def num_bits(self) -> float:  # type: ignore[override]
+        return self.bits
+
+    @property
+    def name(self) -> str:
+        return "lm-eval"
+
+    @property
+    def scheme(self) -> str:
+        return f"as {self.model} runs it"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(weights=Part(bits=self.bits, scheme=self.scheme))
+
+    @property
+    def note(self) -> str:
+        return f"lm-eval's {self.model}, not audited"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 0.0
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        import lm_eval.models  # noqa: F401  (registers its names; imports no torch)
+        from lm_eval.api.registry import model_registry
+
+        known = sorted(set(model_registry.keys()) - set(NOT_HERE))
+        if self.model not in known:
+            raise RecipeError(f"lm-eval: model {self.model!r} is none of {', '.join(known)}")
+
+
+register(
+    "lm-eval",
+    LmEvalModel,
+    "any other runtime by its class in lm-eval: vllm, sglang, local-completions, …; not audited",
+    ignore=(),
+    threads=1,
+    compute_dtype="bfloat16",
+)

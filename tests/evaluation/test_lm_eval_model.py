@@ -1,0 +1,94 @@
+"""Columns that another runtime scores through its class in lm-eval."""
+
+import pytest
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.errors import RecipeError
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.store import Store
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@register_model("qbench-test-runtime")
+class Runtime(HFLM):
+    """Another program that serves the bundled softmax model."""
+
+    def __init__(self, folder, broken=False):
+        import torch
+
+        if broken:
+            raise ConnectionError("no server at 127.0.0.1:9")
+        checkpoint = find(folder)
+        model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+        super().__init__(
+            pretrained=model, tokenizer=load_tokenizer(checkpoint), max_length=256, batch_size=8
+        )
+
+
+def recipe(folder, **changes):
+    column = {"name": "lm-eval", "model": "qbench-test-runtime", "label": "served", "bits": 8,
+              "args": {"folder": str(DEMO / "softmax")}} | changes  # fmt: skip
+    return small_recipe(
+        folder,
+        checkpoints={"base": str(DEMO / "softmax")},
+        quantizers=["fp32", column],
+        evaluation={"limit": 4, "scoring": "exact"},
+    )
+
+
+def test_a_runtimes_scores_are_paired_with_the_models_and_not_audited(tmp_path, capfd):
+    assert qbench("run", recipe(tmp_path), "--out", tmp_path / "out", "--device", "cpu") == 0
+    whole, served = Store(tmp_path / "out").records()
+    assert served.audit is None
+    assert served.precision.name == "W8A16"
+    assert served.scoring.mode == "lm-eval"
+    assert served.scoring.batching == "by Runtime"
+    for ours, theirs in zip(whole.scores, served.scores, strict=True):
+        assert theirs.value == pytest.approx(ours.value, rel=1e-4)
+    damage = served.damage.tasks
+    assert all(one.distributions is None for one in damage.values())
+    assert damage["demo_choice"].flips["acc"].documents == 4
+    assert damage["demo_pages"].ln_perplexity_ratio["word_perplexity"].value == pytest.approx(
+        0, abs=1e-4
+    )
+    shown = capfd.readouterr().out
+    assert "base/served: not audited" in shown
+
+
+def test_a_runtime_that_does_not_answer_is_a_failed_cell_in_one_line(tmp_path, capfd):
+    broken = recipe(tmp_path, args={"folder": "x", "broken": True})
+    assert qbench_fails("run", broken, "--out", tmp_path / "out", "--device", "cpu")
+    served = next(one for one in Store(tmp_path / "out").records() if one.quantizer == "served")
+    assert served.error == (
+        "lm-eval's qbench-test-runtime cannot be started: no server at 127.0.0.1:9"
+    )
+
+
+def qbench_fails(*arguments):
+    import typer
+
+    try:
+        return qbench(*arguments) == 1
+    except (typer.Exit, SystemExit) as end:
+        return getattr(end, "exit_code", getattr(end, "code", 0)) == 1
+
+
+@pytest.mark.parametrize("name", ["gpt-oracle", "hf", ""])
+def test_a_class_that_lm_eval_does_not_have_is_refused_before_work_begins(tmp_path, name):
+    with pytest.raises(RecipeError, match=f"lm-eval: model '{name}' is none of .*vllm"):
+        plan(Recipe.load(recipe(tmp_path, model=name)), device="cpu")
+
+
+def test_keys_hold_the_arguments(tmp_path):
+    def key(folder, **changes):
+        folder.mkdir()
+        return plan(Recipe.load(recipe(folder, **changes)), device="cpu").cell("base/served").key
+
+    same = key(tmp_path / "a")
+    assert same == key(tmp_path / "b")
+    assert same != key(tmp_path / "c", args={"folder": "elsewhere"})
