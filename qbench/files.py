@@ -7,13 +7,13 @@ behind can be told from what another is writing.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 import socket
 import stat
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 from qbench.errors import OutputError
@@ -25,7 +25,13 @@ TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1
 
 def digest(payload: bytes) -> str:
     """SHA-256 of ``payload``: 64 hexadecimal digits."""
-    return sha256(payload).hexdigest()
+    return hashlib.sha256(payload).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the content of the file ``path``: 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_regular(path: Path, *, most: int | None = None) -> bytes:

@@ -116,10 +116,8 @@ def _measured(
     step = Step(model, recipe, processes)
     draw = np.random.default_rng(0)
     ids = draw.integers(0, recipe.model.vocabulary, 4 * recipe.batch.tokens, np.uint16)
-    step.dataloader = dataloader(
-        Sequences(tokens=ids, context=recipe.model.context, bos=None), step.shard, first=0,
-        steps=recipe.steps, seed=0, device=processes.device,
-    )  # fmt: skip
+    source = Sequences(tokens=ids, context=recipe.model.context, bos=None)
+    step.dataloader = dataloader(source, recipe, processes, first=0, seed=0)
     cuda = processes.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()

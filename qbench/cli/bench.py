@@ -222,7 +222,6 @@ def training(
     """
     from pydantic import ValidationError
 
-    from qbench.training.loop import settle_workspace
     from qbench.training.recipe import Compute
 
     try:
@@ -237,7 +236,6 @@ def training(
         problem = error.errors()[0]
         raise RecipeError(f"--{problem['loc'][0]}: {problem['msg']}") from None
     where = choose_device(device)
-    settle_workspace()
     from qbench.bench.training import (
         CONTENDERS,
         CUDNN,

@@ -192,10 +192,9 @@ def train(
         evaluate, evaluate_data, cluster, loaded, folder, weights=weights, gpus=gpus
     )
     # torch, once the input is known to be right
-    from qbench.training.loop import joined, settle_workspace
+    from qbench.training.loop import joined
     from qbench.training.runs import Options, run_name, train_recipe
 
-    settle_workspace()
     runs = loaded.runs()
     name = "train" if len(runs) > 1 else f"train-{run_name(*runs[0])}"
     with (

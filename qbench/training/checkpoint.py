@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from qbench.checkpoints import fla
-from qbench.checkpoints.find import INDEX, SINGLE
+from qbench.checkpoints.find import INDEX
 from qbench.errors import OutputError, TrainingError
-from qbench.files import reason, temporary, write_atomically
+from qbench.files import digest, reason, temporary, write_atomically
 from qbench.training.data import copy_tokenizer
 from qbench.training.tokenize import begin_with
 
@@ -65,8 +66,11 @@ def save_state(
 ) -> None:
     """Replace ``path``, with a checksum of all that is in it; a process that is killed meanwhile
     leaves the old file whole."""
-    found = {f"model/{name}": p.detach() for name, p in parameters.items()}
-    found |= _optimizer_tensors(parameters, optimizers)
+    found = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+    for index, optimizer in enumerate(optimizers):
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"optimizer{index}/{name}/{key}"] = value
     tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
     text = json.dumps(asdict(progress))
     making = temporary(path)
@@ -90,33 +94,23 @@ def load_state(
     """Put back what ``save_state`` kept, bit for bit. Raises TrainingError for another model's, and
     where a bit of it is not what was written."""
     progress = read_progress(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            stated = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from None
-    # One of an older qbench has no checksum, and nothing else in its place.
-    if stated.get("sha256") != _checksum(stated["progress"], tensors) and stated.keys() != {
-        "progress"
-    }:
+    with safe_open(path, framework="pt") as file:
+        stated = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if stated.get("sha256") != _checksum(stated["progress"], tensors):
         raise _damaged(path, "its content is not what was written")
     if {f"model/{name}" for name in parameters} != {n for n in tensors if n.startswith("model/")}:
         raise TrainingError(f"{path}: holds another model's weights; remove it")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"model/{name}"])
-    for index, optimizer in enumerate(optimizers):
-        fused = optimizer.defaults.get("fused")
-        for full, value in tensors.items():
-            kind, _, rest = full.partition("/")
-            if kind == f"optimizer{index}":
-                name, _, key = rest.rpartition("/")
-                parameter = parameters[name]
-                # AdamW counts its steps on the CPU unless it is fused
-                there = key == "step" and not fused
-                value = value if there else value.to(parameter.device)
-                optimizer.state[parameter][key] = value
+    for full, value in tensors.items():
+        kind, _, rest = full.partition("/")
+        if kind == "model":
+            parameters[rest].data.copy_(value)
+        else:
+            name, _, key = rest.rpartition("/")
+            parameter, optimizer = parameters[name], optimizers[int(kind[len("optimizer") :])]
+            # AdamW counts its steps on the CPU unless it is fused
+            stays = key == "step" and not optimizer.defaults.get("fused")
+            optimizer.state[parameter][key] = value if stays else value.to(parameter.device)
     return progress
 
 
@@ -131,18 +125,6 @@ def _checksum(progress: str, tensors: dict[str, Tensor]) -> str:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
-
-
-def _optimizer_tensors(
-    parameters: dict[str, nn.Parameter], optimizers: list[torch.optim.Optimizer]
-) -> dict[str, Tensor]:
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return {
-        f"optimizer{index}/{names[id(parameter)]}/{key}": value
-        for index, optimizer in enumerate(optimizers)
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
 
 
 def _flush(path: Path) -> None:
@@ -175,17 +157,14 @@ def save_checkpoint(
     for path in [*folder.glob("*.safetensors"), folder / INDEX]:
         path.unlink(missing_ok=True)
     tensors = _stored(model, config)
-    parts = _parts(tensors, largest_file)
-    names = [SINGLE]
-    if len(parts) > 1:
-        names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
-        listed = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        index = {"metadata": {"total_size": _bytes(tensors)}, "weight_map": listed}
+    parts = split_torch_state_dict_into_shards(tensors, max_shard_size=largest_file or sys.maxsize)
+    if parts.is_sharded:
+        index = {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename}
         write_atomically(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     digests = {}
-    for name, part in zip(names, parts, strict=True):
-        payload = save(part, {"format": "pt"})
-        digests[name] = hashlib.sha256(payload).hexdigest()
+    for name, part in parts.filename_to_tensors.items():
+        payload = save({tensor: tensors[tensor] for tensor in part}, {"format": "pt"})
+        digests[name] = digest(payload)
         write_atomically(folder / name, payload)
     copy_tokenizer(tokenizer, folder)
     if first is not None:
@@ -207,18 +186,3 @@ def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor
         longest = config["max_position_embeddings"]
         tensors |= fla.logarithms(config["num_hidden_layers"], longest)
     return dict(sorted(tensors.items()))
-
-
-def _parts(tensors: dict[str, Tensor], largest: int | None) -> list[dict[str, Tensor]]:
-    """In order, no more than ``largest`` bytes each, but for a tensor that is larger itself."""
-    parts: list[dict[str, Tensor]] = [{}]
-    room = math.inf if largest is None else largest
-    for name, tensor in tensors.items():
-        if parts[-1] and _bytes(parts[-1]) + tensor.nbytes > room:
-            parts.append({})
-        parts[-1][name] = tensor
-    return parts
-
-
-def _bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())

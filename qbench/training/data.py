@@ -9,9 +9,9 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,12 +21,14 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError
+from qbench.files import file_digest
 from qbench.records import Digest, Line, RecordModel
 from qbench.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from qbench.training.loop import Processes
 
 ABOUT = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -120,10 +122,8 @@ def _mapped(folder: Path, about: AboutTokens, part: Part, verify: bool) -> NDArr
     size = path.stat().st_size if path.is_file() else -1
     if size != stated.tokens * dtype.itemsize:
         raise DataError(f"{path}: {size} bytes, not {stated.tokens} tokens; tokenize again")
-    if verify:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != stated.sha256:
-                raise DataError(f"{path}: not the bytes that were written; tokenize again")
+    if verify and file_digest(path) != stated.sha256:
+        raise DataError(f"{path}: not the bytes that were written; tokenize again")
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 
 
@@ -146,8 +146,7 @@ def tokenizer_digest(folder: Path) -> str:
     """SHA-256 over names and contents of the tokenizer's files."""
     total = hashlib.sha256()
     for path in tokenizer_files(folder):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        total.update(f"{path.name} {content}\n".encode())
+        total.update(f"{path.name} {file_digest(path)}\n".encode())
     return total.hexdigest()
 
 
@@ -207,64 +206,27 @@ def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.in
     return found
 
 
-_last: dict[tuple[int, int, int], NDArray[np.int64]] = {}
-
-
+@lru_cache(maxsize=2)  # a step may lie in two epochs
 def permutation(of: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Kept for the last two epochs asked for: a step may lie in both."""
-    key = (of, seed, epoch)
-    if key not in _last:
-        while len(_last) > 1:
-            del _last[next(iter(_last))]
-        _last[key] = np.random.default_rng([seed, epoch]).permutation(of)
-    return _last[key]
-
-
-AHEAD = 4  # batches
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """Which sequences of a step this process takes, ``micro_batch_size`` at a time."""
-
-    global_batch_size: int  # sequences of a step, over all processes
-    micro_batch_size: int
-    process: int = 0
-    processes: int = 1
-
-    @property
-    def passes(self) -> int:
-        """Forward and backward passes of a step."""
-        return self.global_batch_size // (self.micro_batch_size * self.processes)
+    return np.random.default_rng([seed, epoch]).permutation(of)
 
 
 def dataloader(
-    source: Sequences, shard: Shard, *, first: int, steps: int, seed: int, device: torch.device
+    source: Sequences, recipe: TrainingRecipe, processes: Processes, *, first: int, seed: int
 ) -> Iterator[Tensor]:
-    """[sequences, context + 1] int64 on ``device``, ``shard.passes`` of each step from ``first``.
-
-    The rows of one step are the same, whatever the number of processes and passes.
-    """
+    """[micro-batch, context + 1] int64 on this process's device: those of each of its passes, step
+    by step from ``first``. The rows of one step are the same, whatever the number of processes and
+    passes."""
     import torch
 
-    pin = device.type == "cuda"
-
-    def make(number: int) -> Tensor:
-        step, part = divmod(number, shard.passes)
-        indices = sample_indices(step, rows=shard.global_batch_size, of=len(source), seed=seed)
-        begin = (part * shard.processes + shard.process) * shard.micro_batch_size
-        batch = torch.from_numpy(source.rows(indices[begin : begin + shard.micro_batch_size]))
-        return batch.pin_memory() if pin else batch
-
-    numbers = iter(np.arange(first * shard.passes, steps * shard.passes).tolist())
-    with ThreadPoolExecutor(1) as maker:
-        coming: list[Future[Tensor]] = []
-        while True:
-            while len(coming) < AHEAD and (number := next(numbers, None)) is not None:
-                coming.append(maker.submit(make, number))
-            if not coming:
-                return
-            yield coming.pop(0).result().to(device, non_blocking=True)
+    size = recipe.micro_batch_size
+    for step in range(first, recipe.steps):
+        indices = sample_indices(step, rows=recipe.global_batch_size, of=len(source), seed=seed)
+        for begin in range(processes.index * size, len(indices), processes.count * size):
+            batch = torch.from_numpy(source.rows(indices[begin : begin + size]))
+            if processes.device.type == "cuda":
+                batch = batch.pin_memory()
+            yield batch.to(processes.device, non_blocking=True)
 
 
 def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:

@@ -6,18 +6,13 @@ import importlib.util
 import io
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from qbench.errors import TrainingError, UnavailableError
 from qbench.files import write_atomically
 from qbench.records import TrainingSample
-
-if TYPE_CHECKING:
-    from matplotlib.ticker import Formatter
-
 
 FILE = "log.jsonl"
 # The numbers that a line of each kind must have, beside ``step``.
@@ -39,9 +34,7 @@ class Log:
         training starts, and so does the log."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
-        making = path.with_name(f".{path.name}.new")
-        making.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(making, path)
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = path.open("a", encoding="utf-8")
         self._trackers = trackers
 
@@ -133,6 +126,9 @@ PANELS = (
     ("watch", "largest", "largest |hidden state|", True),
 )
 FEW = 10  # points of a run
+# Okabe and Ito's palette, told apart with any colour vision; strokes tell as well
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STROKES = ("-", "--", "-.", ":")
 
 
 def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
@@ -143,68 +139,41 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    normalizers = list(dict.fromkeys(normalizer for normalizer, _ in logs))
-    looks = {name: _look(index) for index, name in enumerate(normalizers)}
+    seeds: dict[str, list[str]] = {}
+    for normalizer, seed in logs:
+        seeds.setdefault(normalizer, []).append(str(seed))
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
         for axis, (kind, value, title, logarithmic) in zip(axes.flat, PANELS, strict=True):
             for (normalizer, _), lines in logs.items():
+                look = list(seeds).index(normalizer)
                 points = [
                     (line["step"], line[value])
                     for line in lines
                     if line["kind"] == kind and (line["step"] > 0 or value != "loss")
                 ]
-                if points:
-                    axis.plot(
-                        *zip(*points, strict=True),
-                        **looks[normalizer],
-                        linewidth=1.0,
-                        marker="o" if len(points) < FEW else None,  # one point makes no line
-                        markersize=3.0,
-                        alpha=0.9,
-                        label=_label(normalizer, logs),
-                    )
-            axis.set_title(title)
-            axis.set_xlabel("step")
-            if logarithmic and axis.lines:
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter(_plain_numbers())
-                axis.yaxis.set_minor_formatter(_plain_numbers())
+                axis.plot(
+                    *(zip(*points, strict=True) if points else ([], [])),
+                    color=COLOURS[look % len(COLOURS)],
+                    linestyle=STROKES[look % len(STROKES)],
+                    linewidth=1.0,
+                    marker="o" if len(points) < FEW else None,  # one point makes no line
+                    markersize=3.0,
+                    label=f"{normalizer}, seed{'s' * (len(seeds[normalizer]) > 1)} "
+                    + ", ".join(seeds[normalizer]),
+                )
+            axis.set(title=title, xlabel="step", yscale="log" if logarithmic else "linear")
             if value == "sink_rate":
                 top = max(0.05, axis.get_ylim()[1])
                 axis.set_ylim(bottom=-0.02 * top, top=top)  # a rate of 0 lies beside the frame
             axis.grid(alpha=0.25)
         handles, labels = axes.flat[0].get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))
-        if once:
-            figure.legend(
-                once.values(), once.keys(), loc="outside lower center", ncols=min(6, len(once))
-            )
+        figure.legend(
+            once.values(), once.keys(), loc="outside lower center", ncols=min(6, len(once))
+        )
         drawn = io.BytesIO()
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(drawn, format=path.suffix.removeprefix("."), metadata=metadata, dpi=120)
         pyplot.close(figure)
     write_atomically(path, drawn.getvalue())
-
-
-def _plain_numbers() -> Formatter:
-    """Of a logarithmic axis: ``0.6``, where matplotlib writes 6 × 10⁻¹."""
-    from matplotlib.ticker import LogFormatter
-
-    class Plain(LogFormatter):
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:g}" if super().__call__(x, pos) else ""
-
-    return Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5))
-
-
-def _label(normalizer: str, logs: Mapping[tuple[str, int], object]) -> str:
-    seeds = [str(seed) for name, seed in logs if name == normalizer]
-    return f"{normalizer}, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}"
-
-
-def _look(index: int) -> dict[str, str]:
-    """Okabe and Ito's palette, told apart with any colour vision; strokes tell as well."""
-    safe = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-    strokes = ["-", "--", "-.", ":"]
-    return {"color": safe[index % len(safe)], "linestyle": strokes[index % len(strokes)]}

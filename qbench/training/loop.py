@@ -9,7 +9,8 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from qbench.training.checkpoint import (
     require_same,
     save_state,
 )
-from qbench.training.data import Sequences, Shard, dataloader
+from qbench.training.data import Sequences, dataloader
 from qbench.training.evaluate import Evaluator
 from qbench.training.log import Log
 from qbench.training.model import (
@@ -46,7 +47,6 @@ from qbench.training.recipe import Compute, TrainingRecipe
 
 SETTLED = 3  # steps before one is profiled: the first ones compile
 LIBRARIES = ("accelerate", "triton")  # beside those that every environment names
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts
 # TFLOP/s of a large bf16 matrix product, as measured, which the data sheet's figure is not.
 PEAK = {"H200": 790.0}
 # Ours (Triton and Gluon), and those that torch's scaled_dot_product_attention may choose. What the
@@ -85,10 +85,13 @@ class Processes:
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """What torchrun's or accelerate's environment variables say; alone without them.
+    """What torchrun's or accelerate's environment variables say; alone without them. Comes before
+    anything is computed on a GPU: without cuBLAS's workspace, where the user set none, it may sum
+    in another order from one process to the next.
 
     Raises UnavailableError for a GPU that is not there.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     count = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
@@ -122,12 +125,7 @@ class Step:
         self.recipe, self.processes = recipe, processes
         self.parameters = dict(model.named_parameters())
         self.optimizers = optimizers(self.parameters, recipe.optimizer, fused=True)
-        self.shard = Shard(
-            global_batch_size=recipe.global_batch_size,
-            micro_batch_size=recipe.micro_batch_size,
-            process=processes.index,
-            processes=processes.count,
-        )
+        self.passes = recipe.global_batch_size // (recipe.micro_batch_size * processes.count)
         self.loss: nn.Module = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
         if processes.count > 1:
             self.loss = _data_parallel(self.loss, processes, recipe.compute)
@@ -135,7 +133,7 @@ class Step:
     def __call__(self, number: int) -> tuple[Tensor, Tensor]:
         """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
         the gradient's norm before clipping. Both are scalars on the device."""
-        recipe, passes = self.recipe, self.shard.passes
+        recipe, passes = self.recipe, self.passes
         set_learning_rate(self.optimizers, learning_rate(number, recipe.steps, recipe.schedule))
         total = torch.zeros((), device=self.processes.device)
         for part in range(passes):
@@ -184,198 +182,167 @@ def _data_parallel(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,  # the same everywhere
     )
-    if compute.reduce_dtype == "bfloat16":
+    if compute.travel == "bfloat16":
         parallel.register_comm_hook(None, bf16_compress_hook)
     return parallel
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Run:
-    """What a training works on. ``folder`` keeps its state; ``best`` is called with a model that
-    is the best so far on the held-out texts; ``say`` is told each logged step in one line."""
+class Trainer:
+    """One training: from the first step, or from the state in ``folder``, to its last.
 
-    recipe: TrainingRecipe
-    seed: int
-    model: LlamaForCausalLM  # its initial weights are replaced where the state has later ones
-    source: Sequences
-    evaluator: Evaluator
-    folder: Path
-    processes: Processes
-    settings: str  # digest of all that shapes the run
-    log: Callable[[int], Log]  # from a step on
-    best: Callable[[LlamaForCausalLM], None]
-    say: Callable[[int, str], None]
-    stop_after: int | None = None  # steps of this call
-
-
-def train(run: Run) -> tuple[Progress, float | None]:
-    """Train ``run.model`` to its last step; returns the progress and the last mean loss, None
-    where no step was taken.
-
-    Raises TrainingError where the loss is not finite or far above the lowest so far: the state
-    of the last good step is kept.
+    ``best`` is called with a model that is the best so far on the held-out texts; ``say`` is told
+    each logged step in one line. Losses of the steps since the last logged one stay on the device
+    until they are logged: asking for them would keep the device waiting.
     """
-    recipe, processes, path = run.recipe, run.processes, run.folder / LAST
-    step = Step(run.model, recipe, processes)
-    progress = Progress(settings=run.settings)
-    if path.exists():
-        require_same(read_progress(path).settings, run.settings, run.folder)
-        progress = load_state(path, step.parameters, step.optimizers)
-    step.dataloader = dataloader(
-        run.source, step.shard, first=progress.step, steps=recipe.steps, seed=run.seed,
-        device=processes.device,
-    )  # fmt: skip
-    last = recipe.steps
-    if run.stop_after is not None:
-        last = min(last, progress.step + run.stop_after)
-    window = _Window(run=run, progress=progress)
-    began, first = time.monotonic(), progress.step
-    progress.sessions.append({})
-    try:
-        _note(progress, processes, first, began)
-        if first == 0:
-            _evaluate(run, progress, window)
-        for number in range(first, last):
-            if not progress.kernels and number >= SETTLED:
-                progress.kernels = attention_kernels(
-                    lambda n=number: window.add(*step(n)), processes.device
-                )
-            else:
-                window.add(*step(number))
-            progress.step = number + 1
-            done, ends = progress.step, progress.step == last
-            evaluates = done % recipe.watch.every == 0 or done == recipe.steps
-            saves = done % recipe.save_every == 0 or ends
-            if done % recipe.log_every == 0 or evaluates or saves:
-                window.close(step.learning_rate)
-            if evaluates:
-                _evaluate(run, progress, window)
-            if saves:
-                _note(progress, processes, first, began)
-                if processes.is_main_process:
-                    save_state(path, progress, step.parameters, step.optimizers)
-                processes.barrier()
-                window.began = time.perf_counter()
-    finally:
-        if window.log is not None:
-            window.log.close()
-    return progress, window.mean
 
+    def __init__(
+        self,
+        recipe: TrainingRecipe,
+        model: LlamaForCausalLM,
+        *,
+        folder: Path,
+        processes: Processes,
+        settings: str,
+        evaluator: Evaluator,
+        best: Callable[[LlamaForCausalLM], object],
+        say: Callable[[int, str], None],
+    ) -> None:
+        """``settings``: digest of all that shapes the run. The initial weights of ``model`` are
+        replaced where the state has later ones. Raises TrainingError for another run's state."""
+        self.recipe, self.model, self.processes = recipe, model, processes
+        self.evaluator, self.best, self.say = evaluator, best, say
+        self.path = folder / LAST
+        self.step = Step(model, recipe, processes)
+        self.progress = Progress(settings=settings)
+        self.final_loss: float | None = None  # the last mean; None where no step was taken
+        self._log: Log | None = None  # of the main process
+        self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
+        self._began = 0.0
+        if self.path.exists():
+            require_same(read_progress(self.path).settings, settings, folder)
+            self.progress = load_state(self.path, self.step.parameters, self.step.optimizers)
 
-def _note(progress: Progress, processes: Processes, first: int, began: float) -> None:
-    """This stretch of the training, in the progress that is kept."""
-    if not progress.sessions[-1]:
+    def train(
+        self, source: Sequences, *, seed: int, log: Callable[[int], Log], stop_after: int | None
+    ) -> Progress:
+        """Take the steps that are left, or ``stop_after`` of them. ``log`` opens the log from a
+        step on.
+
+        Raises TrainingError where the loss is not finite or far above the lowest so far: the
+        state of the last good step is kept.
+        """
+        recipe, progress, first = self.recipe, self.progress, self.progress.step
+        last = min(recipe.steps, first + (stop_after or recipe.steps))
+        self.step.dataloader = dataloader(source, recipe, self.processes, first=first, seed=seed)
+        if self.processes.is_main_process:
+            self._log = log(first or -1)
         session = TrainingSession(
-            first_step=first,
-            last_step=first,
-            seconds=0.0,
-            processes=processes.count,
-            code=training_code(),
-            environment=environment(processes.device.type, LIBRARIES),
-        )
-        progress.sessions[-1] = session.model_dump(mode="json")
-    seconds = round(time.monotonic() - began, 3)
-    progress.sessions[-1] |= {"last_step": progress.step, "seconds": seconds}
+            first_step=first, last_step=first, seconds=0.0, processes=self.processes.count,
+            code=training_code(), environment=environment(self.processes.device.type, LIBRARIES),
+        )  # fmt: skip
+        progress.sessions.append(session.model_dump(mode="json"))
+        started = self._began = time.monotonic()
+        try:
+            if first == 0:
+                self._evaluate()
+            for number in range(first, last):
+                if not progress.kernels and number >= SETTLED:
+                    progress.kernels = attention_kernels(
+                        lambda n=number: self._take(n), self.processes.device
+                    )
+                else:
+                    self._take(number)
+                done = progress.step = number + 1
+                evaluates = done % recipe.watch.every == 0 or done == recipe.steps
+                saves = done % recipe.save_every == 0 or done == last
+                if done % recipe.log_every == 0 or evaluates or saves:
+                    self._write_log()
+                if evaluates:
+                    self._evaluate()
+                if saves:
+                    seconds = round(time.monotonic() - started, 3)
+                    progress.sessions[-1] |= {"last_step": done, "seconds": seconds}
+                    if self.processes.is_main_process:
+                        save_state(self.path, progress, self.step.parameters, self.step.optimizers)
+                    self.processes.barrier()
+                    self._began = time.monotonic()
+        finally:
+            if self._log is not None:
+                self._log.close()
+        return progress
 
+    def _take(self, number: int) -> None:
+        self._values.append(torch.stack(self.step(number)))
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Window:
-    """The steps since the last logged one. Their losses stay on the device until it is closed:
-    asking for them would keep the device waiting."""
-
-    run: Run
-    progress: Progress
-    log: Log | None = None  # of the main process
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    mean: float | None = None
-    began: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.run.processes.is_main_process:
-            self.log = self.run.log(self.progress.step or -1)
-        self.began = time.perf_counter()
-
-    def add(self, loss: Tensor, norm: Tensor) -> None:
-        self.losses.append(loss)
-        self.norms.append(norm)
-
-    def close(self, rate: float) -> None:
-        """Log the mean; TrainingError where training has gone wrong."""
-        if not self.losses:
+    def _write_log(self) -> None:
+        """The mean loss and the largest gradient; TrainingError where training has gone wrong."""
+        recipe, progress, count = self.recipe, self.progress, len(self._values)
+        if not count:
             return
-        run, step, count = self.run, self.progress.step, len(self.losses)
-        pair = torch.stack([torch.stack(self.losses).mean(), torch.stack(self.norms).max()])
-        mean, norm = run.processes.mean(pair).tolist()
-        seconds = time.perf_counter() - self.began
-        self.losses, self.norms = [], []
-        _require_sane(mean, norm, run, self.progress)
-        self.mean = mean
-        lowest = self.progress.lowest_loss
-        self.progress.lowest_loss = mean if lowest is None else min(lowest, mean)
-        if self.log is not None:
-            batch, steps = run.recipe.batch.tokens, run.recipe.steps
-            speed = count * batch / seconds
-            peak = peak_tflops(self.progress.sessions[-1]["environment"]["hardware"])
-            work = speed / run.processes.count * flops_per_token(run.recipe.model)
+        losses, norms = torch.stack(self._values, 1)
+        values = torch.stack([losses.mean(), norms.max()])
+        loss, norm = self.processes.mean(values).tolist()
+        seconds = time.monotonic() - self._began
+        self._values = []
+        self._require_sane(loss, norm)
+        self.final_loss = loss
+        progress.lowest_loss = min(loss, progress.lowest_loss or math.inf)
+        if self._log is not None:
+            step, speed = progress.step, count * recipe.batch.tokens / seconds
+            peak = peak_tflops(progress.sessions[-1]["environment"]["hardware"])
+            work = speed / self.processes.count * flops_per_token(recipe.model)
             mfu = None if peak is None else work / (peak * 1e12)
-            self.log.write(
-                "step", step, tokens=step * batch, loss=mean, grad_norm=norm, learning_rate=rate,
-                tokens_per_s=speed, mfu=mfu,
+            self._log.write(
+                "step", step, tokens=step * recipe.batch.tokens, loss=loss, grad_norm=norm,
+                learning_rate=self.step.learning_rate, tokens_per_s=speed, mfu=mfu,
             )  # fmt: skip
-            left = _duration((steps - step) * seconds / count)
+            left = timedelta(seconds=round((recipe.steps - step) * seconds / count))
             share = "" if mfu is None else f", {mfu:.1%} of peak"
-            run.say(
+            self.say(
                 step,
-                f"step {step:,} of {steps:,}: loss {mean:.3f}, gradient {norm:.2f}, "
+                f"step {step:,} of {recipe.steps:,}: loss {loss:.3f}, gradient {norm:.2f}, "
                 f"{speed:,.0f} tokens/s{share}, {left} left",
             )
-        self.began = time.perf_counter()
+        self._began = time.monotonic()
 
-
-def _require_sane(mean: float, norm: float, run: Run, progress: Progress) -> None:
-    """Raises TrainingError for a loss that is not finite, or too far above the lowest."""
-    path, step, lowest = run.folder / LAST, progress.step, progress.lowest_loss
-    kept = "there is no earlier state yet"
-    if path.exists():
-        kept = f"the state of step {read_progress(path).step} is kept in {run.folder}"
-    if not (math.isfinite(mean) and math.isfinite(norm)):
+    def _require_sane(self, loss: float, norm: float) -> None:
+        """Raises TrainingError for a loss that is not finite, or too far above the lowest."""
+        step, lowest = self.progress.step, self.progress.lowest_loss
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            wrong = f"the loss is {loss}, the gradient's norm {norm}: training broke"
+        elif lowest is not None and loss > lowest + self.recipe.watch.diverged:
+            wrong = f"the loss is {loss:.3f}, after {lowest:.3f}: training diverged"
+        else:
+            return
+        kept = "there is no earlier state yet"
+        if self.path.exists():
+            kept = f"the state of step {read_progress(self.path).step} is kept in "
+            kept += str(self.path.parent)
         raise TrainingError(
-            f"step {step}: the loss is {mean}, the gradient's norm {norm}: training broke; "
-            f"lower the learning rate or warm up longer ({kept})"
-        )
-    if lowest is not None and mean > lowest + run.recipe.watch.diverged:
-        raise TrainingError(
-            f"step {step}: the loss is {mean:.3f}, after {lowest:.3f}: training diverged; "
-            f"lower the learning rate or warm up longer ({kept})"
+            f"step {step}: {wrong}; lower the learning rate or warm up longer ({kept})"
         )
 
-
-def _evaluate(run: Run, progress: Progress, window: _Window) -> None:
-    """Look at the model on the held-out texts, and keep it where it is the best so far."""
-    if window.log is not None:
-        try:
-            with deterministic(False):  # medians have no deterministic kernel
-                sample = run.evaluator.evaluate(run.model, progress.step)
-        except EvaluationError as error:
-            raise TrainingError(f"step {progress.step}: on held-out text {error}") from None
-        window.log.write("watch", **sample.model_dump())
-        run.say(
-            progress.step,
-            f"step {progress.step:,}: held-out loss {sample.loss:.3f}, sinks {sample.sink_rate:.1%}"
-            f", kurtosis {sample.kurtosis:.1f}, largest {sample.largest:.1f}",
-        )
-        if progress.step and (progress.best_loss is None or sample.loss < progress.best_loss):
-            progress.best_loss, progress.best_step = sample.loss, progress.step
-            run.best(run.model)
-    run.processes.barrier()
-    window.began = time.perf_counter()
-
-
-def settle_workspace() -> None:
-    """Before anything is computed on a GPU: without it cuBLAS may sum in another order from one
-    process to the next. What the user set stays."""
-    os.environ.setdefault(WORKSPACE, ":4096:8")
+    def _evaluate(self) -> None:
+        """Look at the model on the held-out texts, and keep it where it is the best so far."""
+        progress = self.progress
+        if self._log is not None:
+            try:
+                with deterministic(False):  # medians have no deterministic kernel
+                    sample = self.evaluator.evaluate(self.model, progress.step)
+            except EvaluationError as error:
+                raise TrainingError(f"step {progress.step}: on held-out text {error}") from None
+            self._log.write("watch", **sample.model_dump())
+            self.say(
+                progress.step,
+                f"step {progress.step:,}: held-out loss {sample.loss:.3f}, sinks "
+                f"{sample.sink_rate:.1%}, kurtosis {sample.kurtosis:.1f}, largest "
+                f"{sample.largest:.1f}",
+            )
+            if progress.step and sample.loss < (progress.best_loss or math.inf):
+                progress.best_loss, progress.best_step = sample.loss, progress.step
+                self.best(self.model)
+        self.processes.barrier()
+        self._began = time.monotonic()
 
 
 @contextmanager
@@ -427,10 +394,3 @@ def training_code() -> str:
     digits."""
     own = digest_of([Path(__file__).parent])
     return hashlib.sha256(f"{code_digest()} {own}".encode()).hexdigest()
-
-
-def _duration(seconds: float) -> str:
-    """``1:02:03`` or ``4:05``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -83,7 +83,7 @@ def parameters(shape: Shape, normalizer: str = "softmax") -> int:
     shapes = fla.expected_shapes(settings)
     own = [f"{modules[0]}.{one.attribute}" for one, _ in own_parameters(shape, normalizer)]
     shapes |= parameter_shapes(normalizer, modules, shape.heads, own)
-    return sum(_product(one) for one in shapes.values())
+    return sum(math.prod(one) for one in shapes.values())
 
 
 def flops_per_token(shape: Shape) -> float:
@@ -94,16 +94,9 @@ def flops_per_token(shape: Shape) -> float:
     causality)."""
     settings = llama_settings(shape, "softmax", bos=None, eos=None, pad=None)
     matrices = [s for s in fla.expected_shapes(settings).values() if len(s) == 2]
-    products = sum(_product(one) for one in matrices)
+    products = sum(math.prod(one) for one in matrices)
     products -= 0 if shape.tied else shape.vocabulary * shape.hidden  # of two, one is looked up
     return 6.0 * products + 6.0 * shape.layers * shape.hidden * shape.context
-
-
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"

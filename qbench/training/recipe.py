@@ -31,11 +31,6 @@ class Compute(Strict):
     travel: Literal["float32", "bfloat16"] = "float32"
     deterministic: Flag = True
 
-    @property
-    def reduce_dtype(self) -> str:
-        """What gradients are averaged in over several GPUs."""
-        return self.travel
-
     @field_validator("compile", mode="before")
     @classmethod
     def _without_graphs_of_cuda(cls, mode: Any) -> Any:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
+from transformers import LlamaForCausalLM
 
 from qbench.errors import TrainingError
-from qbench.files import clean_temporaries, write_atomically
+from qbench.files import clean_temporaries, file_digest, write_atomically
 from qbench.records import (
     TRAINING_FILE,
     TrainedOn,
@@ -24,12 +25,12 @@ from qbench.records import (
     canonical,
 )
 from qbench.training import checkpoint
-from qbench.training.checkpoint import Progress, require_same
+from qbench.training.checkpoint import require_same
 from qbench.training.data import TokenFiles, first_token, require_data, sequences
 from qbench.training.evaluate import evaluator
 from qbench.training.log import FILE as LOG
 from qbench.training.log import Log, plot, read_log, trackers
-from qbench.training.loop import Processes, Run, deterministic, train
+from qbench.training.loop import Processes, Trainer, deterministic
 from qbench.training.model import DTYPES, checkpoint_config, initial_model, parameters
 from qbench.training.recipe import TrainingRecipe
 
@@ -71,7 +72,11 @@ def train_recipe(
             say(name, known.steps, f"{name}: trained already")
             found.append(known)
             continue
-        record = _one(recipe, files, folder, normalizer, seed, settings, processes, options, say)
+        told = partial(say, name)
+        with _alone(folder, processes), deterministic(recipe.compute.deterministic):
+            record = _trained(
+                recipe, files, folder, normalizer, seed, settings, processes, options, told
+            )
         if record is not None:
             found.append(record)
     return found
@@ -107,14 +112,9 @@ def finished(folder: Path, settings: str) -> Training | None:
         raise TrainingError(f"{path}: damaged: {location}: {problem['msg']}; {again}") from None
     require_same(known.settings_digest, settings, folder)
     for name, written in known.weights.items():
-        if not (folder / name).is_file() or _digest(folder / name) != written:
+        if not (folder / name).is_file() or file_digest(folder / name) != written:
             raise TrainingError(f"{folder / name}: not the weights that were written; {again}")
     return known
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def draw(recipe: TrainingRecipe, out: Path) -> Path | None:
@@ -130,7 +130,7 @@ def draw(recipe: TrainingRecipe, out: Path) -> Path | None:
     return out / CURVES
 
 
-def _one(
+def _trained(
     recipe: TrainingRecipe,
     files: TokenFiles,
     folder: Path,
@@ -139,95 +139,48 @@ def _one(
     settings: str,
     processes: Processes,
     options: Options,
-    say: Say,
+    say: Callable[[int, str], None],
 ) -> Training | None:
+    """The record; None where steps are left."""
     about, name, state = files.about, run_name(normalizer, seed), folder / STATE
     ids = {"bos": about.bos, "eos": about.eos, "pad": about.pad}
     config = checkpoint_config(recipe.model, normalizer, **ids)
 
-    def keep(model: Any, target: Path) -> dict[str, str]:
+    def save(model: LlamaForCausalLM, target: Path) -> dict[str, str]:
+        if not options.weights:
+            return {}
         return checkpoint.save_checkpoint(
             model, target, config=config, tokenizer=files.folder, first=first_token(recipe, files),
             largest_file=options.largest_file,
         )  # fmt: skip
 
-    with _alone(folder, processes), deterministic(recipe.compute.deterministic):
-        model, attention = initial_model(
-            recipe.model, normalizer=normalizer, seed=seed, device=processes.device,
-            attention=recipe.compute.attention, tokens=ids,
-        )  # fmt: skip
-        say(name, 0, f"{name}: {parameters(recipe.model, normalizer):,} parameters, {attention}")
-        progress, final = train(
-            Run(
-                recipe=recipe,
-                seed=seed,
-                model=model,
-                source=sequences(recipe, files),
-                evaluator=evaluator(recipe, files, DTYPES[recipe.compute.precision]),
-                folder=state,
-                processes=processes,
-                settings=settings,
-                log=lambda step: Log(
-                    state / LOG,
-                    step=step,
-                    trackers=trackers(list(options.trackers), folder, name, recipe.settings()),
-                ),
-                best=lambda one: keep(one, folder / BEST) if options.weights else None,
-                say=lambda step, line: say(name, step, f"{name}: {line}"),
-                stop_after=options.stop_after,
-            )
-        )
-        if progress.step < recipe.steps:
-            return None
-        record = _record(recipe, files, normalizer, seed, attention, progress, final, state)
-        if processes.is_main_process:
-            if options.weights:
-                record = record.model_copy(update={"weights": keep(model, folder)})
-            text = record.model_dump_json(indent=1) + "\n"
-            write_atomically(folder / TRAINING_FILE, text.encode())
-        processes.barrier()
-    return record
-
-
-@contextmanager
-def _alone(folder: Path, processes: Processes) -> Iterator[None]:
-    """No other training works in ``folder`` meanwhile."""
-    if not processes.is_main_process:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise TrainingError(f"{folder}: another process trains there") from None
-    try:
-        clean_temporaries(folder)
-        yield
-    finally:
-        lock.release()
-
-
-def _record(
-    recipe: TrainingRecipe,
-    files: TokenFiles,
-    normalizer: str,
-    seed: int,
-    attention: str,
-    progress: Progress,
-    final: float | None,
-    state: Path,
-) -> Training:
-    about = files.about
+    model, attention = initial_model(
+        recipe.model, normalizer=normalizer, seed=seed, device=processes.device,
+        attention=recipe.compute.attention, tokens=ids,
+    )  # fmt: skip
+    say(0, f"{name}: {parameters(recipe.model, normalizer):,} parameters, {attention}")
+    trainer = Trainer(
+        recipe, model, folder=state, processes=processes, settings=settings,
+        evaluator=evaluator(recipe, files, DTYPES[recipe.compute.precision]),
+        best=lambda one: save(one, folder / BEST),
+        say=lambda step, line: say(step, f"{name}: {line}"),
+    )  # fmt: skip
+    progress = trainer.train(
+        sequences(recipe, files),
+        seed=seed,
+        log=lambda step: Log(
+            state / LOG, step=step,
+            trackers=trackers(list(options.trackers), folder, name, recipe.settings()),
+        ),
+        stop_after=options.stop_after,
+    )  # fmt: skip
+    if progress.step < recipe.steps:
+        return None
     lines = read_log(state / LOG) if (state / LOG).is_file() else []
-    watched = [
-        TrainingSample(**{key: line[key] for key in TrainingSample.model_fields})
-        for line in lines
-        if line["kind"] == "watch"
-    ]
+    final = trainer.final_loss
     if final is None:  # written again from the last state
         final = next((line["loss"] for line in reversed(lines) if line["kind"] == "step"), None)
-    return Training(
+    record = Training(
         name=recipe.name,
         normalizer=normalizer,
         seed=seed,
@@ -250,7 +203,36 @@ def _record(
         final_loss=final,
         best_step=progress.best_step,
         best_loss=progress.best_loss,
-        watched=tuple(watched),
+        watched=tuple(
+            TrainingSample(**{key: line[key] for key in TrainingSample.model_fields})
+            for line in lines
+            if line["kind"] == "watch"
+        ),
         sessions=tuple(TrainingSession(**one) for one in progress.sessions),
         finished=datetime.now(UTC),
     )
+    if processes.is_main_process:
+        record = record.model_copy(update={"weights": save(model, folder)})
+        text = record.model_dump_json(indent=1) + "\n"
+        write_atomically(folder / TRAINING_FILE, text.encode())
+    processes.barrier()
+    return record
+
+
+@contextmanager
+def _alone(folder: Path, processes: Processes) -> Iterator[None]:
+    """No other training works in ``folder`` meanwhile."""
+    if not processes.is_main_process:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise TrainingError(f"{folder}: another process trains there") from None
+    try:
+        clean_temporaries(folder)
+        yield
+    finally:
+        lock.release()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import lzma
+import math
 import os
 import re
 import shutil
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from qbench import hub
 from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError
-from qbench.files import clean_temporaries, temporary
+from qbench.files import clean_temporaries, file_digest, temporary
 from qbench.training.data import (
     TOKENIZER,
     AboutTokens,
@@ -102,15 +102,17 @@ def documents(source: str, *, field: str = "text", split: str = "train") -> Iter
     ``hf://datasets/OWNER/NAME``, with ``@REVISION`` and ``:CONFIGURATION`` where wanted: that
     ``split`` of a dataset on the hub, streamed. Raises DataError with the place of what is wrong.
     """
-    if source.startswith(HUB):
-        found = _hub(source, field, split)
-    elif kind(Path(source)) == ".parquet":
-        found = _parquet(Path(source), field)
-    elif kind(Path(source)) == ".jsonl":
-        found = _json_lines(Path(source), field)
-    else:
-        found = _separated(Path(source))
-    return (text for text in found if text.strip())
+    try:
+        if kind(Path(source)) == ".txt" and not source.startswith(HUB):
+            found = _separated(Path(source))
+        else:
+            found = (_field(row, field, place) for place, row in _rows(source, split))
+        yield from (text for text in found if text.strip())
+    except DataError:
+        raise
+    except Exception as error:  # whatever files, network and libraries make of each other
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{source}: cannot be read ({line})") from error
 
 
 def require_source(source: str) -> None:
@@ -139,83 +141,58 @@ def _open(path: Path) -> IO[str]:
 
 
 def _separated(path: Path) -> Iterator[str]:
-    held: list[str] = []
-    size = 0
-    try:
-        with _open(path) as file:
-            while chunk := file.read(CHUNK):
-                *ended, rest = chunk.split("\0")
-                for part in ended:
-                    yield "".join([*held, part])
-                    held, size = [], 0
-                held.append(rest)
-                size += len(rest)
-                if size > LONGEST:
-                    raise DataError(
-                        f"{path}: a document of more than {LONGEST:,} characters; separate "
-                        "documents by a zero byte"
-                    )
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
-        raise DataError(f"{path}: cannot be read as text ({error})") from None
-    yield "".join(held)
+    held = ""
+    with _open(path) as file:
+        while chunk := file.read(CHUNK):
+            *ended, held = (held + chunk).split("\0")
+            yield from ended
+            if len(held) > LONGEST:
+                raise DataError(
+                    f"{path}: a document of more than {LONGEST:,} characters; separate documents "
+                    "by a zero byte"
+                )
+    yield held
 
 
-def _json_lines(path: Path, field: str) -> Iterator[str]:
-    try:
-        with _open(path) as file:
+def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
+    """Rows and where they stand."""
+    if kind(Path(source)) == ".jsonl" and not source.startswith(HUB):
+        with _open(Path(source)) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _field(line, field, f"{path}:{number}")
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
-        raise DataError(f"{path}: cannot be read as text ({error})") from None
-
-
-def _field(line: str, field: str, location: str) -> str:
-    try:
-        row = json.loads(line)
-        text = row.get(field)
-    except (ValueError, AttributeError, RecursionError):
-        raise DataError(f"{location}: not a JSON object") from None
-    if not isinstance(text, str):
-        known = ", ".join(name for name, value in row.items() if isinstance(value, str))
-        raise DataError(
-            f"{location}: no text in field {field!r}; say --field with one of: {known or 'none'}"
-        )
-    return text
-
-
-def _parquet(path: Path, field: str) -> Iterator[str]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-        if field not in file.schema_arrow.names:
-            known = ", ".join(file.schema_arrow.names)
-            raise DataError(f"{path}: no column {field!r}; say --field with one of: {known}")
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from None
-
-
-def _hub(source: str, field: str, split: str) -> Iterator[str]:
+                    yield f"{source}:{number}", _json(line)
+        return
     from datasets import load_dataset
 
-    found = HUB_SOURCE.fullmatch(source.removeprefix(HUB))
-    assert found is not None, source  # require_source
-    name, revision, configuration = found.groups()
-    try:
+    if source.startswith(HUB):
+        found = HUB_SOURCE.fullmatch(source.removeprefix(HUB))
+        assert found is not None, source  # require_source
+        name, revision, configuration = found.groups()
         rows = load_dataset(name, configuration, split=split, revision=revision, streaming=True)
-        for row in rows:
-            if not isinstance(row.get(field), str):
-                raise DataError(f"{source}: no text in field {field!r}; it has {', '.join(row)}")
-            yield row[field]
-    except DataError:
-        raise
-    except Exception as error:  # whatever the network and the library make of each other
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{source}: {line}") from error
+    else:
+        rows = load_dataset("parquet", data_files=source, split="train", streaming=True)
+    for row in rows:
+        yield source, row
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _field(row: Any, field: str, place: str) -> str:
+    """Of a row; a null is an empty text."""
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: not a JSON object")
+    text = row.get(field, 0)
+    if not isinstance(text, str | None):
+        known = ", ".join(name for name, value in row.items() if isinstance(value, str))
+        raise DataError(
+            f"{place}: no text in field {field!r}; say --field with one of: {known or 'none'}"
+        )
+    return text or ""
 
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3
@@ -293,22 +270,22 @@ class Tokenizing:
 class _Writer:
     """One array as it grows."""
 
-    file: IO[bytes]
+    path: Path
     dtype: np.dtype
     tokens: int = 0
     documents: int = 0
-    hash: hashlib._Hash = field(default_factory=hashlib.sha256)
 
-    def add(self, ids: Sequence[int]) -> None:
-        payload = np.asarray(ids, self.dtype).tobytes()
-        self.file.write(payload)
-        self.hash.update(payload)
-        self.tokens += len(ids)
-        self.documents += 1
+    def add(self, documents: Sequence[Sequence[int]]) -> None:
+        with self.path.open("ab") as file:
+            for ids in documents:
+                file.write(np.asarray(ids, self.dtype).tobytes())
+                self.tokens += len(ids)
+        self.documents += len(documents)
 
     def about(self) -> TokenArray:
+        self.path.touch()
         return TokenArray(
-            tokens=self.tokens, documents=self.documents, sha256=self.hash.hexdigest()
+            tokens=self.tokens, documents=self.documents, sha256=file_digest(self.path)
         )
 
 
@@ -359,40 +336,46 @@ def _write(
     settings: Tokenizing,
     progress: Callable[[int, int], None],
 ) -> AboutTokens:
-    encode, ids = _load(folder, named, settings)
+    encode, special = _load(folder, named, settings)
     size = encode.get_vocab_size()
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     overlap = Overlap.of(settings.evaluation) if settings.evaluation else None
-    begin = [ids["bos"]] if settings.bos else []
-    end = [ids["eos"]] if settings.eos else []
-    told: list[TextSource] = []
-    number = 0
-    with (folder / "train.bin").open("wb") as one, (folder / "held_out.bin").open("wb") as other:
-        train, held_out = _Writer(file=one, dtype=dtype), _Writer(file=other, dtype=dtype)
-        for source in sources:
-            first = number
-            texts = documents(source, field=settings.field, split=settings.split)
-            kept = overlap.without(texts) if overlap else texts
-            for batch in _batches(kept):
-                for encoded in encode.encode_batch_fast(batch, add_special_tokens=False):
-                    hold = number % STRIDE == 0 and held_out.tokens < settings.held_out
-                    (held_out if hold else train).add([*begin, *encoded.ids, *end])
-                    number += 1
-                progress(number, train.tokens)
-                if settings.most_tokens and train.tokens >= settings.most_tokens:
-                    break
-            told.append(_told(source, number - first))
+    begin = [special["bos"]] if settings.bos else []
+    end = [special["eos"]] if settings.eos else []
+    read: list[TextSource] = []
+    number, enough = 0, False
+    train = _Writer(path=folder / "train.bin", dtype=dtype)
+    held_out = _Writer(path=folder / "held_out.bin", dtype=dtype)
+    for source in sources:
+        first = number
+        texts = documents(source, field=settings.field, split=settings.split)
+        for batch in _batches(overlap.without(texts) if overlap else texts):
+            kept = []
+            for encoded in encode.encode_batch_fast(batch, add_special_tokens=False):
+                ids = [*begin, *encoded.ids, *end]
+                if number % STRIDE == 0 and held_out.tokens < settings.held_out:
+                    held_out.add([ids])
+                else:
+                    kept.append(ids)
+                number += 1
+            train.add(kept)
+            progress(number, train.tokens)
+            if enough := train.tokens >= (settings.most_tokens or math.inf):
+                break
+        read.append(_source(source, number - first))
+        if enough:
+            break
     if train.tokens == 0:
         raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
     return AboutTokens(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         vocabulary=size,
-        **ids,
+        **special,
         bos_of_documents=settings.bos,
         eos_of_documents=settings.eos,
         tokenizer=_tokenizer_name(named),
         tokenizer_digest=tokenizer_digest(folder),
-        sources=tuple(told),
+        sources=tuple(read),
         licences=settings.licences,
         left_out_paragraphs=overlap.left_out if overlap else 0,
         train=train.about(),
@@ -413,12 +396,11 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield held
 
 
-def _told(source: str, count: int) -> TextSource:
+def _source(source: str, count: int) -> TextSource:
     if source.startswith(HUB):
         return TextSource(name=source, documents=count, sha256=None)
-    with Path(source).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return TextSource(name=Path(source).name, documents=count, sha256=digest)
+    path = Path(source)
+    return TextSource(name=path.name, documents=count, sha256=file_digest(path))
 
 
 def _tokenizer_folder(named: str) -> Path:

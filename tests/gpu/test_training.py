@@ -35,10 +35,7 @@ def made(normalizer, attention="triton", **compute):
     step = Step(model, recipe, Processes(device=torch.device("cuda")))
     ids = np.random.default_rng(0).integers(0, 512, 20_000, np.uint16)
     source = Sequences(tokens=ids, context=256, bos=None)
-    device = torch.device("cuda")
-    step.dataloader = dataloader(
-        source, step.shard, first=0, steps=recipe.steps, seed=0, device=device
-    )
+    step.dataloader = dataloader(source, recipe, step.processes, first=0, seed=0)
     return model, step
 
 
@@ -71,11 +68,10 @@ def test_compiled_kernels_and_eager_reference_train_alike(normalizer):
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_the_same_steps_give_the_same_bits(normalizer):
-    from qbench.training.loop import deterministic, settle_workspace
+    from qbench.training.loop import deterministic, joined
 
-    settle_workspace()
     weights = []
-    with deterministic(True):
+    with joined("cuda"), deterministic(True):
         for _ in range(2):
             torch._dynamo.reset()
             model, step = made(normalizer)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from qbench.training.data import Sequences, Shard, dataloader, sample_indices
+from qbench.training.data import Sequences, dataloader, sample_indices
+from qbench.training.loop import Processes
 from qbench.training.model import learning_rate
-from qbench.training.recipe import Schedule
+from qbench.training.recipe import Schedule, TrainingRecipe
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 
@@ -49,19 +50,20 @@ def test_another_seed_is_another_order():
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_a_step_has_the_same_rows_however_they_are_shared(processes, sequences):
-    source = Sequences(tokens=TOKENS, context=10, bos=None)
-    found = []
-    for process in range(processes):
-        share = Shard(
-            global_batch_size=8,
-            micro_batch_size=sequences,
-            process=process,
-            processes=processes,
-        )
-        feed = dataloader(source, share, first=3, steps=5, seed=2, device=torch.device("cpu"))
-        made = list(feed)
-        assert len(made) == 2 * share.passes
-        found += [row.tolist() for batch in made[: share.passes] for row in batch]
+    source = Sequences(tokens=TOKENS, context=8, bos=None)
+    recipe = TrainingRecipe.model_validate({
+        "name": "order", "normalizers": ["softmax"], "data": {"tokens": "none"},
+        "model": {"hidden": 8, "layers": 1, "heads": 1, "vocabulary": 8, "context": 8},
+        "tokens": 5 * 64, "batch": {"tokens": 64, "sequences": sequences},
+        "optimizer": {"learning_rate": 1.0}, "schedule": {"warmup_steps": 0},
+        "watch": {"length": 8},
+    })  # fmt: skip
+    found, passes = [], 8 // (sequences * processes)
+    for index in range(processes):
+        one = Processes(device=torch.device("cpu"), index=index, count=processes)
+        made = list(dataloader(source, recipe, one, first=3, seed=2))
+        assert len(made) == 2 * passes
+        found += [row.tolist() for batch in made[:passes] for row in batch]
     expected = source.rows(sample_indices(3, rows=8, of=len(source), seed=2)).tolist()
     assert sorted(found) == sorted(expected)
 

@@ -115,9 +115,7 @@ def stepped(one, count, **changed):
     step = Step(one, settings, Processes(device=CPU))
     ids = np.random.default_rng(0).integers(0, 64, 3000, np.uint16)
     source = Sequences(tokens=ids, context=16, bos=None)
-    step.dataloader = dataloader(
-        source, step.shard, first=0, steps=settings.steps, seed=0, device=CPU
-    )
+    step.dataloader = dataloader(source, settings, Processes(device=CPU), first=0, seed=0)
     for number in range(count):
         found = step(number)
     return found
