@@ -301,6 +301,7 @@ class _Decoding:
         self.column = torch.zeros(1, dtype=torch.long, device=self.device)
         self.graphs = takes_graphs(model)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.captured: Callable[[], None] | None = None  # holds the tensors that the graph reads
 
     def unfinished(self) -> list[int]:
         """Prompts without an answer yet, longest first; what they have said is forgotten."""
@@ -466,6 +467,7 @@ class _Decoding:
         finally:
             for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)
+        self.captured = step
         return graph
 
     def _device_step(self) -> Callable[[], None]:
