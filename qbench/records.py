@@ -405,12 +405,21 @@ class Flips(RecordModel):
     wrong_to_right: int
 
 
+class AnswerAgreement(RecordModel):
+    """Generated answers beside those of the unquantized cell: how many are ``identical``, and how
+    much of an answer, in characters, is the same up to the first difference (0 to 1)."""
+
+    identical: int
+    agreed: Ratio
+
+
 class TaskDamage(RecordModel):
     """One task. ``correct_answer``: change of the right answer's log-likelihood, in nats."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)
     correct_answer: Ratio | None = None
+    answers: AnswerAgreement | None = None  # of a task that generates
     ln_perplexity_ratio: dict[str, Ratio] = Field(default_factory=dict)
 
 

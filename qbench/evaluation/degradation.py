@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from qbench.records import Damage, Distributions, Divergence, Flips, Ratio, TaskDamage
+from qbench.records import (
+    AnswerAgreement,
+    Damage,
+    Distributions,
+    Divergence,
+    Flips,
+    Ratio,
+    TaskDamage,
+)
 
 if TYPE_CHECKING:
     from qbench.evaluation.kl import TokenDivergences
@@ -59,6 +67,7 @@ def damage(
             distributions=distributions(measured[task]) if task in measured else None,
             flips=flips(_of(base.outcomes, task), _of(quantized.outcomes, task)),
             correct_answer=answer,
+            answers=answer_agreement(_of(base.responses, task), _of(quantized.responses, task)),
             ln_perplexity_ratio={
                 score.metric: perplexity_ratio(
                     _of(base.outcomes, task, score.metric),
@@ -135,6 +144,31 @@ def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[
     right = pairs[pairs["document"].map(correct) == pairs["request"]]
     change = (right["log_likelihood"] - right["log_likelihood_base"]).to_numpy()
     return _ratio(change, np.ones(len(change)))
+
+
+def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgreement | None:
+    """Generated answers as the two models gave them, whatever a filter took; None without any."""
+    on = ["document", "request"]
+    before, after = (
+        table[table["answer"].notna() & table["filter"].isna()][[*on, "answer"]]
+        for table in (base, quantized)
+    )
+    pairs = after.merge(before, on=on, suffixes=("", "_base"), validate="one_to_one")
+    if pairs.empty:
+        return None
+    shares = [
+        _common(one, other) / max(len(one), len(other)) if one != other else 1.0
+        for one, other in zip(pairs["answer"], pairs["answer_base"], strict=True)
+    ]
+    agreed = pd.Series(shares).groupby(pairs["document"].to_numpy()).mean().to_numpy()
+    identical = int((pairs["answer"] == pairs["answer_base"]).sum())
+    return AnswerAgreement(identical=identical, agreed=_ratio(agreed, np.ones(len(agreed))))
+
+
+def _common(one: str, other: str) -> int:
+    """Characters before the first difference."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:

@@ -10,6 +10,7 @@ import pytest
 
 from qbench.evaluation.degradation import (
     Outcomes,
+    answer_agreement,
     answer_change,
     damage,
     flips,
@@ -17,6 +18,8 @@ from qbench.evaluation.degradation import (
 )
 from qbench.evaluation.kl import TokenDivergences
 from qbench.records import Flips, Score
+
+KEYS = ["task", "document", "request"]
 
 
 def outcomes(values, metric="acc", weights=None):
@@ -79,6 +82,23 @@ def test_the_right_answers_change_is_that_of_its_own_request():
     assert found.documents == 2
 
 
+def test_generated_answers_agree_up_to_their_first_difference():
+    """Filtered answers are no answers of their own; several of a document count once."""
+
+    def answers(*said):
+        rows = [("t", d, r, text, taken) for d, r, text, taken in said]
+        return pd.DataFrame(rows, columns=[*KEYS, "answer", "filter"])
+
+    base = answers((0, 0, "abcd", None), (0, 0, "d", "last"), (1, 0, "", None), (2, 0, "xy", None))
+    after = answers((0, 0, "abXXXXXX", None), (0, 0, "X", "last"), (1, 0, "", None),
+                    (2, 0, "xy", None))  # fmt: skip
+    found = answer_agreement(base, after)
+    assert found.identical == 2
+    assert found.agreed.value == pytest.approx((2 / 8 + 1 + 1) / 3)
+    assert found.agreed.documents == 3
+    assert answer_agreement(base[:0], after[:0]) is None
+
+
 def test_damage_has_a_part_for_each_task():
     scores = (
         Score(task="t", label="t", metric="acc", value=0.5, stderr=0.1, higher_is_better=True,
@@ -89,8 +109,8 @@ def test_damage_has_a_part_for_each_task():
     table = pd.concat([outcomes([1, 0]), outcomes([-1.0, -2.0], "ppl")])
     later = pd.concat([outcomes([0, 0]), outcomes([-1.5, -2.5], "ppl")])
     responses = pd.DataFrame(
-        [("t", 0, 0, -1.0, False), ("t", 1, 0, -2.0, False)],
-        columns=["task", "document", "request", "log_likelihood", "greedy"],
+        [("t", 0, 0, -1.0, False, None, None), ("t", 1, 0, -2.0, False, None, None)],
+        columns=[*KEYS, "log_likelihood", "greedy", "answer", "filter"],
     )
     found = damage(
         Outcomes(outcomes=table, responses=responses, scores=scores),
