@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from qbench.records import (
 from qbench.store import Store
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -64,6 +66,7 @@ class CellResult:
     failed_tasks: dict[str, str] = field(default_factory=dict)
     outcomes: list[pd.DataFrame] = field(default_factory=list)
     responses: list[pd.DataFrame] = field(default_factory=list)
+    divergences: pd.DataFrame | None = None
     scoring: ScoringReport | None = None
     damage: Damage | Unavailable | None = None
 
@@ -122,7 +125,9 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
         finally:
             free(plan.device)
     record = result.record(cell, plan, error)
-    return store.put(record, *(result.tables() if error is None else (None, None)))
+    if error is not None:
+        return store.put(record, None, None)
+    return store.put(record, *result.tables(), result.divergences)
 
 
 def failed(cell: Cell, plan: Plan, error: str) -> Record:
@@ -341,7 +346,12 @@ def _evaluate(
     baseline: BaselineReader | Path | None,
 ) -> None:
     """Scores of every task; a task that cannot be scored is named, and the others are kept."""
-    from qbench.evaluation.degradation import Outcomes, correct_requests, damage
+    from qbench.evaluation.degradation import (
+        Outcomes,
+        correct_requests,
+        damage,
+        divergence_table,
+    )
     from qbench.evaluation.evaluate import evaluate, group_scores
     from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
     from qbench.evaluation.scoring import language_model
@@ -391,6 +401,21 @@ def _evaluate(
             measured=observer.divergences,
             correct={task.name: correct_requests(task, cell.scoring.limit) for task in tasks},
         )
+        whole = [task.name for task in tasks if task.kind == "loglikelihood_rolling"]
+        if observer.divergences:
+            result.divergences = divergence_table(
+                observer.divergences, dict.fromkeys(whole, partial(token_texts, tokenizer))
+            )
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
+    """The text of each token by itself, with the space that SentencePiece marks at its start."""
+    known = {}
+    for token in set(ids.tolist()):
+        text = tokenizer.decode([token])
+        marked = str(tokenizer.convert_ids_to_tokens(token)).startswith("▁")
+        known[token] = f" {text}" if marked and not text.startswith(" ") else text
+    return [known[token] for token in ids.tolist()]
 
 
 def one_line(problem: Exception, log: Path) -> str:

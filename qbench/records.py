@@ -4,8 +4,8 @@ A results folder may be somebody else's: names that become paths, and texts that
 line, are held to patterns when they are read. JSON objects carry their own checksum under
 ``checksum``: SHA-256 of the canonical JSON of all else, so that a changed byte is noticed.
 
-Beside each record lie two Parquet files, one row a fact, which every statistic is built on; the
-record states their SHA-256, and its own file carries one of the record (``dump_with_checksum``):
+Beside each record lie Parquet files, one row a fact; every statistic is built on them. The record
+states their SHA-256, and its own file carries one of the record (``dump_with_checksum``):
 
 ``outcomes``   task, document, metric, value, weight
     What lm-eval aggregates into a score. ``value`` is 0/1 for accuracies, the log-likelihood in
@@ -18,6 +18,11 @@ record states their SHA-256, and its own file carries one of the record (``dump_
     text: ``answer`` is what the model wrote, or, where ``filter`` names one of lm-eval's filters,
     what that took from it (no row where it took all); ``log_likelihood`` is NaN there. Of each
     text the first ``ANSWER_CHARACTERS`` are kept, and ``cut`` says how many more it had.
+``divergences``  task, document, request, tokens, text, kl, change
+    Of a quantized cell whose damage was measured: by request how many tokens were scored, their
+    mean KL divergence and mean change of log-probability, in nats with float16's precision. Texts
+    that are scored whole have a row a token, with its ``text``, for the first ``TOKENS_KEPT``
+    tokens of a task, in whole documents.
 """
 
 from __future__ import annotations
@@ -545,6 +550,8 @@ OUTCOME_COLUMNS = ("task", "document", "metric", "value", "weight")
 RESPONSE_COLUMNS = (
     "task", "document", "request", "log_likelihood", "greedy", "answer", "filter", "cut",
 )  # fmt: skip
+DIVERGENCE_COLUMNS = ("task", "document", "request", "tokens", "text", "kl", "change")
+TOKENS_KEPT = 32768
 # of columns that records of earlier versions of qbench lack
 RESPONSE_DEFAULTS = {"answer": None, "filter": None, "cut": 0}
 ANSWER_CHARACTERS = 4096
@@ -628,7 +635,9 @@ class Record(RecordModel):
     audit: Audit | None = None
     scoring: ScoringReport | None = None  # None where scoring did not begin
     damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None
-    files: dict[Literal["outcomes", "responses"], StoredTable] = Field(default_factory=dict)
+    files: dict[Literal["outcomes", "responses", "divergences"], StoredTable] = Field(
+        default_factory=dict
+    )
     stages: tuple[Stage, ...] = ()
     environment: Environment
     started: datetime

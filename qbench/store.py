@@ -5,6 +5,7 @@
     DIR/records/<checkpoint>/<quantizer>/<key16>.json         the record
     DIR/records/…/<key16>.<digest16>.outcomes.parquet         per-document outcomes
     DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
+    DIR/records/…/<key16>.<digest16>.divergences.parquet      KL by request, or by token
     DIR/records/…/<key16>.log                                 what the libraries printed
 
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
@@ -28,6 +29,7 @@ from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaEr
 from qbench.files import clean_temporaries, digest, write_atomically
 from qbench.records import (
     AGAIN,
+    DIVERGENCE_COLUMNS,
     KEY_DIGITS,
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
@@ -49,9 +51,13 @@ if TYPE_CHECKING:
 
 GRIDS = "grids"
 
-COLUMNS = {"outcomes": OUTCOME_COLUMNS, "responses": RESPONSE_COLUMNS}
+COLUMNS = {
+    "outcomes": OUTCOME_COLUMNS,
+    "responses": RESPONSE_COLUMNS,
+    "divergences": DIVERGENCE_COLUMNS,
+}
 
-Table = Literal["outcomes", "responses"]
+Table = Literal["outcomes", "responses", "divergences"]
 T = TypeVar("T", bound=RecordModel)
 
 
@@ -154,14 +160,19 @@ class Store:
         return [record for record in found if record is not None]
 
     def put(
-        self, record: Record, outcomes: pd.DataFrame | None, responses: pd.DataFrame | None
+        self,
+        record: Record,
+        outcomes: pd.DataFrame | None,
+        responses: pd.DataFrame | None,
+        divergences: pd.DataFrame | None = None,
     ) -> Record:
         """Write a record and its tables; the record last, each file in one step.
 
         Returns the record as it was written, with its tables' checksums.
         """
         payloads = {}
-        for name, table in (("outcomes", outcomes), ("responses", responses)):
+        tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences}
+        for name, table in tables.items():
             if table is not None:
                 assert tuple(table.columns) == COLUMNS[name], f"{name}: {tuple(table.columns)}"
                 payloads[name] = _parquet(table)
@@ -193,6 +204,10 @@ class Store:
             if name not in table:
                 table[name] = value
         return table
+
+    def divergences(self, record: Record) -> pd.DataFrame:
+        """Columns ``DIVERGENCE_COLUMNS``; raises DamagedError as ``outcomes``."""
+        return self._table(record, "divergences")
 
     def log(self, cell: GridCell) -> Path:
         """Where libraries' output goes while ``cell`` is at work."""

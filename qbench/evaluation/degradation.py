@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 
 from qbench.records import (
+    DIVERGENCE_COLUMNS,
+    TOKENS_KEPT,
     AnswerAgreement,
     Damage,
     Distributions,
@@ -101,6 +103,32 @@ def distributions(measured: TokenDivergences) -> Distributions:
         ),
         top1_agreement=float(measured.agrees.mean()),
         target_change=_ratio(*_by_document(measured.document, measured.change, np.ones(len(kl)))),
+    )
+
+
+def divergence_table(
+    measured: Mapping[str, TokenDivergences],
+    texts: Mapping[str, Callable[[np.ndarray], list[str]]],
+) -> pd.DataFrame:
+    """Columns ``DIVERGENCE_COLUMNS``: a row a request; of the tasks in ``texts``, which give the
+    texts of token ids [N], a row a token as far as ``TOKENS_KEPT`` goes."""
+    found = []
+    for task, of in measured.items():
+        tokens = pd.DataFrame(
+            {"document": of.document, "request": of.request, "kl": of.kl, "change": of.change}
+        )
+        asked = tokens.groupby(["document", "request"], sort=False)
+        table = asked.mean().reset_index().assign(tokens=asked.size().to_numpy(), text=None)
+        if task in texts:
+            whole = table["document"][table["tokens"].cumsum() <= TOKENS_KEPT]
+            kept = tokens["document"].isin(whole)
+            single = tokens[kept].assign(tokens=1, text=texts[task](of.token[kept.to_numpy()]))
+            table = pd.concat([single, table[~table["document"].isin(whole)]], ignore_index=True)
+        found.append(table.assign(task=task)[list(DIVERGENCE_COLUMNS)])
+    # float16: half the bytes, without digits that nobody reads
+    together = pd.concat(found, ignore_index=True)
+    return together.astype({"kl": "float16", "change": "float16"}).astype(
+        {"kl": "float32", "change": "float32"}
     )
 
 

@@ -221,12 +221,15 @@ class BaselineWriter:
 @dataclass(frozen=True, slots=True)
 class TokenDivergences:
     """One task's tokens [N]: ``kl`` in nats, ``agrees`` on the likeliest token, ``change`` of the
-    target's log-probability in nats; ``document`` that the token belongs to."""
+    target's log-probability in nats; ``document`` and ``request`` that the token, with the id
+    ``token``, belongs to."""
 
     kl: np.ndarray
     agrees: np.ndarray
     change: np.ndarray
     document: np.ndarray
+    request: np.ndarray
+    token: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +320,8 @@ class KLObserver:
             agrees=measured.agrees.cpu().numpy(),
             change=measured.change.cpu().numpy(),
             document=np.repeat(measured.index.document, measured.index.length),
+            request=np.repeat(measured.index.request, measured.index.length),
+            token=measured.task.token.numpy()[measured.origin],
         )
         self._measured = None
 

@@ -7,7 +7,7 @@ in the order in which ``overview`` lists them.
     0/overview                grid, scores, effects, sentences, problems
     0/cell/3                  all that the record of cell 3 says
     0/documents/3/1           cell 3, task 1: outcomes and responses by document
-    0/tokens/3/1              the same by token, where the record has them
+    0/tokens/3/1/7            the same of document 7's tokens, where the record has them
     0/texts/1                 task 1: what was asked, where its data are at hand
     0/analysis                why: sinks, outliers, sensitivity
 """
@@ -137,6 +137,7 @@ class Results:
                 ("analysis", 0): lambda: analysis(self.store),
                 ("cell", 1): lambda: cell_page(self.store, *numbers),
                 ("documents", 2): lambda: documents(self.store, *numbers),
+                ("tokens", 3): lambda: tokens(self.store, *numbers),
                 ("texts", 1): lambda: task_texts(self, *numbers),
             }
             made = makers[kind, len(numbers)]()
@@ -348,13 +349,36 @@ def cell_page(store: Store, cell: int) -> Json:
 def documents(store: Store, cell: int, task: int) -> Json:
     """Columns of one cell's outcomes and responses of one task."""
     record, name = _found(store, cell), _task(store, task)
-    return {
+    made: Json = {
         "cell": record.cell,
         "task": name,
         "outcomes": _columns(store.outcomes(record), name),
-        "responses": _columns(store.responses(record), name)
-        if "responses" in record.files
-        else None,
+        "responses": None,
+        "kl": None,
+        "by_token": [],
+    }
+    if "responses" in record.files:
+        made["responses"] = _columns(store.responses(record), name)
+    if "divergences" in record.files:
+        table = store.divergences(record)
+        rows = table[table["task"] == name]
+        total = (rows["kl"] * rows["tokens"]).groupby(rows["document"]).sum()
+        mean = total / rows["tokens"].groupby(rows["document"]).sum()
+        made["kl"] = {"document": mean.index.tolist(), "kl": mean.round(6).tolist()}
+        made["by_token"] = sorted(set(rows["document"][rows["text"].notna()].tolist()))
+    return made
+
+
+def tokens(store: Store, cell: int, task: int, document: int) -> Json:
+    """Each token of one document's text with its divergence and change."""
+    record, name = _found(store, cell), _task(store, task)
+    table = store.divergences(record)
+    rows = table[(table["task"] == name) & (table["document"] == document) & table["text"].notna()]
+    return {
+        "cell": record.cell,
+        "texts": rows["text"].tolist(),
+        "kl": rows["kl"].round(6).tolist(),
+        "change": rows["change"].round(4).tolist(),
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qbench.errors import QbenchError
 from qbench.files import write_atomically
-from qbench.viewer.data import Results, index
+from qbench.viewer.data import Json, Results, index
 from qbench.viewer.server import ASSETS, asset, encode
 
 
@@ -42,10 +42,14 @@ def _payloads(results: Sequence[Results]) -> Iterator[tuple[str, object]]:
                 names.append(f"cell/{cell}")
                 names += [f"documents/{cell}/{task}" for task in range(len(overview["tasks"]))]
         for name in names:
-            yield f"{folder}/{name}", _payload(one, name)
+            payload = _payload(one, name)
+            yield f"{folder}/{name}", payload
+            for document in payload.get("by_token", ()):
+                of = name.replace("documents", "tokens")
+                yield f"{folder}/{of}/{document}", _payload(one, f"{of}/{document}")
 
 
-def _payload(results: Results, name: str) -> object:
+def _payload(results: Results, name: str) -> Json:
     try:
         return results.payload(name, wait=True)
     except QbenchError as error:  # a damaged record takes nothing from the others

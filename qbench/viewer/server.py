@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,8 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         for header, value in HEADERS.items():
             self.send_header(header, value)
-        self.end_headers()
-        self.wfile.write(content)
+        with suppress(ConnectionError):  # the browser has gone
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *args: object) -> None:
         """Requests are nobody's news."""

@@ -13,11 +13,12 @@ from qbench.evaluation.degradation import (
     answer_agreement,
     answer_change,
     damage,
+    divergence_table,
     flips,
     perplexity_ratio,
 )
 from qbench.evaluation.kl import TokenDivergences
-from qbench.records import Flips, Score
+from qbench.records import DIVERGENCE_COLUMNS, Flips, Score
 
 KEYS = ["task", "document", "request"]
 
@@ -117,7 +118,12 @@ def test_damage_has_a_part_for_each_task():
         Outcomes(outcomes=later, responses=responses, scores=scores),
         measured={
             "t": TokenDivergences(
-                kl=np.ones(3), agrees=np.ones(3, bool), change=np.zeros(3), document=np.arange(3)
+                kl=np.ones(3),
+                agrees=np.ones(3, bool),
+                change=np.zeros(3),
+                document=np.arange(3),
+                request=np.zeros(3, int),
+                token=np.arange(3),
             )
         },
         correct={"t": {0: 0, 1: 0}},
@@ -126,3 +132,29 @@ def test_damage_has_a_part_for_each_task():
     assert found.ln_perplexity_ratio["ppl"].value == pytest.approx(0.5)
     assert found.correct_answer.value == 0
     assert found.distributions.kl.mean == 1
+
+
+def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monkeypatch):
+    monkeypatch.setattr("qbench.evaluation.degradation.TOKENS_KEPT", 4)
+    measured = TokenDivergences(
+        kl=np.array([1.0, 3.0, 0.5, 0.5, 2.0]),
+        agrees=np.ones(5, bool),
+        change=np.array([-1.0, 0.0, 1.0, 1.0, -2.0]),
+        document=np.array([0, 0, 1, 1, 2]),
+        request=np.zeros(5, int),
+        token=np.array([7, 8, 9, 7, 8]),
+    )
+    names = {7: " a", 8: "b", 9: "<"}
+    texts = {"whole": lambda ids: [names[token] for token in ids.tolist()]}
+    table = divergence_table({"asked": measured, "whole": measured}, texts)
+    assert tuple(table.columns) == DIVERGENCE_COLUMNS
+    asked, whole = (table[table["task"] == name] for name in ("asked", "whole"))
+    assert asked["tokens"].tolist() == [2, 2, 1]
+    assert asked["kl"].tolist() == [2.0, 0.5, 2.0]
+    assert asked["change"].tolist() == [-0.5, 1.0, -2.0]
+    assert asked["text"].isna().all()
+    # two documents fit into four tokens, the third stays together
+    assert whole["tokens"].tolist() == [1, 1, 1, 1, 1]
+    assert whole["text"].tolist()[:4] == [" a", "b", "<", " a"]
+    assert whole["text"].isna().tolist() == [False] * 4 + [True]
+    assert whole["document"].tolist() == [0, 0, 1, 1, 2]

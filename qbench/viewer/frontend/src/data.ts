@@ -34,9 +34,10 @@ export type Column = (number | string | boolean | null)[];
 export interface Documents {
   error?: string; cell: string; task: string;
   outcomes: Record<string, Column>; responses: Record<string, Column> | null;
+  kl: { document: number[]; kl: number[] } | null; by_token: number[];
 }
 export interface Texts { error?: string; task: string; missing?: string; texts: Record<string, string[][]> }
-export interface Tokens { error?: string; cell: string; task: string; pieces: Record<string, string[]>; kl: Record<string, number[]>; change: Record<string, number[]> }
+export interface Tokens { error?: string; cell: string; texts: string[]; kl: number[]; change: number[] }
 export interface Analyses { error?: string; problems: string[]; cells: any[]; long: any[]; sensitivities: any[] }
 
 const source = document.documentElement.dataset.source ?? "server";

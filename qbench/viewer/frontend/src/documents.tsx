@@ -1,7 +1,7 @@
 // A task's documents, side by side for several cells; then one document.
 import { diffWordsWithSpace } from "diff";
 import { useMemo } from "preact/hooks";
-import { useData, type Documents, type Overview, type Texts } from "./data";
+import { useData, type Documents, type Overview, type Texts, type Tokens } from "./data";
 import { compare, Failure, Facts, Grid, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
 import { number } from "./units";
@@ -35,8 +35,7 @@ function sides(payload: Documents | null, metric: string, paired: boolean): Map<
       answer: asked.answer?.[row] ?? null, filter: asked.filter?.[row] ?? null, cut: asked.cut?.[row] ?? 0,
     });
   });
-  const kl = (payload as any).kl as Record<string, any[]> | null | undefined;
-  kl?.document?.forEach((number: number, row: number) => { side(number).kl = kl.kl[row]; });
+  payload.kl?.document.forEach((number, row) => { side(number).kl = payload.kl!.kl[row]; });
   return made;
 }
 
@@ -82,7 +81,7 @@ function useRows({ found, state, folder, round }: Props) {
   }, [...after, ...before, texts, metric, state.cells.join()]);
   const columns = useMemo(() => gridColumns(found, state, rows), [rows, state.show, state.search, metric]);
   const listed = useMemo(() => listOf(rows, state), [rows, state.show, state.search]);
-  return { task, lines, metric, cells, errors, waiting, rows, columns, listed, texts };
+  return { task, lines, metric, cells, errors, waiting, rows, columns, listed, texts, after };
 }
 
 function gridColumns(found: Overview, state: State, rows: DocumentRow[]): GridColumn[] {
@@ -143,7 +142,7 @@ export function DocumentsPage(props: Props) {
 
 export function DocumentPage(props: Props) {
   const { found, state, folder, round } = props;
-  const { task, cells, errors, waiting, rows, columns, listed, texts } = useRows(props);
+  const { task, cells, errors, waiting, rows, columns, listed, texts, after } = useRows(props);
   const document = Number(state.document);
   const row = rows.find((one) => one.document === document);
   const order = useMemo(() => {
@@ -169,7 +168,7 @@ export function DocumentPage(props: Props) {
           <div class="columns">{row.pairs.map((one, index) => <Fates key={index} cell={cells[index].cell} of={one} />)}</div>
           <Asked row={row} cells={cells.map((cell) => cell.cell)} texts={texts?.texts[document]} missing={texts?.missing} />
           {row.pairs.map((one, index) => <Answers key={index} cell={cells[index].cell} of={one} />)}
-          {cells.map((cell) => <TokenView key={cell.cell} found={found} cell={cell.cell} folder={folder} task={task} document={state.document} round={round} />)}
+          {cells.filter((_, index) => after[index]?.by_token.includes(document)).map((cell) => <TokenView key={cell.cell} found={found} cell={cell.cell} folder={folder} task={task} document={state.document} round={round} />)}
         </>
       )}
     </>
@@ -179,7 +178,7 @@ export function DocumentPage(props: Props) {
 const Fates = ({ cell, of }: { cell: string; of: Pair }) => (
   <Facts title={cell} values={[
     ["Answer", of.fate && <span class={of.fate}>{FATES[of.fate]}</span>],
-    ...Object.keys(of.after?.values ?? {}).map((name): [string, string] => [name, of.before ? `${number(of.before.values[name])} → ${number(of.after!.values[name])}` : number(of.after!.values[name])]),
+    ...Object.keys(of.after?.values ?? {}).filter((name) => !name.startsWith("byte") && !name.startsWith("bits")).map((name): [string, string] => [name.includes("perplexity") ? `${name}: log-likelihood` : name, of.before ? `${number(of.before.values[name])} → ${number(of.after!.values[name])}` : number(of.after!.values[name])]),
     ["KL", of.after?.kl == null ? null : `${number(of.after.kl)} nats a token`],
   ]} />
 );
@@ -201,7 +200,7 @@ function Asked({ row, cells, texts, missing }: { row: DocumentRow; cells: string
           <thead><tr><th>{texts ? "Continuation" : "Request"}</th>{cells.map((cell) => <><th class="n">{cell}: before</th><th class="n">after</th><th class="n">change</th></>)}</tr></thead>
           <tbody>{scored.map((request) => (
             <tr class={request === right ? "right" : ""}>
-              <td>{own(request) || `request ${request}`}{request === right && <span class="kept"> right answer</span>}</td>
+              <td>{own(request) || (shared === null ? `request ${request}` : "the whole text")}{request === right && <span class="kept"> right answer</span>}</td>
               {row.pairs.map((one) => {
                 const at = (side: Side | null) => side?.requests.find((asked) => asked.request === request && asked.logLikelihood !== null)?.logLikelihood ?? null;
                 const [before, after] = [at(one.before), at(one.after)];
@@ -239,17 +238,18 @@ function Answers({ cell, of }: { cell: string; of: Pair }) {
 /** A rolling text, each token coloured by its change or its KL. */
 function TokenView({ found, cell, folder, task, document, round }: { found: Overview; cell: string; folder: number; task: number; document: string; round: number }) {
   const index = found.cells.findIndex((one) => one.cell === cell);
-  const tokens = useData<any>(found.cells[index].documents?.includes("tokens") ? `${folder}/tokens/${index}/${task}/${document}` : null, round);
-  if (!tokens || tokens.error || !tokens.kl?.length) return null;
-  const most = Math.max(...tokens.kl.map(Math.abs), 1e-9);
+  const tokens = useData<Tokens>(`${folder}/tokens/${index}/${task}/${document}`, round);
+  if (!tokens) return null;
+  if (tokens.error) return <Failure text={tokens.error} />;
+  const most = tokens.kl.reduce((a, b) => Math.max(a, b), 1e-9);
   return (
     <section class="card">
       <h3>{cell}: token by token</h3>
       <p class="note">Redder: less likely than before; greener: likelier. Underlined: the more, the larger the KL. Hold the pointer over a token for its numbers.</p>
-      <p class="tokens">{tokens.pieces.map((piece: string, place: number) => {
+      <p class="tokens">{tokens.texts.map((text, place) => {
         const [kl, moved] = [tokens.kl[place], tokens.change[place]];
         const tone = moved < 0 ? "var(--worse)" : "var(--better)";
-        return <span title={`change ${number(moved, 3)} nats, KL ${number(kl, 3)}`} style={{ background: `color-mix(in srgb, ${tone} ${Math.min(80, 40 * Math.abs(moved))}%, transparent)`, borderBottom: `3px solid color-mix(in srgb, var(--accent) ${Math.round((100 * kl) / most)}%, transparent)` }}>{piece}</span>;
+        return <span title={`change ${number(moved, 3)} nats, KL ${number(kl, 3)}`} style={{ background: `color-mix(in srgb, ${tone} ${Math.min(80, 40 * Math.abs(moved))}%, transparent)`, borderBottom: `3px solid color-mix(in srgb, var(--accent) ${Math.round((100 * kl) / most)}%, transparent)` }}>{text}</span>;
       })}</p>
     </section>
   );

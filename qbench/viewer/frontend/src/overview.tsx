@@ -146,7 +146,7 @@ function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind:
     const most = Math.max(...squares.map((one) => Math.abs(level(one))).filter(Number.isFinite), 1e-9);
     const room = (width - 176) / columns.length;
     return plot({
-      width: Math.max(width, 176 + 44 * columns.length), height: 120 + groups.length * (26 + 22 * quantizers.length), marginLeft: 100, marginTop: 104, marginRight: 76,
+      width: Math.max(width, 176 + 44 * columns.length), height: 120 + groups.length * (26 + 22 * quantizers.length), marginLeft: 100, marginTop: 104, marginRight: 20 + 5.2 * columns.at(-1)!.length,
       x: { domain: columns, label: null, axis: "top", tickRotate: -35, tickSize: 0 },
       y: { domain: quantizers, label: null, tickSize: 0 },
       fy: { domain: groups, label: null, axis: null },
@@ -178,7 +178,7 @@ function Divergence({ found, task }: { found: Overview; task: string }) {
   const draw = useMemo(() => (width: number) => plot({
     width, height: 360, marginLeft: 60, marginBottom: 44, marginTop: 28,
     x: { label: "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
-    y: { type: "log", label: "↑ KL, nats a token", grid: true, ticks: 5, tickFormat: (value: number) => number(value, 2) },
+    y: { type: "log", label: "↑ KL, nats a token", ticks: 5, tickFormat: (value: number) => number(value, 2) },
     color: { legend: true, domain: found.checkpoints, scheme: "observable10" }, symbol: { legend: true },
     marks: [Plot.dot(dots, { x: "bits", y: "kl", stroke: "checkpoint", symbol: "method", r: 5, strokeWidth: 2, href: "href", ariaLabel: "told", title: "told", tip: { href: undefined, fill: "var(--paper)" } })],
   }), [dots]);
