@@ -219,6 +219,7 @@ def _torchs(backend: Any, shape: Shape) -> Run:
 
 
 def _flex(shape: Shape, variant: str) -> Run:
+    from torch._functorch import config as functorch
     from torch._inductor import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -233,6 +234,7 @@ def _flex(shape: Shape, variant: str) -> Run:
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (q - k < WINDOW) if variant == "window" else q >= k
 
+    functorch.donated_buffer = False  # a backward pass is timed many times
     config.compile_threads = 1  # else processes of torch's stay beside what is timed
     mask = create_block_mask(seen, None, None, shape.length, shape.length, device="cuda")
     torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape, or none
