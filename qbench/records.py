@@ -383,14 +383,27 @@ class Ratio(RecordModel):
 
 
 class Divergence(RecordModel):
-    """KL divergence of next-token distributions over the whole vocabulary, in nats a token."""
+    """KL divergence of next-token distributions over the whole vocabulary, in nats a token.
+    ``mean_stderr`` is over documents; None for one document, and in older records."""
 
     mean: float
+    mean_stderr: float | None = None
     median: float
     p90: float
     p99: float
     p99_9: float
     largest: float
+
+
+class ConfidenceBin(RecordModel):
+    """Tokens whose likeliest next token has a probability of ``low`` to ``high`` in the unquantized
+    model; means of them, None where there are none."""
+
+    low: float
+    high: float
+    tokens: int
+    kl: float | None
+    top1_agreement: float | None
 
 
 class Distributions(RecordModel):
@@ -399,6 +412,7 @@ class Distributions(RecordModel):
     tokens: int
     kl: Divergence
     top1_agreement: float
+    by_confidence: tuple[ConfidenceBin, ...] = ()  # empty in older records
     target_change: Ratio
 
 

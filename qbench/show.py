@@ -16,6 +16,7 @@ from qbench.errors import ResultsError
 from qbench.metrics import LOG_SCALE, is_percentage
 from qbench.records import (
     Audit,
+    ConfidenceBin,
     Damage,
     Grid,
     GridCell,
@@ -122,7 +123,24 @@ def _damage(damage: Damage | Unavailable | None) -> str:
         text = ", ".join(f"{m}: {f.right_to_wrong} / {f.wrong_to_right}" for m, f in flips)
         rows.append((task, *kl, text))
     head = ("task", "mean KL", "KL p99", "same top token", "right to wrong / wrong to right")
-    return table(head, rows)
+    return table(head, rows) + _by_confidence(damage)
+
+
+def _by_confidence(damage: Damage) -> str:
+    """Mean KL, and how many tokens, by what the unquantized model gives its likeliest token."""
+    rows, head = [], ["task"]
+    for task, found in damage.tasks.items():
+        bins = found.distributions.by_confidence if found.distributions else ()
+        if bins:
+            head = ["task", *(f"{one.low:g} to {one.high:g}" for one in bins)]
+            rows.append((task, *map(_bin, bins)))
+    if not rows:
+        return ""
+    return "\n\nmean KL (tokens) by the unquantized model's confidence\n\n" + table(head, rows)
+
+
+def _bin(one: ConfidenceBin) -> str:
+    return NO_VALUE if one.kl is None else f"{significant(one.kl)} ({one.tokens})"
 
 
 def _stages(record: Record) -> str:

@@ -19,6 +19,7 @@ from qbench.records import (
     DIVERGENCE_COLUMNS,
     TOKENS_KEPT,
     AnswerAgreement,
+    ConfidenceBin,
     Damage,
     Distributions,
     Divergence,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 PERCENTILES = (90, 99, 99.9)
+CONFIDENCE_BINS = (0, 0.25, 0.5, 0.75, 0.95, 1)
 PERPLEXITIES = ("perplexity", "weighted_perplexity")
 
 
@@ -89,12 +91,13 @@ def distributions(measured: TokenDivergences) -> Distributions:
     token's log-probability, with a standard error over documents (tokens of one document are
     not independent).
     """
-    kl = measured.kl
+    kl, documents = measured.kl, (measured.document, np.ones(len(measured.kl)))
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
     return Distributions(
         tokens=len(kl),
         kl=Divergence(
             mean=float(kl.mean()),
+            mean_stderr=_ratio(*_by_document(documents[0], kl, documents[1])).stderr,
             median=float(np.median(kl)),
             p90=p90,
             p99=p99,
@@ -102,8 +105,30 @@ def distributions(measured: TokenDivergences) -> Distributions:
             largest=float(kl.max()),
         ),
         top1_agreement=float(measured.agrees.mean()),
-        target_change=_ratio(*_by_document(measured.document, measured.change, np.ones(len(kl)))),
+        by_confidence=_by_confidence(measured),
+        target_change=_ratio(*_by_document(documents[0], measured.change, documents[1])),
     )
+
+
+def _by_confidence(measured: TokenDivergences) -> tuple[ConfidenceBin, ...]:
+    """Tokens by the unquantized model's probability of its likeliest token; the last bin holds 1.
+    A model that is sure has little to lose, and one that hesitates loses most."""
+    found = []
+    for low, high in itertools.pairwise(CONFIDENCE_BINS):
+        within = (measured.confidence >= low) & (
+            (measured.confidence < high) | (high == CONFIDENCE_BINS[-1])
+        )
+        count = int(within.sum())
+        found.append(
+            ConfidenceBin(
+                low=low,
+                high=high,
+                tokens=count,
+                kl=float(measured.kl[within].mean()) if count else None,
+                top1_agreement=float(measured.agrees[within].mean()) if count else None,
+            )
+        )
+    return tuple(found)
 
 
 def divergence_table(

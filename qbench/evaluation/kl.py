@@ -220,12 +220,14 @@ class BaselineWriter:
 
 @dataclass(frozen=True, slots=True)
 class TokenDivergences:
-    """One task's tokens [N]: ``kl`` in nats, ``agrees`` on the likeliest token, ``change`` of the
-    target's log-probability in nats; ``document`` and ``request`` that the token, with the id
-    ``token``, belongs to."""
+    """One task's tokens [N]: ``kl`` in nats, ``agrees`` on the likeliest token, ``confidence``: the
+    unquantized model's probability of its likeliest token, ``change`` of the target's
+    log-probability in nats; ``document`` and ``request`` that the token, with the id ``token``,
+    belongs to."""
 
     kl: np.ndarray
     agrees: np.ndarray
+    confidence: np.ndarray
     change: np.ndarray
     document: np.ndarray
     request: np.ndarray
@@ -241,6 +243,7 @@ class _Measured:
     origin: np.ndarray
     kl: Tensor
     agrees: Tensor
+    confidence: Tensor
     change: Tensor
 
 
@@ -274,6 +277,7 @@ class KLObserver:
             _origin(index, task),
             kl=torch.full((index.tokens,), torch.nan, device=device),
             agrees=torch.zeros(index.tokens, dtype=torch.bool, device=device),
+            confidence=torch.zeros(index.tokens, device=device),
             change=torch.full((index.tokens,), torch.nan, device=device),
         )
 
@@ -318,6 +322,7 @@ class KLObserver:
         self.divergences[name] = TokenDivergences(
             kl=kl,
             agrees=measured.agrees.cpu().numpy(),
+            confidence=measured.confidence.cpu().numpy(),
             change=measured.change.cpu().numpy(),
             document=np.repeat(measured.index.document, measured.index.length),
             request=np.repeat(measured.index.request, measured.index.length),
@@ -351,10 +356,12 @@ def _compare(
     log_p = functional.log_softmax(before, dim=-1, dtype=torch.float32)
     difference = log_p - after
     measured.change[index] = -difference[row, token]
+    top = before.argmax(dim=-1)
+    p = log_p.exp_()
+    measured.confidence[index] = p.gather(1, top[:, None])[row, 0]
     # Σ p ln(p/q); rounding alone can bring it below 0.
-    kl = log_p.exp_().mul_(difference).sum(dim=-1).clamp_(min=0.0)
-    measured.kl[index] = kl[row]
-    measured.agrees[index] = (before.argmax(dim=-1) == part.logits.argmax(dim=-1))[row]
+    measured.kl[index] = p.mul_(difference).sum(dim=-1).clamp_(min=0.0)[row]
+    measured.agrees[index] = (top == part.logits.argmax(dim=-1))[row]
 
 
 def _origin(index: TokenIndex, task: TaskHiddenStates) -> np.ndarray:

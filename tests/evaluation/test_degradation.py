@@ -118,9 +118,10 @@ def test_damage_has_a_part_for_each_task():
         Outcomes(outcomes=later, responses=responses, scores=scores),
         measured={
             "t": TokenDivergences(
-                kl=np.ones(3),
-                agrees=np.ones(3, bool),
+                kl=np.array([1.0, 2, 0]),
+                agrees=np.array([True, False, True]),
                 change=np.zeros(3),
+                confidence=np.array([0.2, 0.5, 1]),
                 document=np.arange(3),
                 request=np.zeros(3, int),
                 token=np.arange(3),
@@ -132,6 +133,11 @@ def test_damage_has_a_part_for_each_task():
     assert found.ln_perplexity_ratio["ppl"].value == pytest.approx(0.5)
     assert found.correct_answer.value == 0
     assert found.distributions.kl.mean == 1
+    assert found.distributions.kl.mean_stderr == pytest.approx(1 / 3**0.5)
+    bins = [(b.low, b.tokens, b.kl, b.top1_agreement) for b in found.distributions.by_confidence]
+    assert bins == [
+        (0, 1, 1, 1), (0.25, 0, None, None), (0.5, 1, 2, 0), (0.75, 0, None, None), (0.95, 1, 0, 1),
+    ]  # fmt: skip
 
 
 def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monkeypatch):
@@ -139,6 +145,7 @@ def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monke
     measured = TokenDivergences(
         kl=np.array([1.0, 3.0, 0.5, 0.5, 2.0]),
         agrees=np.ones(5, bool),
+        confidence=np.ones(5),
         change=np.array([-1.0, 0.0, 1.0, 1.0, -2.0]),
         document=np.array([0, 0, 1, 1, 2]),
         request=np.zeros(5, int),

@@ -1,0 +1,87 @@
+"""The least divergence that can mean anything: the unquantized model with rounding noise of its
+dtype after each layer. KL below it tells a format from nothing but another order of the same sums.
+
+Of the values that a layer gives, one in twelve moves by one unit in its last place, up or down: the
+variance of rounding to nearest, a twelfth of a unit squared. Which ones is a hash of the value's
+own bits, its channel and its layer, so that a score depends on no other token and no batch-mate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from qbench.errors import QuantizationError
+from qbench.quantizers.config import SETTINGS, ActivationEvidence, ActivationSettings
+from qbench.quantizers.names import ACTIVATIONS, register_combination
+from qbench.records import UNQUANTIZED_BITS, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+ONE_IN = 12
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class RoundingNoise(ActivationSettings):
+    """Noise of the size of rounding on what each decoder layer gives."""
+
+    method: ClassVar[str] = "noise"
+    ignore: ClassVar[tuple[str, ...]] = ("*",)  # what linear layers take in stays as it is
+
+    @property
+    def name(self) -> str:
+        return "rounding-noise"
+
+    @property
+    def precision(self) -> Part:
+        return Part(bits=UNQUANTIZED_BITS, scheme="rounding noise of the dtype after each layer")
+
+
+ACTIVATIONS.register(
+    "rounding-noise", RoundingNoise, "noise of rounding after each layer: KL's noise floor"
+)
+register_combination(
+    "noise-floor",
+    "the unquantized model with rounding noise of its dtype after each layer",
+    activations="rounding-noise",
+)
+
+
+def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
+    """Raises QuantizationError where the decoder's layers cannot be told."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise QuantizationError(f"noise-floor: the layers of {type(model).__name__} are not known")
+
+    def noisy(number: int) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (moved(output[0], number), *output[1:])
+            return moved(output, number)
+
+        return hook
+
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(noisy(number))
+
+
+def evidence(model: nn.Module, settings: RoundingNoise) -> dict[str, ActivationEvidence]:
+    """None: no input of a product is quantized."""
+    return {}
+
+
+def moved(x: Tensor, layer: int) -> Tensor:
+    """``x`` [..., channels] with one value in ``ONE_IN`` moved by a unit in its last place."""
+    import torch
+
+    bits = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+    channel = torch.arange(x.shape[-1], device=x.device)
+    mixed = (bits.long() * 0x9E3779B1 + channel * 0x85EBCA6B + layer * 0xC2B2AE35) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # a known integer hash
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    drawn = mixed % (2 * ONE_IN)
+    step = (drawn == 0).to(bits.dtype) - (drawn == 1).to(bits.dtype)
+    return torch.where((x != 0) & x.isfinite(), (bits + step).view(x.dtype), x)
