@@ -370,7 +370,7 @@ def _evaluate(
     )
     failure = None
     for task in tasks:
-        progress.stage(cell.name, f"evaluate {task.name}", unit="requests")
+        progress.stage(cell.name, f"evaluate {task.name}")
         try:
             scored = evaluate(scorer, task, cell.scoring)
         except QbenchError as error:

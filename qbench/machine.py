@@ -120,6 +120,26 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
+def fast_bf16() -> bool:
+    """Whether this host's processor has instructions for bfloat16, or nobody knows."""
+    flags = cpu_flags()
+    return not flags or bool(flags & {"avx512_bf16", "amx_bf16"})
+
+
+def memory_gib(device: str) -> float | None:
+    """Of the first GPU, all of it; on a CPU, what is free now. None where nobody says."""
+    if device == "cuda":
+        size, handle, driver = ctypes.c_size_t(), ctypes.c_int(), _driver()
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), 0):
+            return None
+        found = driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
+        return size.value / GIB if found == 0 else None
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024 / GIB
+    return None
+
+
 @functools.cache
 def torch_cuda() -> str | None:
     """The CUDA version that the installed PyTorch is built for; None for a build without."""

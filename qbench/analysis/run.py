@@ -238,7 +238,7 @@ class _Work:
             model = quantized(
                 of, plan, model, tokenizer, self.result, self.progress, cache_folder()
             )
-        self.progress.stage(name, "analyze", total=len(ids), unit="texts")
+        self.progress.stage(name, "analyze", total=len(ids))
         with measured("analyze", plan.device, self.result.stages):
             found = measure(
                 model,
@@ -267,7 +267,7 @@ class _Work:
         names = list(linears(model, of.quantization.ignore))
         wanted = units(model, names, blocks=settings.blocks)
         wanted.append(Unit(name=TOGETHER, layer=None, modules=tuple(names)))
-        self.progress.stage(name, "sensitivity", total=len(wanted), unit="layers")
+        self.progress.stage(name, "sensitivity", total=len(wanted))
         with measured("sensitivity", plan.device, self.result.stages):
             base = Baseline(model, ids, batch=settings.batch)
             self.perplexity = base.perplexity

@@ -13,14 +13,12 @@ from qbench.cli.options import Device, DeviceOption, Only, OutToRead, RecipeOrOp
 from qbench.cli.place import here
 from qbench.cli.recipe_options import recipe_options
 from qbench.evaluation.tasks import TaskSpec
+from qbench.machine import fast_bf16, memory_gib
 from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
-from qbench.runner.estimates import duration, earlier, estimate
+from qbench.runner.estimates import BYTES, GIB, Estimate, duration, earlier, expected
 from qbench.runner.grid import known_elsewhere, passes
 from qbench.store import Store
-
-GIB = 2**30
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @recipe_options()
@@ -58,7 +56,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     yield f"on {how(planned, cells)}"
     yield from _sizes(cells)
     records = earlier(store.directory)
-    todo, known, seconds = 0, 0, 0.0
+    todo, known = 0, list[Estimate]()
     for cell in cells:
         record = store.whole(cell.grid_cell)
         state = "to run"
@@ -72,18 +70,29 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
             state = "known"
         if state.startswith("to "):
             todo += 1
-            expected = estimate(cell, planned, records)
-            if expected is not None:
-                known, seconds = known + 1, seconds + expected.seconds
-                line += f"  {expected}"
+            if (one := expected(cell, planned, records)) is not None:
+                known.append(one)
+                line += f"  {one}"
+                if (room := memory_gib(planned.device)) is not None and one.memory_gib > room:
+                    line += f": does not fit into {room:.1f} GiB"
         yield line
     if known:
+        seconds = duration(sum(one.seconds for one in known))
         yield (
-            f"{known} of {todo} cells to run take about {duration(seconds)} one after the other, "
-            "as earlier records of the same weights did on this hardware"
+            f"{len(known)} of {todo} cells to run take about {seconds} one after the other, "
+            f"{_source(known)}"
         )
-    yield from notes(cells)
+    yield from notes(planned, cells)
     yield f"results go to {store.directory}"
+
+
+def _source(known: Sequence[Estimate]) -> str:
+    measured = sum(one.measured for one in known)
+    told = "as earlier records of the same weights did on this hardware"
+    guessed = "by their shapes, within a factor of three"
+    if measured == len(known):
+        return told
+    return f"{measured} of them {told}, others {guessed}" if measured else guessed
 
 
 def how(planned: Plan, cells: Sequence[Cell]) -> str:
@@ -93,13 +102,21 @@ def how(planned: Plan, cells: Sequence[Cell]) -> str:
     return f"{planned.device}, attention {' and '.join(attention)}, scoring {' and '.join(scoring)}"
 
 
-def notes(cells: Sequence[Cell]) -> list[str]:
-    """What was chosen for models that others would not get: each once, with their names."""
+def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
+    """What was chosen for models that others would not get, each once, with their names; and where
+    a dtype is slow here."""
     names: dict[str, dict[str, None]] = {}
     for cell in cells:
         for note in cell.notes:
             names.setdefault(note, {})[cell.checkpoint_name] = None
-    return [f"{', '.join(of)}: {note}" for note, of in names.items()]
+    lines = [f"{', '.join(of)}: {note}" for note, of in names.items()]
+    dtypes = {cell.quantization.compute_dtype for cell in cells}
+    if planned.device == "cpu" and "bfloat16" in dtypes and not fast_bf16():
+        lines.append(
+            "this processor has no instructions for bfloat16, which is about ten times slower than "
+            "float32 here; --dtype float32 computes in that"
+        )
+    return lines
 
 
 def _sizes(cells: Sequence[Cell]) -> Iterator[str]:

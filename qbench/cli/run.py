@@ -37,7 +37,7 @@ from qbench.machine import terminal
 from qbench.plan import Cell, Plan, cell_names, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
-from qbench.runner.estimates import TimeLeft, earlier, estimate
+from qbench.runner.estimates import TimeLeft, earlier, expected
 from qbench.runner.grid import readable, run_cells, run_each, total
 from qbench.runner.noise import measure
 from qbench.runner.progress import Display
@@ -101,8 +101,10 @@ def run(
         planned, records = _run_cells(place, only, force)
         place.end()
         from qbench.cli.tables import show_tables  # pandas
+        from qbench.viewer.summary import headline
 
-        show_tables(Store(place.out, grid=readable(planned.grid, store)))
+        comparison = show_tables(Store(place.out, grid=readable(planned.grid, store)))
+    typer.echo(f"{headline(comparison)} All of it: qbench view {place.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])
@@ -116,10 +118,10 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
     planned, out = place.plan(only), place.out
     cells = planned.select(only)
     known = earlier(out)
-    estimates = {cell.name: estimate(cell, planned, known) for cell in cells}
+    estimates = {cell.name: expected(cell, planned, known) for cell in cells}
     left = TimeLeft(
         [cell.name for cell in cells],
-        earlier={name: one.seconds for name, one in estimates.items() if one is not None},
+        expected={name: one.seconds for name, one in estimates.items() if one is not None},
         tasks=len(planned.tasks),
         at_once=place.at_once,
     )
@@ -149,7 +151,7 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
     total = len(planned.cells)
     count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
     display.log(f"{count} on {how(planned, cells)}")
-    for line in notes(cells):
+    for line in notes(planned, cells):
         display.log(line)
     if planned.calibration is not None:
         display.log(f"calibration text: {planned.calibration.path}")

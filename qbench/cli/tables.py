@@ -12,6 +12,7 @@ from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Published, Run, open_store
 from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare as compare_store
+from qbench.comparison.lines import Comparison
 from qbench.errors import OutputError, ResultsError
 from qbench.files import require_folder
 from qbench.store import Store
@@ -38,7 +39,7 @@ def tables(
     show_tables(open_store(folder, run), format=format, published=published)
 
 
-def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> None:
+def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> Comparison:
     """Print the tables as ``format`` and write them: tables.md with tables.csv, or
     tables.<format> alone. Those of an earlier run go to a folder of their own; where the folder
     cannot be written to, that is said and they are printed all the same.
@@ -59,6 +60,7 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
     show_written(paths)
     if problem:
         typer.echo(f"not written: {problem}", err=True)
+    return comparison
 
 
 def compare(

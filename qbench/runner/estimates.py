@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,12 +12,42 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qbench.machine import hardware
+from qbench.checkpoints.find import elements, read_headers
+from qbench.machine import fast_bf16, hardware
+from qbench.passkey import task_length
 from qbench.plan import Cell, Plan
 
 MOST = 2_000  # records that are looked at, the youngest first
 EVALUATE = "evaluate"  # the stage that grows with the documents
 EARLY = 0.02  # of a cell's requests: what comes before says little
+LATE = 0.1  # of the time that a cell took so far: the least that is left of one that is late
+
+GIB = 2**30
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES_A_TOKEN = 3.7  # of task files, each context once
+REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
+BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
+SLOW_BF16 = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Of one GPU, or of one core of a CPU in float32; as docs/speed.md has them."""
+
+    score: Mapping[str, float]  # operations a second, by the mode of scoring
+    quantize: float  # seconds for 10⁹ weights
+    disk: float  # GiB a second
+    fixed: float  # seconds of a cell before it computes anything
+
+
+RATES = {
+    "cuda": Rates(
+        score={"fast": 2e14, "exact": 9e13, "lm-eval": 2e13}, quantize=15.0, disk=1.0, fixed=6.0
+    ),
+    "cpu": Rates(
+        score={"fast": 3e10, "exact": 2.5e10, "lm-eval": 2e10}, quantize=60.0, disk=1.0, fixed=2.0
+    ),
+}
 
 Written = Mapping[str, Any]  # a record's JSON, as it was written
 
@@ -27,6 +58,7 @@ class Estimate:
 
     seconds: float
     memory_gib: float
+    measured: bool = True  # by an earlier record; else from shapes and usual rates
 
     def __str__(self) -> str:
         return f"about {duration(self.seconds)}, {self.memory_gib:.1f} GiB"
@@ -73,6 +105,51 @@ def estimate(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
     return None
 
 
+def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | None:
+    """``estimate``, and where no record is alike, from shapes and rates that were measured
+    elsewhere (docs/speed.md): right within a factor of about three. None where nobody knows how
+    much text is scored, as of data that are on the hub."""
+    found = estimate(cell, plan, records)
+    if found is not None:
+        return found
+    tokens = _tokens(cell, plan)
+    if tokens is None:
+        return None
+    rates = RATES[plan.device]
+    cores = 1 if plan.device == "cuda" else os.cpu_count() or 1
+    dtype = cell.quantization.compute_dtype
+    slow = SLOW_BF16 if plan.device == "cpu" and dtype != "float32" and not fast_bf16() else 1.0
+    parameters = elements(read_headers(cell.checkpoint.folder))
+    weights = parameters * BYTES[dtype] / GIB
+    operations = 2 * parameters * slow / cores
+    seconds = rates.fixed + 3 * weights / rates.disk  # read for loading and for the audit
+    seconds += operations * tokens / rates.score[cell.scoring.mode]
+    memory = BASE_GIB[plan.device] + weights
+    text = plan.calibration
+    if cell.quantization.precision.quantized:
+        memory += weights  # the audit holds the original beside
+        seconds += rates.quantize * parameters / 1e9
+    if cell.quantization.needs_calibration and text is not None:
+        read = text.samples * text.length
+        seconds += 2 * operations * cores * read / rates.score["exact"]  # on a CPU by one core
+        memory += read * getattr(cell.checkpoint.config, "hidden_size", 0) * BYTES[dtype] / GIB
+    return Estimate(seconds=seconds, memory_gib=memory, measured=False)
+
+
+def _tokens(cell: Cell, plan: Plan) -> float | None:
+    """About how many tokens are computed, paddings and repeated questions included."""
+    total, limit = 0.0, plan.recipe.evaluation.limit
+    for task in plan.tasks:
+        if task.documents is None or not (task.files or task_length(task.name)):
+            return None
+        size = task.files[0].path.stat().st_size / BYTES_A_TOKEN if task.files else (
+            task.documents * (task_length(task.name) or 0)
+        )  # fmt: skip
+        repeated = 1.0 if cell.scoring.mode == "fast" or not task.files else REPEATED
+        total += size * repeated * min(1.0, (limit or task.documents) / task.documents)
+    return total
+
+
 def _share(plan: Plan, record: Written) -> float:
     """Documents that are to be scored, of those that were; 1 where either is not known."""
     limit = plan.recipe.evaluation.limit
@@ -91,66 +168,89 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3_600:.1f} h"
 
 
+@dataclass(slots=True)
+class _AtWork:
+    """Since when a cell is at work and in its present stage, how far that is, from 0 to 1, and,
+    once it is scored, since when and which task comes now."""
+
+    begun: float
+    stage: float
+    fraction: float = 0.0
+    scoring: float | None = None
+    task: int = -1
+
+
 class TimeLeft:
-    """Seconds that are left of a run, from what earlier records of its ``cells`` took (``earlier``,
-    by name) and from how far those at work have come. ``tasks`` are scored one after the other in a
-    cell, ``at_once`` cells run side by side."""
+    """Seconds that are left of a run, from what its ``cells`` are expected to take (``expected``,
+    by name) and from how far those at work have come. ``tasks`` are scored one after the other in
+    a cell, ``at_once`` cells run side by side."""
 
     def __init__(
         self,
         cells: Sequence[str],
         *,
-        earlier: Mapping[str, float] | None = None,
+        expected: Mapping[str, float] | None = None,
         tasks: int = 1,
         at_once: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._waiting = dict.fromkeys(cells)
-        self._earlier, self._tasks, self._at_once = dict(earlier or {}), tasks, max(1, at_once)
+        self._expected, self._tasks, self._at_once = dict(expected or {}), tasks, max(1, at_once)
         self._clock = clock
-        self._begun: dict[str, float] = {}
-        self._scoring: dict[str, tuple[float, int, float]] = {}  # since when; task; part of it
+        self._at_work: dict[str, _AtWork] = {}
         self._took: list[float] = []
 
     def begin(self, cell: str) -> None:
         self._waiting.pop(cell, None)
-        self._begun[cell] = self._clock()
+        self._at_work[cell] = _AtWork(begun=self._clock(), stage=self._clock())
 
     def stage(self, cell: str, name: str) -> None:
+        if (one := self._at_work.get(cell)) is None:
+            return
+        one.stage, one.fraction = self._clock(), 0.0
         if name.startswith(EVALUATE):
-            since, task, _ = self._scoring.get(cell, (self._clock(), -1, 0.0))
-            self._scoring[cell] = (since, task + 1, 0.0)
+            one.scoring = one.stage if one.scoring is None else one.scoring
+            one.task += 1
 
     def advance(self, cell: str, completed: float, total: float | None) -> None:
-        if cell in self._scoring and total:
-            since, task, _ = self._scoring[cell]
-            self._scoring[cell] = (since, task, completed / total)
+        if total and cell in self._at_work:
+            self._at_work[cell].fraction = completed / total
 
     def end(self, cell: str) -> None:
-        begun = self._begun.pop(cell, None)
         self._waiting.pop(cell, None)
-        if self._scoring.pop(cell, None) and begun is not None:  # not where it was there already
-            self._took.append(self._clock() - begun)
+        one = self._at_work.pop(cell, None)
+        if one is not None and one.scoring is not None:  # not where it was there already
+            self._took.append(self._clock() - one.begun)
 
     def left(self) -> float | None:
         """Seconds; None where nothing is known yet."""
-        at_work = {cell: self._whole(cell) for cell in self._begun}
-        known = [*self._took, *(one for one in at_work.values() if one is not None)]
-        known += [self._earlier[cell] for cell in self._waiting if cell in self._earlier]
+        now = self._clock()
+        measured = {name: self._measured(one, now) for name, one in self._at_work.items()}
+        known = [*self._took]
+        known += [
+            now - one.begun + rest
+            for name, one in self._at_work.items()
+            if (rest := measured[name]) is not None and one.scoring is not None
+        ]
+        names = (*self._at_work, *self._waiting)
+        known += [self._expected[name] for name in names if name in self._expected]
         if not known:
             return None
-        usual, now = fmean(known), self._clock()
-        rest = [
-            max(0.0, (usual if whole is None else whole) - (now - self._begun[cell]))
-            for cell, whole in at_work.items()
-        ]
-        waiting = sum(self._earlier.get(cell, usual) for cell in self._waiting)
-        return max([*rest, (sum(rest) + waiting) / self._at_once])
+        usual = fmean(known)
+        rests = []
+        for name, one in self._at_work.items():
+            took = now - one.begun
+            rest = self._expected.get(name, usual) - took
+            own = measured[name]
+            if own is not None:
+                rest = own if one.scoring is not None else max(rest, own)
+            rests.append(max(rest, LATE * took))
+        waiting = sum(self._expected.get(name, usual) for name in self._waiting)
+        return max([*rests, (sum(rests) + waiting) / self._at_once])
 
-    def _whole(self, cell: str) -> float | None:
-        """Seconds of a cell at work from its beginning to its end."""
-        since, task, part = self._scoring.get(cell, (0.0, 0, 0.0))
-        share = (task + part) / self._tasks
-        if share > EARLY:
-            return since - self._begun[cell] + (self._clock() - since) / share
-        return self._earlier.get(cell)
+    def _measured(self, one: _AtWork, now: float) -> float | None:
+        """Seconds that are left, by its own speed, of all tasks or, before, of its stage."""
+        since, share = one.stage, one.fraction
+        if one.scoring is not None:
+            since, share = one.scoring, (one.task + one.fraction) / self._tasks
+        return (now - since) * (1 - share) / share if share > EARLY else None

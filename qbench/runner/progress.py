@@ -15,10 +15,10 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     ProgressColumn,
     Task,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -47,7 +47,7 @@ class Left(ProgressColumn):
         self._estimate, self._of_steps = estimate, TimeRemainingColumn(compact=True)
 
     def render(self, task: Task) -> Text:
-        if self._estimate is None or task.fields["unit"] != "cells":
+        if task.id or self._estimate is None:  # the grid's is the first
             return self._of_steps.render(task)
         seconds = self._estimate.left()
         return Text("" if seconds is None else _left(seconds), style="progress.remaining")
@@ -75,15 +75,14 @@ class Display:
             self._bars = Bars(
                 TextColumn("{task.description}", table_column=narrow),
                 BarColumn(bar_width=8),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[unit]}"),
+                TaskProgressColumn(show_speed=False),
                 TimeElapsedColumn(),
                 Left(estimate),
                 console=self.console,
                 transient=True,
                 expand=True,
             )
-            self._grid = self._bars.add_task("grid", total=cells, unit="cells")
+            self._grid = self._bars.add_task(f"0 of {cells} cells", total=cells)
 
     def __enter__(self) -> Display:
         if self._bars:
@@ -107,16 +106,14 @@ class Display:
         if self._estimate:
             self._estimate.begin(cell)
         if self._bars:
-            self._rows[cell] = self._bars.add_task(cell, total=None, unit="")
+            self._rows[cell] = self._bars.add_task(cell, total=None)
 
-    def stage(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
-        """``cell`` begins ``name``, which is ``total`` units of work if that is known."""
+    def stage(self, cell: str, name: str, total: float | None = None) -> None:
+        """``cell`` begins ``name``, which is ``total`` pieces of work if that is known."""
         if self._estimate:
             self._estimate.stage(cell, name)
         if self._bars:
-            self._bars.reset(
-                self._rows[cell], description=f"{cell}: {name}", total=total, unit=unit
-            )
+            self._bars.reset(self._rows[cell], description=f"{cell}: {name}", total=total)
         else:
             elapsed = time.monotonic() - self._started
             counter = f"[{self._numbers[cell]}/{self._cells}]"
@@ -137,7 +134,10 @@ class Display:
         if self._bars:
             self._bars.remove_task(self._rows.pop(cell))
             self._ended.add(cell)
-            self._bars.update(self._grid, completed=len(self._ended))
+            done = len(self._ended)
+            self._bars.update(
+                self._grid, completed=done, description=f"{done} of {self._cells} cells"
+            )
 
 
 @dataclass(slots=True)
@@ -151,8 +151,8 @@ class RemoteProgress:
     def begin(self, cell: str) -> None:
         self._send("begin", cell)
 
-    def stage(self, cell: str, name: str, total: float | None = None, unit: str = "") -> None:
-        self._send("stage", cell, name, total, unit)
+    def stage(self, cell: str, name: str, total: float | None = None) -> None:
+        self._send("stage", cell, name, total)
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         now = time.monotonic()

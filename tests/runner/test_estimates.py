@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small_recipe import qbench, small_recipe
 
+from qbench.cli.plan import plan_lines
 from qbench.machine import hardware
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.estimates import TimeLeft, duration, earlier, estimate
+from qbench.runner.estimates import RATES, TimeLeft, duration, earlier, estimate, expected
 from qbench.runner.progress import Display
+from qbench.store import Store
 
 
 def record(cell, hardware, seconds=10.0, documents=12):
@@ -63,7 +68,10 @@ def test_the_plan_says_it(tmp_path, planned, capfd):
     qbench("plan", small_recipe(tmp_path), "--out", tmp_path / "out", "--device", "cpu")
     shown = capfd.readouterr().out
     assert f"to run    softmax/fp32  key {cell.key[:16]}  about 8 s, 0.5 GiB" in shown
-    assert "1 of 4 cells to run take about 8 s one after the other" in shown
+    assert "4 of 4 cells to run take about" in shown
+    assert (
+        "1 of them as earlier records of the same weights did on this hardware, others by" in shown
+    )
     assert "checkpoint  softpick: LlamaForCausalLM, 1.31 million parameters, 0.00489 GiB" in shown
 
 
@@ -72,6 +80,30 @@ def test_the_plan_says_it(tmp_path, planned, capfd):
 )
 def test_durations_are_in_the_unit_that_a_person_would_say(seconds, words):
     assert duration(seconds) == words
+
+
+def test_without_any_record_shapes_say_it_and_what_does_not_fit(tmp_path, planned, monkeypatch):
+    cell = planned.cell("softmax/rtn-4bit")
+    found = expected(cell, planned, [])
+    assert not found.measured
+    assert 1 < found.seconds < 20
+    assert 0.5 < found.memory_gib < 2
+    on_the_hub = replace(planned, tasks=(replace(planned.tasks[0], documents=None),))
+    assert expected(cell, on_the_hub, []) is None
+    monkeypatch.setattr("qbench.cli.plan.memory_gib", lambda device: 0.25)
+    lines = list(plan_lines(planned, Store(tmp_path / "out"), "softmax/*"))
+    assert any(line.endswith("does not fit into 0.2 GiB") for line in lines)
+
+
+def test_the_documents_state_the_rates():
+    text = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
+    gpu, cpu = RATES["cuda"], RATES["cpu"]
+    for mode in ("fast", "exact", "lm-eval"):
+        rates = rf"{gpu.score[mode] / 1e9:,.0f} \| {cpu.score[mode] / 1e9:.0f} "
+        row = rf"`scoring: {mode}`[^|]*\| {rates}"
+        assert re.search(row, text), mode
+    assert f"seconds | {gpu.quantize:.0f} | {cpu.quantize:.0f} |" in text
+    assert f"seconds | {gpu.fixed:.0f} | {cpu.fixed:.0f} |" in text
 
 
 class Clock:
@@ -87,9 +119,9 @@ def time_left(cells, **about):
 
 
 def test_earlier_records_say_what_is_left_before_anything_has_run():
-    _, left = time_left(["a", "b"], earlier={"a": 40.0, "b": 20.0})
+    _, left = time_left(["a", "b"], expected={"a": 40.0, "b": 20.0})
     assert left.left() == 60
-    _, left = time_left(["a", "b"], earlier={"a": 40.0, "b": 20.0}, at_once=2)
+    _, left = time_left(["a", "b"], expected={"a": 40.0, "b": 20.0}, at_once=2)
     assert left.left() == 30
     _, left = time_left(["a", "b"])
     left.begin("a")
@@ -123,9 +155,22 @@ def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
     assert left.left() == 12
 
 
+def test_what_is_left_never_stands_still_while_a_stage_goes_on():
+    clock, left = time_left(["a"], expected={"a": 3.0})
+    left.begin("a")
+    left.stage("a", "quantize")
+    seen = []
+    for clock.now in range(10, 90, 10):  # 84 s where 3 were expected
+        left.advance("a", clock.now / 84, 1)
+        seen.append(left.left())
+    assert seen[0] == pytest.approx(74)
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) == len(seen)
+
+
 def test_lines_without_a_terminal_say_it_too():
     shown = io.StringIO()
-    with Display(shown, 1, TimeLeft(["a/fp32"], earlier={"a/fp32": 300.0})) as display:
+    with Display(shown, 1, TimeLeft(["a/fp32"], expected={"a/fp32": 300.0})) as display:
         display.begin("a/fp32")
         display.stage("a/fp32", "load")
     assert shown.getvalue().endswith("[1/1] a/fp32: load (about 5 min left)\n")
