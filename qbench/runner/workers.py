@@ -47,21 +47,29 @@ def start_forkserver(processes: int) -> None:
     ``processes`` will share the cores: threads that wait for one slow all of them down."""
     if sys.platform != "linux":
         return
-    settings = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
-        # Python's process that frees the locks of ended ones says so where they were killed
-        "PYTHONWARNINGS": "ignore:resource_tracker",
-    }
+    start_tracker()
+    settings = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(added)
     try:
-        resource_tracker.ensure_running()  # not below: it ends with Ctrl-C let through
         with interrupts_blocked():  # the fork server's children never see it either
             get_context("forkserver").set_forkserver_preload([PRELOAD])
             forkserver.ensure_running()
     finally:
         for name in added:
             del os.environ[name]
+
+
+def start_tracker() -> None:
+    """Python's process that frees the locks of ended ones. It says so where they were killed, as
+    workers are at the end of a run, unless it is started like this."""
+    given = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = given or "ignore:resource_tracker"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if given is None:
+            del os.environ["PYTHONWARNINGS"]
 
 
 class SerialExecutor(Executor):
@@ -90,6 +98,8 @@ class Workers(Executor):
         self._forked = sys.platform == "linux" and device == "cpu"
         if self._forked:
             start_forkserver(len(slots))
+        else:
+            start_tracker()
         self._ended = threading.Event()
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         method = "forkserver" if self._forked else "spawn"

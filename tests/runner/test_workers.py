@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import BrokenExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,7 @@ from qbench.runner import workers
 from qbench.runner.progress import QueueListener
 from qbench.runner.workers import Workers
 
+ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 120  # seconds that make a hang: processes wait for what is imported for all of them
 
 
@@ -133,3 +137,24 @@ def test_processes_on_gpus_start_before_there_is_a_cell(monkeypatch):
     with Workers([0], device="cuda") as executor:
         executor.preload()
         assert begun.wait(PATIENCE)
+
+
+ENDED = """
+import os
+from qbench.runner.workers import Workers
+if __name__ == "__main__":
+    workers = Workers([0], device="cuda")
+    assert workers.submit(os.getpid).result() != os.getpid()
+    workers.shutdown(cancel_futures=True)
+    os._exit(0)
+"""
+
+
+def test_processes_that_were_ended_leave_no_warning_behind(tmp_path):
+    (tmp_path / "run.py").write_text(ENDED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
