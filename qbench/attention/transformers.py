@@ -86,20 +86,6 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(name)
 
 
-def measures_distances(model: PreTrainedModel) -> bool:
-    """Whether what attends in ``model`` goes by how far keys stand behind queries, as ALiBi does:
-    then rows have to stand as in their sequence."""
-    name = model.config._attn_implementation or ""
-    if not name.startswith("qbench-"):
-        return False
-    normalizer, _, _ = name.removeprefix("qbench-").rpartition("-")
-    chosen = NORMALIZERS.get(normalizer)
-    if SLOPES not in chosen.parameters:
-        return chosen.uses_distances
-    slopes = (getattr(module, SLOPES.attribute, None) for module in model.modules())
-    return chosen.uses_distances or any(one is not None for one in slopes)
-
-
 def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tensor, None]]:
     """The function that transformers calls in each layer."""
     chosen = NORMALIZERS.get(normalizer)

@@ -10,6 +10,7 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from qbench.attention.transformers import attend
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 
@@ -103,7 +104,10 @@ def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
 
 
 def scorer(model, mode, *, bos=False, progress=None, observer=None, **changes):
-    """A language model in ``mode``; ``changes`` are settings other than these small ones."""
+    """A language model in ``mode``; ``changes`` are settings other than these small ones. Fast
+    scoring needs our attention, so a model that attends by torch's is given it."""
+    if mode == "fast" and model.config._attn_implementation == "sdpa":
+        attend(model, normalizer="softmax", implementation="reference")
     return language_model(
         model, tokenizer(bos), settings(mode, add_bos=bos, **changes),
         progress=progress, observer=observer,

@@ -1,19 +1,16 @@
 """A batch's hidden states: the decoder over padded sequences, or over packs.
 
-Both leave the LM head to ``logits``, which takes only the rows that are scored. Packs run on the
-attention that the model runs anyway, in one of two layouts that give the same. ``Segments``: every
-prefix and suffix is a sequence of its own with its own keys, for kernels that take ``cu_seqlens``
-with fewer queries than keys. ``Blocks``: prefix groups of similar size side by side, filled up on
-the right, with a mask, for the reference and for torch's own attention; not where the distance of
-keys counts, since the suffixes of a group stand one behind the other there.
+Both leave the LM head to ``logits``, which takes only the rows that are scored. In a pack every
+prefix and suffix is a sequence of its own with its own keys, for attention that takes
+``cu_seqlens`` with fewer queries than keys, as all of ours does.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,32 +18,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.kv_cache import KV_CACHE, READ, needs_sequences, read_apart, rotate
-from qbench.attention.transformers import measures_distances
+from qbench.attention.kv_cache import KV_CACHE, READ, read_apart, rotate
 from qbench.checkpoints.supported import unlike_a_pack
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring.batching import PackedBatch, Packing, PrefixGroup
+from qbench.evaluation.scoring.batching import PackedBatch, Packing
 from qbench.evaluation.scoring.logits import is_out_of_memory, to_device
 from qbench.evaluation.scoring.requests import Batch, Request
 
 NAME = "qbench-packed"
-BLOCK_SCORES = 1 << 22  # queries × keys of one block
-BLOCK_WASTE = 0.8  # the smallest group of a block has at least this part of the largest's tokens
-
-Attention = Callable[..., tuple[Tensor, Any]]
-
-
-class Layout(Protocol):
-    def attend(
-        self,
-        function: Attention,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Attention [T, H, D] of query, key and value [T, H, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,74 +38,6 @@ class Segments:
     longest_q: int
     longest_k: int
     keys: Tensor | None
-
-    def attend(
-        self,
-        function: Attention,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        if self.keys is not None:
-            key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
-        output, _ = function(
-            module,
-            *(_row(tensor) for tensor in (query, key, value)),
-            None,
-            cu_seq_lens_q=self.cu_seqlens_q,
-            cu_seq_lens_k=self.cu_seqlens_k,
-            max_length_q=self.longest_q,
-            max_length_k=self.longest_k,
-            **options,
-        )
-        return output[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """G prefix groups of up to n tokens: ``take`` [G · n] tokens to read, ``real`` those entries of
-    the block that hold a token, ``put`` that token; ``mask`` [G, 1, n, n], None for plain
-    causality."""
-
-    groups: int
-    take: Tensor
-    real: Tensor
-    put: Tensor
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Blocks of prefix groups of similar size."""
-
-    blocks: tuple[Block, ...]
-
-    def attend(
-        self,
-        function: Attention,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        result = value.new_empty(*query.shape[:2], value.shape[2])
-        for block in self.blocks:
-            shape = (block.groups, -1)
-            parts = (
-                tensor.index_select(0, block.take).unflatten(0, shape).transpose(1, 2)
-                for tensor in (query, key, value)
-            )
-            output, _ = function(module, *parts, block.mask, **options)
-            result.index_copy_(0, block.put, output.flatten(0, 1).index_select(0, block.real))
-        return result
-
-
-def takes_segments(attention: str) -> bool:
-    """Whether the attention of this name takes ``cu_seqlens`` at the speed of a kernel."""
-    return attention.endswith("-triton") or attention.startswith("flash_attention")
 
 
 def make_segments(pack: PackedBatch, device: torch.device) -> Segments:
@@ -142,59 +53,9 @@ def make_segments(pack: PackedBatch, device: torch.device) -> Segments:
     )
 
 
-def make_blocks(pack: PackedBatch, device: torch.device) -> Blocks:
-    blocks = []
-    first = 0
-    for groups in _alike(pack.groups):
-        blocks.append(_block(groups, first, device))
-        first += sum(group.tokens for group in groups)
-    return Blocks(tuple(blocks))
-
-
-def _alike(groups: list[PrefixGroup]) -> Iterator[list[PrefixGroup]]:
-    """Runs of groups of similar size (they are sorted by it), with suffixes or all without."""
-    run: list[PrefixGroup] = []
-    for group in groups:
-        if run and (
-            bool(group.suffixes) != bool(run[0].suffixes)
-            or group.tokens < BLOCK_WASTE * run[0].tokens
-            or (len(run) + 1) * run[0].tokens ** 2 > BLOCK_SCORES
-        ):
-            yield run
-            run = []
-        run.append(group)
-    if run:
-        yield run
-
-
-def _block(groups: list[PrefixGroup], first: int, device: torch.device) -> Block:
-    longest = max(group.tokens for group in groups)
-    take = np.zeros((len(groups), longest), dtype=np.int64)
-    # −1: no token, 0: prefix, 1 …: suffix
-    labels = np.full((len(groups), longest), -1, dtype=np.int64)
-    for i, group in enumerate(groups):
-        take[i, : group.tokens] = np.arange(first, first + group.tokens)
-        lengths = [len(group.prefix), *map(len, group.suffixes)]
-        labels[i, : group.tokens] = np.repeat(np.arange(len(lengths)), lengths)
-        first += group.tokens
-    mask = None
-    if any(group.suffixes for group in groups):
-        label = to_device(labels, device)
-        seen = (label[:, None, :] == 0) | (label[:, None, :] == label[:, :, None])
-        mask = seen.tril()[:, None]
-    real = np.flatnonzero(labels.ravel() >= 0)
-    return Block(
-        groups=len(groups),
-        take=to_device(take.ravel(), device),
-        real=to_device(real, device),
-        put=to_device(take.ravel()[real], device),
-        mask=mask,
-    )
-
-
 @contextlib.contextmanager
 def packed(model: Any) -> Iterator[str]:
-    """Within it the model attends by ``qbench_layout``; gives the name of what does the work."""
+    """Within it the model attends by ``qbench_segments``; gives the name of what does the work."""
     name = model.config._attn_implementation
     model.config._attn_implementation = NAME
     try:
@@ -203,35 +64,45 @@ def packed(model: Any) -> Iterator[str]:
         model.config._attn_implementation = name
 
 
-def _row(tensor: Tensor) -> Tensor:
-    """[T, H, D] as [1, H, T, D], without a copy."""
-    return tensor.transpose(0, 1)[None]
-
-
-def _forward(
+def _attend_segments(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    qbench_layout: Layout,
+    qbench_segments: Segments,
     qbench_attention: str,
     **options: Any,
-) -> tuple[Tensor, None]:
-    function = ALL_ATTENTION_FUNCTIONS[qbench_attention]
+) -> tuple[Tensor, Any]:
+    segments = qbench_segments
     query, key = rotate(module, query, key, options)
     once = read_apart(module, key, value)
     if once is not None:  # before keys are laid out for each segment that sees them
         key, value = once
         options[READ] = True
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if segments.keys is not None:
+        key, value = (
+            tensor.transpose(1, 2).index_select(1, segments.keys).transpose(1, 2)
+            for tensor in (key, value)
+        )  # tokens stay the outer dimension in memory
     # The pack's positions are no packed sequences in transformers' sense.
     options.pop("position_ids", None)
-    return qbench_layout.attend(function, module, *rows, options)[None], None
+    return ALL_ATTENTION_FUNCTIONS[qbench_attention](
+        module,
+        query,
+        key,
+        value,
+        None,
+        cu_seq_lens_q=segments.cu_seqlens_q,
+        cu_seq_lens_k=segments.cu_seqlens_k,
+        max_length_q=segments.longest_q,
+        max_length_k=segments.longest_k,
+        **options,
+    )
 
 
-AttentionInterface.register(NAME, _forward)
+AttentionInterface.register(NAME, _attend_segments)
 
 
 INPUTS = "qbench_inputs"  # attribute of a model whose activations are quantized, see quantizers
@@ -286,9 +157,6 @@ class PackedForward:
     def __init__(self, model: Any, decoder: torch.nn.Module) -> None:
         self.model, self.decoder, self.device = model, decoder, model.device
         self._attention = model.config._attn_implementation
-        self._in_segments = (
-            takes_segments(self._attention) or needs_sequences(model) or measures_distances(model)
-        )
         check_attention(model)
         self._try_out()
 
@@ -298,15 +166,11 @@ class PackedForward:
             yield
 
     def __call__(self, batch: PackedBatch) -> Tensor:
-        if self._in_segments:
-            layout: Layout = make_segments(batch, self.device)
-        else:
-            layout = make_blocks(batch, self.device)
         return self.decoder(
             to_device(batch.ids, self.device),
             position_ids=to_device(batch.positions, self.device),
             use_cache=False,
-            qbench_layout=layout,
+            qbench_segments=make_segments(batch, self.device),
             qbench_attention=self._attention,
         )[0][0]
 
@@ -388,9 +252,9 @@ def check_attention(model: Any) -> None:
     """Raises UnavailableError for models whose attention a pack cannot reproduce."""
     config = model.config
     name = config._attn_implementation
-    if name not in ALL_ATTENTION_FUNCTIONS:
+    if not str(name).startswith(("qbench-", "flash_attention")):
         raise UnavailableError(
-            f"fast scoring needs an attention of AttentionInterface, not {name!r}; use scoring: "
+            f"fast scoring needs an attention that takes cu_seqlens, not {name!r}; use scoring: "
             "exact or another attention"
         )
     if reason := unlike_a_pack(config.to_dict()):
