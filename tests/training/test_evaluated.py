@@ -32,7 +32,7 @@ def recipe(tmp_path):
     ("normalizers", "seeds", "more", "cells"),
     [
         (("softmax", "softpick"), [1, 2], (), 4 * 2),
-        (("softmax",), [1], ("--cluster", "local:1"), 1 * 2),
+        pytest.param(("softmax",), [1], ("--cluster", "local:1"), 1 * 2, marks=pytest.mark.slow),
     ],
 )
 def test_all_that_was_trained_is_evaluated(

@@ -27,8 +27,15 @@ CASES = {  # what model.parameters says; what each head has at the end, None: so
 }
 
 
-@pytest.mark.parametrize("rope_theta", [10_000.0, None])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "rope_theta"),
+    [
+        ("slopes", None),
+        ("a trained bias", 10_000.0),
+        *(pytest.param(name, 10_000.0, marks=pytest.mark.slow) for name in CASES),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in CASES),
+    ],
+)
 def test_they_are_trained_or_fixed_and_read_as_they_were(
     tmp_path, train, name, rope_theta, monkeypatch
 ):

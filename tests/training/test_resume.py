@@ -65,7 +65,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bits(tmp_path, train, 
 
 @pytest.mark.parametrize(
     ("first", "optimizer"),
-    [(1, {}), (7, {"name": "muon", "muon_learning_rate": 0.02}), (20, {})],
+    [(1, {}), (7, {"name": "muon", "muon_learning_rate": 0.02})],
 )
 def test_stops_at_any_step_change_no_bit(tmp_path, train, optimizer, first):
     settings = {"normalizers": ["softmax"], "optimizer": optimizer}
@@ -103,38 +103,28 @@ def test_what_is_trained_is_not_trained_again_and_other_settings_do_not_replace_
         train(tmp_path, tokens=704)
 
 
-def flipped(path, place):
-    """One bit of the file, a share of the way through it, is another."""
-    payload = bytearray(path.read_bytes())
-    payload[int(place * len(payload))] ^= 4
-    path.write_bytes(payload)
+def flipped(payload, place):
+    """One bit, a share of the way through it, is another."""
+    changed = bytearray(payload)
+    changed[int(place * len(payload))] ^= 4
+    return bytes(changed)
 
 
-@pytest.mark.parametrize("place", [0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
-def test_a_state_with_one_other_bit_is_not_gone_on_with(tmp_path, train, place):
+def test_a_damaged_state_is_not_gone_on_with(tmp_path, train):
     train(tmp_path, stop_after=7, normalizers=["softmax"])
     state = tmp_path / "softmax-seed3" / "state" / "last.safetensors"
-    flipped(state, place)
-    with pytest.raises(TrainingError, match=r"last\.safetensors: damaged.*; remove it to train"):
-        train(tmp_path, normalizers=["softmax"])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: state[:1000],
-        lambda state: b"",
-        lambda state: state + b"\0",
-        lambda state: state.replace(b'\\"step\\": 7', b'\\"step\\": 9'),
-    ],
-)
-def test_a_state_that_was_cut_or_edited_is_not_gone_on_with(tmp_path, train, change):
-    train(tmp_path, stop_after=7, normalizers=["softmax"])
-    state = tmp_path / "softmax-seed3" / "state" / "last.safetensors"
-    assert change(state.read_bytes()) != state.read_bytes()
-    state.write_bytes(change(state.read_bytes()))
-    with pytest.raises(TrainingError, match=r"last\.safetensors: damaged"):
-        train(tmp_path, normalizers=["softmax"])
+    whole = state.read_bytes()
+    for damaged in (
+        *(flipped(whole, place) for place in (0.1, 0.3, 0.5, 0.7, 0.9, 0.999)),
+        *(whole[:1000], b"", whole + b"\0"),
+        whole.replace(b'\\"step\\": 7', b'\\"step\\": 9'),
+    ):
+        assert damaged != whole
+        state.write_bytes(damaged)
+        with pytest.raises(
+            TrainingError, match=r"last\.safetensors: damaged.*; remove it to train"
+        ):
+            train(tmp_path, normalizers=["softmax"])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "training.json"])
@@ -145,7 +135,7 @@ def test_a_finished_runs_damaged_files_are_named_and_made_again(tmp_path, train,
     if file == "training.json":
         (folder / file).write_text((folder / file).read_text()[:300])
     else:
-        flipped(folder / file, 0.8)
+        (folder / file).write_bytes(flipped(whole, 0.8))
     with pytest.raises(TrainingError, match=rf"{file}: .*remove .*training\.json, and the same"):
         train(tmp_path, **settings)
     (folder / "training.json").unlink()
