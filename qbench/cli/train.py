@@ -19,11 +19,10 @@ from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
 from qbench.training.data import read_token_files
 from qbench.training.log import require_trackers
-from qbench.training.recipe import TrainingOverrides, TrainingRecipe
+from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
 
-MIB = 2**20
 LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
 
 
@@ -146,13 +145,6 @@ def train(
         list[str],
         typer.Option(help="Also log to tensorboard or wandb, where it is installed. Repeatable."),
     ] = [],  # noqa: B006
-    weights: Annotated[
-        bool, typer.Option(help="Write checkpoints; without, records and curves alone.")
-    ] = True,
-    largest_file: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="MIB", help="Cut weights into files of at most so much."),
-    ] = None,
     evaluate: Annotated[
         Path | None,
         typer.Option(
@@ -175,25 +167,21 @@ def train(
     """
     loaded = TrainingRecipe.load(
         recipe,
-        TrainingOverrides(
-            normalizers=tuple(normalizer) or None,
-            seeds=tuple(seed) or None,
-            tokens=tokens,
-            data=data,
-            sequences=sequences,
-        ),
+        normalizers=normalizer,
+        seeds=seed,
+        tokens=tokens,
+        data=data,
+        sequences=sequences,
     )
     require_trackers(tracker)
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
     where = choose_device(device)
     files = read_token_files(loaded.token_folder)
-    evaluate_all = evaluation(
-        evaluate, evaluate_data, cluster, loaded, folder, weights=weights, gpus=gpus
-    )
+    evaluate_all = evaluation(evaluate, evaluate_data, cluster, loaded, folder, gpus=gpus)
     # torch, once the input is known to be right
     from qbench.training.loop import joined
-    from qbench.training.runs import Options, run_name, train_recipe
+    from qbench.training.runs import run_name, train_recipe
 
     runs = loaded.runs()
     name = "train" if len(runs) > 1 else f"train-{run_name(*runs[0])}"
@@ -212,13 +200,9 @@ def train(
             files,
             folder,
             processes=processes,
-            options=Options(
-                trackers=tuple(tracker),
-                stop_after=stop_after,
-                largest_file=None if largest_file is None else largest_file * MIB,
-                weights=weights,
-            ),
             say=say,
+            trackers=tracker,
+            stop_after=stop_after,
         )
     if not processes.is_main_process:
         return
@@ -268,7 +252,6 @@ def evaluation(
     loaded: TrainingRecipe,
     folder: Path,
     *,
-    weights: bool,
     gpus: str | None,
 ) -> Callable[[Device], None] | None:
     """What runs the recipe of ``--evaluate`` on the checkpoints in ``folder``, on ``gpus`` unless
@@ -281,8 +264,6 @@ def evaluation(
             if value is not None:
                 raise RecipeError(f"{option} {value}: is of --evaluate RECIPE, which is not given")
         return None
-    if not weights:
-        raise RecipeError("--evaluate: needs the checkpoints that --no-weights leaves out")
     trained = dict.fromkeys(normalizer for normalizer, _ in loaded.runs())
     places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
     asked = Recipe.load(recipe, Overrides(checkpoints=places, data=data)).checkpoints

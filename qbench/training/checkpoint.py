@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from qbench.checkpoints import fla
-from qbench.checkpoints.find import INDEX
+from qbench.checkpoints.find import INDEX, SINGLE
 from qbench.errors import OutputError, TrainingError
 from qbench.files import digest, reason, temporary, write_atomically
 from qbench.training.data import copy_tokenizer
@@ -62,15 +60,14 @@ def save_state(
     path: Path,
     progress: Progress,
     parameters: dict[str, nn.Parameter],
-    optimizers: list[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """Replace ``path``, with a checksum of all that is in it; a process that is killed meanwhile
     leaves the old file whole."""
     found = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
-    for index, optimizer in enumerate(optimizers):
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"optimizer{index}/{name}/{key}"] = value
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"optimizer0/{name}/{key}"] = value
     tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
     text = json.dumps(asdict(progress))
     making = temporary(path)
@@ -89,7 +86,7 @@ def save_state(
 def load_state(
     path: Path,
     parameters: dict[str, nn.Parameter],
-    optimizers: list[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer,
 ) -> Progress:
     """Put back what ``save_state`` kept, bit for bit. Raises TrainingError for another model's, and
     where a bit of it is not what was written."""
@@ -107,7 +104,7 @@ def load_state(
             parameters[rest].data.copy_(value)
         else:
             name, _, key = rest.rpartition("/")
-            parameter, optimizer = parameters[name], optimizers[int(kind[len("optimizer") :])]
+            parameter = parameters[name]
             # AdamW counts its steps on the CPU unless it is fused
             stays = key == "step" and not optimizer.defaults.get("fused")
             optimizer.state[parameter][key] = value if stays else value.to(parameter.device)
@@ -142,35 +139,25 @@ def save_checkpoint(
     config: dict[str, Any],
     tokenizer: Path,
     first: int | None = None,
-    largest_file: int | None = None,
 ) -> dict[str, str]:
     """Write ``config``, bfloat16 weights and the tokenizer of the folder ``tokenizer``; returns the
-    SHA-256 of each file of weights.
+    SHA-256 of the file of weights by its name.
 
     ``first``: id of the token that began every sequence of the training; the tokenizer that is
-    written puts it before a text. ``largest_file``: bytes; weights beyond it go to several files.
-    Each file is written whole or not at all, ``config.json`` last: without it a folder is no
-    checkpoint.
+    written puts it before a text. Each file is written whole or not at all, ``config.json`` last:
+    without it a folder is no checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:  # in parts, of an older qbench
         path.unlink(missing_ok=True)
-    tensors = _stored(model, config)
-    parts = split_torch_state_dict_into_shards(tensors, max_shard_size=largest_file or sys.maxsize)
-    if parts.is_sharded:
-        index = {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename}
-        write_atomically(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-    digests = {}
-    for name, part in parts.filename_to_tensors.items():
-        payload = save({tensor: tensors[tensor] for tensor in part}, {"format": "pt"})
-        digests[name] = digest(payload)
-        write_atomically(folder / name, payload)
+    payload = save(_stored(model, config), {"format": "pt"})
+    write_atomically(folder / SINGLE, payload)
     copy_tokenizer(tokenizer, folder)
     if first is not None:
         begin_with(first, folder)
     write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-    return digests
+    return {SINGLE: digest(payload)}
 
 
 def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor]:

@@ -84,7 +84,9 @@ def require_trackers(names: list[str]) -> None:
             raise UnavailableError(f"--tracker {name}: {TRACKERS[name]} is not installed")
 
 
-def trackers(names: list[str], folder: Path, run: str, settings: dict[str, Any]) -> list[Tracker]:
+def open_trackers(
+    names: Sequence[str], folder: Path, run: str, settings: dict[str, Any]
+) -> list[Tracker]:
     made = {"tensorboard": lambda: _TensorBoard(folder), "wandb": lambda: _Wandb(run, settings)}
     return [made[name]() for name in names]
 

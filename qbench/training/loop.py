@@ -36,13 +36,7 @@ from qbench.training.checkpoint import (
 from qbench.training.data import Sequences, dataloader
 from qbench.training.evaluate import Evaluator
 from qbench.training.log import Log
-from qbench.training.model import (
-    Loss,
-    flops_per_token,
-    learning_rate,
-    optimizers,
-    set_learning_rate,
-)
+from qbench.training.model import Loss, adamw, flops_per_token, learning_rate
 from qbench.training.recipe import Compute, TrainingRecipe
 
 SETTLED = 3  # steps before one is profiled: the first ones compile
@@ -113,7 +107,7 @@ def joined(device: str) -> Iterator[Processes]:
 
 
 class Step:
-    """One step: the passes over its sequences, the clipped gradient, the optimizers. Takes its
+    """One step: the passes over its sequences, the clipped gradient, the optimizer. Takes its
     batches from ``dataloader``, which is set before the first. Nothing in it asks the device for a
     number, so that the device never waits."""
 
@@ -124,7 +118,7 @@ class Step:
     ) -> None:
         self.recipe, self.processes = recipe, processes
         self.parameters = dict(model.named_parameters())
-        self.optimizers = optimizers(self.parameters, recipe.optimizer, fused=True)
+        self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
         self.passes = recipe.global_batch_size // (recipe.micro_batch_size * processes.count)
         self.loss: nn.Module = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
         if processes.count > 1:
@@ -134,7 +128,9 @@ class Step:
         """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
         the gradient's norm before clipping. Both are scalars on the device."""
         recipe, passes = self.recipe, self.passes
-        set_learning_rate(self.optimizers, learning_rate(number, recipe.steps, recipe.schedule))
+        share = learning_rate(number, recipe.steps, recipe.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * share
         total = torch.zeros((), device=self.processes.device)
         for part in range(passes):
             accumulates = self.processes.count > 1 and part + 1 < passes
@@ -143,15 +139,14 @@ class Step:
                 loss.backward()
             total += loss.detach()
         norm = clip_grad_norm_(self.parameters.values(), recipe.optimizer.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return total, norm
 
     @property
     def learning_rate(self) -> float:
-        """Of AdamW, in the last step."""
-        return self.optimizers[-1].param_groups[0]["lr"]
+        """Of the last step."""
+        return self.optimizer.param_groups[0]["lr"]
 
 
 def _compiled(loss: Loss, compute: Compute) -> Loss:
@@ -220,7 +215,7 @@ class Trainer:
         self._began = 0.0
         if self.path.exists():
             require_same(read_progress(self.path).settings, settings, folder)
-            self.progress = load_state(self.path, self.step.parameters, self.step.optimizers)
+            self.progress = load_state(self.path, self.step.parameters, self.step.optimizer)
 
     def train(
         self, source: Sequences, *, seed: int, log: Callable[[int], Log], stop_after: int | None
@@ -263,7 +258,7 @@ class Trainer:
                     seconds = round(time.monotonic() - started, 3)
                     progress.sessions[-1] |= {"last_step": done, "seconds": seconds}
                     if self.processes.is_main_process:
-                        save_state(self.path, progress, self.step.parameters, self.step.optimizers)
+                        save_state(self.path, progress, self.step.parameters, self.step.optimizer)
                     self.processes.barrier()
                     self._began = time.monotonic()
         finally:

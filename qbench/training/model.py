@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 from transformers import AutoConfig, LlamaForCausalLM
 
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
-from qbench.checkpoints.find import parameter_shapes
 from qbench.checkpoints.supported import class_names
 from qbench.training.recipe import Optimizer, OwnParameter, Schedule, Shape
 
@@ -74,16 +73,6 @@ def own_parameters(shape: Shape, normalizer: str) -> list[tuple[Parameter, OwnPa
         for one in NORMALIZERS.get(normalizer).parameters
         if one.required or one.attribute in asked
     ]
-
-
-def parameters(shape: Shape, normalizer: str = "softmax") -> int:
-    """Numbers in a model's weights, those of its normalizer too."""
-    settings = llama_settings(shape, normalizer, bos=None, eos=None, pad=None)
-    modules = fla.attention_modules(settings)
-    shapes = fla.expected_shapes(settings)
-    own = [f"{modules[0]}.{one.attribute}" for one, _ in own_parameters(shape, normalizer)]
-    shapes |= parameter_shapes(normalizer, modules, shape.heads, own)
-    return sum(math.prod(one) for one in shapes.values())
 
 
 def flops_per_token(shape: Shape) -> float:
@@ -195,53 +184,19 @@ def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
     return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def optimizers(
-    parameters: Mapping[str, nn.Parameter], settings: Optimizer, *, fused: bool
-) -> list[torch.optim.Optimizer]:
-    """AdamW over all ``parameters``; with Muon, that over the layers' matrices first.
-
-    Each group keeps its peak learning rate as ``peak``.
-    """
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    found: list[torch.optim.Optimizer] = []
-    if settings.name == "muon":
-        chosen = {n: p for n, p in trained.items() if p.ndim == 2 and ".layers." in n}
-        rate = settings.muon_learning_rate
-        assert rate is not None, "the recipe checks that"
-        # Its updates are as large as AdamW's, so that weight decay and warm-up carry over
-        # (Liu et al. 2025, arXiv 2502.16982, section 2.2).
-        found.append(
-            Muon(
-                list(chosen.values()),
-                lr=rate,
-                weight_decay=settings.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
-        trained = {name: p for name, p in trained.items() if name not in chosen}
-    matrices = [p for p in trained.values() if p.ndim >= 2]
-    vectors = [p for p in trained.values() if p.ndim < 2]
+def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
+    """Over the trained ones. Each group keeps its peak learning rate as ``peak``."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
     groups = [
-        {"params": matrices, "weight_decay": decay},
-        {"params": vectors, "weight_decay": decay if settings.decay_vectors else 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
+        {
+            "params": [p for p in trained if p.ndim < 2],
+            "weight_decay": decay if settings.decay_vectors else 0.0,
+        },
     ]
-    found.append(
-        AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=fused,
-        )
-    )
-    for optimizer in found:
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return found
-
-
-def set_learning_rate(found: list[torch.optim.Optimizer], share: float) -> None:
-    for optimizer in found:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * share
+    rate = settings.learning_rate
+    optimizer = AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)
+    for group in optimizer.param_groups:
+        group["peak"] = group["lr"]
+    return optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, RecipeProblems, shown
 from qbench.recipe import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole
-from qbench.recipe_yaml import Source, problem_lines, read
+from qbench.recipe_yaml import problem_lines, read
 from qbench.records import Name
 
 
@@ -107,22 +107,13 @@ class Batch(Strict):
 
 
 class Optimizer(Strict):
-    """``muon`` is torch.optim's, for the matrices of the layers; AdamW takes all else."""
-
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw"] = "adamw"
     learning_rate: Positive
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     decay_vectors: Flag = False  # whether norms decay too
     clip: Positive = 1.0  # largest gradient norm
-    muon_learning_rate: Positive | None = None
-
-    @model_validator(mode="after")
-    def _muon_is_set(self) -> Optimizer:
-        if (self.name == "muon") != (self.muon_learning_rate is not None):
-            raise ValueError("muon_learning_rate goes with name: muon, and must be given there")
-        return self
 
 
 class Schedule(Strict):
@@ -162,8 +153,18 @@ class TrainingRecipe(Strict):
     folder: Path = Path()
 
     @classmethod
-    def load(cls, path: str | Path, changed: TrainingOverrides | None = None) -> TrainingRecipe:
-        """Read and check a recipe, parts of it replaced by ``changed``.
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        normalizers: Sequence[str] = (),
+        seeds: Sequence[int] = (),
+        tokens: int | None = None,
+        data: Path | None = None,
+        sequences: int | None = None,
+    ) -> TrainingRecipe:
+        """Read and check a recipe; what is given takes the place of its own: ``tokens`` of one run,
+        ``data`` the folder of token files, ``sequences`` that a device takes at once.
 
         Raises RecipeError, one line a problem.
         """
@@ -174,7 +175,15 @@ class TrainingRecipe(Strict):
                 f"{source.at(('checkpoints',))}: checkpoints: it is a recipe of `qbench run`; one "
                 "of `qbench train` has model, normalizers and data, as those in recipes/train"
             )
-        (changed or TrainingOverrides()).apply(source)
+        for value, *place in (
+            (list(normalizers), "normalizers"),
+            (list(seeds), "seeds"),
+            (tokens, "tokens"),
+            (data and os.path.realpath(data), "data", "tokens"),
+            (sequences, "batch", "sequences"),
+        ):
+            if value:
+                source.replace(value, *place)
         try:
             folder = Path(os.path.realpath(path)).parent
             return cls.model_validate({**source.values, "folder": folder})
@@ -257,33 +266,13 @@ class TrainingRecipe(Strict):
         """All that shapes a run but its normalizer and seed, for its record: runs of one pair
         have it in common. How often it is logged, saved and watched changes no weight."""
         unsaid = () if self.model.parameters else ("parameters",)  # as before there were any
-        return self.model_dump(
+        found = self.model_dump(
             mode="json",
             include={"model", "tokens", "batch", "optimizer", "schedule", "compute", "data"},
             exclude={"data": {"tokens"}, "model": set(unsaid)},
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingOverrides:
-    """What the command line puts in place of parts of a recipe; None: what the recipe says."""
-
-    normalizers: tuple[str, ...] | None = None
-    seeds: tuple[int, ...] | None = None
-    tokens: int | None = None  # of one run
-    data: Path | None = None  # the folder of token files
-    sequences: int | None = None  # that a device takes at once
-
-    def apply(self, source: Source) -> None:
-        """Raises RecipeError where what it replaces a part of is no mapping."""
-        for name in ("normalizers", "seeds", "tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                source.replace(list(value) if isinstance(value, tuple) else value, name)
-        if self.data is not None:
-            source.replace(os.path.realpath(self.data), "data", "tokens")
-        if self.sequences is not None:
-            source.replace(self.sequences, "batch", "sequences")
+        found["optimizer"]["muon_learning_rate"] = None  # as when there was Muon
+        return found
 
 
 def _once(values: tuple[T, ...]) -> tuple[T, ...]:
@@ -293,17 +282,8 @@ def _once(values: tuple[T, ...]) -> tuple[T, ...]:
     return values
 
 
-PARTS = {
-    "model": Shape,
-    "data": Data,
-    "batch": Batch,
-    "optimizer": Optimizer,
-    "schedule": Schedule,
-    "compute": Compute,
-    "watch": Watch,
-}
-
-
 def _known_keys(location: tuple[int | str, ...]) -> str:
-    kind = PARTS.get(str(location[0]), TrainingRecipe) if len(location) > 1 else TrainingRecipe
+    kind: Any = TrainingRecipe
+    if len(location) > 1:
+        kind = TrainingRecipe.model_fields[str(location[0])].annotation
     return "known: " + ", ".join(name for name in kind.model_fields if name != "folder")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,23 +28,13 @@ from qbench.training.checkpoint import require_same
 from qbench.training.data import TokenFiles, first_token, require_data, sequences
 from qbench.training.evaluate import evaluator
 from qbench.training.log import FILE as LOG
-from qbench.training.log import Log, plot, read_log, trackers
+from qbench.training.log import Log, open_trackers, plot, read_log
 from qbench.training.loop import Processes, Trainer, deterministic
-from qbench.training.model import DTYPES, checkpoint_config, initial_model, parameters
+from qbench.training.model import DTYPES, checkpoint_config, initial_model
 from qbench.training.recipe import TrainingRecipe
 
 STATE, BEST, CURVES = "state", "best", "curves.svg"
 Say = Callable[[str, int, str], None]  # run's name, steps done, a line
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What a run of ``qbench train`` may choose that changes no weight."""
-
-    trackers: tuple[str, ...] = ()
-    stop_after: int | None = None  # steps of each run, this time
-    largest_file: int | None = None  # bytes of a weights file
-    weights: bool = True  # write the checkpoint; without, records and curves alone
 
 
 def train_recipe(
@@ -54,10 +43,12 @@ def train_recipe(
     out: Path,
     *,
     processes: Processes,
-    options: Options,
     say: Say,
+    trackers: Sequence[str] = (),
+    stop_after: int | None = None,
 ) -> list[Training]:
-    """Train what is not trained yet; each run's checkpoint goes to ``out/<normalizer>-seed<n>``.
+    """Train what is not trained yet, or ``stop_after`` steps of each run; each run's checkpoint
+    goes to ``out/<normalizer>-seed<n>``.
 
     Returns the records of finished runs. Raises TrainingError where one breaks.
     """
@@ -75,7 +66,16 @@ def train_recipe(
         told = partial(say, name)
         with _alone(folder, processes), deterministic(recipe.compute.deterministic):
             record = _trained(
-                recipe, files, folder, normalizer, seed, settings, processes, options, told
+                recipe,
+                files,
+                folder,
+                normalizer,
+                seed,
+                processes=processes,
+                settings=settings,
+                say=told,
+                trackers=trackers,
+                stop_after=stop_after,
             )
         if record is not None:
             found.append(record)
@@ -136,10 +136,12 @@ def _trained(
     folder: Path,
     normalizer: str,
     seed: int,
-    settings: str,
+    *,
     processes: Processes,
-    options: Options,
+    settings: str,
     say: Callable[[int, str], None],
+    trackers: Sequence[str],
+    stop_after: int | None,
 ) -> Training | None:
     """The record; None where steps are left."""
     about, name, state = files.about, run_name(normalizer, seed), folder / STATE
@@ -147,18 +149,15 @@ def _trained(
     config = checkpoint_config(recipe.model, normalizer, **ids)
 
     def save(model: LlamaForCausalLM, target: Path) -> dict[str, str]:
-        if not options.weights:
-            return {}
         return checkpoint.save_checkpoint(
-            model, target, config=config, tokenizer=files.folder, first=first_token(recipe, files),
-            largest_file=options.largest_file,
+            model, target, config=config, tokenizer=files.folder, first=first_token(recipe, files)
         )  # fmt: skip
 
     model, attention = initial_model(
         recipe.model, normalizer=normalizer, seed=seed, device=processes.device,
         attention=recipe.compute.attention, tokens=ids,
     )  # fmt: skip
-    say(0, f"{name}: {parameters(recipe.model, normalizer):,} parameters, {attention}")
+    say(0, f"{name}: {model.num_parameters():,} parameters, {attention}")
     trainer = Trainer(
         recipe, model, folder=state, processes=processes, settings=settings,
         evaluator=evaluator(recipe, files, DTYPES[recipe.compute.precision]),
@@ -170,9 +169,9 @@ def _trained(
         seed=seed,
         log=lambda step: Log(
             state / LOG, step=step,
-            trackers=trackers(list(options.trackers), folder, name, recipe.settings()),
+            trackers=open_trackers(trackers, folder, name, recipe.settings()),
         ),
-        stop_after=options.stop_after,
+        stop_after=stop_after,
     )  # fmt: skip
     if progress.step < recipe.steps:
         return None
@@ -197,7 +196,7 @@ def _trained(
         attention=attention,
         kernels=tuple(progress.kernels),
         compiled=recipe.compute.compile or "no",
-        parameters=parameters(recipe.model, normalizer),
+        parameters=model.num_parameters(),
         steps=progress.step,
         tokens=progress.step * recipe.batch.tokens,
         final_loss=final,

@@ -104,17 +104,17 @@ def train(recipe_file):
     from qbench.training.data import read_token_files
     from qbench.training.loop import Processes
     from qbench.training.recipe import TrainingRecipe
-    from qbench.training.runs import Options, train_recipe
+    from qbench.training.runs import train_recipe
 
-    def run(out, *, stop_after=None, said=None, largest_file=None, **changed):
+    def run(out, *, stop_after=None, said=None, **changed):
         recipe = TrainingRecipe.load(recipe_file(**changed))
         return train_recipe(
             recipe,
             read_token_files(recipe.token_folder),
             out,
             processes=Processes(device=torch.device("cpu")),
-            options=Options(stop_after=stop_after, largest_file=largest_file),
             say=lambda _, __, line: said.append(line) if said is not None else None,
+            stop_after=stop_after,
         )
 
     return run

@@ -60,7 +60,6 @@ def test_all_that_was_trained_is_evaluated(
             ("--normalizer", "softmax", "--evaluate", "RECIPE"),
             "softpick: is none of what is trained",
         ),
-        (("--no-weights", "--evaluate", "RECIPE"), "needs the checkpoints"),
         (("--cluster", "local:1"), "is of --evaluate RECIPE"),
     ],
 )

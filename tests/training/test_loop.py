@@ -140,15 +140,6 @@ def test_a_look_measures_what_analyze_measures(tmp_path, train, tokens):
     assert last.loss == pytest.approx(torch.tensor(found.perplexity).log().item(), abs=0.02)
 
 
-def test_weights_may_be_cut_into_files_of_a_size(tmp_path, train):
-    train(tmp_path, normalizers=["softmax"], largest_file=4000)
-    folder = tmp_path / "softmax-seed3"
-    files = sorted(folder.glob("model-*.safetensors"))
-    assert len(files) > 2
-    assert not (folder / "model.safetensors").exists()
-    load_model(find(str(folder)), dtype=torch.float32, device="cpu")
-
-
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
     tmp_path, train, monkeypatch
 ):
@@ -253,10 +244,10 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines, gr
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from qbench.training.log import Log, trackers
+    from qbench.training.log import Log, open_trackers
 
     log = Log(
-        tmp_path / "log.jsonl", step=-1, trackers=trackers(["tensorboard"], tmp_path, "r", {})
+        tmp_path / "log.jsonl", step=-1, trackers=open_trackers(["tensorboard"], tmp_path, "r", {})
     )
     log.write("step", 5, loss=2.5, mfu=None)
     log.write("watch", 5, loss=float("nan"))

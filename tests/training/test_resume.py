@@ -63,12 +63,9 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bits(tmp_path, train, 
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize(
-    ("first", "optimizer"),
-    [(1, {}), (7, {"name": "muon", "muon_learning_rate": 0.02})],
-)
-def test_stops_at_any_step_change_no_bit(tmp_path, train, optimizer, first):
-    settings = {"normalizers": ["softmax"], "optimizer": optimizer}
+@pytest.mark.parametrize("first", [1, 7])
+def test_stops_at_any_step_change_no_bit(tmp_path, train, first):
+    settings = {"normalizers": ["softmax"]}
     train(tmp_path / "whole", **settings)
     assert train(tmp_path / "parts", stop_after=first, **settings) == []
     assert train(tmp_path / "parts", stop_after=6, **settings) == []

@@ -148,19 +148,6 @@ def test_norms_decay_only_where_that_is_asked_for(decay_vectors):
     assert float(one.lm_head.weight.detach().std()) < 0.015  # from 0.02
 
 
-def test_muon_takes_the_layers_matrices_and_adamw_all_else():
-    one = model()
-    settings = recipe(optimizer={"name": "muon", "learning_rate": 1e-3, "muon_learning_rate": 2e-2})
-    muon, adamw = Step(one, settings, Processes(device=CPU)).optimizers
-    names = {id(p): name for name, p in one.named_parameters()}
-    taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
-    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
-    assert all(".layers." in name and "norm" not in name for name in taken)
-    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= rest
-    assert taken | rest == set(names.values())
-    assert not taken & rest
-
-
 def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dynamo, monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     compiled = torch.compile
