@@ -117,9 +117,9 @@ def headline(comparison: Comparison) -> str:
                 sure = found.surely_better + found.surely_worse
                 return (
                     f"{better.format(other=other, base=base)} in {found.surely_better} of "
-                    f"{found.asked} comparisons and {worse} in {found.surely_worse}, each beyond "
-                    f"doubt (5 % after Holm’s correction); in {found.asked - sure} these "
-                    "documents cannot tell."
+                    f"{found.asked} comparisons and {worse} in {found.surely_worse}. The other "
+                    f"{found.asked - sure} differences are not significant (5 %, Holm’s "
+                    "correction)."
                 )
     cells = len(comparison.grid.cells)
     return f"{len(comparison.records)} of {cells} cells have a record."
