@@ -69,9 +69,12 @@ def demo(request):
     return model, load_tokenizer(checkpoint)
 
 
+@pytest.mark.parametrize("looks", [1, 8])
 @pytest.mark.parametrize("name", TASKS)
-def test_answers_to_a_task_are_hflms_text_by_text(demo, name, tmp_path, monkeypatch):
-    """Four slots for nine prompts: slots are filled again, and move to the left."""
+def test_answers_to_a_task_are_hflms_text_by_text(demo, name, looks, tmp_path, monkeypatch):
+    """Four slots for nine prompts: slots are filled again, and move to the left. What was said is
+    looked at after each token, or as on a GPU after several."""
+    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", looks)
     monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
     monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
     settings = ScoringSettings(mode="exact", max_length=256, batch_size=3, window_batch_size=1)
@@ -120,7 +123,9 @@ def test_prompts_of_all_lengths_are_answered_as_by_hflm(mode, max_length):
     assert not model._forward_hooks
 
 
-def test_a_token_that_generation_config_names_ends_answers():
+@pytest.mark.parametrize("looks", [1, 8])
+def test_a_token_that_generation_config_names_ends_answers(looks, monkeypatch):
+    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", looks)
     model = llama()
     lm = scorer(model, "exact")
     prompts = [request(text(i, 5), i, until=[], max_gen_toks=12) for i in range(4)]
@@ -225,10 +230,10 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):
     expected = generation.greedy(model, prompts, 4)
     fill = generation._Decoding._fill
 
-    def small(self, free, finished):
+    def small(self, free):
         if len(free) > 2:
             raise torch.OutOfMemoryError("out of memory")
-        fill(self, free, finished)
+        fill(self, free)
 
     monkeypatch.setattr(generation._Decoding, "_fill", small)
     assert generation.greedy(model, prompts, 4) == expected

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ def generate(
                 f"answers of up to {limit} tokens do not fit into evaluation.max_length "
                 f"{hflm.max_length}; raise it, or lower max_gen_toks in the task's definition"
             )
-        prompts.append(Prompt(ids=ids[limit - hflm.max_length :], limit=limit))
+        ids = ids[limit - hflm.max_length :] or [hflm.prefix_token_id]
+        prompts.append(Prompt(ids=ids, limit=limit))
     ends = _end_tokens(hflm)
     windows = [_window(hflm.tokenizer, stop) for stop in stops]
 
@@ -108,7 +110,7 @@ def generate(
             return False
         return _settled(hflm.tok_decode(tokens), stops[index])
 
-    answers = (runtime or decode)(
+    answers = (runtime or partial(decode, ends=ends))(
         hflm.model, prompts, finished=finished, longest=hflm.max_length, progress=progress
     )
     return [
@@ -178,13 +180,14 @@ def decode(
     model: Any,
     prompts: Sequence[Prompt],
     *,
+    ends: Collection[int] = (),
     finished: Finished | None = None,
     longest: int | None = None,
     progress: Progress | None = None,
 ) -> list[list[int]]:
-    """Of each prompt the likeliest tokens, until its limit or until ``finished`` of its index and
-    its tokens so far. ``longest``: tokens of a prompt with its answer that the model has positions
-    for, where that is less than what is asked.
+    """Of each prompt the likeliest tokens, until its limit, one of ``ends``, or until ``finished``
+    of its index and its tokens so far, which is asked every few tokens. ``longest``: tokens of a
+    prompt with its answer that the model has positions for, where that is less than what is asked.
 
     Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
     device.
@@ -198,9 +201,9 @@ def decode(
     # Batches alike large, for the last one costs as much time a step as any other.
     batch = -(-len(prompts) // -(-len(prompts) // batch))
     while waiting:
-        run = _Decoding(model, prompts, answers, waiting, batch, longest)
+        run = _Decoding(model, prompts, answers, waiting, batch, longest, ends, finished)
         try:
-            run.all(finished or (lambda index, tokens: False), progress)
+            run.all(progress)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -281,8 +284,11 @@ class _Decoding:
         waiting: Sequence[int],
         batch: int,
         longest: int | None,
+        ends: Collection[int],
+        finished: Finished | None,
     ) -> None:
         self.model, self.prompts, self.answers = model, prompts, answers
+        self.ends, self.finished = ends, finished
         self.device = model.device
         self.waiting = deque(waiting)
         self.active: dict[int, int] = {}  # index of the prompt by slot
@@ -311,23 +317,23 @@ class _Decoding:
         return sorted([*started, *self.waiting], key=lambda i: -len(self.prompts[i].ids))
 
     @torch.inference_mode()
-    def all(self, finished: Finished, progress: Progress | None) -> None:
+    def all(self, progress: Progress | None) -> None:
         """Answers every prompt that waits."""
         before = len(self.prompts) - len(self.waiting)
         while self.waiting or self.active:
             free = [slot for slot in range(self.at.slots) if slot not in self.active]
             if self.waiting and (not self.active or len(free) >= REFILL * self.at.slots):
-                self._fill(free, finished)
+                self._fill(free)
             else:
                 if not self.waiting and len(self.active) <= self.at.slots // 2:
                     self._drop_free_slots()
-                self._look(self._steps(), list(self.active), finished)
+                self._look(self._steps(), list(self.active))
             done = len(self.prompts) - len(self.waiting) - len(self.active)
             if progress is not None and done > before:
                 progress(done, len(self.prompts))
             before = done
 
-    def _fill(self, free: list[int], finished: Finished) -> None:
+    def _fill(self, free: list[int]) -> None:
         """Reads prompts into free slots, and gives each the first token of its answer."""
         if not self.active:
             self.at.end = len(self.prompts[self.waiting[0]].ids)
@@ -339,7 +345,7 @@ class _Decoding:
             new = {slot: self.waiting.popleft() for slot in slots}
             self.active |= new
             tokens = self._read([self.prompts[index].ids for index in new.values()], slots)
-            self._look([tokens], slots, finished)
+            self._look([tokens], slots)
 
     def _read(self, prompts: list[Sequence[int]], slots: list[int]) -> Tensor:
         """The likeliest token after each prompt [slots]; prompts are padded on the left."""
@@ -368,7 +374,7 @@ class _Decoding:
             self.padded[slot] = self.at.end - width + count > 0
         return self.ids[:, 0].clone()
 
-    def _look(self, said: Sequence[Tensor], slots: Sequence[int], finished: Finished) -> None:
+    def _look(self, said: Sequence[Tensor], slots: Sequence[int]) -> None:
         """Takes the tokens [slots of the cache] of each step into the answers of ``slots``."""
         steps = torch.stack(list(said)).tolist()
         finite = self.finite.tolist()
@@ -377,11 +383,13 @@ class _Decoding:
             answer = self.answers[index]
             if not finite[slot]:
                 raise EvaluationError(NOT_FINITE)
-            for tokens in steps:
-                answer.append(tokens[slot])
-                if len(answer) >= self.prompts[index].limit or finished(index, answer):
-                    del self.active[slot]
-                    break
+            limit = self.prompts[index].limit - len(answer)
+            fresh = [tokens[slot] for tokens in steps][:limit]
+            end = next((i for i, token in enumerate(fresh) if token in self.ends), None)
+            answer += fresh if end is None else fresh[: end + 1]
+            over = end is not None or len(fresh) == limit
+            if over or (self.finished is not None and self.finished(index, answer)):
+                del self.active[slot]
 
     def _steps(self) -> list[Tensor]:
         """The tokens [slots] of some steps: until the next look, or the last one's limit."""
@@ -566,10 +574,10 @@ def _end_tokens(hflm: HFLM) -> set[int]:
 
 
 def _window(tokenizer: Any, stops: Sequence[str]) -> int:
-    """The latest tokens of an answer that can hold a stop string, with HFLM's two for luck: an
-    answer may say it in other tokens."""
+    """The latest tokens of an answer that can hold a stop string since the last look, with HFLM's
+    two for luck: an answer may say it in other tokens."""
     longest = max(len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops)
-    return longest + 2
+    return longest + 2 + max(LOOK_EVERY.values())
 
 
 def _settled(text: str, stops: Sequence[str]) -> bool:
