@@ -175,6 +175,7 @@ def plan(
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
+        require_chat_template(name, checkpoint, wanted=recipe.evaluation.apply_chat_template)
         shapes = {} if recipe.alone else linear_shapes(checkpoint)
         bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
         for column in sorted(recipe.quantizers, key=_quantized):
@@ -498,6 +499,21 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
         check_bos(load_tokenizer(checkpoint), add_bos)
     except RecipeError as error:
         raise RecipeError(f"checkpoints.{name}: {error}") from None
+
+
+def require_chat_template(name: str, checkpoint: Checkpoint, *, wanted: bool) -> None:
+    """Raises RecipeError where a chat template is asked for and the checkpoint has none."""
+    if not wanted or any(checkpoint.folder.glob("*chat_template*")):
+        return
+    try:
+        about = json.loads((checkpoint.folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        about = {}
+    if not isinstance(about, dict) or not about.get("chat_template"):
+        raise RecipeError(
+            f"evaluation.apply_chat_template: checkpoints.{name} has no chat template: it was not "
+            "trained on conversations, or its files lack chat_template.jinja"
+        )
 
 
 def resolved(

@@ -141,6 +141,10 @@ class Evaluation(Strict):
     limit: Whole | None = Field(None, ge=1, le=MOST_DOCUMENTS)
     seed: Seed = 0
     fewshot_seed: Seed = FEWSHOT_SEED  # draws few-shot examples
+    # as lm-eval has them, for models that were trained on conversations
+    apply_chat_template: Flag = False
+    fewshot_as_multiturn: Flag = True  # examples as turns of their own; with a chat template
+    system_instruction: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
     tolerance: Tolerance = Tolerance()  # of fast scoring's difference from exact
     attention: Literal["auto", "reference", "triton", "native"] = "auto"

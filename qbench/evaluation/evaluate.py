@@ -8,7 +8,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
         if getattr(task.task, attribute, False):
             raise DataError(f"{task.name}: it {what}, which qbench does not; leave the task out")
     check_documents(task, settings.limit)
-    build_requests(task.task, settings)
+    build_requests(task.task, settings, model)
     _answer(model, task.task.instances)
     samples = list(_samples(task.task, settings.limit))
     outcomes = _outcomes(task.name, samples)
@@ -104,13 +104,14 @@ def require_fast(model: Scorer, tasks: Sequence[LoadedTask], settings: ScoringSe
     """Raises EvaluationError where fast scores of a sample of a task leave the tolerance."""
     for task in tasks:
         if task.kind in ("loglikelihood", "loglikelihood_rolling", "multiple_choice"):
-            build_requests(task.task, settings)
+            build_requests(task.task, settings, model)
             model.require_fast(task.task.instances)
 
 
-def build_requests(task: Any, settings: ScoringSettings) -> None:
+def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
     """The ``instances`` of an lm-eval task, as its ``simple_evaluate`` builds them: counted from
-    lm-eval's seeds, so that seed 0 draws what lm-eval draws."""
+    lm-eval's seeds, so that seed 0 draws what lm-eval draws. ``model`` has the chat template that
+    ``settings.chat`` may ask for. Raises EvaluationError where that has no system role."""
     random.seed(RANDOM_SEED + settings.seed)
     np.random.seed((NUMPY_SEED + settings.seed) % 2**32)
     torch.manual_seed(TORCH_SEED + settings.seed)
@@ -118,7 +119,24 @@ def build_requests(task: Any, settings: ScoringSettings) -> None:
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=settings.fewshot_seed)
-    task.build_all_requests(limit=settings.limit, rank=0, world_size=1)
+    chat: dict[str, Any] = asdict(settings.chat) if settings.chat else {}
+    if settings.chat and settings.chat.apply_chat_template:
+        renderer = getattr(model, "renderer", None) or model.hflm
+        _require_system_role(renderer, settings.chat.system_instruction)
+        chat["chat_template"] = renderer.apply_chat_template
+    task.build_all_requests(limit=settings.limit, rank=0, world_size=1, **chat)
+
+
+def _require_system_role(renderer: Any, instruction: str | None) -> None:
+    """lm-eval would leave the instruction out with a warning."""
+    if instruction is None:
+        return
+    turns = [{"role": "system", "content": instruction}, {"role": "user", "content": "?"}]
+    if instruction not in renderer.apply_chat_template(turns):
+        raise EvaluationError(
+            "evaluation.system_instruction: the model's chat template has no system role; leave it "
+            "out, or put it into the task's description"
+        )
 
 
 def rebuild_requests(
@@ -126,7 +144,7 @@ def rebuild_requests(
 ) -> dict[str, dict[int, tuple[tuple[str, ...], ...]]]:
     """By task and document, of the first ``documents``, each request's texts: context and
     continuation. Records do not keep them; they are made again from the recipe and its data. Left
-    out is passkey retrieval, whose prompts are made for a tokenizer.
+    out are prompts that are made for a tokenizer: passkey retrieval, and conversations.
 
     Raises DataError where recipe and data ask something else than the record's cell was asked.
     """
@@ -144,7 +162,7 @@ def rebuild_requests(
     for spec in specs:
         if spec.name not in record.documents or task not in (None, spec.name):
             continue
-        if spec.output_type == passkey.KIND:
+        if spec.output_type == passkey.KIND or scoring.get("chat"):
             continue
         loaded = load_task(spec)
         if loaded.digest != record.documents[spec.name]:

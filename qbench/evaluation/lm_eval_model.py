@@ -50,6 +50,11 @@ class ExternalScorer(LM):
             raise EvaluationError(f"{what}: {type(error).__name__}: {line}") from error
 
     @property
+    def renderer(self) -> LM:
+        """What applies a chat template."""
+        return self.model
+
+    @property
     def hflm(self) -> Any:
         raise EvaluationError("passkey retrieval needs a tokenizer that only runtimes here have")
 

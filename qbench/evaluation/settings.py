@@ -129,6 +129,15 @@ UNKNOWN_HIDDEN_SIZE = 8_192  # of a configuration that states none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """How prompts become a conversation, in lm-eval's words."""
+
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = True
+    system_instruction: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
     """Settings of one cell's scorer; all but ``tolerance`` are part of the cell's key.
 
@@ -158,6 +167,7 @@ class ScoringSettings:
     shuffle: int | None = None
     amplifies_rounding: bool = False
     fallback: bool = False
+    chat: Chat | None = None  # None: prompts are the task's texts
 
     def __post_init__(self) -> None:
         assert (self.mode == "fast") == (self.batch_tokens is not None)
@@ -166,7 +176,8 @@ class ScoringSettings:
         """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
         against it when it is read (``tolerance.exceeded``)."""
         judged = ("tolerance", "shuffle", "amplifies_rounding", "fallback")
-        return {k: v for k, v in asdict(self).items() if k not in judged}
+        left_out = judged if self.chat else (*judged, "chat")
+        return {k: v for k, v in asdict(self).items() if k not in left_out}
 
 
 class Evaluation(Protocol):
@@ -181,6 +192,9 @@ class Evaluation(Protocol):
     limit: int | None
     seed: int
     fewshot_seed: int
+    apply_chat_template: bool
+    fewshot_as_multiturn: bool
+    system_instruction: str | None
 
 
 def resolve(
@@ -220,6 +234,13 @@ def resolve(
         wanted: Mode = "fast" if device == "cuda" and not mixes_batches else "exact"
         mode = max(wanted, fastest, key=MODES.index)
     automatic = evaluation.batch_size == "auto"
+    chat = None
+    if evaluation.apply_chat_template or evaluation.system_instruction is not None:
+        chat = Chat(
+            apply_chat_template=evaluation.apply_chat_template,
+            fewshot_as_multiturn=evaluation.fewshot_as_multiturn,
+            system_instruction=evaluation.system_instruction,
+        )
     return ScoringSettings(
         mode=mode,
         max_length=min(lengths),
@@ -235,6 +256,7 @@ def resolve(
         fewshot_seed=evaluation.fewshot_seed,
         amplifies_rounding=amplifies_rounding,
         fallback=evaluation.scoring == "auto",
+        chat=chat,
     )
 
 

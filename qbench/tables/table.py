@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from textwrap import shorten
 from typing import Any
 
 from qbench.comparison.lines import Comparison, Line, redundant
@@ -70,6 +71,7 @@ def _table(comparison: Comparison, method: str | None, problems: list[str]) -> T
     notes = together(note for note in problems if _quantizer_of(note) in quantizers)
     if comparison.grid.skipped:
         notes.append(f"Left out, having no data: {', '.join(comparison.grid.skipped)}.")
+    notes += prompt_notes(comparison)
     if left_out:
         notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
     name = next((line.title for line in lines if line.method == method), "Quantization")
@@ -82,6 +84,24 @@ def _table(comparison: Comparison, method: str | None, problems: list[str]) -> T
         rows=tuple(rows),
         notes=tuple(notes),
     )
+
+
+def prompt_notes(comparison: Comparison) -> list[str]:
+    """How prompts became conversations, where they did: a line."""
+    chats = [
+        chat
+        for record in comparison.records.values()
+        if (chat := (record.key_parts.get("scoring") or {}).get("chat"))
+    ]
+    if not chats:
+        return []
+    said = []
+    if chats[0].get("apply_chat_template"):
+        turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
+        said.append(f"by the model's chat template, few-shot examples as {turns}")
+    if instruction := chats[0].get("system_instruction"):
+        said.append(f"with the system instruction “{shorten(instruction, 120)}”")
+    return [f"Prompts: {', '.join(said)}."]
 
 
 def pairs(table: Table) -> list[Table]:

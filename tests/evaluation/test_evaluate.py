@@ -13,13 +13,13 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text, tokenizer
 
-from qbench.errors import DataError
+from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.definitions import expand, task_groups
 from qbench.evaluation.degradation import flips
 from qbench.evaluation.evaluate import evaluate, group_scores, rebuild_requests
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring.hflm import pinned_hflm
-from qbench.evaluation.settings import FEWSHOT_SEED
+from qbench.evaluation.settings import FEWSHOT_SEED, Chat
 from qbench.evaluation.tasks import plan_task
 
 DATA = "dataset_path: json\ntest_split: test\n"
@@ -127,14 +127,16 @@ def loaded(folder, name):
     return load_task(plan_task(name, data=folder / "data", definitions=folder / "own"))
 
 
-def theirs(folder, name, chosen, **changes):
+def theirs(folder, name, chosen, template=None, **changes):
     """Of a task object: built by name, it would draw its first prompt once more before the rest."""
     manager = TaskManager(include_path=str(folder / "own"), include_defaults=False)
     random.seed(0)
     np.random.seed(1234)
     tasks = [name] if name == "all" else list(manager.load([name])["tasks"].values())
+    model = pinned_hflm(llama(), tokenizer(), chosen)
+    model.tokenizer.chat_template = template
     return simple_evaluate(
-        model=pinned_hflm(llama(), tokenizer(), chosen),
+        model=model,
         tasks=tasks,
         task_manager=manager,
         bootstrap_iters=0,
@@ -173,6 +175,40 @@ def test_a_task_gives_what_simple_evaluate_gives_to_the_bit(folder, name):
         assert_same(evaluate(model, task, chosen), results, name)
     longer = evaluate(model, task, settings("exact", max_length=200))
     assert longer.outcomes["document"].nunique() == 7
+
+
+CHAT = (
+    "{{ bos_token }}{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER_ALONE = CHAT.replace(
+    "{% for", "{{ raise_exception('no') if messages[0].role == 'system' }}{% for"
+)
+
+
+@pytest.mark.parametrize("name", ["five_shot", "page", "sums"])
+@pytest.mark.parametrize(("multiturn", "system"), [(True, "Answer briefly."), (False, None)])
+def test_conversations_are_those_of_simple_evaluate_to_the_bit(folder, name, multiturn, system):
+    asked = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn,
+             "system_instruction": system}  # fmt: skip
+    chosen = settings("exact", max_length=200, limit=4, chat=Chat(**asked))
+    model, task = scorer(llama(), "exact", max_length=200), loaded(folder, name)
+    model.hflm.tokenizer.chat_template = CHAT
+    assert_same(
+        evaluate(model, task, chosen), theirs(folder, name, chosen, CHAT, limit=4, **asked), name
+    )
+    whole = "".join(task.task.instances[0].args[:1])
+    if name == "five_shot":
+        assert whole.startswith("<s>[system] Answer briefly." if system else "<s>[user] Q: ")
+        assert whole.count("[assistant]") == (6 if multiturn else 1)
+
+
+def test_a_template_without_a_system_role_takes_no_instruction(folder):
+    chat = Chat(apply_chat_template=True, system_instruction="Be brief.")
+    model = scorer(llama(), "exact", max_length=200)
+    model.hflm.tokenizer.chat_template = USER_ALONE
+    with pytest.raises(EvaluationError, match="the model's chat template has no system role"):
+        evaluate(model, loaded(folder, "word"), settings("exact", max_length=200, chat=chat))
 
 
 def test_groups_are_scored_as_by_simple_evaluate(folder):
