@@ -27,6 +27,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench import recipe_yaml
@@ -72,7 +73,9 @@ FilePath = Annotated[Path, BeforeValidator(_is_text)]
 class Strict(BaseModel):
     """Unknown keys are refused, values are not changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def problem(location: Location, message: str) -> ValidationError:
@@ -110,8 +113,11 @@ class CheckpointSource(Strict):
     """Where a checkpoint lies, and what it must be."""
 
     path: Text
+    """A folder, or a hub id."""
     revision: Text | None = None
+    """Of a hub id: a branch, tag or commit. Default: main."""
     normalizer: str | None = None
+    """What turns its scores into weights. Default: as its config says."""
 
     @field_validator("normalizer")
     @classmethod
@@ -125,30 +131,48 @@ class CheckpointSource(Strict):
 class CalibrationSource(Strict):
     """Text that calibrated quantizers see: ``samples`` documents of ``length`` tokens each."""
 
-    path: Text  # JSON Lines with a "text" field, or hf://datasets/<owner>/<name>/<file>
+    path: Text
+    """JSON Lines with a `text` field, or hf://datasets/OWNER/NAME/FILE."""
     samples: Whole = Field(128, ge=1, le=10**6)
+    """Documents that are read."""
     length: Whole = Field(2048, ge=8, le=MOST_TOKENS)
+    """Tokens of each."""
     seed: Seed = 0
+    """Draws the documents and where in them the text begins."""
 
 
 class Evaluation(Strict):
     """Numerics of scoring; all of it is part of every cell's key."""
 
     softmax_dtype: Literal["float32", "model"] = "float32"
+    """In what log-probabilities are computed: float32, or the model's dtype."""
     add_bos: Flag = False
-    max_length: Whole | None = Field(None, ge=2, le=MOST_TOKENS)  # None: the checkpoint's own
+    """Begin every text that is scored with BOS."""
+    max_length: Whole | None = Field(None, ge=2, le=MOST_TOKENS)
+    """Tokens of a request. Default: the checkpoint's context."""
     batch_size: int | Literal["auto"] = "auto"
+    """Requests of a batch."""
     limit: Whole | None = Field(None, ge=1, le=MOST_DOCUMENTS)
+    """Documents of each task, the first ones. Default: all."""
     seed: Seed = 0
-    fewshot_seed: Seed = FEWSHOT_SEED  # draws few-shot examples
-    # as lm-eval has them, for models that were trained on conversations
+    """Draws answers of tasks that sample."""
+    fewshot_seed: Seed = FEWSHOT_SEED
+    """Draws few-shot examples."""
     apply_chat_template: Flag = False
-    fewshot_as_multiturn: Flag = True  # examples as turns of their own; with a chat template
+    """Ask as lm-eval asks models that were trained on conversations: by their template."""
+    fewshot_as_multiturn: Flag = True
+    """Examples as turns of their own, with a chat template."""
     system_instruction: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    """With a chat template: what the system says first."""
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
-    tolerance: Tolerance = Tolerance()  # of fast scoring's difference from exact
+    """exact gives HFLM's scores, fast packs requests, lm-eval is HFLM itself; auto is the fastest
+    that fits the model on a GPU, exact on a CPU."""
+    tolerance: Tolerance = Tolerance()
+    """How far fast scoring may be from exact: nats a token, and the share of changed answers."""
     attention: Literal["auto", "reference", "triton", "native"] = "auto"
+    """What computes attention: our kernels on a GPU, PyTorch, or the model's own."""
     damage: Flag = True
+    """Measure quantized cells against the unquantized one: KL divergence, flips."""
 
     @field_validator("batch_size", mode="before")
     @classmethod
@@ -169,7 +193,9 @@ class Files(Strict):
     own name alone."""
 
     evaluation: Stems | None = None
+    """For the split that is scored."""
     fewshot: Stems | None = None
+    """For the split that few-shot examples are drawn from."""
 
 
 def _of_evaluation(value: Any) -> Any:
@@ -188,15 +214,20 @@ class Task(Strict):
     """A task by its lm-eval name."""
 
     name: TaskName
+    """A task, group or tag of lm-eval, or `passkey`."""
     files: Annotated[Files, BeforeValidator(_of_evaluation)] = Files()
+    """File names without .jsonl that may stand for its splits in the data folder."""
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
+    """Examples in each prompt. Default: as the task says."""
 
 
 class PluginFile(Strict):
     """A Python file, and where stated the SHA-256 that it must have."""
 
     path: FilePath
+    """Registers quantizers, normalizers or executors of one's own."""
     sha256: Digest | None = None
+    """Of the file, which must have it."""
 
 
 def _with_path(value: Any) -> Any:
@@ -211,30 +242,42 @@ class Column:
     """One column of the grid: a quantizer under a label that is unique in its recipe."""
 
     label: str
-    quantization: InstanceOf[QuantizationConfig]
+    quantization: Annotated[InstanceOf[QuantizationConfig], WithJsonSchema({})]
 
 
 class Recipe(Strict):
     """What to run. ``Recipe.load`` reads one; relative paths are relative to its file."""
 
     name: Name
-    plugins: PluginFiles = ()  # ``load`` loads them
+    """Results go to results/NAME."""
+    plugins: PluginFiles = ()
+    """Python files that are loaded first."""
     checkpoints: dict[Name, CheckpointSource] = Field(min_length=1)
-    baseline: Name | None = None  # the checkpoint that Δ is taken against; None: the first
-    # several trainings of one kind: a group's name → its checkpoints
+    """By name: a folder or hub id, or a mapping. A list, or a path with `*`: trainings of one
+    kind."""
+    baseline: Name | None = None
+    """The checkpoint that Δ is taken against. Default: the first."""
     replicates: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] = Field(
         default_factory=dict
     )
-    # of quantized cells; None: that of the unquantized quantizer, which damage is against
+    """Several trainings of one kind: a group's name, and its checkpoints."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Of quantized cells. Default: that of the unquantized quantizer."""
     quantizers: tuple[Column, ...]
+    """Names, or mappings: a name with its options and a label, or parts."""
     tasks: tuple[Task, ...] = Field(min_length=1)
+    """Names of lm-eval, or mappings."""
     calibration: CalibrationSource | None = None
+    """Text that calibrated quantizers see."""
     data: FilePath | None = None
-    skip_missing: Flag = False  # tasks that the data folder lacks are left out, and named
-    definitions: FilePath | None = None  # of further lm-eval tasks
+    """A folder of TASK/SPLIT.jsonl files. Default: the hub."""
+    skip_missing: Flag = False
+    """Leave out tasks that the data folder lacks; tables name them."""
+    definitions: FilePath | None = None
+    """A folder of further lm-eval tasks: YAML files."""
     evaluation: Evaluation = Evaluation()
-    folder: Path = Path()  # of the recipe file
+    """Numerics of scoring; all of it is part of every cell's key."""
+    folder: SkipJsonSchema[Path] = Path()  # of the recipe file
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Overrides | None = None) -> Recipe:

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qbench import recipe_schema
 from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe
+
+ROOT = Path(__file__).parents[1]
 
 GOOD = {
     "name": "small",
@@ -248,3 +251,17 @@ def test_a_scoring_mode_on_the_command_line_replaces_the_recipes(tmp_path):
 def test_a_wrong_tolerance_names_its_place_and_what_there_is(tmp_path, tolerance, words):
     with pytest.raises(RecipeError, match=words):
         Recipe.load(write(tmp_path, evaluation={"tolerance": tolerance}))
+
+
+def test_the_page_of_keys_is_what_the_schema_says():
+    page = (ROOT / "docs" / "reference" / "recipe.md").read_text()
+    assert page == recipe_schema.markdown()
+
+
+def test_the_schema_knows_every_key_and_each_says_what_it_means():
+    schema = recipe_schema.json_schema()
+    assert schema["properties"].keys() == Recipe.model_fields.keys() - {"folder"}
+    assert schema["properties"]["evaluation"]["$ref"] == "#/$defs/Evaluation"
+    for kind in ("CheckpointSource", "CalibrationSource", "Evaluation", "Task"):
+        for key, about in schema["$defs"][kind]["properties"].items():
+            assert about.get("description"), (kind, key)

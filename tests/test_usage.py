@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 
 import pytest
@@ -61,6 +62,20 @@ def test_help_fits_80_columns_and_reads_as_words(names, monkeypatch, capsys):
     assert max(map(len, lines)) <= 80
     for line in lines:
         assert not re.search(r"\w… │", line), line  # cut by rich
-        plain = re.sub(r"\[[\d<=]*x[\d<=>]*\]", "", line)
+        plain = re.sub(r"\[[\d<=]*x[\d<=>]*\]|^ +qbench .*", "", line)
         assert plain.count("<") == plain.count(">"), line  # choices that go on in the next line
         assert not re.search(r"<(bool|str|path|int|float|list)\b", line), line
+
+
+@pytest.mark.parametrize("names", [*every_command()], ids=" ".join)
+def test_every_command_has_examples_that_can_be_given_as_they_stand(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = cli.load(names[0])
+    for name in names[1:]:
+        command = command.commands[name]
+    _, found, examples = command.callback.__doc__.partition("Examples:\n    ```\n")
+    assert found
+    for example in examples.partition("```")[0].strip().splitlines():
+        words = shlex.split(example.partition(">")[0])
+        assert words[: len(names) + 1] == ["qbench", *names]
+        command.make_context(" ".join(names), [*words[len(names) + 1 :]])

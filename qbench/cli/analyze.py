@@ -120,6 +120,12 @@ def analyze(
     One pass a cell. Records, tables, figures and CSV files go to the folder `analysis` of the
     results folder; where `qbench run` wrote records there, tables show the damage beside. Finished
     cells are reused. Exit code 1 where a cell failed, 2 for input that cannot work.
+
+    Examples:
+    ```
+    qbench analyze recipes/demo.yaml
+    qbench analyze recipes/gptq.yaml --only "*" --sensitivity gptq-4bit
+    ```
     """
     from qbench.viewer.figures import write_analyses  # pandas and figures
 

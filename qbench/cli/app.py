@@ -50,6 +50,7 @@ COMMANDS = {
     "train": Entry("train", TRAIN, "Train models alike in all but the normalizer."),
     "convert": Entry("lookup", LOOK_UP, "Write a checkpoint in the other format, bit for bit."),
     "list": Entry("lookup", LOOK_UP, "List quantizers, normalizers, models or tasks."),
+    "schema": Entry("lookup", LOOK_UP, "Print the JSON Schema of recipes, for editors."),
     "cache": Entry("cache", LOOK_UP, "What runs keep for later ones: list it, bound it."),
     "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }

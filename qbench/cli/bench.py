@@ -47,6 +47,11 @@ def attention(
     """The kernels against float64, then cuDNN, FlashAttention 2 and FlexAttention. Needs a GPU.
 
     Checks run in processes side by side. Timing follows alone.
+
+    Examples:
+    ```
+    qbench bench attention --quick
+    ```
     """
     from qbench.bench.attention import bench_attention, table
 
@@ -58,7 +63,13 @@ def products(
     out: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
 ) -> None:
-    """Real int8 and fp8 products against float64, then against bf16. Needs a GPU."""
+    """Real int8 and fp8 products against float64, then against bf16. Needs a GPU.
+
+    Examples:
+    ```
+    qbench bench products --quick
+    ```
+    """
     from qbench.bench.products import bench_products, table
 
     typer.echo(table(bench_products(out, quick)))
@@ -74,7 +85,13 @@ def analysis(
     device: DeviceOption = Device.auto,
     out: Json = None,
 ) -> None:
-    """One pass of `qbench analyze` by its parts, and passkey decoding beside transformers'."""
+    """One pass of `qbench analyze` by its parts, and passkey decoding beside transformers'.
+
+    Examples:
+    ```
+    qbench bench analysis --shape tiny
+    ```
+    """
     from qbench.bench.analysis import SHAPES, bench_analysis, table
 
     if shape not in SHAPES:
@@ -103,7 +120,13 @@ def generation(
     device: DeviceOption = Device.auto,
     out: Json = None,
 ) -> None:
-    """Generated answers beside lm-eval's HFLM, of random weights."""
+    """Generated answers beside lm-eval's HFLM, of random weights.
+
+    Examples:
+    ```
+    qbench bench generation
+    ```
+    """
     from qbench.bench.analysis import SHAPES
     from qbench.bench.generation import bench_generation, table
 
@@ -132,7 +155,13 @@ def evaluation(
     ] = None,
     out: Json = None,
 ) -> None:
-    """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring."""
+    """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring.
+
+    Examples:
+    ```
+    qbench bench evaluation recipes/demo.yaml --limit 50
+    ```
+    """
     from qbench.bench.evaluation import MODES, compare, table
     from qbench.cell import load
     from qbench.evaluation.loaded import load_task
@@ -219,6 +248,11 @@ def training(
 
     On several GPUs: `torchrun --nproc-per-node 2 -m qbench bench training`, as many sequences on
     each.
+
+    Examples:
+    ```
+    qbench bench training --shape 27m
+    ```
     """
     from pydantic import ValidationError
 
@@ -277,6 +311,11 @@ def sample_efficiency(
     """Figure 1 of the sigmoid paper: how fast sigmoid and softmax gates find their parameters.
 
     Runs on the CPU, about ten minutes on two cores. With --out the figure is drawn too.
+
+    Examples:
+    ```
+    qbench bench sample-efficiency
+    ```
     """
     from qbench.bench.sample_efficiency import bench_sample_efficiency, figure, table, to_json
 

@@ -26,7 +26,13 @@ def list_entries(
         typer.Option(metavar="FOLDER", help="Folders whose records say who uses what. Repeatable."),
     ] = [Path("results")],  # noqa: B006
 ) -> None:
-    """What is kept, with sizes, ages and who uses it, the least recently used first."""
+    """What is kept, with sizes, ages and who uses it, the least recently used first.
+
+    Examples:
+    ```
+    qbench cache list --results results
+    ```
+    """
     folder = cache_folder()
     found = entries(folder, results)
     rows = [
@@ -49,6 +55,11 @@ def prune(
     """Remove what nobody has used for longest, and what processes that died have left.
 
     What a run is at work on stays. What is gone is made again by the run that needs it.
+
+    Examples:
+    ```
+    qbench cache prune --max-gib 20 --dry-run
+    ```
     """
     removed, leftovers = kept.prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
     word = "would remove" if dry_run else "removed"

@@ -67,6 +67,12 @@ def check(
     much as the baseline's documents can tell: the margin at which a harmless change, one that
     flips 3 per cent of the answers by chance, passes on all lines 95 times of 100. With 50 lines
     that is 7.2 points on 200 documents and 1.7 on 2,400.
+
+    Examples:
+    ```
+    qbench check results/gate --baseline baseline.parquet
+    qbench check results/gate --baseline baseline.parquet --margin acc=1 --junit gate.xml
+    ```
     """
     verdict = judge(
         open_store(folder, run),
@@ -88,7 +94,13 @@ def baseline(
     ] = False,
     run: Run = None,
 ) -> None:
-    """Make the baseline that `qbench check` holds later results to."""
+    """Make the baseline that `qbench check` holds later results to.
+
+    Examples:
+    ```
+    qbench baseline results/gate --out baseline.parquet
+    ```
+    """
     changes = make(open_store(folder, run), out, replace=replace)
     if changes is not None:
         typer.echo(changes_table(changes), nl=False)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from qbench import recipe_schema
 from qbench.checkpoints import find
 from qbench.checkpoints.supported import CLASSES, ModelClass
 from qbench.cli.messages import show_written
 from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError, shown
 from qbench.plugins import load_packages
-from qbench.quantizers.names import COMBINATIONS, PARTS, Preset, Presets
+from qbench.quantizers.names import COMBINATIONS, PARTS, Presets
 from qbench.quantizers.prequantized import format_lines
 
+COLUMNS = 80
 WIDTH = 22
 ABOUT = {
     "weights": "by its name alone, or as weights: of an entry in parts",
@@ -44,18 +48,20 @@ def quantizer_lines() -> list[str]:
 def _of(registry: Presets) -> list[str]:
     """Options are explained where they first stand."""
     lines: list[str] = []
-    explained: list[Preset] = []
+    explained: set[str] = set()
     for preset in map(registry.get, registry):
         lines.append(f"{preset.name:{WIDTH}} {preset.description}")
-        same = (o for o in explained if o.kind is preset.kind and o.options == preset.options)
-        first = next(same, None)
-        if first and preset.options:
-            lines.append(f"{'':{WIDTH}}   options as of {first.name}")
-            continue
-        explained.append(preset)
+        as_above = []
         for option, default in preset.options.items():
             told = list(default) if isinstance(default, tuple) else default
-            lines.append(f"{'':{WIDTH}}   {option}={told}: {preset.explain(option)}")
+            line = f"{'':{WIDTH}}   {option}={told}: {preset.explain(option)}"
+            if line in explained:
+                as_above.append(option)
+            else:
+                explained.add(line)
+                lines.append(line)
+        if as_above:
+            lines.append(f"{'':{WIDTH}}   as above: {', '.join(as_above)}")
     return lines
 
 
@@ -84,7 +90,14 @@ def list_command(
     ] = False,
 ) -> None:
     """List the quantizers with their options, the formats of checkpoints that are quantized
-    already, the normalizers, the classes of models that were tried, or lm-eval's tasks."""
+    already, the normalizers, the classes of models that were tried, or lm-eval's tasks.
+
+    Examples:
+    ```
+    qbench list quantizers
+    qbench list models
+    ```
+    """
     if what not in list(Listing):
         raise typer.BadParameter(
             f"{shown(what)} is none of {', '.join(Listing)}", param_hint="WHAT"
@@ -96,7 +109,18 @@ def list_command(
         typer.echo(model_table(), nl=False)
         return
     for line in _listing(Listing(what)):
-        typer.echo(line)
+        typer.echo(folded(line))
+
+
+def folded(line: str) -> str:
+    """``line`` in 80 columns: what goes on stands a little to the right of where it began."""
+    if len(line) <= COLUMNS:
+        return line
+    begins = len(line) - len(line.lstrip())
+    return textwrap.fill(
+        line, COLUMNS, subsequent_indent=" " * ((begins or WIDTH - 1) + 2),
+        break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+    )  # fmt: skip
 
 
 def _listing(what: Listing) -> list[str]:
@@ -154,6 +178,24 @@ def _weights(row: ModelClass) -> str:
     return f"{row.weights}; not {not_quantized}" if not_quantized else row.weights
 
 
+def schema(
+    plugin: PluginOption = [],  # noqa: B006  typer copies it
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The page docs/reference/recipe.md.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of recipes, by which editors check and complete them.
+
+    Examples:
+    ```
+    qbench schema > recipe.schema.json
+    ```
+    """
+    load_packages()
+    shown = recipe_schema.markdown() if markdown else json.dumps(recipe_schema.json_schema())
+    typer.echo(shown.rstrip("\n"))
+
+
 class Format(StrEnum):
     llama = "llama"
     fla = "fla"
@@ -174,6 +216,11 @@ def convert(
     """Write a checkpoint in the other format, weights bit for bit, tokenizer along.
 
     What the other format cannot say is refused by name (exit code 2), and nothing is written.
+
+    Examples:
+    ```
+    qbench convert DIR OUT --to llama
+    ```
     """
     from qbench.checkpoints.convert import convert as write
 

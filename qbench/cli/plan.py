@@ -33,6 +33,12 @@ def plan(
     """Show what `qbench run` would do, and what is there already. Runs nothing.
 
     Exit code 2 where a cell can never run.
+
+    Examples:
+    ```
+    qbench plan recipes/demo.yaml
+    qbench plan recipes/gptq.yaml --data DIR --device cpu
+    ```
     """
     place = here(recipe, overrides, out=out, device=device)
     planned = place.plan(only, show=True)

@@ -86,6 +86,13 @@ def run(
 
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
     where a cell failed (it is tried again next time), 2 for input that cannot work.
+
+    Examples:
+    ```
+    qbench run recipes/demo.yaml
+    qbench run recipes/gptq.yaml --only "softpick/*" --gpus all
+    qbench run --checkpoint mine=DIR --quantizers bf16,hqq-4bit --tasks piqa,arc_easy
+    ```
     """
     place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
     cells = len(select(cell_names(place.recipe), only))
@@ -170,6 +177,11 @@ def noise(
 
     A difference below it says nothing, and the tables of the same results folder mark it so.
     Written there as noise.json.
+
+    Examples:
+    ```
+    qbench noise recipes/gptq.yaml --limit 200
+    ```
     """
     from qbench.tables.changes import noise_table  # pandas
 

@@ -32,7 +32,13 @@ def explain(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The other cell.")],
 ) -> None:
-    """Which part of their keys makes two cells different."""
+    """Which part of their keys makes two cells different.
+
+    Examples:
+    ```
+    qbench explain results/a/softpick/gptq-4bit results/b/softpick/gptq-4bit
+    ```
+    """
     typer.echo(text(find_record(a), find_record(b)))
 
 
@@ -58,7 +64,15 @@ def show(
     ] = None,
     run: Run = None,
 ) -> None:
-    """Everything about one cell, or which runs and cells a results folder holds."""
+    """Everything about one cell, or which runs and cells a results folder holds.
+
+    Examples:
+    ```
+    qbench show results/demo
+    qbench show results/demo/softpick/gptq-4bit
+    qbench show results/demo/softpick/gptq-4bit --document 3 --task demo_choice
+    ```
+    """
     if (Path(what) / "grid.json").is_file():
         typer.echo(folder_text(Store(Path(what), run=run)))
         return
@@ -121,6 +135,12 @@ def export(
     a model card, TensorBoard's scalars, Weights & Biases' runs (offline; `wandb sync` sends them).
 
     Failed and missing cells are left out, and named on standard error.
+
+    Examples:
+    ```
+    qbench export results/demo --to lm-eval
+    qbench export results/demo --to wandb --out DIR
+    ```
     """
 
     store = open_store(folder, run)
@@ -142,7 +162,14 @@ def published(
         bool, typer.Option("--check", help="Recompute what can be recomputed; flag the rest.")
     ] = False,
 ) -> None:
-    """List or print the papers' tables, or check that they add up."""
+    """List or print the papers' tables, or check that they add up.
+
+    Examples:
+    ```
+    qbench published
+    qbench published --check
+    ```
+    """
     if check:
         typer.echo(summary())
     elif name:

@@ -34,7 +34,14 @@ def tables(
     published: Published = None,
     run: Run = None,
 ) -> None:
-    """Write and show the delta tables of a results folder, in the paper's layout."""
+    """Write and show the delta tables of a results folder, in the paper's layout.
+
+    Examples:
+    ```
+    qbench tables results/demo
+    qbench tables results/demo --format tex
+    ```
+    """
 
     show_tables(open_store(folder, run), format=format, published=published)
 
@@ -81,6 +88,12 @@ def compare(
     """What changed between two results of one recipe, paired by document.
 
     Both may be runs of one folder, as `qbench show FOLDER` lists them.
+
+    Examples:
+    ```
+    qbench compare results/before results/after
+    qbench compare results/demo --run 0a1b
+    ```
     """
     if b is None and run is None:
         raise ResultsError(f"compare {a}: with what? Name another folder, or a run of it by --run")

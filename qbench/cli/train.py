@@ -75,7 +75,13 @@ def tokenize(
     ] = None,
     licences: Annotated[str, typer.Option(help="Of the text: stands in the record.")] = "",
 ) -> None:
-    """Turn text into token files for `qbench train`."""
+    """Turn text into token files for `qbench train`.
+
+    Examples:
+    ```
+    qbench tokenize text.jsonl --out tokens --vocabulary 4096
+    ```
+    """
     if (tokenizer is None) == (vocabulary is None):
         raise RecipeError(
             "tokenize: say --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
@@ -164,6 +170,11 @@ def train(
     given again, and ends with the same weights as without the stop.
     `torchrun --nproc-per-node 2 -m qbench train RECIPE` spreads each run over several GPUs; for
     several runs at once start a process each, with `--normalizer` and `--seed`.
+
+    Examples:
+    ```
+    qbench train recipes/train/pair-27m.yaml --data tokens
+    ```
     """
     loaded = TrainingRecipe.load(
         recipe,

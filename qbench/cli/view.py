@@ -57,6 +57,12 @@ def view(
 
     The server answers this machine alone, and only at the address that it prints. Folders are
     watched: a run in progress fills in. Ctrl-C ends it.
+
+    Examples:
+    ```
+    qbench view results/demo
+    qbench view results/demo --export site
+    ```
     """
     for folder in folders:
         Store(folder, run=run).grid()  # without results it is refused before anything is served
@@ -92,7 +98,13 @@ def report(
     ] = None,
     run: Run = None,
 ) -> None:
-    """Write report.html: the first page of `qbench view` in one file that needs no network."""
+    """Write report.html: the first page of `qbench view` in one file that needs no network.
+
+    Examples:
+    ```
+    qbench report results/demo
+    ```
+    """
     require_folder(out or folder, "--out" if out else "without --out, the report's folder")
     store = open_store(folder, run)
     show_written([write_report(Results(store), Path(out or store.place()) / "report.html")])

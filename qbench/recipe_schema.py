@@ -1,0 +1,144 @@
+"""The schema of recipes: as JSON Schema for editors, and as the page docs/reference/recipe.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from qbench.quantizers.names import COMBINATIONS, PARTS
+from qbench.recipe import Recipe
+
+Schema = dict[str, Any]
+HEAD = """# Keys of a recipe
+
+Made by `qbench schema --markdown`. `qbench schema > recipe.schema.json` writes the same as JSON
+Schema, by which editors check and complete a recipe that begins with
+`# yaml-language-server: $schema=recipe.schema.json`. Paths are relative to the recipe's file.
+[Recipes](../recipes.md) explains them with examples.
+"""
+
+
+def json_schema() -> Schema:
+    """JSON Schema (2020-12) of what ``Recipe.load`` reads, short forms included."""
+    schema = Recipe.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["description"] = "A recipe of qbench."
+    keys, kinds = schema["properties"], schema["$defs"]
+    for unseen in ("folder", "Column"):
+        keys.pop(unseen, None)
+        kinds.pop(unseen, None)
+    checkpoint, text = {"$ref": "#/$defs/CheckpointSource"}, {"type": "string"}
+    several = {"type": "array", "minItems": 2, "items": {"anyOf": [text, checkpoint]}}
+    keys["checkpoints"]["additionalProperties"] = {"anyOf": [text, checkpoint, several]}
+    keys["tasks"]["items"] = {"anyOf": [text, keys["tasks"]["items"]]}
+    keys["plugins"]["items"] = {"anyOf": [text, keys["plugins"]["items"]]}
+    stems = {"type": "array", "items": text}
+    kinds["Task"]["properties"]["files"]["anyOf"] = [stems, {"$ref": "#/$defs/Files"}]
+    kinds["Task"]["properties"]["files"].pop("$ref", None)
+    keys["quantizers"] |= {"minItems": 1, "items": {"$ref": "#/$defs/Quantizer"}}
+    kinds["Quantizer"] = _quantizer()
+    return schema
+
+
+def _quantizer() -> Schema:
+    """A name, or a mapping: of a name with its options, or of parts."""
+    names = [*PARTS["weights"], *COMBINATIONS]
+    options = {
+        field.name: {} for preset in map(PARTS["weights"].get, PARTS["weights"])
+        for field in fields(preset.kind)
+    }  # fmt: skip
+    parts = {
+        kind: {"anyOf": [{"enum": [*PARTS[kind]]}, {"type": "object"}]} for kind in PARTS
+    }  # fmt: skip
+    mapping = {
+        "type": "object",
+        "properties": {
+            "name": {"enum": names},
+            "label": {"type": "string", "description": "Unique in its recipe."},
+            **parts,
+            **options,
+        },
+    }
+    return {"anyOf": [{"enum": names}, {"type": "string"}, mapping]}
+
+
+def markdown() -> str:
+    """The page: a table of keys a mapping, and one of quantizers with their options."""
+    schema = json_schema()
+    parts = [HEAD, _table("Recipe", schema)]
+    for name, kind in schema["$defs"].items():
+        if name != "Quantizer":
+            parts.append(_table(name, kind))
+    parts.append("\n".join(_quantizers()))
+    return "\n".join(parts) + "\n"
+
+
+def _table(name: str, kind: Schema) -> str:
+    about = kind.get("description", "").split("\n\n")[0]
+    lines = [f"## {name}", "", " ".join(about.replace("``", "`").split()), ""]
+    lines += ["| key | what it may be | default | |", "| --- | --- | --- | --- |"]
+    for key, value in kind.get("properties", {}).items():
+        default = "required" if key in kind.get("required", ()) else _default(value)
+        text = " ".join(value.get("description", "").split()).replace("|", "\\|")
+        lines.append(f"| `{key}` | {_what(value)} | {default} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(value: Schema) -> str:
+    default = value.get("default")
+    return "" if default in (None, [], {}) or isinstance(default, dict) else f"`{_said(default)}`"
+
+
+def _what(value: Schema) -> str:
+    if "$ref" in value:
+        name = value["$ref"].rpartition("/")[2]
+        return "a [quantizer](#quantizers)" if name == "Quantizer" else f"[{name}](#{name.lower()})"
+    if "enum" in value:
+        return ", ".join(f"`{_said(one)}`" for one in value["enum"])
+    if "const" in value:
+        return f"`{_said(value['const'])}`"
+    for several in ("anyOf", "oneOf"):
+        if several in value:
+            kinds = [_what(one) for one in value[several] if one.get("type") != "null"]
+            return " or ".join(dict.fromkeys(kinds))
+    if value.get("type") == "array":
+        return f"a list of: {_what(value.get('items', {}))}"
+    if value.get("type") == "object":
+        inner = value.get("additionalProperties")
+        return f"names with: {_what(inner)}" if isinstance(inner, dict) else "a mapping"
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
+    text = words.get(value.get("type", ""), "text")
+    least, most = value.get("minimum"), value.get("maximum")
+    return text + (f" ≥ {least:,}" if least is not None else "") + (
+        f", ≤ {most:,}" if most is not None else ""
+    )  # fmt: skip
+
+
+def _quantizers() -> Iterator[str]:
+    yield "## Quantizers\n"
+    yield (
+        "By name, `{name: …, OPTION: …, label: …}`, or in parts, "
+        "`{weights: …, activations: …, kv: …}`."
+    )
+    for kind, registry in PARTS.items():
+        yield f"\n### {kind}\n\n| name | | options with their defaults |\n| --- | --- | --- |"
+        for preset in map(registry.get, registry):
+            options = ", ".join(
+                f"`{name}`" if isinstance(one, FieldInfo) else f"`{name}: {_said(one)}`"
+                for name, one in preset.options.items()
+            )
+            yield f"| `{preset.name}` | {preset.description} | {options} |"
+    yield "\n### Combinations\n\n| name | |\n| --- | --- |"
+    for name in COMBINATIONS:
+        yield f"| `{name}` | {COMBINATIONS.get(name).description} |"
+    yield "\n`qbench list quantizers` explains each option."
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
