@@ -5,6 +5,7 @@ quantiles of more values than can be kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,38 +18,36 @@ MASSIVE_KEPT = 100  # listed in a record; all are counted
 BONDARENKO_EPSILON = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
-    """Massive activations: ``indices`` int64 [M, 3] of sample, position, channel."""
+class Massive(NamedTuple):
+    """A massive activation; ``to_median``: its magnitude over the median one."""
 
+    value: float
+    to_median: float
     layer: int
-    indices: Tensor
-    values: Tensor
-    to_median: Tensor
+    sample: int
+    position: int
+    channel: int
 
 
 @dataclass(kw_only=True, eq=False)
 class States:
-    """What is kept of one layer's hidden states, a row a text; on the model's device, float64.
+    """What is kept of one layer's hidden states.
 
-    ``powers`` [N, 4]: Σ x, Σ x², Σ x³, Σ x⁴ over the T · D values of each text. ``counts``: as
-    :func:`counts` has them.
+    ``rows`` [N, 8], of each text's T · D values: Σ x, Σ x², Σ x³, Σ x⁴, :func:`excess` kurtosis
+    averaged over tokens, lowest, highest, median magnitude; float64, on the model's device.
+    ``counts``: as :func:`counts` has them.
     """
 
     values: int = 0  # of one text
-    powers: list[Tensor] = field(default_factory=list)
-    token_kurtosis: list[Tensor] = field(default_factory=list)
-    lowest: list[Tensor] = field(default_factory=list)
-    highest: list[Tensor] = field(default_factory=list)
-    medians: list[Tensor] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
     counts: Tensor | None = None
     dtype: torch.dtype = torch.float32
     massive: int = 0
 
     @torch.no_grad()
-    def add(self, states: Tensor, *, layer: int, first: int) -> Found | None:
+    def add(self, states: Tensor, *, layer: int, first: int) -> list[Massive]:
         """Take in hidden states [B, T, D] of texts ``first``, ``first`` + 1, …; returns the
-        massive activations among them.
+        massive activations among them, at most ``MASSIVE_KEPT``, the largest ones.
 
         Sun et al. 2024 (arXiv 2402.17762, section 2): a value is massive where its magnitude
         "surpasses 100 and is at least or around 1,000 times larger than the median magnitude of
@@ -61,34 +60,30 @@ class States:
         self.values, self.dtype = wide[0].numel(), states.dtype
         by_token = squares.sum(-1)
         fourth = squares.square_().sum(-1)  # [B, T]
-        self.powers.append(
-            torch.stack([wide.flatten(1).sum(1), by_token.sum(1), cubes, fourth.sum(1)], 1)
-        )
-        self.token_kurtosis.append(excess(by_token, fourth, states.shape[-1]).mean(1))
+        tokens = excess(by_token, fourth, states.shape[-1]).mean(1)
         more = counts(states)
         self.counts = more if self.counts is None else self.counts + more
         magnitudes = states.abs()
-        medians = magnitudes.flatten(1).median(1).values
-        lowest, highest = states.flatten(1).aminmax(dim=1)
-        self.lowest.append(lowest.double())
-        self.highest.append(highest.double())
-        self.medians.append(medians.double())
-        limits = (medians.double() * MASSIVE_TO_MEDIAN).clamp(min=MASSIVE_VALUE)
-        largest = torch.maximum(-lowest, highest).double()
-        if not (largest >= limits).any():
-            return None
+        medians = magnitudes.flatten(1).median(1).values.double()
+        lowest, highest = (end.double() for end in states.flatten(1).aminmax(dim=1))
+        powers = [wide.flatten(1).sum(1), by_token.sum(1), cubes, fourth.sum(1)]
+        self.rows.append(torch.stack([*powers, tokens, lowest, highest, medians], 1))
+        limits = (medians * MASSIVE_TO_MEDIAN).clamp(min=MASSIVE_VALUE)
+        if not (torch.maximum(-lowest, highest) >= limits).any():
+            return []
         limits = limits[:, None, None]
         indices = ((magnitudes > MASSIVE_VALUE) & (magnitudes.double() >= limits)).nonzero()
         self.massive += len(indices)
-        if not len(indices):
-            return None
         found = magnitudes[indices.unbind(1)]
-        kept = found.topk(min(len(indices), MASSIVE_KEPT)).indices
-        indices = indices[kept]
-        values = states[indices.unbind(1)].double().cpu()
-        ratios = (found[kept].double() / medians[indices[:, 0]].double()).cpu()
-        indices[:, 0] += first
-        return Found(layer=layer, indices=indices.cpu(), values=values, to_median=ratios)
+        indices = indices[found.topk(min(len(indices), MASSIVE_KEPT)).indices]
+        values = states[indices.unbind(1)].double()
+        ratios = values.abs() / medians[indices[:, 0]]
+        return [
+            Massive(value, ratio, layer, first + sample, position, channel)
+            for value, ratio, (sample, position, channel) in zip(
+                values.tolist(), ratios.tolist(), indices.tolist(), strict=True
+            )
+        ]
 
 
 def pooled_kurtosis(powers: Tensor, values: int) -> float:
@@ -137,10 +132,8 @@ def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
 
 def summary(layers: list[States]) -> Hidden:
     """Of one layer's hidden states, or of those of several taken together."""
-    powers, lowest, highest, medians, tokens = (
-        torch.cat([tensor for one in layers for tensor in getattr(one, name)]).cpu()
-        for name in ("powers", "lowest", "highest", "medians", "token_kurtosis")
-    )
+    rows = torch.cat([row for one in layers for row in one.rows]).cpu()
+    powers, (tokens, lowest, highest, medians) = rows[:, :4], rows[:, 4:].unbind(1)
     values = layers[0].values
     largest = torch.maximum(lowest.abs(), highest.abs())
     every = torch.stack([one.counts for one in layers if one.counts is not None]).sum(0)

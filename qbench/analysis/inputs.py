@@ -13,54 +13,43 @@ BITS = (8, 4)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Look:
-    """One look at an input: number of values, max |x|, and float64 sums [1 + 2 · len(BITS)] of x²
-    and of (Q(x) − x)², with a scale a token and a scale a text, by bits. On the input's device."""
+class Inputs:
+    """What a linear layer receives: number of values, max |x|, and float64 sums [1 + 2 · len(BITS)]
+    of x² and of (Q(x) − x)², with a scale a token and a scale a text, by bits. On the input's
+    device; a sum of two is that of both together."""
 
     elements: int
     largest: Tensor
     sums: Tensor
 
+    @classmethod
+    @torch.no_grad()
+    def of(cls, batch: Tensor) -> Inputs:
+        """Of some texts, [B, T, D]."""
+        wide = batch.float()
+        tokens = wide.abs().amax(-1, keepdim=True)
+        texts = tokens.amax(1, keepdim=True)
+        sums = [wide.square().sum(-1).sum(dtype=torch.float64)]
+        sums += [error(wide, peaks, bits) for peaks in (tokens, texts) for bits in BITS]
+        return cls(elements=wide.numel(), largest=texts.max(), sums=torch.stack(sums))
 
-@torch.no_grad()
-def look(batch: Tensor) -> Look:
-    """At what a linear layer receives of some texts, [B, T, D]."""
-    wide = batch.float()
-    tokens = wide.abs().amax(-1, keepdim=True)
-    texts = tokens.amax(1, keepdim=True)
-    sums = [wide.square().sum(-1).sum(dtype=torch.float64)]
-    sums += [error(wide, peaks, bits) for peaks in (tokens, texts) for bits in BITS]
-    return Look(elements=wide.numel(), largest=texts.max(), sums=torch.stack(sums))
-
-
-@dataclass(kw_only=True, eq=False)
-class Inputs:
-    """All looks at what one linear layer receives, added up."""
-
-    elements: int = 0
-    largest: Tensor | None = None
-    sums: Tensor | None = None
-
-    def add(self, one: Look) -> None:
-        self.elements += one.elements
-        if self.largest is None or self.sums is None:
-            self.largest, self.sums = one.largest, one.sums
-        else:
-            self.largest, self.sums = torch.maximum(self.largest, one.largest), self.sums + one.sums
+    def __add__(self, other: Inputs) -> Inputs:
+        return Inputs(
+            elements=self.elements + other.elements,
+            largest=torch.maximum(self.largest, other.largest),
+            sums=self.sums + other.sums,
+        )
 
     def summary(self, name: str) -> LinearInput:
-        assert self.largest is not None
-        assert self.sums is not None
         total, *wrong = self.sums.tolist()
         errors = [(one / total) ** 0.5 if total else 0.0 for one in wrong]
+        bits = [str(one) for one in BITS]
         return LinearInput(
             name=name,
             largest=self.largest.item(),
             rms=(total / self.elements) ** 0.5,
-            error_token={str(bits): error for bits, error in zip(BITS, errors, strict=False)},
-            error_text={
-                str(bits): error for bits, error in zip(BITS, errors[len(BITS) :], strict=True)
-            },
+            error_token=dict(zip(bits, errors[: len(bits)], strict=True)),
+            error_text=dict(zip(bits, errors[len(bits) :], strict=True)),
         )
 
 

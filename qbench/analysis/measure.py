@@ -24,8 +24,8 @@ from qbench.analysis.capture import (
     inputs_observed,
     states_observed,
 )
-from qbench.analysis.hidden import MASSIVE_KEPT, Found, States, summary
-from qbench.analysis.inputs import Inputs, Look, look
+from qbench.analysis.hidden import MASSIVE_KEPT, Massive, States, summary
+from qbench.analysis.inputs import Inputs
 from qbench.errors import EvaluationError
 from qbench.records import (
     Delimiters,
@@ -47,15 +47,15 @@ class Pass:
     """What has been seen so far."""
 
     states: list[States]
-    inputs: dict[str, Inputs]
+    inputs: dict[str, Inputs] = field(default_factory=dict)
     attention: dict[int, LayerAttention] = field(default_factory=dict)
-    found: list[Found] = field(default_factory=list)
+    massive: list[Massive] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # [B, T − 1] each: nats
     delimiters: Tensor | None = None  # bool [B, T] of the batch that is read
     left_out: set[str] = field(default_factory=set)
     first: int = 0  # text of the batch that is read
     shape: tuple[int, int] = (0, 0)  # B, T of it
-    last: tuple[Tensor, Look] | None = None  # the last input, and what was seen of it
+    last: tuple[Tensor, Inputs] | None = None  # the last input, and what was seen of it
 
     def see_attention(self, layer: int, call: Call) -> None:
         assert call.output is not None
@@ -64,9 +64,7 @@ class Pass:
         seen.add(measure_weights(call), call.output, self.delimiters)
 
     def see_states(self, layer: int, states: Tensor) -> None:
-        found = self.states[layer].add(states, layer=layer, first=self.first)
-        if found is not None:
-            self.found.append(found)
+        self.massive += self.states[layer].add(states, layer=layer, first=self.first)
 
     def see_input(self, name: str, given: Tensor) -> None:
         """Layers with one input (q, k, v; gate, up) share what is measured of it."""
@@ -75,8 +73,9 @@ class Pass:
             self.left_out.add(name)  # experts, which see some of the tokens
             return
         if self.last is None or given is not self.last[0]:
-            self.last = (given, look(given.reshape(batch, length, -1)))
-        self.inputs[name].add(self.last[1])
+            self.last = (given, Inputs.of(given.reshape(batch, length, -1)))
+        found, before = self.last[1], self.inputs.get(name)
+        self.inputs[name] = found if before is None else before + found
 
 
 @torch.inference_mode()
@@ -97,7 +96,7 @@ def measure(
     """
     layers = decoder_layers(model)
     modules = {name: model.get_submodule(name) for name in linears}
-    seen = Pass(states=[States() for _ in layers], inputs={name: Inputs() for name in linears})
+    seen = Pass(states=[States() for _ in layers])
     device = next(model.parameters()).device
     parting = delimiters(ids, tokenizer)
     with (
@@ -113,7 +112,7 @@ def measure(
             seen.losses.append(_losses(logits, tokens))
             if progress is not None:
                 progress(first + len(tokens), len(ids))
-    return _measured(seen, ids, tokenizer, parting)
+    return _measured(seen, ids, tokenizer, parting, linears)
 
 
 def delimiters(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -136,13 +135,21 @@ def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _measured(
-    seen: Pass, ids: Tensor, tokenizer: PreTrainedTokenizerBase, parting: Tensor
+    seen: Pass,
+    ids: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    parting: Tensor,
+    linears: Sequence[str],
 ) -> Measured:
     losses = torch.cat(seen.losses).double().cpu()
     loss = losses.mean().item()
     if not math.isfinite(loss):
         raise EvaluationError(f"its loss on the text is {loss}: the model gives no numbers")
-    layers = {index: _rows(seen.attention[index]) for index in sorted(seen.attention)}
+    inside = seen.inputs.keys() - seen.left_out
+    layers = {
+        index: {name: one.of(name) for name in one.rows}
+        for index, one in sorted(seen.attention.items())
+    }
     rows = {
         name: torch.cat([one[name] for one in layers.values()], dim=1)
         for name in next(iter(layers.values()), {})
@@ -163,25 +170,13 @@ def _measured(
             )
             for index, states in enumerate(seen.states)
         ),
-        massive=_massive(seen.found, ids, tokenizer),
-        inputs=tuple(
-            inputs.summary(name)
-            for name, inputs in seen.inputs.items()
-            if inputs.elements and name not in seen.left_out
-        ),
-        inputs_left_out=tuple(
-            name
-            for name, inputs in seen.inputs.items()
-            if not inputs.elements or name in seen.left_out
-        ),
+        massive=_massive(seen.massive, ids, tokenizer),
+        inputs=tuple(seen.inputs[name].summary(name) for name in linears if name in inside),
+        inputs_left_out=tuple(name for name in linears if name not in inside),
         delimiters=_delimiters(rows["delimiters"], rows["delimiter"]),
         delimiter_tokens=parting[:, 1:].double().mean().item(),
         stretches=_stretches(losses, rows),
     )
-
-
-def _rows(one: LayerAttention) -> dict[str, Tensor]:
-    return {name: one.of(name) for name in one.rows}
 
 
 def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[Stretch, ...]:
@@ -256,26 +251,11 @@ def _mean(values: Tensor) -> float | None:
 
 
 def _massive(
-    found: list[Found], ids: Tensor, tokenizer: PreTrainedTokenizerBase
+    found: list[Massive], ids: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[MassiveActivation, ...]:
-    every = []
-    for one in found:
-        for index, value, ratio in zip(
-            one.indices.tolist(), one.values.tolist(), one.to_median.tolist(), strict=True
-        ):
-            sample, position, channel = index
-            token = int(ids[sample, position])
-            every.append(
-                MassiveActivation(
-                    layer=one.layer,
-                    sample=sample,
-                    position=position,
-                    token=token,
-                    text=tokenizer.decode([token]),
-                    channel=channel,
-                    value=value,
-                    to_median=ratio,
-                )
-            )
-    every.sort(key=lambda one: -abs(one.value))
-    return tuple(every[:MASSIVE_KEPT])
+    largest = sorted(found, key=lambda one: -abs(one.value))[:MASSIVE_KEPT]
+    tokens = [int(ids[one.sample, one.position]) for one in largest]
+    return tuple(
+        MassiveActivation(**one._asdict(), token=token, text=tokenizer.decode([token]))
+        for one, token in zip(largest, tokens, strict=True)
+    )

@@ -324,9 +324,8 @@ class _Work:
         self.progress.stage(self.cell.name, "load")
         with measured("load", self.plan.device, self.result.stages):
             model, tokenizer = load(self.cell.cell, self.plan)
-            tokens = read_tokens(self.cell.settings, tokenizer)
-        self.text = tokens.text
-        return model, tokenizer, tokens.ids
+            ids, self.text = read_tokens(self.cell.settings, tokenizer)
+        return model, tokenizer, ids
 
 
 def _summary(found: Analysis | Sensitivity) -> str:

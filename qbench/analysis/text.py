@@ -161,17 +161,12 @@ def _text(path: Path, line: int, fields: Mapping[str, Any], field: str) -> str:
     return text
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Tokens:
-    """``ids`` [N, T] int64, and what they are."""
-
-    ids: Tensor
-    text: AnalyzedText
-
-
-def read_tokens(settings: AnalysisSettings, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The first texts that are long enough, at most ``settings.samples``; each is BOS, where
-    that is asked for, and its first tokens. No text is joined with another.
+def read_tokens(
+    settings: AnalysisSettings, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Tensor, AnalyzedText]:
+    """Ids [N, T] int64 of the first texts that are long enough, at most ``settings.samples``, and
+    what they are. Each is BOS, where that is asked for, and its first tokens. No text is joined
+    with another.
 
     Raises DataError where no text is long enough, or for a BOS that the tokenizer has not.
     """
@@ -199,15 +194,12 @@ def read_tokens(settings: AnalysisSettings, tokenizer: PreTrainedTokenizerBase) 
             "for; lower --length"
         )
     ids = torch.tensor(rows, dtype=torch.int64)
-    return Tokens(
-        ids=ids,
-        text=AnalyzedText(
-            source=settings.source.name,
-            digest=settings.source.digest,
-            tokens=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
-            samples=len(rows),
-            left_out=short,
-            length=settings.length,
-            bos=settings.bos,
-        ),
+    return ids, AnalyzedText(
+        source=settings.source.name,
+        digest=settings.source.digest,
+        tokens=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
+        samples=len(rows),
+        left_out=short,
+        length=settings.length,
+        bos=settings.bos,
     )

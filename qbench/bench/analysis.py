@@ -116,7 +116,7 @@ def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) ->
         states_observed,
     )
     from qbench.analysis.hidden import States
-    from qbench.analysis.inputs import look
+    from qbench.analysis.inputs import Inputs
     from qbench.analysis.measure import measure
     from qbench.analysis.text import BATCH_TOKENS
     from qbench.quantizers.linear import linears
@@ -143,7 +143,7 @@ def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) ->
             decoder_layers(model), lambda layer, seen: states[layer].add(seen, layer=layer, first=0)
         ),
         "of it: inputs (shared ones each time)": lambda: inputs_observed(
-            modules, lambda name, given: look(given)
+            modules, lambda name, given: Inputs.of(given)
         ),
     }
     for what, within in parts.items():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from qbench.analysis.hidden import MASSIVE_KEPT, States, summary
+from qbench.analysis.hidden import MASSIVE_KEPT, Massive, States, summary
 
 
 def states(seed=0, shape=(3, 17, 24)):
@@ -76,15 +76,11 @@ def test_an_activation_is_massive_above_100_and_1000_medians(value, scale, massi
     layer = torch.full((3, 17, 24), scale)
     layer[2, 5, 7] = value
     one = States()
-    assert one.add(layer[:2], layer=4, first=0) is None
+    assert one.add(layer[:2], layer=4, first=0) == []
     found = one.add(layer[2:], layer=4, first=2)
     assert one.massive == massive
-    if massive:
-        assert found.indices.tolist() == [[2, 5, 7]]
-        assert found.values.tolist() == [value]
-        assert found.to_median.tolist() == pytest.approx([abs(value) / scale])
-    else:
-        assert found is None
+    expected = [Massive(value, pytest.approx(abs(value) / scale), 4, 2, 5, 7)]
+    assert found == (expected if massive else [])
 
 
 def test_of_many_massive_activations_the_largest_are_kept_and_all_are_counted():
@@ -93,4 +89,4 @@ def test_of_many_massive_activations_the_largest_are_kept_and_all_are_counted():
     one = States()
     found = one.add(layer, layer=0, first=0)
     assert one.massive == 200
-    assert sorted(found.values.tolist()) == list(range(400 - MASSIVE_KEPT, 400))
+    assert sorted(one.value for one in found) == list(range(400 - MASSIVE_KEPT, 400))

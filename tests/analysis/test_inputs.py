@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qbench.analysis.inputs import BITS, Inputs, error, look
+from qbench.analysis.inputs import BITS, Inputs, error
 
 
 def on_grid(values, peaks, bits):
@@ -12,11 +12,8 @@ def on_grid(values, peaks, bits):
     return torch.where(step > 0, (values / step).round() * step, 0.0)
 
 
-def seen(*batches):
-    found = Inputs()
-    for batch in batches:
-        found.add(look(batch))
-    return found
+def seen(first, *rest):
+    return sum(map(Inputs.of, rest), Inputs.of(first))
 
 
 @pytest.mark.parametrize("bits", BITS)
