@@ -1,0 +1,27 @@
+"""A results folder and a server of it."""
+
+from __future__ import annotations
+
+import pytest
+from hostile_results import Running, fill
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("viewer") / "<b>&grid"
+    fill(path, failed=("softpick/hqq-2bit",), missing=("softmax/gptq-4bit",))
+    return path
+
+
+@pytest.fixture
+def serve():
+    """``serve(*folders)``: a server that ends with the test."""
+    made = []
+
+    def start(*folders, **options):
+        made.append(Running(*folders, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()

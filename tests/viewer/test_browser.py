@@ -1,0 +1,217 @@
+"""The page in a real browser: clicks from the answer to a token, hostile names, phones, exports."""
+
+from __future__ import annotations
+
+import shutil
+
+import pandas as pd
+import pytest
+from hostile_results import HOSTILE, fill, texts
+
+from qbench.store import Store
+from qbench.viewer.data import Results
+from qbench.viewer.export import write_report, write_site
+
+CHROMIUM = shutil.which("chromium")
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs pip install playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+ARGUMENTS = ["--no-sandbox", "--headless", "--disable-gpu", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that must not log, fail, run foreign code or ask another host."""
+    seen = []
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(10_000)
+    page.on("console", lambda message: seen.append(message.text))
+    page.on("pageerror", lambda error: seen.append(str(error)))
+    page.on("request", lambda asked: None if asked.url.startswith(
+        ("http://127.0.0.1", "file:", "data:", "blob:")) else seen.append(asked.url))  # fmt: skip
+    yield page
+    assert page.evaluate("window.hacked") is None
+    assert seen == []
+    page.close()
+
+
+@pytest.fixture
+def opened(serve, folder, page):
+    running = serve(folder)
+    running.server.results[0].comparison(wait=True)
+    page.goto(running.address)
+    page.wait_for_selector(".drawing svg a circle")
+    return running
+
+
+def test_from_the_answer_to_a_document_and_back(opened, page):
+    assert "Quantization hurts softpick" in page.inner_text(".headline")
+    page.locator("figure svg a circle").first.click()
+    page.wait_for_selector("form[role=search]")
+    assert "view=documents" in page.url
+    page.locator(".tabulator-row a").first.click()
+    page.wait_for_selector("text=What was asked")
+    first = page.url
+    page.keyboard.press("j")
+    page.wait_for_selector("a[rel=prev]")
+    assert page.url != first
+    page.keyboard.press("k")
+    page.wait_for_selector("a[rel=prev]", state="detached")
+    assert page.url == first
+    page.keyboard.press("u")
+    page.wait_for_selector(".tabulator-row")
+    page.reload()  # a permanent link
+    page.wait_for_selector(".tabulator-row")
+
+
+def test_lost_documents_are_those_of_the_outcomes_and_the_choice_is_in_the_address(
+    opened, page, folder
+):
+    page.goto(f"{opened.address}#view=documents&task={HOSTILE}&metric=acc&cell=softmax/gptq-2bit")
+    page.wait_for_selector("button.lost")
+    store = Store(folder)
+    before, after = (
+        store.outcomes(store.get(cell)).query("metric == 'acc' and task == @HOSTILE")
+        for cell in store.grid().cells
+        if cell.cell in ("softmax/bf16", "softmax/gptq-2bit")
+    )
+    lost = int(((before["value"].to_numpy() == 1) & (after["value"].to_numpy() == 0)).sum())
+    assert page.inner_text("button.lost") == f"lost {lost}"
+    page.click("button.lost")
+    page.wait_for_selector(f"text={lost} of 90 documents")
+    assert "show=lost" in page.url
+    page.fill("input[type=search]", "yes question")
+    page.wait_for_selector(f'.tabulator-row:has-text("{HOSTILE}")')
+    page.fill("input[type=search]", "nowhere")
+    page.wait_for_selector("text=0 of 90 documents")
+
+
+def test_a_document_side_by_side_with_its_text_as_text(opened, page):
+    cells = "cell=softmax/gptq-2bit&cell=softpick/gptq-2bit"
+    page.goto(f"{opened.address}#view=document&task={HOSTILE}&document=7&{cells}")
+    page.wait_for_selector("tbody tr >> text=yes 7")
+    assert f"Question 7: {HOSTILE}" in page.inner_text("pre.text")
+    assert page.locator("thead th.n").count() == 6
+    page.goto(f"{opened.address}#view=document&task=lambada_openai&document=3&{cells}")
+    page.wait_for_selector("text=softpick/gptq-2bit wrote")
+    assert page.locator("del").first.inner_text() == "bf16"
+    assert "gptq" in page.locator("ins").first.inner_text()
+    page.goto(f"{opened.address}#view=document&task=wikitext&document=2&{cells}")
+    page.wait_for_selector(".tokens span")
+    assert page.locator(".tokens").first.locator("span").count() == 5
+    assert HOSTILE in page.locator(".tokens").first.inner_text()
+    assert "KL" in page.locator(".tokens span").first.get_attribute("title")
+
+
+def test_a_cell_its_audit_and_what_differs_from_another(opened, page):
+    page.goto(f"{opened.address}#view=cell&cell=softmax/gptq-2bit")
+    page.wait_for_selector("text=What ran")
+    page.click("text=Layer by layer")
+    page.wait_for_selector("figure svg rect")
+    page.select_option(".choice select", "softpick/gptq-2bit")
+    page.wait_for_selector("text=Key parts that differ")
+    page.goto(f"{opened.address}#view=cell&cell=softpick/hqq-2bit")
+    page.wait_for_selector("text=out of memory")
+
+
+def test_tables_sort_by_keyboard_and_are_saved(opened, page, tmp_path):
+    page.goto(f"{opened.address}#view=scores")
+    page.wait_for_selector(".tabulator-row")
+    head = page.locator("[role=columnheader]", has_text="Score")
+    head.focus()
+    page.keyboard.press("Enter")
+    assert head.get_attribute("aria-sort") == "ascending"
+    for title, read in (("CSV", pd.read_csv), ("Parquet", pd.read_parquet)):
+        with page.expect_download() as saved:
+            page.click(f".downloads button:has-text('{title}')")
+        saved.value.save_as(tmp_path / title)
+        table = read(tmp_path / title)
+        assert {"Task", "Score", "Damage"} <= set(table.columns)
+        assert table["Score"].notna().sum() > 20
+    with page.expect_download() as saved:
+        page.click(".downloads button:has-text('LaTeX')")
+    assert "\\toprule" in saved.value.path().read_text()
+    page.goto(opened.address)
+    with page.expect_download() as saved:
+        page.locator(".downloads button:has-text('SVG')").first.click()
+    assert saved.value.path().read_text().startswith("<svg")
+
+
+def test_methods_stand_where_the_number_stands(opened, page):
+    page.locator(".method summary").first.click()
+    note = page.locator(".method[open] [role=note]")
+    assert "same documents" in note.inner_text()
+    assert note.locator("math").count() == 1
+    page.keyboard.press("4")
+    page.wait_for_selector("h2:has-text('Methods')")
+    assert page.locator("math").count() > 8
+
+
+VIEWS = ("", "#view=scores", "#view=why", "#view=methods", "#view=cell&cell=softmax/gptq-2bit",
+         f"#view=documents&task={HOSTILE}&cell=softmax/gptq-2bit&cell=softpick/gptq-2bit",
+         f"#view=document&task={HOSTILE}&document=1&cell=softmax/gptq-2bit")  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
+def test_no_view_scrolls_sideways_on_a_phone(opened, page, view):
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.goto(opened.address + view)
+    page.wait_for_selector("main .card, main .note, main h2")
+    page.wait_for_timeout(300)
+    wide, seen = page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert wide <= seen
+
+
+def test_light_and_dark(opened, page):
+    colour = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(colour)
+    page.keyboard.press("t")
+    assert page.evaluate(colour) != before
+
+
+def test_a_run_in_progress_fills_in_by_itself(serve, tmp_path, page):
+    folder = fill(tmp_path / "run", missing=("softpick/gptq-4bit",)).directory
+    page.goto(serve(folder).address)
+    page.wait_for_selector(".missing")
+    fill(folder)
+    page.wait_for_selector(".missing", state="detached")
+    page.wait_for_selector(".headline:has-text('Quantization')")
+
+
+def test_an_empty_and_a_damaged_folder(serve, tmp_path, page):
+    cells = [f"{c}/{q}" for c in ("softmax", "softpick")
+             for q in ("bf16", "gptq-2bit", "hqq-2bit", "gptq-4bit")]  # fmt: skip
+    empty = fill(tmp_path / "empty", missing=cells).directory
+    running = serve(empty)
+    page.goto(running.address)
+    page.wait_for_selector("text=0 of 8 cells have a record")
+    page.goto(f"{running.address}#view=cell&cell=softmax/bf16")
+    page.wait_for_selector("[role=alert]")
+    (empty / "grid.json").write_text("{")
+    page.goto(f"{running.address}#view=scores")
+    page.wait_for_selector("[role=alert]:has-text('damaged')")
+
+
+def test_the_site_and_the_report_open_from_a_disk(folder, tmp_path, page):
+    results = Results(Store(folder), texts=texts)
+    site = write_site([results], tmp_path / "site")[0].as_uri()
+    page.goto(site)
+    page.wait_for_selector(".headline:has-text('Quantization')")
+    page.goto(f"{site}#view=document&task=wikitext&document=2&cell=softmax/gptq-2bit")
+    page.wait_for_selector(".tokens span")
+    report = write_report(results, tmp_path / "report.html").as_uri()
+    page.goto(report)
+    page.wait_for_selector(".headline:has-text('Quantization')")
+    page.goto(f"{report}#view=cell&cell=softmax/gptq-2bit")
+    page.wait_for_selector("text=What ran")
+    page.goto(f"{report}#view=documents&task=wikitext&cell=softmax/gptq-2bit")
+    page.wait_for_selector("[role=alert]:has-text('qbench view')")

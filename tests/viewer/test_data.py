@@ -1,0 +1,177 @@
+"""Payloads say what the records say; the server answers nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import threading
+import time
+from http import HTTPStatus
+
+import pytest
+from hostile_results import HOSTILE, SIZES, fill
+from small_recipe import qbench
+
+from qbench.comparison.compare import compare
+from qbench.errors import ResultsError
+from qbench.store import Store
+from qbench.viewer import server as server_module
+from qbench.viewer.data import Results, WholeStore
+from qbench.viewer.export import write_report, write_site
+
+
+def test_the_overview_has_the_effects_of_the_comparison(folder):
+    shown = Results(WholeStore(folder)).payload("overview", wait=True)
+    lines = {(one.task, one.metric, one.quantizer): one for one in compare(Store(folder)).lines}
+    checked = 0
+    for one in shown["lines"]:
+        line = lines[one["task"], one["metric"], one["quantizer"]]
+        for question in ("deltas", "damages", "differences"):
+            effects = getattr(line, question)
+            assert one[question].keys() == effects.keys()
+            for name, effect in effects.items():
+                told = one[question][name]
+                assert (told["estimate"], told["low"]) == (effect.estimate, effect.interval.low)
+                assert (told["mark"], told["p_holm"]) == (effect.mark, effect.p_holm)
+                checked += 1
+    assert checked > 20
+    assert shown["ready"]
+    asked = sum(bool(line["differences"]) for line in shown["lines"])
+    found = re.match(r"Quantization hurts softpick less than .* of (\d+) ", shown["headline"])
+    assert int(found[1]) == asked > 4
+
+
+def test_scores_are_there_before_intervals(folder, monkeypatch):
+    go_on = threading.Event()
+
+    def slow(store, *, statistics=True):
+        if statistics:
+            go_on.wait(20)
+        return compare(store, statistics=statistics)
+
+    monkeypatch.setattr("qbench.viewer.data.compare", slow)
+    results = Results(WholeStore(folder))
+    early = results.payload("overview")
+    assert (early["ready"], results.ready) == (False, False)
+    assert any(score["value"] for line in early["lines"] for score in line["scores"].values())
+    go_on.set()
+    assert results.payload("overview", wait=True)["ready"]
+    assert results.ready
+
+
+def test_documents_and_tokens_are_the_record_s(folder):
+    store = Store(folder)
+    results = Results(WholeStore(folder))
+    cells = [cell.cell for cell in store.grid().cells]
+    place = cells.index("softmax/gptq-2bit")
+    record = store.get(store.grid().cells[place])
+    found = results.payload(f"documents/{place}/0")
+    outcomes = store.outcomes(record)
+    assert found["outcomes"]["value"] == outcomes[outcomes["task"] == HOSTILE]["value"].tolist()
+    assert len(found["responses"]["log_likelihood"]) == 180
+    pages = results.payload(f"documents/{place}/2")
+    assert pages["by_token"] == list(range(12))
+    rows = store.divergences(record)
+    tokens = results.payload(f"tokens/{place}/2/3")
+    own = rows[rows["document"] == 3]
+    assert tokens["texts"] == own["text"].tolist()
+    assert pages["kl"]["kl"][3] == pytest.approx(own["kl"].mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nothing", "cell/99", "cell/-1", "documents/0/9", "cell/../0"])
+def test_a_name_that_there_is_none_of_is_refused(folder, name):
+    with pytest.raises(KeyError):
+        Results(WholeStore(folder)).payload(name)
+
+
+def test_a_damaged_record_is_named_and_takes_nothing_from_the_others(tmp_path):
+    store = fill(tmp_path / "grid")
+    cell = next(c for c in store.grid().cells if c.cell == "softpick/gptq-4bit")
+    path = store.path(cell.cell, cell.key)
+    path.write_text(path.read_text().replace('"seconds"', '"secunds"', 1))
+    shown = Results(WholeStore(store.directory)).payload("overview", wait=True)
+    states = {one["cell"]: one["status"] for one in shown["cells"]}
+    assert states.pop("softpick/gptq-4bit") == "missing"
+    assert set(states.values()) == {"ok"}
+    assert any("damaged" in problem and path.name in problem for problem in shown["problems"])
+    with pytest.raises(ResultsError, match="damaged"):  # what is published is whole or not made
+        write_report(Results(store), tmp_path / "report.html")
+
+
+def ask(running, path, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", running.server.server_port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), dict(answer.headers)
+
+
+def test_the_server_answers_at_its_own_address_alone(serve, folder):
+    running = serve(folder)
+    token = running.server.token
+    status, page, headers = ask(running, f"/{token}/")
+    assert (status, "<title>qbench" in page) == (HTTPStatus.OK, True)
+    assert "script-src 'self'" in headers["Content-Security-Policy"]
+    assert running.server.server_address[0] == "127.0.0.1"
+    for path in ("/", "/wrong/", "/wrong/data/index.json", f"/{token[:-1]}/"):
+        assert ask(running, path)[0] == HTTPStatus.FORBIDDEN
+    assert ask(running, f"/{token}/", Host="evil.example:80")[0] == HTTPStatus.FORBIDDEN
+    for path in ("../server.py", "static/../../data.py", "data/../../x", "data/7/overview.json"):
+        assert ask(running, f"/{token}/{path}")[0] == HTTPStatus.NOT_FOUND
+    status, text, _ = ask(running, f"/{token}/data/index.json")
+    assert json.loads(text) == {"folders": [{"name": "<b>&grid"}]}
+
+
+def test_what_changes_in_a_folder_changes_its_state(serve, tmp_path):
+    store = fill(tmp_path / "grid", missing=("softpick/gptq-4bit",))
+    running = serve(store.directory)
+    running.server.results[0].comparison(wait=True)
+    before = running.payload("state")
+    assert before[0][1] is True
+    fill(tmp_path / "grid")
+    assert running.payload("state")[0][0] != before[0][0]
+    for _ in range(100):
+        if running.payload("state")[0][1]:
+            break
+        time.sleep(0.1)
+    shown = running.payload("0/overview")
+    assert {one["status"] for one in shown["cells"]} == {"ok"}
+
+
+def test_two_folders_and_a_site_of_them(folder, tmp_path):
+    other = fill(tmp_path / "other").directory
+    results = [Results(Store(one)) for one in (folder, other)]
+    paths = write_site(results, tmp_path / "site")
+    names = {str(path.relative_to(tmp_path / "site")) for path in paths}
+    assert {"index.html", "viewer.js", "data/index.js", "data/1/overview.js",
+            "data/1/documents/2/0.js", "data/1/tokens/1/2/3.js"} <= names  # fmt: skip
+    for path in paths:
+        if path.suffix == ".js" and path.parent.name != "site":
+            name, payload = json.loads(f"[{path.read_text().removeprefix('qbenchData(')[:-3]}]")
+            assert path.relative_to(tmp_path / "site" / "data").with_suffix("").as_posix() == name
+            assert "error" not in payload or name.startswith(("0/cell", "1/cell", "0/doc"))
+            assert "<" not in path.read_text()
+
+
+def test_the_report_is_one_file_that_asks_for_nothing(folder, capsys):
+    assert qbench("report", folder) == 0
+    page = (folder / "report.html").read_text()
+    assert "written: " in capsys.readouterr().err
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page.partition("<script>")[0])
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert data["0/overview"]["tasks"][0]["name"] == HOSTILE
+    assert HOSTILE not in page
+    assert sum(SIZES.values()) == 162
+
+
+def test_view_refuses_what_is_no_results_folder(tmp_path, folder):
+    with pytest.raises(ResultsError, match=r"no grid\.json here"):
+        qbench("view", folder, tmp_path, "--no-browser")
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(serve, folder):
+    running = serve(folder)
+    with pytest.raises(ResultsError, match=r"^--port \d+: .*; name another$"):
+        server_module.Server([], port=running.server.server_port)
