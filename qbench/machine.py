@@ -264,7 +264,7 @@ def measured(name: str, device: str, stages: list[Stage]) -> Iterator[list[str]]
     from qbench.records import Stage
 
     detail: list[str] = []
-    _reset_peak_memory(device)
+    reset_peak_memory(device)
     start = time.perf_counter()
     try:
         yield detail
@@ -302,7 +302,8 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _reset_peak_memory(device: str) -> None:
+def reset_peak_memory(device: str) -> None:
+    """The peak that ``peak_memory_gib`` gives is counted from here on."""
     if device == "cuda":
         import torch
 

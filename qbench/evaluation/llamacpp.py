@@ -25,11 +25,11 @@ from qbench.evaluation.scoring.logits import (
     LogitsPart,
     Observer,
     Projection,
-    peak_memory_gib,
 )
 from qbench.evaluation.scoring.requests import Request, Scored
 from qbench.evaluation.scoring.scorer import Counts, Scorer
 from qbench.evaluation.settings import ScoringSettings
+from qbench.machine import peak_memory_gib
 from qbench.records import ScoringReport
 
 BATCH = 512  # tokens of one call of llama.cpp, whose logits are in memory at once
@@ -189,7 +189,7 @@ class LlamaCppScorer(Scorer):
 
     def report(self) -> ScoringReport:
         counts = {name: getattr(self._counts, name) for name in Counts.__slots__}
-        found = report(self.settings, peak_memory_gib(torch.device("cpu")))
+        found = report(self.settings, peak_memory_gib("cpu"))
         return found.model_copy(update={**counts, "batching": "llama.cpp, one after another"})
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:

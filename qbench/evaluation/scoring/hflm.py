@@ -13,9 +13,9 @@ from lm_eval.models.huggingface import HFLM
 
 from qbench.errors import RecipeError
 from qbench.evaluation.scoring.generate import generate_by_hflm, greedy
-from qbench.evaluation.scoring.logits import peak_memory_gib, reset_peak_memory
 from qbench.evaluation.scoring.requests import check_bos
 from qbench.evaluation.settings import ScoringSettings
+from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.records import ScoringReport
 
 
@@ -48,7 +48,7 @@ class HFLMScorer(LM):
             raise RecipeError("scoring: lm-eval has no other order of batches; use exact or fast")
         self.settings = settings
         self.hflm = pinned_hflm(model, tokenizer, settings)
-        reset_peak_memory(self.hflm.device)
+        reset_peak_memory(self.hflm.device.type)
 
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
@@ -71,7 +71,7 @@ class HFLMScorer(LM):
 
     def report(self) -> ScoringReport:
         """How the scores were made."""
-        return report(self.settings, peak_memory_gib(self.hflm.device))
+        return report(self.settings, peak_memory_gib(self.hflm.device.type))
 
 
 def report(settings: ScoringSettings, peak_memory_gib: float) -> ScoringReport:

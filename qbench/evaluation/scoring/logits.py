@@ -10,8 +10,6 @@ as HFLM's whole one does is tried out on the head itself.
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -229,9 +227,6 @@ def in_float64(values: Tensor, firsts: np.ndarray, counts: np.ndarray) -> list[f
     return np.add.reduceat(values.double().numpy(), firsts).tolist()
 
 
-GIB = 1024**3
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """True for CUDA's own class and for the CPU allocator's plain RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -247,16 +242,3 @@ def free_cached_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """CUDA: most memory allocated since the last reset; CPU: most the process ever held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -43,8 +43,6 @@ from qbench.evaluation.scoring.logits import (
     in_float64,
     in_order,
     is_out_of_memory,
-    peak_memory_gib,
-    reset_peak_memory,
     rows_at_once,
     score_rows,
     to_device,
@@ -60,6 +58,7 @@ from qbench.evaluation.scoring.requests import (
     encode_texts,
 )
 from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
+from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 
 Progress = Callable[[int, int], None]  # requests (or windows) done, and how many there are
@@ -237,11 +236,11 @@ class Scorer(LM):
                 if not settings.fallback:
                     raise
                 self._refused = str(error)
-        reset_peak_memory(self._device)
+        reset_peak_memory(self._device.type)
 
     def report(self) -> ScoringReport:
         """How the scores were made."""
-        found = report(self.settings, peak_memory_gib(self._device))
+        found = report(self.settings, peak_memory_gib(self._device.type))
         fast = self.settings.mode == "fast"
         return found.model_copy(
             update={
