@@ -41,6 +41,13 @@ def own(analyzed, tmp_path):
     return analyzed[0], shutil.copytree(analyzed[1], tmp_path / "out")
 
 
+@pytest.fixture
+def undrawn(monkeypatch, tmp_path):
+    """Tables and figures, which take longer than an analysis of two short texts, are not made."""
+    (tmp_path / "tables.md").write_text("undrawn")
+    monkeypatch.setattr("qbench.viewer.figures.write_analyses", lambda _: [tmp_path / "tables.md"])
+
+
 def finished(out):
     return {one.cell: one.finished for one in Analyses(out).all()}
 
@@ -78,7 +85,7 @@ def test_csv_files_have_every_layer_head_and_linear_layer_in_full_precision(anal
     assert rows["heads"][-1]["key"] == found[1].key
 
 
-def test_a_second_analysis_computes_nothing_unless_forced(own):
+def test_a_second_analysis_computes_nothing_unless_forced(own, undrawn):
     path, out = own
     before = finished(out)
     assert qbench("analyze", path, "--out", out, *SHORT) == 0
@@ -89,7 +96,7 @@ def test_a_second_analysis_computes_nothing_unless_forced(own):
     assert after["softpick/fp32"] > before["softpick/fp32"]
 
 
-def test_a_damaged_analysis_is_made_again(own, capfd):
+def test_a_damaged_analysis_is_made_again(own, undrawn, capfd):
     path, out = own
     before = finished(out)
     (record,) = (out / "analysis" / "softmax" / "fp32").glob("*.json")
@@ -103,7 +110,9 @@ def test_a_damaged_analysis_is_made_again(own, capfd):
     assert after["softpick/fp32"] == before["softpick/fp32"]
 
 
-def test_another_text_or_length_is_another_key_and_the_old_analysis_stays(own, tmp_path, capfd):
+def test_another_text_or_length_is_another_key_and_the_old_analysis_stays(
+    own, undrawn, tmp_path, capfd
+):
     path, out = own
     keys = {one.cell: one.key for one in Analyses(out).all()}
     text = tmp_path / "own.jsonl"
@@ -177,7 +186,7 @@ def test_the_remedy_of_a_damaged_analysis_is_the_command_that_makes_it(own):
         Analyses(out).all()
 
 
-def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, monkeypatch, capfd):
+def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
     path, out = own
     monkeypatch.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
     only = ("--only", "softmax/fp32", "--force")
@@ -220,7 +229,7 @@ def test_a_recipe_without_whole_texts_or_unquantized_cells_says_what_to_name(tmp
         qbench("analyze", small_recipe(tmp_path, quantizers=bits), "--out", tmp_path / "out")
 
 
-def test_texts_that_are_all_too_short_fail_with_the_longest_ones_tokens(tmp_path, capfd):
+def test_texts_that_are_all_too_short_fail_with_the_longest_ones_tokens(tmp_path, undrawn, capfd):
     text = tmp_path / "short.jsonl"
     text.write_text('{"text": "Telino keeps a goat."}\n')
     options = ("--out", tmp_path / "out", *SHORT, "--text", text)

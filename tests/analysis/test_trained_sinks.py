@@ -13,9 +13,12 @@ from qbench.quantizers.linear import linears
 SHARED = Path(__file__).parents[3] / "shared"
 PAGES = SHARED / "data" / "eval" / "wikitext" / "test_document_level.jsonl"
 
-pytestmark = pytest.mark.skipif(
-    not PAGES.is_file(), reason="the trained 27M pair and WikiText are not beside the project"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PAGES.is_file(), reason="the trained 27M pair and WikiText are not beside the project"
+    ),
+]
 
 # perplexity, sink rates at ε 0.2 and 0.3, zeros, kurtosis of all values and by token
 FIGURES = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from qbench.errors import TrainingError
 
 ROOT = Path(__file__).parents[2]
-LONG = {"tokens": 12_800, "normalizers": ["softpick"]}  # 200 steps
+LONG = {"tokens": 6400, "normalizers": ["softpick"]}  # 100 steps
 
 
 def weights(out, run="softpick-seed3"):
@@ -41,7 +41,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bits(tmp_path, train, 
         )
         try:
             deadline = time.monotonic() + 120
-            while not (state.is_file() and len(steps_logged(log)) > 20):
+            while not (state.is_file() and len(steps_logged(log)) > 8):
                 assert process.poll() is None, (tmp_path / "said").read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
@@ -51,7 +51,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_bits(tmp_path, train, 
     assert not (killed / "softpick-seed3" / "training.json").exists()
     [record] = train(killed, **LONG)
     assert len(record.sessions) == 2
-    assert 0 < record.sessions[1].first_step < 200
+    assert 0 < record.sessions[1].first_step < 100
     assert weights(killed) == weights(whole)
     ours, theirs = (
         steps_logged(out / "softpick-seed3" / "state" / "log.jsonl") for out in (whole, killed)
