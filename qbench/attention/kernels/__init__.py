@@ -102,16 +102,14 @@ def attention(
             f"attention: the normalizer {normalizer!r} names the score function "
             f"{kernels.score_function!r}; there are {', '.join(formulas.SCORE_FUNCTIONS)}"
         )
-    for tensor in (query, key, value):
-        if tensor.dtype not in ops.DTYPES or tensor.dtype != query.dtype:
-            raise ValueError(
-                f"the kernels take bfloat16, float16 or float32, one for all, not {tensor.dtype}; "
-                "reference.attention takes float64"
-            )
+    if query.dtype not in ops.DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            "the kernels take bfloat16, float16 or float32, one for all, not "
+            f"{query.dtype}, {key.dtype}, {value.dtype}; reference.attention takes float64"
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and number <= 0:
-            raise ValueError(f"{name} must be positive; it is {number}")
+    if scale <= 0 or (softcap is not None and softcap <= 0):
+        raise ValueError(f"scale and softcap must be positive; they are {scale} and {softcap}")
     settings = ops.Settings(
         normalizer, scale, softcap or 0.0, causal, window or 0,
         max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],

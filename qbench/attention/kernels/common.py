@@ -6,6 +6,7 @@ from __future__ import annotations
 # ruff: noqa: RET505 (early returns in constexpr branches need their else in Triton)
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -135,75 +136,70 @@ def key_ranges(
     return begin, whole_begin, whole_end, end
 
 
-# Compiled kernels and their arguments that are no pointers, by all that Triton compiles for, and
-# more: it goes by properties of numbers, not by each. Finding a kernel of forty arguments again
-# takes Triton 60 µs of the host's time, where short sequences take the GPU 100 µs.
-MAX_COMPILED = 4096
-_compiled: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
-_thread = threading.local()
+class Launch:
+    """``kernel[grid](*pointers, *numbers, **constants)``, for pointers that are laid out alike each
+    time: tensors, descriptors and None. ``numbers``: the rest of what is not known when the kernel
+    is compiled.
 
+    What Triton compiled is kept: finding a kernel of forty arguments again takes it 60 µs of the
+    host's time, where short sequences take the GPU 100 µs."""
 
-def launch(
-    kernel: Any, grid: tuple[int, int], device: torch.device, pointers: list[Any],
-    numbers: tuple[Any, ...], constants: dict[str, Any],
-) -> None:  # fmt: skip
-    """``kernel[grid](*pointers, *numbers, **constants)`` on ``device``. ``pointers``: tensors,
-    descriptors and None; ``numbers``: the rest of what is not known when the kernel is compiled."""
-    if INTERPRETED:
-        kernel[grid](*pointers, *numbers, **constants)
-        return
-    if device.type == "cuda":
-        _set_context(device)
-        if device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                launch(kernel, grid, device, pointers, numbers, constants)
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        numbers: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.run: Callable[..., None] | None = None
+        self.rest: list[Any] = []
+
+    def __call__(self, *pointers: Any) -> None:
+        if self.run is not None:
+            self.run(*pointers, *self.rest)
             return
-    kinds = [
-        (one.dtype, one.data_ptr() % 16) if isinstance(one, Tensor)
-        else one and (one.base.dtype, one.block_shape)
-        for one in pointers
-    ]  # fmt: skip
-    key = (id(kernel), grid, device, numbers, *constants.values(), *kinds)
-    known = _compiled.get(key)
-    if known is not None:
-        run, rest = known
-        run(*pointers, *rest)
-        return
-    compiled = kernel[grid](*pointers, *numbers, **constants)
-    if compiled is None:  # not compiled: a hook of Triton's took it
-        return
-    if len(_compiled) >= MAX_COMPILED:
-        _compiled.clear()
-    names = kernel.arg_names[len(pointers) + len(numbers) :]
-    rest = [*numbers, *(constants[name] for name in names)]
-    _compiled[key] = (compiled[(*grid, 1)], rest)
+        compiled = self.kernel[self.grid](*pointers, *self.numbers, **self.constants)
+        if compiled is None:  # not compiled: by the interpreter, or a hook of Triton's took it
+            return
+        names = self.kernel.arg_names[len(pointers) + len(self.numbers) :]
+        self.rest = [*self.numbers, *(self.constants[name] for name in names)]
+        self.run = compiled[(*self.grid, 1)]
 
 
-def _set_context(device: torch.device) -> None:
-    """A thread has no CUDA context before its first use of the runtime, autograd's threads for
+class Describe:
+    """Makes ``kind``, a tensor descriptor of tiles of ``block_shape``, of tensors that are laid out
+    alike, see ``ops.has_tma_layout``: what Triton checks of one is checked once. ``layout``:
+    Gluon's, in shared memory."""
+
+    def __init__(self, kind: type, block_shape: tuple[int, ...], *layout: Any) -> None:
+        self.kind, self.block_shape, self.layout = kind, block_shape, layout
+        self.fields: dict[str, Any] | None = None
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if self.fields is None:
+            shape, strides = list(tensor.shape), list(tensor.stride())
+            made = self.kind(tensor, shape, strides, self.block_shape, *self.layout)
+            self.fields = vars(made) | {"base": None}
+        made = object.__new__(self.kind)
+        vars(made).update(self.fields, base=tensor)
+        return made
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Where kernels are launched on ``device``.
+
+    A thread has no CUDA context before its first use of the runtime, autograd's threads for
     gradients among them; Triton sets one only where it loads a kernel, and a kernel that another
     thread has loaded would fail."""
+    if device.type != "cuda":
+        return HERE
     used = _thread.__dict__.setdefault("devices", set())
     if device.index not in used:
         torch.zeros(1, device=device)
         used.add(device.index)
+    return HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-# Descriptors without their tensors, by all that is checked when one is made.
-_descriptors: dict[tuple[Any, ...], dict[str, Any]] = {}
-
-
-def descriptor(kind: type, tensor: Tensor, block_shape: tuple[int, ...], *layout: Any) -> Any:
-    """``kind``, a tensor descriptor, of ``tensor``, whose start and strides are aligned, see
-    ``ops.has_tma_layout``. ``layout``: Gluon's, in shared memory."""
-    key = (kind, tensor.dtype, tensor.shape, tensor.stride(), block_shape)
-    if key not in _descriptors:
-        if len(_descriptors) >= MAX_COMPILED:
-            _descriptors.clear()
-        shape, strides = list(tensor.shape), list(tensor.stride())
-        _descriptors[key] = vars(kind(tensor, shape, strides, block_shape, *layout)) | {
-            "base": None
-        }
-    made = object.__new__(kind)
-    vars(made).update(_descriptors[key], base=tensor)
-    return made
+HERE = nullcontext()
+_thread = threading.local()

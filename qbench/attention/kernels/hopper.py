@@ -3,15 +3,20 @@ tensors, and how they are launched."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qbench.attention.kernels.common import CAPPED, DPARAM, SCALED, SLOPED, descriptor, launch
+from qbench.attention.kernels.common import CAPPED, DPARAM, SCALED, SLOPED, Describe, Launch
 from qbench.attention.kernels.configs import HOPPER
 from qbench.attention.kernels.hopper_backward import hopper_bwd_dkdv, hopper_bwd_dq
 from qbench.attention.normalizers import Kernels
+
+if TYPE_CHECKING:
+    from qbench.attention.kernels.ops import Layout
 
 # Batch × heads × length² × head dimension from which this is faster than the Triton kernels. With
 # less, it is the launches that take the time, and these take more.
@@ -23,7 +28,10 @@ TILES = {
 STATS = gl.NVMMASharedLayout(0, 32, 1)
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, flags: int) -> bool:
+def fits(
+    device: torch.device, query: Layout, key: Layout, value: Layout, causal: bool, window: int,
+    flags: int,
+) -> bool:  # fmt: skip
     """Whether the kernels are for such tensors, where there is no mask and no spans."""
     batch, heads, length, width = query.shape
     return (
@@ -38,47 +46,57 @@ def fits(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int, f
         and length % 128 == 0
         and batch * heads * length * length * width >= MIN_WORK
         and batch * heads * length < 2**29  # counted in 32 bits, by 4
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and torch.cuda.get_device_capability(device)[0] == 9
     )
 
 
-def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    needs_expm1: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, rows: list[Tensor | None],
-    parameters: tuple[Tensor | None, ...], kernels: Kernels, flags: int,
-    scales: tuple[float, float, float],
-) -> None:  # fmt: skip
-    """Fills dq, dk, dv and ``rows``, each row's part of the gradients of a parameter, of sinks and
-    of slopes, where these are asked for."""
+def backward_launches(
+    query: Layout, key: Layout, kernels: Kernels, flags: int, scales: tuple[float, float, float],
+    strides: tuple[tuple[int, ...], ...],
+) -> Callable[..., None]:  # fmt: skip
+    """As ``ops.backward_launches``. ``strides``: of batch row, head and row, of output, dq, dk and
+    dv."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
     config = HOPPER[width]
-    # For dkdv: each row's lse, 2^−lse, D, and s · log n or the lse with what slopes take.
-    stats = torch.empty(4 * lse.numel(), dtype=torch.float32, device=query.device)
-    # What is not asked for is not read: any tensor stands for it.
-    sinks, _, slopes, s = (lse if one is None else one for one in parameters)
-    rows = [lse if one is None else one for one in rows]
-    tile = (1, 1, 64, width)
-    sources = [
-        descriptor(TensorDescriptor, one, tile, TILES[width])
-        for one in (query, key, value, gradient)
-    ]
-    common = {
+    o_strides, dq_strides, dk_strides, dv_strides = strides
+    constants = {
         "NORM": kernels.score_function, "FLAGS": flags, "NEEDS_EXPM1": kernels.needs_expm1,
         "HEAD_DIM": width, "BLOCK_Q": config.block_q, "num_warps": 4,
     }  # fmt: skip
-    launch(
-        hopper_bwd_dq, (length // 128, batch * heads), query.device,
-        [*sources, output, lse, stats, dq, *rows, sinks, slopes, s],
-        ((heads, group, length), scales, (output.stride()[:3], dq.stride()[:3])),
-        {"STAGES": config.dq_stages, **common},
+    launch_dq = Launch(
+        hopper_bwd_dq, (length // 128, batch * heads),
+        ((heads, group, length), scales, (o_strides, dq_strides)),
+        {"STAGES": config.dq_stages, **constants},
     )  # fmt: skip
-    sources.append(descriptor(TensorDescriptor, stats, (4 * 64,), STATS))
-    for precise in (False, True) if kernels.needs_expm1 else (False,):
-        launch(
-            hopper_bwd_dkdv, (length // 128, batch * kv_heads), query.device,
-            [*sources, needs_expm1, slopes, s, dk, dv],
-            ((kv_heads, group, length), scales, (dk.stride()[:3], dv.stride()[:3])),
-            {"PRECISE": precise, "STAGES": config.dkdv_stages, **common},
-        )  # fmt: skip
+    launches_dkdv = [
+        Launch(
+            hopper_bwd_dkdv, (length // 128, batch * kv_heads),
+            ((kv_heads, group, length), scales, (dk_strides, dv_strides)),
+            {"PRECISE": precise, "STAGES": config.dkdv_stages, **constants},
+        )
+        for precise in ((False, True) if kernels.needs_expm1 else (False,))
+    ]  # fmt: skip
+    q_tile, k_tile, v_tile, g_tile = (
+        Describe(TensorDescriptor, (1, 1, 64, width), TILES[width]) for _ in range(4)
+    )
+    stats_tile = Describe(TensorDescriptor, (4 * 64,), STATS)
+
+    def launch(
+        g, q, k, v, output, lse, needs_expm1, dq, dk, dv, dparam, dsinks, dslopes, mask, spans,
+        sinks, bias, slopes, s, counts,
+    ):  # fmt: skip
+        # For dkdv: each row's lse, 2^−lse, D, and s · log n or the lse with what slopes take.
+        stats = lse.new_empty(4 * lse.numel())
+        # What is not asked for is not read: any tensor stands for it.
+        dparam, dsinks, dslopes, sinks, slopes, s = (
+            lse if one is None else one for one in (dparam, dsinks, dslopes, sinks, slopes, s)
+        )
+        sources = (q_tile(q), k_tile(k), v_tile(v), g_tile(g))
+        launch_dq(*sources, output, lse, stats, dq, dparam, dsinks, dslopes, sinks, slopes, s)
+        sources = (*sources, stats_tile(stats))
+        for launch_dkdv in launches_dkdv:
+            launch_dkdv(*sources, needs_expm1, slopes, s, dk, dv)
+
+    return launch

@@ -236,19 +236,24 @@ def attention(
     assert positions.dtype == torch.int32
     assert positions.stride(1) == 1
     longest = max_seqlen_q or queries
-    counts = ops.allowed_counts(mask, query, key, kernels, parameters, causal, window or 0)
+    counts = None
+    if mask is not None:
+        settings = ops.Settings(normalizer, 0.0, softcap, causal, window or 0, longest, keys)
+        counts = ops.allowed_counts(mask, query, key, parameters, settings)
     few = longest <= 16 or query.dtype == torch.float32
     block_q, block_k = (16 if longest <= 16 else 32, 32) if few else (64, 64)
     sequences = batch if spans is None else spans.shape[0]
     tensors = (query, key, value, quantized_key, quantized_value, output)
+    strides = ops.strides_of(*map(ops.layout_of, tensors))
     quantized_kv_fwd[(triton.cdiv(longest, block_q), heads * sequences)](
         *tensors, positions, mask, spans, *parameters, counts, (heads, heads // kv_heads), queries,
         keys, window or 0, keep_first, keep_recent, key_group,
-        *ops.scales(scale or width**-0.5, softcap), ops.strides_of(*tensors),
-        positions.stride(0) if positions.shape[0] > 1 else 0, *ops.mask_strides(mask),
-        NORM=kernels.score_function, FLAGS=ops.flags_of(kernels, parameters, softcap),
+        *ops.scales(scale or width**-0.5, softcap), strides,
+        positions.stride(0) if positions.shape[0] > 1 else 0,
+        *ops.mask_strides(ops.layout_of(mask)), NORM=kernels.score_function,
+        FLAGS=ops.flags_of(kernels, parameters.slopes is not None, softcap),
         CAUSAL=causal, WINDOW=bool(window), SKIP=NORMALIZERS.get(normalizer).sparse,
-        FAST=ops.is_fast(query), BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width,
+        FAST=ops.is_fast(query.dtype), BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width,
         BLOCK_D=ops.block(width), V_HEAD_DIM=v_width, BLOCK_DV=ops.block(v_width), num_warps=4,
     )  # fmt: skip
     return output

@@ -1,9 +1,13 @@
 """``torch.ops.qbench.attention`` and its gradient, as torch.compile and autograd see them, and from
-tensors to kernel launches."""
+tensors to kernel launches.
+
+What is launched depends on how tensors are laid out, not on their numbers: :func:`forward_launches`
+and :func:`backward_launches` decide it once for each :class:`Layout` of the arguments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qbench.attention.kernels import common, configs, require
 from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
-from qbench.attention.kernels.common import INTERPRETED, descriptor, launch
+from qbench.attention.kernels.common import INTERPRETED, Describe, Launch, on_device
 from qbench.attention.kernels.configs import Config
 from qbench.attention.kernels.decode import attn_decode, combine
 from qbench.attention.kernels.formulas import CHUNK, LOG2_E
@@ -29,8 +33,10 @@ except ImportError:
     hopper = None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (Tensor, torch.nn.Parameter)
 DECODE_ROWS = 64  # at most so many heads × queries that share keys are decoded together
 DECODE_PROGRAMS = 132 * 8  # keys are split until an H200 has this many programs
+MAX_LAYOUTS = 1024  # whose launches are kept
 
 
 class Settings(NamedTuple):
@@ -56,6 +62,8 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, Tensor]) -> Parameters:
+        if not given:
+            return NONE
         return cls(**{name: tensor.float().contiguous() for name, tensor in given.items()})
 
 
@@ -70,6 +78,24 @@ class Wanted(NamedTuple):
     slopes: bool = False
 
 
+NOTHING = Wanted()
+
+
+class Layout(NamedTuple):
+    """All that launches depend on of a tensor; ``aligned``: its start, to 16 bytes."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+
+def layout_of(tensor: Tensor | None) -> Layout | None:
+    if tensor is None:
+        return None
+    return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
 def scales(scale: float, softcap: float) -> tuple[float, float]:
     """What makes scores in log2 units of products, or of their tanh where they are capped; and what
     products are multiplied by before the tanh."""
@@ -77,23 +103,13 @@ def scales(scale: float, softcap: float) -> tuple[float, float]:
     return (softcap * log2_e, scale / softcap) if softcap else (scale * log2_e, 0.0)
 
 
-NOTHING = Wanted()
-
-
-def flags_of(
-    kernels: Kernels, parameters: Parameters, softcap: float, wanted: Wanted = NOTHING
-) -> int:
+def flags_of(kernels: Kernels, sloped: bool, softcap: float, wanted: Wanted = NOTHING) -> int:
     """Bits of :mod:`qbench.attention.kernels.common`."""
-    return _flags(kernels, parameters.slopes is not None, softcap > 0, wanted)
-
-
-@lru_cache(1024)
-def _flags(kernels: Kernels, sloped: bool, capped: bool, wanted: Wanted) -> int:
     asked = (
         (kernels.elementwise, common.ELEMENTWISE.value | common.BIASED.value),
         (kernels.scaled, common.SCALED.value),
         (kernels.scaled and kernels.one_more, common.LOG_N1.value),
-        (capped, common.CAPPED.value),
+        (softcap > 0, common.CAPPED.value),
         (sloped, common.SLOPED.value),
         (kernels.sink == "one", common.SINK_ONE.value),
         (kernels.sink == "learned", common.SINK_LEARNED.value),
@@ -112,26 +128,39 @@ def forward(
     parameters: Parameters, settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, lse, and :func:`empty_flags`, filled."""
+    output, lse = empty_output(query, value, covered=spans is None)
+    needs_expm1 = empty_flags(query, key, require(settings.normalizer))
+    if output.numel() == 0:
+        return output, lse, needs_expm1
+    query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+    counts = None if mask is None else allowed_counts(mask, query, key, parameters, settings)
+    tensors = (query, key, value, output, mask, spans, *parameters)
+    launches = forward_launches(query.device, settings, *map(layout_of, tensors))
+    with on_device(query.device):
+        launches(query, key, value, output, lse, needs_expm1, mask, spans, *parameters, counts)
+    return output, lse, needs_expm1
+
+
+@lru_cache(MAX_LAYOUTS)
+def forward_launches(
+    device: torch.device, settings: Settings, query: Layout, key: Layout, value: Layout,
+    output: Layout, mask: Layout | None, spans: Layout | None, *parameters: Layout | None,
+) -> Callable[..., None]:  # fmt: skip
+    """What takes the tensors of these layouts, and ``lse``, ``needs_expm1`` and ``counts``, in the
+    order of :func:`forward`, and launches the kernels of the forward pass."""
     normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
-    sinks, bias, slopes, s = parameters
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
     group = heads // kv_heads
-    output, lse = empty_output(query, value, covered=spans is None)
-    needs_expm1 = empty_flags(query, key, kernels)
-    if output.numel() == 0:
-        return output, lse, needs_expm1
-    query, key, value = (dense_rows(tensor) for tensor in (query, key, value))
     sequences = batch if spans is None else spans.shape[0]
-    flags = flags_of(kernels, parameters, softcap)
+    flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap)
     flags |= configs.arithmetic(width, kernels, softcap, flags, backward=False)
-    counts = allowed_counts(mask, query, key, kernels, parameters, causal, window)
     constants = {
         "NORM": kernels.score_function, "FLAGS": flags, "CAUSAL": causal, "WINDOW": window > 0,
-        "FAST": is_fast(query), "HEAD_DIM": width, "BLOCK_D": block(width), "V_HEAD_DIM": v_width,
-        "BLOCK_DV": block(v_width),
+        "FAST": is_fast(query.dtype), "HEAD_DIM": width, "BLOCK_D": block(width),
+        "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
     }  # fmt: skip
     strides = strides_of(query, key, value, output)
     if _decodes(group * max_seqlen_q):
@@ -140,38 +169,52 @@ def forward(
         pairs = sequences * kv_heads
         splits = min(_ceil(DECODE_PROGRAMS, pairs), _ceil(max_seqlen_k, 4 * config.block_k))
         splits = max(1, splits)
-        partial = None
-        if splits > 1:
-            shape = (pairs, splits, rows, block(v_width) + 2)
-            partial = query.new_empty(shape, dtype=torch.float32)
-        launch(
-            attn_decode, (splits, pairs), query.device,
-            [query, key, value, output, lse, partial, mask, spans, sinks, bias, slopes, s, counts],
+        decode = Launch(
+            attn_decode, (splits, pairs),
             ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides,
              *mask_strides(mask)),
             {"SKIP": NORMALIZERS.get(normalizer).sparse, "BLOCK_R": rows, **config.options,
              **constants},
         )  # fmt: skip
-        if splits > 1:
-            launch(
-                combine, (pairs, 1), query.device, [output, lse, partial, spans, sinks],
-                ((kv_heads, group), queries, keys, splits, output.stride()[:3]),
-                {"NORM": kernels.score_function, "FLAGS": flags, "BLOCK_R": rows,
-                 "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width)},
-            )  # fmt: skip
-        return output, lse, needs_expm1
+        join = Launch(
+            combine, (pairs, 1), ((kv_heads, group), queries, keys, splits, output.strides[:3]),
+            {"NORM": kernels.score_function, "FLAGS": flags, "BLOCK_R": rows,
+             "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width)},
+        )  # fmt: skip
+
+        def launch_decode(q, k, v, output, lse, _, mask, spans, sinks, *rest):
+            partial = None
+            if splits > 1:
+                shape = (pairs, splits, rows, block(v_width) + 2)
+                partial = torch.empty(shape, dtype=torch.float32, device=device)
+            decode(q, k, v, output, lse, partial, mask, spans, sinks, *rest)
+            if splits > 1:
+                join(output, lse, partial, spans, sinks)
+
+        return launch_decode
+
     config = configs.forward_config(block(width), query.dtype, kernels, flags)
-    sources, tma = _described((key, value), config.block_k, config)
-    launch(
-        attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences), query.device,
-        [query, *sources, output, lse, needs_expm1, mask, spans, sinks, bias, slopes, s, counts],
+    tiles = describe_tiles((key, value), config.block_k, config)
+    attend = Launch(
+        attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
         ((heads, group), queries, keys, window, *scales(scale, softcap), strides,
          *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32, "NEEDS_EXPM1": kernels.needs_expm1,
-         "NO_MAX": query.dtype == torch.bfloat16 and not kernels.elementwise, "TMA": tma,
-         "BLOCK_Q": config.block_q, **config.options, **constants},
+         "NO_MAX": query.dtype == torch.bfloat16 and not kernels.elementwise,
+         "TMA": tiles is not None, "BLOCK_Q": config.block_q, **config.options, **constants},
     )  # fmt: skip
-    return output, lse, needs_expm1
+
+    def launch(q, k, v, *rest):
+        attend(q, *described(tiles, k, v), *rest)
+
+    return launch
+
+
+def by_token(like: Tensor, shape: tuple[int, int, int, int], *, covered: bool) -> Tensor:
+    """A tensor [B, H, T, D], laid out as [B, T, H, D]. Where sequences need not cover every row it
+    is 0."""
+    made = like.new_empty_strided(shape, (*strides_by_token(shape), 1))
+    return made if covered else made.zero_()
 
 
 def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
@@ -179,14 +222,10 @@ def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor
     log2 units [B, H, Tq] in float32. Where sequences need not cover every row, rows outside them
     are 0 and their lse is +∞."""
     batch, heads, queries, _ = query.shape
-    shape = (batch, queries, heads, value.shape[3])
-    if covered:
-        output = query.new_empty(shape)
-        lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
-    else:
-        output = query.new_zeros(shape)
-        lse = query.new_full((batch, heads, queries), float("inf"), dtype=torch.float32)
-    return output.transpose(1, 2), lse
+    lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    if not covered:
+        lse.fill_(float("inf"))
+    return by_token(query, (batch, heads, queries, value.shape[3]), covered=covered), lse
 
 
 def empty_flags(query: Tensor, key: Tensor, kernels: Kernels) -> Tensor:
@@ -208,78 +247,94 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of query, key and value, laid out as the output is; and those of parameters [heads]
     that are ``wanted``, else None."""
+    covered = spans is None
+    dq, dk, dv = (by_token(t, t.shape, covered=covered) for t in (query, key, value))
+    if query.numel() == 0 or key.numel() == 0:
+        none = (lse.new_zeros(query.shape[1]) if asked else None for asked in wanted)
+        return dq.zero_(), dk.zero_(), dv.zero_(), *none
+    gradient, query, key, value = (dense_rows(t) for t in (gradient, query, key, value))
+    counts = None if mask is None else allowed_counts(mask, query, key, parameters, settings)
+    # Rows outside the sequences give nothing to the gradients of parameters.
+    make = torch.empty_like if covered else torch.zeros_like
+    rows = [make(lse) if asked else None for asked in wanted]
+    given = (gradient, query, key, value, output, lse, needs_expm1)
+    others = (mask, spans, *parameters)
+    launches = backward_launches(
+        query.device, settings, wanted, *map(layout_of, given), *map(layout_of, others)
+    )
+    with on_device(query.device):
+        launches(*given, dq, dk, dv, *rows, *others, counts)
+    return dq, dk, dv, *(None if row is None else row.sum((0, 2)) for row in rows)
+
+
+@lru_cache(MAX_LAYOUTS)
+def backward_launches(
+    device: torch.device, settings: Settings, wanted: Wanted, gradient: Layout, query: Layout,
+    key: Layout, value: Layout, output: Layout, lse: Layout, needs_expm1: Layout,
+    mask: Layout | None, spans: Layout | None, *parameters: Layout | None,
+) -> Callable[..., None]:  # fmt: skip
+    """What takes the tensors of these layouts and those to fill, in the order of :func:`backward`,
+    and launches the kernels of the backward pass."""
     normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
-    sinks, _, slopes, s = parameters
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
     group = heads // kv_heads
-    make = torch.empty if spans is None else torch.zeros
-    like = {"dtype": query.dtype, "device": query.device}
-    dq = make((batch, queries, heads, width), **like).transpose(1, 2)
-    dk = make((batch, keys, kv_heads, width), **like).transpose(1, 2)
-    dv = make((batch, keys, kv_heads, v_width), **like).transpose(1, 2)
-    if query.numel() == 0 or key.numel() == 0:
-        none = (lse.new_zeros(heads) if asked else None for asked in wanted)
-        return dq.zero_(), dk.zero_(), dv.zero_(), *none
-    query, key, value, gradient = (dense_rows(t) for t in (query, key, value, gradient))
-    flags = flags_of(kernels, parameters, softcap, wanted)
+    flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap, wanted)
     flags |= configs.arithmetic(width, kernels, softcap, flags, backward=True)
-    # Rows outside the sequences give nothing to the gradients of parameters.
-    make = torch.empty_like if spans is None else torch.zeros_like
-    rows = [make(lse) if asked else None for asked in wanted]
     all_scales = (scale, *scales(scale, softcap))
+    dq, dk, dv = (strides_by_token(layout.shape) for layout in (query, key, value))
     if (
         hopper is not None
         and not INTERPRETED
         and mask is None
         and spans is None
-        and hopper.fits(query, key, value, causal, window, flags)
+        and hopper.fits(device, query, key, value, causal, window, flags)
         and all(map(has_tma_layout, (query, key, value, gradient)))
     ):
-        hopper.backward(
-            gradient, query, key, value, output, lse, needs_expm1, dq, dk, dv, rows, parameters,
-            kernels, flags, all_scales,
-        )  # fmt: skip
-        return dq, dk, dv, *map(_by_head, rows)
-    deltas = torch.empty_like(lse)
+        strides = (output.strides[:3], dq, dk, dv)
+        return hopper.backward_launches(query, key, kernels, flags, all_scales, strides)
     sequences = batch if spans is None else spans.shape[0]
-    counts = allowed_counts(mask, query, key, kernels, parameters, causal, window)
     constants = {
         "NORM": kernels.score_function, "FLAGS": flags, "NEEDS_EXPM1": kernels.needs_expm1,
-        "FAST": is_fast(query), "CAUSAL": causal, "WINDOW": window > 0, "HEAD_DIM": width,
+        "FAST": is_fast(query.dtype), "CAUSAL": causal, "WINDOW": window > 0, "HEAD_DIM": width,
         "BLOCK_D": block(width), "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
     }  # fmt: skip
+    read = strides_of(query, key, value, gradient)
     config = configs.dq_config(block(width), query.dtype)
-    (k_source, v_source), tma = _described((key, value), config.block_k, config)
-    launch(
-        attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads * sequences), query.device,
-        [query, k_source, v_source, gradient, output, lse, deltas, dq, *rows, mask, spans, sinks,
-         slopes, s, counts],
-        ((heads, group), queries, keys, window, *all_scales,
-         strides_of(query, key, value, gradient, output, dq), *mask_strides(mask)),
-        {"TMA": tma, "BLOCK_Q": config.block_q, **config.options, **constants},
+    kv_tiles = describe_tiles((key, value), config.block_k, config)
+    launch_dq = Launch(
+        attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
+        ((heads, group), queries, keys, window, *all_scales, (*read, output.strides[:3], dq),
+         *mask_strides(mask)),
+        {"TMA": kv_tiles is not None, "BLOCK_Q": config.block_q, **config.options, **constants},
     )  # fmt: skip
     # Decoding is precise and sets no flags.
     unflagged = kernels.needs_expm1 and _decodes(group * max_seqlen_q)
     config = configs.dkdv_config(block(width), query.dtype)
-    (q_source, g_source), tma = _described((query, gradient), config.block_q, config)
-    launch(
-        attn_bwd_dkdv, (_ceil(max_seqlen_k, config.block_k), kv_heads * sequences), query.device,
-        [q_source, key, value, g_source, lse, deltas, needs_expm1, dk, dv, mask, spans, slopes, s,
-         counts],
-        ((kv_heads, group), queries, keys, window, *all_scales,
-         strides_of(query, key, value, gradient, dk, dv), *mask_strides(mask)),
-        {"PRECISE": query.dtype == torch.float32 or unflagged, "TMA": tma,
+    qg_tiles = describe_tiles((query, gradient), config.block_q, config)
+    launch_dkdv = Launch(
+        attn_bwd_dkdv, (_ceil(max_seqlen_k, config.block_k), kv_heads * sequences),
+        ((kv_heads, group), queries, keys, window, *all_scales, (*read, dk, dv),
+         *mask_strides(mask)),
+        {"PRECISE": query.dtype == torch.float32 or unflagged, "TMA": qg_tiles is not None,
          "BLOCK_Q": config.block_q, **config.options, **constants},
     )  # fmt: skip
-    return dq, dk, dv, *map(_by_head, rows)
 
+    def launch(
+        g, q, k, v, output, lse, needs_expm1, dq, dk, dv, dparam, dsinks, dslopes, mask, spans,
+        sinks, bias, slopes, s, counts,
+    ):  # fmt: skip
+        deltas = torch.empty_like(lse)
+        launch_dq(
+            q, *described(kv_tiles, k, v), g, output, lse, deltas, dq, dparam, dsinks, dslopes,
+            mask, spans, sinks, slopes, s, counts,
+        )  # fmt: skip
+        q, g = described(qg_tiles, q, g)
+        launch_dkdv(q, k, v, g, lse, deltas, needs_expm1, dk, dv, mask, spans, slopes, s, counts)
 
-def _by_head(rows: Tensor | None) -> Tensor | None:
-    """What rows [B, H, T] give, summed [H], where that was asked for."""
-    return None if rows is None else rows.sum((0, 2))
+    return launch
 
 
 # How tensors are laid out in memory.
@@ -300,29 +355,26 @@ def block(width: int) -> int:
 
 
 def allowed_counts(
-    mask: Tensor | None, query: Tensor, key: Tensor, kernels: Kernels, parameters: Parameters,
-    causal: bool, window: int,
-) -> Tensor | None:  # fmt: skip
-    """How many keys each row may see [B, H, Tq] in float32, where a mask says so and the normalizer
-    goes by it; elsewhere the kernels know."""
-    by_length = kernels.scaled or (kernels.elementwise and parameters.bias is None)
-    if mask is None or not by_length:
+    mask: Tensor, query: Tensor, key: Tensor, parameters: Parameters, settings: Settings
+) -> Tensor | None:
+    """How many keys each row may see [B, H, Tq] in float32, where the normalizer goes by it."""
+    kernels = require(settings.normalizer)
+    if not (kernels.scaled or (kernels.elementwise and parameters.bias is None)):
         return None
     queries, keys = query.shape[2], key.shape[2]
-    if causal or window:
-        own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
-        other = torch.arange(keys, device=mask.device)
-        if causal:
-            mask = mask & (other <= own)
-        if window:
-            mask = mask & (other > own - window)
+    own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
+    other = torch.arange(keys, device=mask.device)
+    if settings.causal:
+        mask = mask & (other <= own)
+    if settings.window:
+        mask = mask & (other > own - settings.window)
     counts = mask.sum(-1, dtype=torch.float32)
     return counts.expand(query.shape[0], query.shape[1], queries).contiguous()
 
 
-def is_fast(query: Tensor) -> bool:
+def is_fast(dtype: torch.dtype) -> bool:
     """Inline PTX is for the compiler; the interpreter does without."""
-    return query.dtype == torch.bfloat16 and not INTERPRETED
+    return dtype == torch.bfloat16 and not INTERPRETED
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
@@ -330,40 +382,49 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def strides_of(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+def strides_of(*layouts: Layout) -> tuple[tuple[int, ...], ...]:
     """Of batch row, head and row; those of a row's elements are 1."""
-    return tuple(tensor.stride()[:3] for tensor in tensors)
+    return tuple(layout.strides[:3] for layout in layouts)
 
 
-def mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:
+def strides_by_token(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Those of what :func:`by_token` makes, of batch row, head and row."""
+    _, heads, length, width = shape
+    return length * heads * width, width, heads * width
+
+
+def mask_strides(mask: Layout | None) -> tuple[int, int, int, int]:
     """An axis of size one serves every batch row, or every head."""
     if mask is None:
         return 0, 0, 0, 0
-    batch, head, row, column = mask.stride()
+    batch, head, row, column = mask.strides
     return (batch if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0, row, column)
 
 
-def _described(
-    tensors: tuple[Tensor, ...], rows: int, config: Config
-) -> tuple[tuple[Any, ...], bool]:
-    """Descriptors of tiles of ``rows`` rows of one head, and True, where ``config`` and the layouts
-    have it so; else the tensors themselves."""
-    if not (config.tma and all(map(has_tma_layout, tensors))):
-        return tensors, False
-    return tuple(
-        descriptor(TensorDescriptor, tensor, (1, 1, rows, block(tensor.shape[3])))
-        for tensor in tensors
-    ), True
+def describe_tiles(
+    layouts: tuple[Layout, ...], rows: int, config: Config
+) -> tuple[Describe, ...] | None:
+    """What makes descriptors of tiles of ``rows`` rows of one head, where ``config`` and the
+    layouts have it so."""
+    if not (config.tma and all(map(has_tma_layout, layouts))):
+        return None
+    shapes = ((1, 1, rows, block(layout.shape[3])) for layout in layouts)
+    return tuple(Describe(TensorDescriptor, shape) for shape in shapes)
 
 
-def has_tma_layout(tensor: Tensor) -> bool:
+def described(tiles: tuple[Describe, ...] | None, *tensors: Tensor) -> tuple[Any, ...]:
+    """Descriptors of ``tensors``, or these themselves."""
+    if tiles is None:
+        return tensors
+    return tuple(describe(tensor) for describe, tensor in zip(tiles, tensors, strict=True))
+
+
+def has_tma_layout(layout: Layout) -> bool:
     """The accelerator wants 16-byte aligned starts and strides."""
-    return tensor.data_ptr() % 16 == 0 and _aligned(tensor.stride(), tensor.element_size())
-
-
-@lru_cache(4096)
-def _aligned(strides: tuple[int, ...], size: int) -> bool:
-    return all(stride > 0 and stride * size % 16 == 0 for stride in strides[:3])
+    size = layout.dtype.itemsize
+    return layout.aligned and all(
+        stride > 0 and stride * size % 16 == 0 for stride in layout.strides[:3]
+    )
 
 
 # What torch.compile and autograd see.
@@ -490,7 +551,7 @@ def apply(
 ) -> Tensor:  # fmt: skip
     """Attention by the operator where something looks into it, such as torch.compile, a mode of
     dispatch or a tensor of another class; directly elsewhere."""
-    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in (query, key, value))
+    plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     if plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
         return _Eager.apply(query, key, value, mask, spans, span_count, *parameters, settings)
     return attention(query, key, value, mask, spans, span_count, *parameters, *settings)[0]
