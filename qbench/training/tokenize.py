@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError
 from qbench.files import clean_temporaries, file_digest, temporary
 from qbench.training.data import (
+    PARTS,
     TOKENIZER,
     AboutTokens,
     TextSource,
@@ -266,29 +268,6 @@ class Tokenizing:
     licences: str = ""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Writer:
-    """One array as it grows."""
-
-    path: Path
-    dtype: np.dtype
-    tokens: int = 0
-    documents: int = 0
-
-    def add(self, documents: Sequence[Sequence[int]]) -> None:
-        with self.path.open("ab") as file:
-            for ids in documents:
-                file.write(np.asarray(ids, self.dtype).tobytes())
-                self.tokens += len(ids)
-        self.documents += len(documents)
-
-    def about(self) -> TokenArray:
-        self.path.touch()
-        return TokenArray(
-            tokens=self.tokens, documents=self.documents, sha256=file_digest(self.path)
-        )
-
-
 def tokenize(
     sources: Sequence[str],
     out: Path,
@@ -318,7 +297,8 @@ def tokenize(
             )
             learn_tokenizer(texts, int(tokenizer), making)
         else:
-            named = str(tokenizer)
+            local = Path(tokenizer).expanduser().is_dir()
+            named = found.resolve().name if local else str(tokenizer)
             copy_tokenizer(found, making)
         about = _write(sources, making, named, settings, progress or (lambda *_: None))
         write_about(making, about)
@@ -342,44 +322,52 @@ def _write(
     overlap = Overlap.of(settings.evaluation) if settings.evaluation else None
     begin = [special["bos"]] if settings.bos else []
     end = [special["eos"]] if settings.eos else []
+    most = settings.most_tokens or math.inf
     read: list[TextSource] = []
-    number, enough = 0, False
-    train = _Writer(path=folder / "train.bin", dtype=dtype)
-    held_out = _Writer(path=folder / "held_out.bin", dtype=dtype)
-    for source in sources:
-        first = number
-        texts = documents(source, field=settings.field, split=settings.split)
-        for batch in _batches(overlap.without(texts) if overlap else texts):
-            kept = []
-            for encoded in encode.encode_batch_fast(batch, add_special_tokens=False):
-                ids = [*begin, *encoded.ids, *end]
-                if number % STRIDE == 0 and held_out.tokens < settings.held_out:
-                    held_out.add([ids])
-                else:
-                    kept.append(ids)
-                number += 1
-            train.add(kept)
-            progress(number, train.tokens)
-            if enough := train.tokens >= (settings.most_tokens or math.inf):
+    number = 0  # of the document
+    tokens, count = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+    with ExitStack() as stack:
+        files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS}
+        for source in sources:
+            first = number
+            texts = documents(source, field=settings.field, split=settings.split)
+            for batch in _batches(overlap.without(texts) if overlap else texts):
+                for encoded in encode.encode_batch_fast(batch, add_special_tokens=False):
+                    hold = number % STRIDE == 0 and tokens["held_out"] < settings.held_out
+                    part = "held_out" if hold else "train"
+                    ids = np.asarray([*begin, *encoded.ids, *end], dtype)
+                    files[part].write(ids.tobytes())
+                    tokens[part] += len(ids)
+                    count[part] += 1
+                    number += 1
+                progress(number, tokens["train"])
+                if tokens["train"] >= most:
+                    break
+            read.append(_source(source, number - first))
+            if tokens["train"] >= most:
                 break
-        read.append(_source(source, number - first))
-        if enough:
-            break
-    if train.tokens == 0:
+    if not tokens["train"]:
         raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
+    arrays = {
+        part: TokenArray(
+            tokens=tokens[part],
+            documents=count[part],
+            sha256=file_digest(folder / f"{part}.bin"),
+        )
+        for part in PARTS
+    }
     return AboutTokens(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         vocabulary=size,
         **special,
         bos_of_documents=settings.bos,
         eos_of_documents=settings.eos,
-        tokenizer=_tokenizer_name(named),
+        tokenizer=named,
         tokenizer_digest=tokenizer_digest(folder),
         sources=tuple(read),
         licences=settings.licences,
         left_out_paragraphs=overlap.left_out if overlap else 0,
-        train=train.about(),
-        held_out=held_out.about(),
+        **arrays,
     )
 
 
@@ -410,11 +398,6 @@ def _tokenizer_folder(named: str) -> Path:
     if not HUB_ID.fullmatch(named):
         raise RecipeError(f"--tokenizer {named}: no such folder, and not a hub id (owner/name)")
     return hub.snapshot(named, None, READ)
-
-
-def _tokenizer_name(named: str) -> str:
-    folder = Path(named).expanduser()
-    return folder.resolve().name if folder.is_dir() else named
 
 
 def _load(folder: Path, named: str, settings: Tokenizing) -> tuple[Tokenizer, dict]:

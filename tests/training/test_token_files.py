@@ -177,3 +177,13 @@ def test_a_tokenizer_may_be_learnt_from_the_text(tmp_path):
     assert (about.bos, about.eos, about.pad) == (1, 2, 3)
     again = tokenize([str(path)], tmp_path / "again", tokenizer=300, settings=Tokenizing())
     assert again.digest == about.digest
+
+
+def test_no_source_is_read_once_there_are_enough_tokens(tmp_path, tokenizer_folder):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("\0".join(["the cat sat"] * 60))
+    about = tokenize(
+        [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], tmp_path / "out",
+        tokenizer=str(tokenizer_folder), settings=Tokenizing(most_tokens=100),
+    )  # fmt: skip
+    assert [source.name for source in about.sources] == ["a.txt"]
