@@ -1,7 +1,11 @@
 """Settings of the whole test run, made before any library is imported."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 from qbench.machine import settle
 
 settle()
+CACHE = Path(tempfile.mkdtemp(prefix="qbench-cache-"))  # of this process's tests
+os.environ["QBENCH_CACHE"] = str(CACHE)
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 # Millions of objects of imported libraries stay until the end. The garbage collector would look at
 # them again and again: two fifths of the time of a cell, a fifth of that of imports.
@@ -43,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_records_of_other_tests():
+    """Cells are computed, not copied from the folder of a test before."""
+    shutil.rmtree(CACHE / "records", ignore_errors=True)
 
 
 @pytest.fixture

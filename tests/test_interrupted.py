@@ -70,7 +70,13 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
     assert store.records() == [first]
 
 
-@pytest.mark.parametrize("edited", ["data", "calibration", "definition"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "edited",
+    ["calibration", pytest.param("data", marks=SLOW), pytest.param("definition", marks=SLOW)],
+)
 def test_what_is_edited_under_a_run_fails_its_cells_and_leaves_no_score(tmp_path, edited):
     """Edited when the plan is made and the first cell has not begun."""
     demo = tmp_path / "demo"
@@ -152,7 +158,7 @@ def shown_until(terminal, word, seconds=120):
 @pytest.mark.parametrize(
     ("word", "options"),
     [
-        ("begun", ["--workers", "2"]),
+        pytest.param("begun", ["--workers", "2"], marks=SLOW),
         ("cells on", ["--workers", "2"]),  # while workers import
         ("rtn-4bit: ", ["--workers", "2"]),  # while they compute
         pytest.param("rtn-4bit: ", [], marks=pytest.mark.slow),  # in this process

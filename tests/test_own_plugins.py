@@ -14,6 +14,7 @@ import pytest
 from small_recipe import qbench, small_recipe
 
 from qbench import plugins
+from qbench.cli.place import Place, placed
 from qbench.errors import RecipeError
 from qbench.recipe import Recipe
 from qbench.store import Store
@@ -94,10 +95,11 @@ def test_an_executor_of_a_file_runs_the_cells(tmp_path):
     done = run_in_a_process(*arguments, "--executor", "mine")
     assert done.returncode == 0, done.stderr
     assert "executor mine" in done.stderr
-    assert run_in_a_process(*arguments, "--executor", "other").returncode == 2
-    done = run_in_a_process(*arguments, "--executor", "mine", "--workers", "2")
-    assert done.returncode == 2
-    assert "leave --workers out" in done.stderr
+    here = Place(recipe=Recipe.load(recipe), out=tmp_path / "out", device="cpu")
+    for own, workers, words in (("mine", 2, "leave --workers out"), ("other", None, "unknown exe")):
+        where = placed(here, "cpu", None, gpus=None, workers=workers, own=own, cells=1)
+        with pytest.raises(RecipeError, match=words), where:
+            pass
 
 
 NAMED = "from qbench.quantizers.names import Unquantized, register\nregister("
@@ -213,6 +215,7 @@ def test_settings_are_checked_as_for_our_own(tmp_path, example):
     assert "quantizers[1]: clipped-4bit: steps must be a whole number of at least 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_normalizer_of_a_file_runs_in_worker_processes(tmp_path):
     path, toy = tmp_path / "toy.py", ROOT / "tests" / "plugins" / "toy_normalizer.py"
     path.write_bytes(toy.read_bytes())
