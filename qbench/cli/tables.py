@@ -10,7 +10,7 @@ import typer
 
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Published, Run, open_store
-from qbench.comparison.changes import compare_results
+from qbench.comparison.changes import MOST_PAIRED, compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.lines import Comparison
 from qbench.errors import OutputError, ResultsError
@@ -18,7 +18,19 @@ from qbench.files import require_folder
 from qbench.store import Store
 from qbench.tables import write_tables
 from qbench.tables.changes import changes_table
+from qbench.tables.layout import markdown
+from qbench.tables.rank import ranking
 from qbench.tables.write import paper, render
+
+Against = Annotated[
+    str | None,
+    typer.Option(
+        "--against",
+        metavar="QUANTIZER",
+        help="Of one checkpoint: compare each other precision with this one. Default: each pair, "
+        f"of up to {MOST_PAIRED} precisions.",
+    ),
+]
 
 
 class Format(StrEnum):
@@ -32,6 +44,16 @@ def tables(
     folder: Folder,
     format: Annotated[Format, typer.Option(help="What to print and write.")] = Format.md,
     published: Published = None,
+    against: Against = None,
+    rank: Annotated[
+        bool, typer.Option("--rank", help="Print which precision is best instead.")
+    ] = False,
+    max_gib: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", min=0, help="With --rank: of those with at most N GiB of weights."
+        ),
+    ] = None,
     run: Run = None,
 ) -> None:
     """Write and show the delta tables of a results folder, in the paper's layout.
@@ -40,20 +62,28 @@ def tables(
     ```
     qbench tables results/demo
     qbench tables results/demo --format tex
+    qbench tables results/demo --rank --max-gib 4
     ```
     """
+    store = open_store(folder, run)
+    if rank:
+        typer.echo(markdown([ranking(compare_store(store), store, max_gib)]), nl=False)
+        return
+    if max_gib is not None:
+        raise ResultsError("--max-gib goes with --rank")
+    show_tables(store, format=format, published=published, against=against)
 
-    show_tables(open_store(folder, run), format=format, published=published)
 
-
-def show_tables(store: Store, *, format: str = "md", published: str | None = None) -> Comparison:
+def show_tables(
+    store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
+) -> Comparison:
     """Print the tables as ``format`` and write them: tables.md with tables.csv, or
     tables.<format> alone. Those of an earlier run go to a folder of their own; where the folder
     cannot be written to, that is said and they are printed all the same.
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
-    comparison = compare_store(store)
+    comparison = compare_store(store, against=against)
     formats = ("md", "csv") if format == "md" else (format,)
     paths, problem = [], None
     try:
@@ -71,11 +101,15 @@ def show_tables(store: Store, *, format: str = "md", published: str | None = Non
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A results folder.")],
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="A results folder, or a cell: DIR/CHECKPOINT/QUANTIZER."),
+    ],
     b: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[B]", help="Another, of the same recipe. Default: the last run of A."
+            metavar="[B]",
+            help="Another, of the same recipe, or another cell. Default: the last run of A.",
         ),
     ] = None,
     run: Annotated[
@@ -85,7 +119,7 @@ def compare(
         str | None, typer.Option("--run-b", metavar="ID", help="An earlier run of B.")
     ] = None,
 ) -> None:
-    """What changed between two results of one recipe, paired by document.
+    """What changed between two results of one recipe, or between two cells, paired by document.
 
     Both may be runs of one folder, as `qbench show FOLDER` lists them.
 
@@ -95,8 +129,18 @@ def compare(
     qbench compare results/demo --run 0a1b
     ```
     """
+    if b is not None and _names_cell(a) and _names_cell(b):
+        stores = Store(a.parent.parent, run=run), Store(b.parent.parent, run=run_b)
+        cells = ["/".join(path.parts[-2:]) for path in (a, b)]
+        found = compare_cells(stores[0], cells[0], stores[1], cells[1])
+        typer.echo(changes_table(found), nl=False)
+        return
     if b is None and run is None:
         raise ResultsError(f"compare {a}: with what? Name another folder, or a run of it by --run")
     old = open_store(a, run)
     new = open_store(b or a, run_b, "--run-b")
     typer.echo(changes_table(compare_results(old, new)), nl=False)
+
+
+def _names_cell(path: Path) -> bool:
+    return not path.is_dir() and (path.parent.parent / "grid.json").is_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from qbench.comparison import explain
 from qbench.comparison.lines import Comparison, judge
@@ -13,6 +14,7 @@ from qbench.metrics import REDUNDANT, base_metric, is_percentage
 from qbench.records import Precision, Record, Score, Trained
 from qbench.statistics import Column, Effect, Panel, SeedEffect, adjust, effect, over_seeds, value
 from qbench.store import Store
+from qbench.text import MINUS
 
 Name = tuple[str, str]  # task, metric
 AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
@@ -300,6 +302,67 @@ def compare_results(a: Store, b: Store) -> Changes:
         problems=tuple(problems),
         seeds=seed_changes(old, new),
     )
+
+
+def compare_cells(a: Store, cell: str, b: Store, other: str) -> Changes:
+    """What the cell ``other`` of folder ``b`` scores against ``cell`` of folder ``a``, paired.
+
+    Raises ResultsError where one has no sound score, or they score different data.
+    """
+    sides = []
+    for store, name in ((a, cell), (b, other)):
+        results = read_results(store)
+        if name in results.broken:
+            raise ResultsError(f"{store.directory}: {name}: {results.broken[name]}")
+        if name not in results.cells:
+            raise ResultsError(f"{store.directory}: {name}: no such cell in grid.json")
+        told = name if a.directory == b.directory else f"{store.name}: {name}"
+        found = {f"{other} {MINUS} {cell}": results.cells[name]}
+        sides.append(ResultSet(name=told, cells=found, broken={}))
+    old, new = sides
+    lines = compare_sets(old, new)
+    if not lines:
+        raise ResultsError(f"{cell} and {other} have no score in common")
+    return Changes(old=old.name, new=new.name, lines=tuple(lines), problems=())
+
+
+MOST_PAIRED = 4  # quantized precisions whose pairs are all shown unasked
+
+
+def compare_precisions(store: Store, checkpoint: str, against: str | None) -> tuple[Change, ...]:
+    """Each pair of quantized precisions of a checkpoint, the later minus the earlier of the grid;
+    with ``against`` each other one minus that. Empty where there are more than ``MOST_PAIRED`` and
+    none is named. p-values are adjusted over all of them.
+
+    Raises ResultsError where ``against`` names no quantized cell with a sound score.
+    """
+    cells = read_results(store).cells
+    quantized = [
+        cell.quantizer
+        for cell in store.grid().cells
+        if cell.quantized and cell.checkpoint == checkpoint and cell.cell in cells
+    ]
+    if against is not None and against not in quantized:
+        raise ResultsError(
+            f"--against {against}: no quantized cell of that name has a score; there are "
+            f"{', '.join(quantized) or 'none'}"
+        )
+    if against is None:
+        pairs = list(combinations(quantized, 2)) if len(quantized) <= MOST_PAIRED else []
+    else:
+        pairs = [(against, other) for other in quantized if other != against]
+    old, new = (
+        ResultSet(
+            name=checkpoint,
+            cells={
+                f"{pair[1]} {MINUS} {pair[0]}": cells[f"{checkpoint}/{pair[side]}"]
+                for pair in pairs
+            },
+            broken={},
+        )
+        for side in (0, 1)
+    )
+    return tuple(compare_sets(old, new))
 
 
 def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:

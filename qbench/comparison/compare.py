@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from qbench.comparison.lines import Comparison, Entry, Line, judge, read_floors
 from qbench.errors import ResultsError
@@ -12,11 +13,15 @@ from qbench.records import Grid, GridCell, Record, Score
 from qbench.store import Store, read, runs
 
 
-def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparison:
-    """Compare the checkpoints of a results folder at every precision.
+def compare(
+    store: Store, *, statistics: bool = True, seed: int = 0, against: str | None = None
+) -> Comparison:
+    """Compare the checkpoints of a results folder at every precision; of one checkpoint also its
+    quantized precisions, with the one named ``against`` or each with each.
 
     ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes.
-    Raises ResultsError where the folder has no grid or a record cannot be read.
+    Raises ResultsError where the folder has no grid or a record cannot be read, or ``against``
+    cannot be answered.
     """
     grid = store.grid()
     if not grid.cells:
@@ -36,9 +41,16 @@ def compare(store: Store, *, statistics: bool = True, seed: int = 0) -> Comparis
     )
     if not statistics:
         return comparison
+    from qbench.comparison.changes import compare_precisions
     from qbench.comparison.effects import with_effects
 
-    return with_effects(comparison, store, seed=seed)
+    comparison = with_effects(comparison, store, seed=seed)
+    if len(grid.checkpoints) > 1:
+        if against is not None:
+            raise ResultsError("--against compares the precisions of one checkpoint")
+        return comparison
+    pairs = compare_precisions(store, grid.checkpoints[0], against)
+    return replace(comparison, pairs=pairs)
 
 
 def elsewhere(store: Store, cell: GridCell) -> str | None:

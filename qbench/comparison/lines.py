@@ -20,6 +20,7 @@ from qbench.records import (
 from qbench.store import Store
 
 if TYPE_CHECKING:
+    from qbench.comparison.changes import Change
     from qbench.statistics import Effect, Interval, SeedEffect
 
 
@@ -170,6 +171,7 @@ class Comparison:
     floors: Floors = field(default_factory=Floors)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[SeedLine, ...] = ()  # over several trainings, where the grid has replicates
+    pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
     # The quantizer that damage is taken against: the grid's first that quantizes nothing.
     unquantized: str | None = field(init=False)
 

@@ -54,6 +54,11 @@ PRECISION_LEGEND = (
     "not quantized. Simulated: activations rounded to the format, multiplied in a wider one; real: "
     "multiplied in the format."
 )
+PAIRS_LEGEND = (
+    "Difference: the first minus the second precision, paired by document. ‡ and p (Holm): "
+    "corrected over all pairs. † after Benjamini–Hochberg's only."
+)
+DISTANCES = ("KL", "KL p99", "Flips", "Same top token")
 DIFFERENCES = " (of differences of damage: over all of them)"
 
 
@@ -86,8 +91,8 @@ def layouts(comparison: Comparison, table: Table, *, published: str | None = Non
     made = [_delta(comparison, table, published)]
     if any(row.line.damages for row in table.rows):
         made.append(_damage(comparison, table))
-    by_part = _by_part(comparison, table)
-    return [*made, by_part] if by_part else made
+    below = (_predictions(comparison, table), _by_part(comparison, table))
+    return [*made, *(one for one in below if one is not None)]
 
 
 def _delta(comparison: Comparison, table: Table, published: str | None) -> Layout:
@@ -158,12 +163,9 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
             (
                 *line_names(line, begins_task=begins[-1]),
                 NO_VALUE if bits is None else f"{bits:.2f}",
+                size_text(record),
                 entry_text(line.entries[0], line),
-                *(
-                    _cost(line, line.damages.get(checkpoint), record)
-                    if line.quantized
-                    else ("",) * 6
-                ),
+                *_cost(line, line.damages.get(checkpoint), record),
                 documents_text(line),
             )
         )
@@ -172,8 +174,8 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
         title=f"{table.name}: what it costs {checkpoint}",
         method=table.method,
         head=(
-            *("Task", "Metric", "Quantization", "Bits a weight", "Score", "Damage", INTERVAL),
-            *("KL", "KL p99", "Flips", "Same top token", "Documents"),
+            *("Task", "Metric", "Quantization", "Bits a weight", "GiB", "Score", "Damage"),
+            *(INTERVAL, *DISTANCES, "Documents"),
         ),
         rows=tuple(rows),
         begins_task=tuple(begins),
@@ -188,17 +190,24 @@ def _alone(comparison: Comparison, table: Table) -> Layout:
 
 
 def _cost(line: Line, effect: Effect | None, record: Record | None) -> tuple[str, ...]:
-    """Damage with its interval, KL (mean, 99th percentile), flips, top-1 agreement."""
+    """Damage with its interval, then ``DISTANCES``; nothing of an unquantized cell."""
     if not line.quantized:
-        return ("",) * 6
+        return ("",) * (2 + len(DISTANCES))
+    return (
+        effect_text(effect, percent=line.percent),
+        interval_text(effect, percent=line.percent),
+        *_distances(line, record),
+    )
+
+
+def _distances(line: Line, record: Record | None) -> tuple[str, ...]:
+    """KL (mean, 99th percentile), flips, top-1 agreement."""
     found = None
     if record is not None and isinstance(record.damage, Damage):
         found = record.damage.tasks.get(line.task)
     told = found.distributions if found else None
     flips = found.flips.get(line.metric) if found else None
     return (
-        effect_text(effect, percent=line.percent),
-        interval_text(effect, percent=line.percent),
         significant(told.kl.mean) if told else NO_VALUE,
         significant(told.kl.p99) if told else NO_VALUE,
         f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE,
@@ -238,6 +247,74 @@ def _damage(comparison: Comparison, table: Table) -> Layout:
         notes=(legend, *_ratio_notes(table, "damages"), *_precision_notes(table)),
         keys=(),
     )
+
+
+def _predictions(comparison: Comparison, table: Table) -> Layout | None:
+    """How far quantized predictions are from the unquantized ones, by checkpoint; None where no
+    record says so."""
+    rows, begins, last = [], [], None
+    for line in (row.line for row in table.rows if row.line.quantized):
+        records = [comparison.records.get(f"{one}/{line.quantizer}") for one in table.checkpoints]
+        found = [_distances(line, record) for record in records]
+        if all(text == NO_VALUE for texts in found for text in texts):
+            continue
+        begins.append(line.task != last)
+        last = line.task
+        bits = [bits_per_weight(record) if record else None for record in records]
+        texts = dict.fromkeys(NO_VALUE if one is None else f"{one:.2f}" for one in bits)
+        cells = [*line_names(line, begins_task=begins[-1]), " / ".join(texts)]
+        rows.append((*cells, *(text for of in found for text in of)))
+    if not rows:
+        return None
+    names = (f"{checkpoint}: {what}" for checkpoint in table.checkpoints for what in DISTANCES)
+    return Layout(
+        title=f"{table.name}: predictions against the unquantized model's",
+        method=table.method,
+        head=("Task", "Metric", "Quantization", "Bits a weight", *names),
+        rows=tuple(rows),
+        begins_task=tuple(begins),
+        notes=(KL_NOTE,),
+        keys=(),
+    )
+
+
+def pair_layout(comparison: Comparison) -> Layout | None:
+    """One checkpoint's quantized precisions among themselves; None where there are no pairs."""
+    rows, begins, last = [], [], None
+    order = list(dict.fromkeys((one.task, one.metric) for one in comparison.pairs))
+    for one in sorted(comparison.pairs, key=lambda one: order.index((one.task, one.metric))):
+        begins.append(one.task != last)
+        last = one.task
+        effect = one.effect
+        rows.append(
+            (
+                one.label if begins[-1] else "",
+                f"{metric_title(one.metric)} {'↑' if one.higher_is_better else '↓'}",
+                one.told,
+                effect_text(effect, percent=one.percent),
+                interval_text(effect, percent=one.percent),
+                NO_VALUE if effect is None or effect.p_holm is None else f"{effect.p_holm:.2g}",
+                str(one.documents),
+            )
+        )
+    if not rows:
+        return None
+    ratios = any(one.effect and one.effect.kind == "log ratio" for one in comparison.pairs)
+    return Layout(
+        title="Quantization: precisions among themselves",
+        method="pairs",
+        head=("Task", "Metric", "Pair", "Difference", INTERVAL, "p (Holm)", "Documents"),
+        rows=tuple(rows),
+        begins_task=tuple(begins),
+        notes=(PAIRS_LEGEND, *([RATIO_NOTE] if ratios else [])),
+        keys=(),
+    )
+
+
+def size_text(record: Record | None) -> str:
+    """GiB of all weights as stored."""
+    size = record.audit.size if record is not None and record.audit is not None else None
+    return NO_VALUE if size is None else significant(size.gib)
 
 
 def _by_part(comparison: Comparison, table: Table) -> Layout | None:

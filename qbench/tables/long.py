@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
-from qbench.records import Precision
-from qbench.tables.table import find_printed, standard_errors_away
+from qbench.records import Damage, Precision, Record
+from qbench.tables.table import bits_per_weight, find_printed, standard_errors_away
 from qbench.text import for_csv
 
 if TYPE_CHECKING:
@@ -28,11 +28,16 @@ PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``de
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
 PRINTED = ("printed", "printed_delta", "printed_source", "standard_errors_away")
+PREDICTIONS = (
+    *("bits_per_weight", "gib", "kl_mean", "kl_p99", "top1_agreement"),
+    *("right_to_wrong", "wrong_to_right"),
+)
 NOISE = "noise_floor"  # of Δ: both checkpoints' together
 TRACE = ("key", "reason")
 COLUMNS = (
     *ABOUT,
     *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
+    *PREDICTIONS,
     *PRINTED,
     NOISE,
     *TRACE,
@@ -64,6 +69,7 @@ def comma_separated(comparison: Comparison, *, published: str | None = None) -> 
                 row[NOISE] = comparison.floors.between(
                     comparison.baseline, entry.checkpoint, line.task, line.metric
                 )
+            row |= _predictions(line, comparison.records.get(entry.cell))
             if paper:
                 row |= _printed(line, entry, paper, normalizers)
             told = {column: cell for column, cell in row.items() if column in columns}
@@ -96,6 +102,22 @@ def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
             yield from _effect(question, effects[entry.checkpoint])
     yield "key", entry.key
     yield "reason", entry.reason
+
+
+def _predictions(line: Line, record: Record | None) -> dict[str, object]:
+    """Of the cell: its size, and how far its predictions are from the unquantized model's."""
+    if record is None:
+        return {}
+    size = record.audit.size if record.audit is not None else None
+    found = record.damage.tasks.get(line.task) if isinstance(record.damage, Damage) else None
+    told = found.distributions if found else None
+    flips = found.flips.get(line.metric) if found else None
+    values = (
+        bits_per_weight(record), size and size.gib, told and told.kl.mean, told and told.kl.p99,
+        told and told.top1_agreement, flips and flips.right_to_wrong,
+        flips and flips.wrong_to_right,
+    )  # fmt: skip
+    return dict(zip(PREDICTIONS, values, strict=True))
 
 
 def _precision(precision: Precision) -> Iterator[str | None]:

@@ -10,7 +10,7 @@ from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
 from qbench.tables.latex import latex
-from qbench.tables.layout import layouts, markdown
+from qbench.tables.layout import layouts, markdown, pair_layout
 from qbench.tables.long import comma_separated
 from qbench.tables.seeds import FILE, seed_layouts, seeds_csv
 from qbench.tables.table import delta
@@ -33,6 +33,8 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
         over_seeds = seed_layouts(comparison, table)
         # With several trainings of each kind a table of all of them says less than their means.
         tables += over_seeds or layouts(comparison, table, published=published)
+    among = pair_layout(comparison)
+    tables += [among] if among is not None else []
     if format == "md":
         return markdown(tables)
     if format == "tex":

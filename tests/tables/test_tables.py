@@ -129,7 +129,7 @@ def test_one_checkpoint_alone_has_one_table_of_what_quantizing_costs_it(tmp_path
     text = render(compare(store))
     heads = [line for line in text.splitlines() if line.startswith("| Task")]
     (head,) = [[cell.strip() for cell in one.strip("|").split("|")] for one in heads]
-    assert head[3:] == ["Bits a weight", "Score", "Damage", "95 % interval",
+    assert head[3:] == ["Bits a weight", "GiB", "Score", "Damage", "95 % interval",
                         "KL", "KL p99", "Flips", "Same top token", "Documents"]  # fmt: skip
     assert "Δ" not in text
     whole, quantized = [row for row in text.splitlines() if "| Perplexity" in row]

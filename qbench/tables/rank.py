@@ -1,0 +1,130 @@
+"""Which precision is best under a size: of each score the best one, and which others cannot be told
+apart from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from qbench.comparison.changes import CellResults, Change, ResultSet, compare_sets, read_results
+from qbench.comparison.lines import Comparison, Entry, Line, redundant
+from qbench.errors import ResultsError
+from qbench.store import Store
+from qbench.tables.layout import Layout, entry_text, size_text
+from qbench.text import NO_VALUE, metric_title
+
+ALPHA = 0.05
+LEGEND = (
+    "Best: the best score of the quantized precisions. Told apart: significantly worse than the "
+    "best, paired by document, at 5 % after Holm's correction over all such comparisons."
+)
+
+
+def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) -> Layout:
+    """A row a checkpoint and score. ``max_gib``: only precisions whose weights take no more.
+
+    Raises ResultsError where no quantized cell is so small or has a score.
+    """
+    results = read_results(store).cells
+    allowed = {
+        cell.cell: cell.quantizer
+        for cell in comparison.grid.cells
+        if cell.quantized and cell.cell in results and _fits(comparison, cell.cell, max_gib)
+    }
+    if not allowed:
+        limit = "" if max_gib is None else f" of at most {max_gib:g} GiB of weights"
+        raise ResultsError(f"{store.directory}: no quantized cell{limit} has a score to rank")
+    found = list(_best(comparison, allowed))
+    worse = _worse(found, results)
+    rows, begins = [], []
+    for number, (line, checkpoint, best, others) in enumerate(found):
+        begins.append(number == 0 or found[number - 1][0].task != line.task)
+        apart = [one for one in others if worse[f"{checkpoint}/{one}", line.task, line.metric]]
+        alike = [one for one in others if one not in apart]
+        cell = f"{checkpoint}/{best}"
+        entry = next(one for one in _entries(comparison, line, checkpoint) if one[0] == best)[1]
+        rows.append(
+            (
+                line.label if begins[-1] else "",
+                f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
+                checkpoint,
+                best,
+                size_text(comparison.records[cell]),
+                entry_text(entry, line),
+                ", ".join(alike) or NO_VALUE,
+                ", ".join(apart) or NO_VALUE,
+            )
+        )
+    return Layout(
+        title="Best precision" + ("" if max_gib is None else f" under {max_gib:g} GiB"),
+        method="rank",
+        head=(
+            *("Task", "Metric", "Checkpoint", "Best", "GiB", "Score"),
+            *("Cannot be told apart from it", "Worse"),
+        ),
+        rows=tuple(rows),
+        begins_task=tuple(begins),
+        notes=(LEGEND,),
+        keys=(),
+    )
+
+
+def _fits(comparison: Comparison, cell: str, max_gib: float | None) -> bool:
+    audit = comparison.records[cell].audit
+    size = audit.size if audit is not None else None
+    return max_gib is None or (size is not None and size.gib <= max_gib)
+
+
+def _entries(comparison: Comparison, line: Line, checkpoint: str) -> Iterator[tuple[str, Entry]]:
+    """By quantizer: the entry of the same score."""
+    for one in comparison.lines:
+        if (one.task, one.metric) == (line.task, line.metric):
+            yield one.quantizer, one.entry(checkpoint)
+
+
+def _best(
+    comparison: Comparison, allowed: Mapping[str, str]
+) -> Iterator[tuple[Line, str, str, list[str]]]:
+    """Of each score and checkpoint: a line of it, the best quantizer, and the others."""
+    seen = set()
+    for line in comparison.lines:
+        if (line.task, line.metric) in seen or redundant(line, comparison.lines):
+            continue
+        seen.add((line.task, line.metric))
+        for checkpoint in comparison.checkpoints:
+            values = {
+                quantizer: entry.value
+                for quantizer, entry in _entries(comparison, line, checkpoint)
+                if f"{checkpoint}/{quantizer}" in allowed and entry.value is not None
+            }
+            if values:
+                sign = 1 if line.higher_is_better else -1
+                best = max(values, key=lambda name: sign * values[name])
+                yield line, checkpoint, best, [name for name in values if name != best]
+
+
+def _worse(
+    found: list[tuple[Line, str, str, list[str]]], results: Mapping[str, CellResults]
+) -> dict[tuple[str, str, str], bool]:
+    """By cell, task and metric: whether it is significantly worse than the best."""
+    old, new = {}, {}
+    for line, checkpoint, best, others in found:
+        for other in others:
+            name = f"{line.task}\n{line.metric}\n{checkpoint}/{other}"
+            new[name] = _only(results[f"{checkpoint}/{other}"], line)
+            old[name] = _only(results[f"{checkpoint}/{best}"], line)
+    sides = (ResultSet(name="", cells=side, broken={}) for side in (old, new))
+    changes: dict[str, Change] = {one.cell: one for one in compare_sets(*sides)}
+    told = {}
+    for name in new:
+        task, metric, cell = name.split("\n")
+        change = changes.get(name)
+        p = change.effect.p_holm if change is not None and change.effect is not None else None
+        told[cell, task, metric] = p is not None and p < ALPHA
+    return told
+
+
+def _only(cell: CellResults, line: Line) -> CellResults:
+    """One score of a cell."""
+    name = line.task, line.metric
+    return replace(cell, scores={name: cell.scores[name]}, columns={name: cell.columns[name]})
