@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.kv_cache import KV_CACHE, READ, read_apart, rotate
-from qbench.checkpoints.supported import unlike_a_pack
+from qbench.checkpoints.supported import model_support, unlike_a_pack
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import PackedBatch, Packing
 from qbench.evaluation.scoring.logits import is_out_of_memory, to_device
@@ -257,7 +257,10 @@ def check_attention(model: Any) -> None:
             f"fast scoring needs an attention that takes cu_seqlens, not {name!r}; use scoring: "
             "exact or another attention"
         )
-    if reason := unlike_a_pack(config.to_dict()):
+    stated = config.to_dict()
+    known = model_support(stated)
+    by_table = known.slower if known.tried and known.scoring != "fast" else None
+    if reason := by_table or unlike_a_pack(stated):
         raise UnavailableError(
             f"fast scoring computes in packs, and {type(model).__name__} does not: {reason}; use "
             "scoring: exact"
