@@ -110,7 +110,7 @@ def model_with(normalizer="softpick", scheme=None, make=llama, slopes=True):
     return apply(model, config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32"), {})
 
 
-@pytest.mark.parametrize("make", [llama, gemma2])
+@pytest.mark.parametrize("make", [llama, pytest.param(gemma2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("normalizer", list(NORMALIZERS))
 def test_exact_scores_equal_those_of_hflm_to_the_bit(normalizer, make):
     model = model_with(normalizer, make=make, slopes=make is gemma2)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from scoring_models import choices, scorer
-from tiny import CONFIGS, write_tiny
+from tiny import CONFIGS, KINDS, write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find, load_model
@@ -42,11 +42,6 @@ def answers(model, mode):
 def test_every_class_of_the_table_is_tried():
     assert set(CONFIGS) == set(CLASSES)
     assert {kind: row.name for kind, row in CLASSES.items()}.items() <= class_names().items()
-
-
-# One of each way; the others at night.
-QUICK = ("llama", "gpt2", "opt", "gemma2", "mixtral", "stablelm", "gpt_oss", "falcon")
-KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in CLASSES]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from quantizer_models import DIGEST
-from tiny import tiny_model, write_tiny
+from tiny import KINDS, tiny_model, write_tiny
 
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.supported import CLASSES
@@ -54,7 +54,7 @@ def report(kind, folder, name, **stated):
     return audit(tiny_model(kind), made.model, quantizer, PROBE)
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_that_is_left_out_is_named_with_the_reason(kind, tmp_path):
     said = SAID.get(kind, ())
     found = report(kind, tmp_path, "rtn-4bit", ignore=said)
@@ -66,18 +66,30 @@ def test_all_that_is_left_out_is_named_with_the_reason(kind, tmp_path):
     assert words == {word for word in CLASSES[kind].left_out.split(", ") if word}
 
 
+METHODS = (
+    ("hqq-4bit", {"optimize": False}),
+    ("bnb-4bit", {}),
+    ("bnb-8bit", {}),
+    ("gptq-4bit", {}),
+    ("gptq-4bit", {"desc_act": True, "true_sequential": False}),
+)
+DAILY = {
+    ("gpt_oss", "hqq-4bit"),
+    ("gpt2", "bnb-8bit"),
+    ("mixtral", "bnb-4bit"),
+    ("gpt2", "gptq-4bit"),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "stated"),
+    ("kind", "name", "stated"),
     [
-        ("hqq-4bit", {"optimize": False}),
-        ("bnb-4bit", {}),
-        ("bnb-8bit", {}),
-        ("gptq-4bit", {}),
-        ("gptq-4bit", {"desc_act": True, "true_sequential": False}),
+        pytest.param(kind, *method, marks=() if (kind, method[0]) in DAILY else pytest.mark.slow)
+        for kind in ("mixtral", "deepseek_v3", "gpt_oss", "phimoe", "gpt2")
+        for method in METHODS
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "phimoe", "gpt2"])
 def test_experts_and_turned_layers_are_quantized_by_every_method(kind, name, stated, tmp_path):
     found = report(kind, tmp_path, name, **stated)
     assert found.problems == ()

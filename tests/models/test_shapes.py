@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from checkpoints.folders import CONFIG, random_tensors, write
-from tiny import tiny_model, write_tiny
+from tiny import KINDS, tiny_model, write_tiny
 
 from qbench.checkpoints import find
 from qbench.checkpoints.find import linear_shapes
-from qbench.checkpoints.supported import CLASSES
 from qbench.quantizers.linear import linearize, linears
 
 
@@ -22,7 +21,7 @@ def met(model):
     )
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_headers_give_the_shapes_of_the_models_linear_layers(kind, tmp_path):
     found = linear_shapes(find(str(write_tiny(tmp_path, kind, intermediate_size=96))))
     model = tiny_model(kind, intermediate_size=96)

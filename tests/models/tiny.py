@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from scoring_models import tokenizer
+
+from qbench.checkpoints.supported import CLASSES
+
+# One of each way; the others at night.
+QUICK = ("llama", "gpt2", "opt", "gemma2", "mixtral", "stablelm", "gpt_oss", "falcon")
+KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in CLASSES]
 
 SMALL = {
     "vocab_size": 400, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
