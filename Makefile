@@ -5,7 +5,7 @@ PYTEST = $(if $(PROCESSOR),tests/processors/as $(PROCESSOR)) $(BIN)/python -m py
   --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 
-.PHONY: demo viewer test test-all gate baseline test-gpu lint format docs install clean
+.PHONY: demo viewer pictures test test-all gate baseline test-gpu lint format docs install clean
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 	@echo "see it: $(BIN)/qbench view results/demo --recipe recipes/demo.yaml"
@@ -13,6 +13,11 @@ demo: install
 # the page of `qbench view`, from its source
 viewer:
 	cd qbench/viewer/frontend && npm ci && npm run build
+
+# those of the viewer in README and docs, by Chromium
+pictures: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[view-test]'
+	$(BIN)/python docs/pictures.py
 
 # PROCESSOR=avx512 or PROCESSOR=avx2: as a processor without AVX512-BF16 and AMX, or without AVX-512
 test: install

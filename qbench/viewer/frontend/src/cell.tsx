@@ -32,6 +32,7 @@ export function CellPage({ found, state, folder, round }: Props) {
           ["Why", <a href={link({ view: "why", folder: found.folder, cells: [cell.cell] })}>what its model does</a>],
         ]} />
         <Audit audit={page.audit} />
+        <Scoring of={page.scoring} training={page.training} />
       </div>
       <Tasks found={found} page={page} />
       <Modules page={page} />
@@ -48,6 +49,8 @@ const STAGES: GridColumn[] = [
   { title: "Detail", value: (stage) => stage.detail, grow: 4, width: 120 },
 ];
 
+const leak = (of: any) => `${number(of.moved)}${of.declared ? ", declared" : ""} (rounding: ${number(of.tolerance)})`;
+
 function Audit({ audit }: { audit: any }) {
   if (!audit) return null;
   const percent = (share: number) => `${(100 * share).toFixed(1)} %`;
@@ -58,7 +61,21 @@ function Audit({ audit }: { audit: any }) {
     ["Left out", audit.left_out.join(", ")],
     ["Activations", audit.activations && `${number(audit.activations.bits)} bits, error ${number(audit.activations.error)}, ${percent(audit.activations.clipped)} clipped`],
     ["KV cache", audit.kv_cache && `keys ${number(audit.kv_cache.key_error)}, values ${number(audit.kv_cache.value_error)} error, ${number(audit.kv_cache.bytes_per_token)} bytes a token`],
+    ["Moved by batch-mates", audit.batch_mates && leak(audit.batch_mates)],
+    ["Moved by the last token", audit.causality && leak(audit.causality)],
     ["Heads pruned", audit.heads && `${audit.heads.pruned.length} of ${audit.heads.total}`],
+  ]} />;
+}
+
+function Scoring({ of, training }: { of: any; training: any }) {
+  if (!of) return null;
+  const exact = of.difference_from_exact;
+  return <Facts title="Scoring" values={[
+    ["Mode", `${of.mode}, softmax in ${of.softmax_dtype}`], ["Batching", of.batching],
+    ["Requests", number(of.requests)], ["Tokens", number(of.tokens)], ["Truncated", of.truncated ? number(of.truncated) : null],
+    ["From exact", exact && `${number(exact.mean_per_token)} nats a token on ${number(exact.documents)} documents, ${exact.changed_answers} answers changed`],
+    ["Scored exactly", Object.entries(of.exact_tasks ?? {}).map(([task, why]) => `${task}: ${why}`).join("; ")],
+    ["Trained", training && `${training.recipe}, seed ${training.seed}`],
   ]} />;
 }
 

@@ -5,7 +5,7 @@ import type { Cell, Effect, Line, Overview } from "./data";
 import type { Row } from "./download";
 import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
-import { duration, effect, harm, interval, number, p, score, sure, unit, UNITS, type Unit } from "./units";
+import { duration, effect, harm, interval, kl, number, p, score, sure, unit, UNITS, type Unit } from "./units";
 
 const named = (line: Line) => `${line.task} ${line.metric_title}`;
 export const cellOf = (found: Overview, name: string) => found.cells.find((cell) => cell.cell === name);
@@ -83,10 +83,10 @@ function Forest({ found, lines, base, other, all }: { found: Overview; lines: Li
       </div>
       {marks.length > 36 && rest > 0 && (
         <button class="wide" onClick={() => change({ all: all ? "" : "forest" })}>
-          {all ? "Only what differs beyond doubt" : `Also the ${rest} that cannot be told from no difference`}
+          {all ? "Only significant differences" : `Also the ${rest} differences that are not significant`}
         </button>
       )}
-      {shown.length === 0 && <p class="note">None of {marks.length} comparisons differs beyond doubt.</p>}
+      {shown.length === 0 && <p class="note">None of {marks.length} differences is significant.</p>}
     </>
   );
 }
@@ -104,7 +104,7 @@ function ForestFigure({ marks, kind, words, title, method }: { marks: Mark[]; ki
     const shared = { y: "label", href: "href", stroke: tone } as const;
     return plot({
       width, height: 64 + (narrow ? 34 : 20) * marks.length, marginLeft: narrow ? 12 : 16 + 6.4 * Math.max(...order.map((label) => label.length)), marginBottom: 40, marginRight: 16,
-      x: { type: kind === "ratio" ? "log" : "linear", grid: true, label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, tickFormat: kind === "ratio" ? (value: number) => `× ${number(value, 3)}` : undefined, ticks: Math.max(3, width / 130) },
+      x: { type: kind === "ratio" ? "log" : "linear", grid: true, label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, tickFormat: kind === "ratio" ? (value: number) => `× ${number(value, 3)}` : undefined, ticks: Math.max(3, width / 180) },
       y: { domain: order, label: null, axis: narrow ? null : "left", tickSize: 0 },
       marks: [
         Plot.ruleX([zero], { stroke: "currentColor" }),
@@ -115,7 +115,7 @@ function ForestFigure({ marks, kind, words, title, method }: { marks: Mark[]; ki
     });
   }, [marks.map((mark) => mark.told).join(), kind, title]);
   return <Figure title={title} name={`${method}-${kind}`} method={method} rows={rows} draw={draw}
-    note={<>Each row is a task, its metric and a precision; bars are 95 % intervals. Coloured: beyond doubt (‡). Grey: cannot be told. A click shows the documents.</>} />;
+    note={<>Each row is a task, its metric and a precision; bars are 95 % intervals. Coloured: significant (‡). Grey: not significant. A click shows the documents.</>} />;
 }
 
 function HeatMaps({ found, lines }: { found: Overview; lines: Line[] }) {
@@ -165,12 +165,9 @@ function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind:
 
 function Divergence({ found, task }: { found: Overview; task: string }) {
   const dots = useMemo(() => found.cells.flatMap((cell) => {
-    const of = Object.entries(cell.kl ?? {}).filter(([name]) => !task || name === task).map(([, one]) => one);
-    const tokens = of.reduce((sum, one) => sum + one.tokens, 0);
-    if (!tokens || !cell.bits) return [];
-    const mean = of.reduce((sum, one) => sum + one.mean * one.tokens, 0) / tokens;
-    return mean > 0 ? [{
-      cell: cell.cell, checkpoint: cell.checkpoint, method: cell.title, precision: cell.precision, bits: cell.bits, kl: mean, tokens,
+    const mean = kl(cell, task);
+    return mean && cell.bits ? [{
+      cell: cell.cell, checkpoint: cell.checkpoint, method: cell.title, precision: cell.precision, bits: cell.bits, kl: mean,
       told: `${cell.cell}: KL ${number(mean)} nats a token at ${number(cell.bits)} bits a weight`,
       href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }),
     }] : [];
@@ -235,5 +232,5 @@ export function ScoresPage({ found }: { found: Overview }) {
   }, [found]);
   if (!rows.length) return <Failure text="No cell has scores yet." />;
   return <Grid title="Scores" name="scores" method="holm" rows={rows} columns={columns} height={720}
-    note="Accuracies in per cent, their differences in points; × are ratios of perplexities. ‡ beyond doubt, † likely; the interval stands in a mark’s tooltip." />;
+    note="Accuracies in per cent, their differences in points; × are ratios of perplexities. ‡ significant after Holm’s correction, † after Benjamini and Hochberg’s only; the interval stands in a mark’s tooltip." />;
 }

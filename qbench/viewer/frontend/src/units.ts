@@ -1,5 +1,5 @@
 // Numbers as people read them: accuracies in per cent, effects in points, perplexities as ratios.
-import type { Effect, Line } from "./data";
+import type { Cell, Effect, Line } from "./data";
 
 const signed = (value: number, digits: number) =>
   `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
@@ -47,3 +47,10 @@ export const p = (value: number | null | undefined) =>
   value === null || value === undefined ? "–" : value < 0.0001 ? "< 0.0001" : value.toFixed(4);
 export const duration = (seconds: number | undefined) =>
   seconds === undefined ? "–" : seconds < 90 ? `${seconds.toFixed(1)} s` : `${(seconds / 60).toFixed(1)} min`;
+
+/** Mean KL over scored tokens, of all tasks or one; null where none was measured. */
+export function kl(cell: Cell, task = ""): number | null {
+  const parts = Object.entries(cell.kl ?? {}).filter(([name]) => !task || name === task).map(([, part]) => part);
+  const tokens = parts.reduce((sum, part) => sum + part.tokens, 0);
+  return tokens ? parts.reduce((sum, part) => sum + part.mean * part.tokens, 0) / tokens : null;
+}

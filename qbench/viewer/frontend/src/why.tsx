@@ -4,7 +4,7 @@ import { useMemo } from "preact/hooks";
 import { useData, type Analyses, type Cell, type Overview } from "./data";
 import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
-import { number } from "./units";
+import { kl, number } from "./units";
 
 const EPSILON = "0.3";
 interface Props { found: Overview; state: State; folder: number; round: number }
@@ -22,6 +22,7 @@ export function WhyPage({ found, state, folder, round }: Props) {
       {!measured.length && !got.sensitivities.length ? <p class="note">Nothing was analyzed yet: <code>qbench analyze</code> measures sinks, outliers and sensitivity of the same cells.</p> : (
         <>
           {measured.length > 0 && <Measures found={found} cells={measured} />}
+          {measured.length > 0 && <Damages found={found} cells={measured} />}
           {measured.length > 0 && <div class="columns"><ByLayer cells={measured} name="kurtosis" title="Kurtosis of hidden states by layer" method="kurtosis" /><ByLayer cells={measured} name="largest" title="Largest |x| of hidden states by layer" method="kurtosis" /></div>}
           {measured.length > 0 && <Heads found={found} cells={measured} state={state} />}
           <Sensitivities found={found} ones={got.sensitivities} />
@@ -35,15 +36,13 @@ export function WhyPage({ found, state, folder, round }: Props) {
 function Measures({ found, cells }: { found: Overview; cells: any[] }) {
   const rows = useMemo(() => cells.map((one) => {
     const cell: Cell | undefined = found.cells.find((other) => other.cell === one.cell);
-    const kl = Object.values(cell?.kl ?? {});
-    const tokens = kl.reduce((sum, part) => sum + part.tokens, 0);
-    return { one, measured: one.measured, kl: tokens ? kl.reduce((sum, part) => sum + part.mean * part.tokens, 0) / tokens : null };
+    return { one, measured: one.measured, kl: cell ? kl(cell) : null };
   }), [found, cells]);
   const columns = useMemo((): GridColumn[] => {
     const value = (title: string, of: (measured: any) => any, note = ""): GridColumn => ({ title, note, align: "right", value: ({ measured }) => of(measured), show: ({ measured }) => number(of(measured)) });
     return [
       { title: "Cell", width: 160, grow: 2, value: ({ one }) => one.cell, show: ({ one }) => ({ text: one.cell, href: link({ view: "cell", folder: found.folder, cells: [one.cell] }) }) },
-      { title: "Mean KL", align: "right", value: ({ kl }) => kl, show: ({ kl }) => number(kl), note: "of the same cell’s scored tokens, nats" },
+      ...(rows.some((row) => row.kl !== null) ? [{ title: "Mean KL", align: "right" as const, value: (row: any) => row.kl, show: (row: any) => number(row.kl), note: "of the same cell’s scored tokens, nats" }] : []),
       value("Perplexity", (one) => one.perplexity),
       value("Sink rate", (one) => one.sinks[0]?.rates[EPSILON], "share of heads and texts with more than 0.3 on the first token"),
       value("First token", (one) => one.sinks[0]?.attention, "mean attention weight on it"),
@@ -57,12 +56,29 @@ function Measures({ found, cells }: { found: Overview; cells: any[] }) {
   return <Grid title="Models and their damage" name="analysis" method="sinks" rows={rows} columns={columns} note={cells[0]?.text && `Read: ${cells[0].text.samples} texts of ${cells[0].text.length} tokens from ${cells[0].text.source}.`} />;
 }
 
+/** KL of every quantized cell of the checkpoints that were analyzed. */
+function Damages({ found, cells }: { found: Overview; cells: any[] }) {
+  const rows = useMemo(() => [...new Set(cells.map((one) => one.checkpoint as string))].map((checkpoint) => ({
+    checkpoint, cells: found.cells.filter((cell) => cell.checkpoint === checkpoint && kl(cell) !== null),
+  })), [found, cells]);
+  const columns = useMemo((): GridColumn[] => [
+    { title: "Checkpoint", value: (row) => row.checkpoint, width: 120 },
+    ...[...new Set(rows.flatMap((row) => row.cells.map((cell) => cell.quantizer)))].map((quantizer): GridColumn => {
+      const of = (row: (typeof rows)[0]) => row.cells.find((cell) => cell.quantizer === quantizer);
+      const value = (row: (typeof rows)[0]) => (of(row) ? kl(of(row)!) : null);
+      return { title: quantizer, align: "right", value, show: (row) => of(row) ? { text: number(value(row)), href: link({ view: "cell", folder: found.folder, cells: [of(row)!.cell] }) } : "–" };
+    }),
+  ], [rows]);
+  if (!rows.some((row) => row.cells.length)) return null;
+  return <Grid title="Their damage: KL, nats a token" name="analysis-damage" method="kl" rows={rows} columns={columns} />;
+}
+
 function ByLayer({ cells, name, title, method }: { cells: any[]; name: string; title: string; method: string }) {
   const rows = useMemo(() => cells.flatMap((one) => one.measured.layers.map((layer: any, index: number) => ({
     cell: one.cell, layer: index, [name]: name === "largest" ? Math.max(Math.abs(layer.hidden.minimum), layer.hidden.maximum) : layer.hidden[name],
   }))), [cells, name]);
   const draw = useMemo(() => (width: number) => plot({
-    width, height: 280, marginLeft: 55, x: { label: "layer →", ticks: [...new Set(rows.map((row) => row.layer))] }, y: { type: "log", label: `↑ ${name}`, grid: true, tickFormat: (value: number) => number(value, 2) },
+    width, height: 280, marginLeft: 55, marginBottom: 44, x: { label: "layer →", labelOffset: 40, ticks: [...new Set(rows.map((row) => row.layer))] }, y: { type: "log", label: `↑ ${name}`, grid: true, tickFormat: (value: number) => number(value, 2) },
     color: { legend: true, scheme: "observable10" },
     marks: [Plot.line(rows, { x: "layer", y: name, stroke: "cell" }), Plot.dot(rows, { x: "layer", y: name, stroke: "cell", fill: "var(--paper)", title: (row: any) => `${row.cell}, layer ${row.layer}: ${number(row[name])}`, tip: { fill: "var(--paper)" } })],
   }), [rows]);
