@@ -95,9 +95,9 @@ class TokenFiles:
     held_out: NDArray[np.unsignedinteger]
 
 
-def read_token_files(folder: Path, *, verify: bool = True) -> TokenFiles:
+def read_token_files(folder: Path) -> TokenFiles:
     """Raises DataError where the folder is none of token files or its bytes are not those that
-    were written (``verify``: all of them are read, a gigabyte a second)."""
+    were written: all of them are read, a gigabyte a second."""
     path = folder / ABOUT
     if not path.is_file():
         raise DataError(
@@ -110,19 +110,19 @@ def read_token_files(folder: Path, *, verify: bool = True) -> TokenFiles:
         problem = error.errors()[0]
         location = ".".join(map(str, problem["loc"]))
         raise DataError(f"{path}: {location}: {problem['msg']}; tokenize again") from None
-    arrays = {part: _mapped(folder, about, part, verify) for part in PARTS}
-    if verify and tokenizer_digest(folder) != about.tokenizer_digest:
+    arrays = {part: _mapped(folder, about, part) for part in PARTS}
+    if tokenizer_digest(folder) != about.tokenizer_digest:
         raise DataError(f"{folder}: its tokenizer is not the one it was made with; tokenize again")
     return TokenFiles(folder=folder, about=about, **arrays)
 
 
-def _mapped(folder: Path, about: AboutTokens, part: Part, verify: bool) -> NDArray:
+def _mapped(folder: Path, about: AboutTokens, part: Part) -> NDArray:
     path, stated = folder / f"{part}.bin", getattr(about, part)
     dtype = np.dtype(about.dtype).newbyteorder("<")
     size = path.stat().st_size if path.is_file() else -1
     if size != stated.tokens * dtype.itemsize:
         raise DataError(f"{path}: {size} bytes, not {stated.tokens} tokens; tokenize again")
-    if verify and file_digest(path) != stated.sha256:
+    if file_digest(path) != stated.sha256:
         raise DataError(f"{path}: not the bytes that were written; tokenize again")
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 

@@ -7,24 +7,8 @@ import pytest
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "dogs",
-    "run",
-    "far",
-    "away",
-    "and",
-    "never",
-    "come",
-    "back",
-    "again",
-]
+SENTENCE = "the cat sat on a mat while dogs run far away and never come back again"
+WORDS = SENTENCE.split()
 VOCABULARY = 64
 RECIPE = {
     "name": "small",
