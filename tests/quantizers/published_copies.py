@@ -1,9 +1,14 @@
-"""Quantized copies of the bundled softmax model, each saved by the library of its format."""
+"""Quantized copies of a checkpoint, each saved by the library of its format.
+
+python tests/quantizers/published_copies.py CHECKPOINT FOLDER TEXTS.jsonl writes those that
+recipes/published-27m.yaml names.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from qbench.checkpoints import find
+from qbench.checkpoints import find, load_model
 from qbench.checkpoints.convert import convert
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
@@ -39,6 +44,73 @@ def copy_of(source: Path, name: str, folder: Path) -> Path:
     for file in source.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
+
+
+def gptq(source: Path, folder: Path, texts: list[str], *, group_size: int = 128) -> Path:
+    """``source`` quantized to 4 bits by gptqmodel, through optimum; it attends as it was trained
+    while it is calibrated, which transformers alone would not see to."""
+    attention = load_model(find(str(source)), dtype=torch.bfloat16, device="cpu")
+    attention = attention.config._attn_implementation
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    config = transformers.GPTQConfig(
+        bits=4, group_size=group_size, tokenizer=tokenizer, dataset=texts, backend="gptq_torch"
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=config, attn_implementation=attention, **BF16
+    )
+    model.config.quantization_config.dataset = None  # else config.json holds the texts
+    model.save_pretrained(folder)
+    return folder
+
+
+def awq(source: Path, folder: Path, *, group_size: int = 32, cancel: bool = True) -> Path:
+    """``source`` in AWQ's layout ("gemm"), factors of columns moved into the norms before; unless
+    they ``cancel``, one norm forgets them."""
+    draw = torch.Generator().manual_seed(0)
+    kept, found = load_file(source / "model.safetensors"), {}
+    factors: dict[str, torch.Tensor] = {}
+    for name, tensor in kept.items():
+        if name.endswith("layernorm.weight"):
+            factors[name] = torch.rand(len(tensor), generator=draw) * 2 + 0.4
+            forgets = not cancel and name == "model.layers.1.input_layernorm.weight"
+            found[name] = tensor if forgets else (tensor.float() / factors[name]).bfloat16()
+    for name, tensor in kept.items():
+        if name in found:
+            continue
+        if "proj" not in name:
+            found[name] = tensor
+            continue
+        block, _, part = name.partition(".mlp." if ".mlp." in name else ".self_attn.")
+        norm = "post_attention_layernorm" if ".mlp." in name else "input_layernorm"
+        folded = part.startswith(("q_", "k_", "v_", "gate_", "up_"))
+        weight = tensor.float() * (factors[f"{block}.{norm}.weight"] if folded else 1)
+        groups = weight.reshape(len(weight), -1, group_size)
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = ((high - low) / 15).half().float()
+        zero = (-low / scale).round().clamp(0, 15)
+        codes = ((groups / scale[..., None]).round() + zero[..., None]).clamp(0, 15)
+        base = name.removesuffix(".weight")
+        found[f"{base}.qweight"] = _nibbles(codes.reshape(weight.shape).T)
+        found[f"{base}.qzeros"] = _nibbles(zero.T)
+        found[f"{base}.scales"] = scale.T.half().contiguous()
+    folder.mkdir()
+    for file in source.glob("*.json"):
+        shutil.copy(file, folder)
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    stated = json.loads((source / "config.json").read_text())
+    stated["quantization_config"] = {
+        "quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True,
+        "version": "gemm",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """[rows, columns] as int32 [rows, columns / 8], in AWQ's order."""
+    taken = codes.to(torch.int64).reshape(len(codes), -1, 8)
+    packed = sum(taken[:, :, at] << (4 * i) for i, at in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+    return (packed - ((packed >> 31) << 32)).to(torch.int32).contiguous()
 
 
 def _config(name):
@@ -135,3 +207,20 @@ def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
     quantized = path.with_name(f"{path.stem}-{kind}.gguf")
     assert library.llama_model_quantize(str(path).encode(), str(quantized).encode(), settings) == 0
     return quantized
+
+
+def main(checkpoint: str, folder: str, calibration: str) -> None:
+    whole, made = Path(folder) / "llama", Path(folder)
+    convert(find(checkpoint), "llama", whole)
+    for name in FORMATS:
+        copy_of(whole, name, made / name)
+    lines = Path(calibration).read_text().splitlines()
+    texts = [json.loads(line)["text"][:2000] for line in lines[:32]]  # a CPU's share
+    gptq(whole, made / "gptq-4bit", texts)
+    if find(checkpoint).normalizer == "softmax":  # llama.cpp has no other
+        for kind in ("F32", "Q8_0", "Q4_K_M", "Q4_0", "Q3_K_M"):
+            gguf(whole, made / "model.gguf", kind)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

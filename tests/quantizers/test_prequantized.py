@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from published_copies import BF16, DEMO, FORMATS, changed, copy_of, original
+from published_copies import BF16, DEMO, FORMATS, awq, changed, copy_of, gptq, original
 from small_recipe import qbench, small_recipe
 
 from qbench.cell import load
@@ -73,18 +73,7 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_pa
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of optimum and accelerate, while they quantize
 def test_a_gptq_checkpoint_loads_and_passes_its_audit(whole, tmp_path):
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
-    config = transformers.GPTQConfig(
-        bits=4, group_size=32, tokenizer=tokenizer, dataset=["once upon a time " * 60] * 8,
-        backend="gptq_torch",
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        whole, quantization_config=config, **BF16
-    )
-    model.config.quantization_config.dataset = None
-    model.save_pretrained(tmp_path / "gptq")
+    gptq(whole, tmp_path / "gptq", ["once upon a time " * 60] * 8, group_size=32)
     result, _ = audited(planned(tmp_path, tmp_path / "gptq"))
     assert result.problems == ()
     assert 4.5 < result.bits_per_weight < 5.5
@@ -146,12 +135,27 @@ def test_factors_moved_into_neighbours_are_taken_off_and_others_are_not():
     wanted = torch.randn(96, 128, generator=draw)
     rounded = wanted + 0.1 * torch.randn(96, 128, generator=draw)
     rows, columns = (torch.rand(n, generator=draw) * 4 + 0.2 for n in (96, 128))
-    fitted, rescaled = fit(rounded * rows[:, None] * columns, wanted, 0.4)
-    assert rescaled
+    moved = rows[:, None] * columns
+    fitted, factor = fit(rounded * moved, wanted, 0.4)
     assert float((fitted - wanted).norm() / wanted.norm()) == pytest.approx(0.1, abs=0.02)
+    assert float((factor / moved).log().std()) < 0.02
     other = torch.randn(96, 128, generator=draw)
-    assert fit(other, wanted, 0.4) == (other, False)
-    assert fit(rounded, wanted, 0.4) == (rounded, False)
+    assert fit(other, wanted, 0.4)[1] is None
+    assert fit(rounded, wanted, 0.4) == (rounded, None)
+
+
+def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(whole, tmp_path):
+    result, _ = audited(planned(tmp_path, awq(whole, tmp_path / "awq")))
+    assert result.problems == ()
+    assert result.rescaled == 20  # of 28: those that a norm feeds
+    assert result.weight_error < 0.15
+    assert result.bits_per_weight == 4.625  # a float16 scale and a zero in 4 bits a group of 32
+    broken = awq(whole, tmp_path / "broken", cancel=False)
+    result, _ = audited(planned(tmp_path, broken))
+    assert result.weight_error < 0.15
+    assert [line.split(":")[0] for line in result.problems] == [
+        "its layers are the original's up to factors of rows and columns, and these do not cancel"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from qbench.quantizers.linear import Matrix, matrices, not_finite, values
 from qbench.quantizers.stored_bits import size_of_files, size_of_model
 from qbench.records import Audit, KVAudit, StoredSize
 
+CANCELLED = 0.15  # relative, of logits: factors are fitted to rounded weights
 ROUNDED_ENDS = 0.01  # relative, of embeddings in another dtype
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 
@@ -46,7 +47,7 @@ def audit(
     """
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
-    moved, wrong = _logits(original, quantized, probe)
+    moved, before, wrong = _logits(original, quantized, probe)
     problems += wrong
     whole = set(config.parts) == {"pruning"} or (config.weights and config.weights.whole)
     if config.precision.quantized and moved == 0 and not whole:
@@ -74,6 +75,8 @@ def audit(
     with weights_alone(quantized):
         found = audit_weights(wanted, quantized, config, moved, problems)
     more["size"] = _size(original, wanted, config, found)
+    if found.rescaled and (wrong := _uncancelled(original, quantized, probe, before)):
+        more |= {"problems": (*found.problems, *wrong), "passed": False}
     return found.model_copy(update=more)
 
 
@@ -116,18 +119,41 @@ def _of_cache(
         return None, [f"the KV cache cannot be measured: {first_line(error)}"]
 
 
-def _logits(original: nn.Module, quantized: nn.Module, probe: Tensor) -> tuple[float, list[str]]:
-    """Largest movement of a logit among those that are finite, and what is wrong with them."""
+def _uncancelled(
+    rescaled: nn.Module, quantized: nn.Module, probe: Tensor, before: Tensor
+) -> list[str]:
+    """A line where factors that were moved between layers do not cancel: the original with the
+    ``rescaled`` weights and the quantized model's norms must give its own logits ``before``."""
+    norms = {name: p for name, p in quantized.named_parameters() if p.dim() == 1}
+    for name, parameter in rescaled.named_parameters():
+        if name in norms and norms[name].shape == parameter.shape:
+            parameter.data.copy_(norms[name].data)
+    ids = probe.to(before.device)
+    after = rescaled(input_ids=ids, use_cache=False).logits.float()
+    off = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
+    if off <= CANCELLED:
+        return []
+    return [
+        "its layers are the original's up to factors of rows and columns, and these do not cancel: "
+        f"with them the original's logits move by {off:.2g} of their size"
+    ]
+
+
+def _logits(
+    original: nn.Module, quantized: nn.Module, probe: Tensor
+) -> tuple[float, Tensor, list[str]]:
+    """Largest movement of a logit among those that are finite, the original's [B, T, V], and what
+    is wrong with them."""
     ids = probe.to(next(original.parameters()).device)
     before = original(input_ids=ids, use_cache=False).logits.float()
     try:
         after = quantized(input_ids=ids, use_cache=False).logits.float()
     except Exception as error:
-        return 0.0, [f"the quantized model's forward fails: {first_line(error)}"]
+        return 0.0, before, [f"the quantized model's forward fails: {first_line(error)}"]
     problems = []
     if not torch.isfinite(before).all():
         problems.append("the unquantized model's logits are not finite")
     if not torch.isfinite(after).all():
         problems.append("logits are not finite")
     moved = (after - before).abs()
-    return float(moved.where(torch.isfinite(moved), 0).max()), problems
+    return float(moved.where(torch.isfinite(moved), 0).max()), before, problems

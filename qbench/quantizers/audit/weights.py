@@ -46,6 +46,7 @@ def audit_weights(
     problems += _uncovered(remaining, wanted.values(), config)
     problems += _unasked(stored.keys(), remaining, wanted, quantized, config)
     measured: list[Measured] = []
+    rescaled = 0
     with ThreadPoolExecutor(THREADS) as pool:
         names = [name for name in wanted if name in stored]
         digests = {name: pool.submit(digest, stored[name].tensors) for name in names}
@@ -53,6 +54,9 @@ def audit_weights(
             try:
                 module = quantized.get_submodule(name)
                 one = measure(wanted[name], module, stored[name], config.weights)
+                if one.factor is not None:  # the original, which is consumed, with the same factors
+                    wanted[name].weight.data.mul_(one.factor)
+                    rescaled, one = rescaled + 1, replace(one, factor=None)
                 about = one.module.model_copy(update={"digest": digests[name].result()})
                 measured.append(replace(one, module=about))
                 problems += one.problems
@@ -71,7 +75,7 @@ def audit_weights(
         ),
         levels=max((one.module.levels for one in measured), default=0),
         logits_moved=moved,
-        rescaled=sum(one.rescaled for one in measured),
+        rescaled=rescaled,
         left_out=tuple(matrix.name for matrix in remaining),
         left_out_because=_because(remaining, config),
         problems=tuple(problems),
@@ -181,7 +185,7 @@ class Measured:
     error_squared: float
     norm_squared: float
     problems: tuple[str, ...]
-    rescaled: bool = False
+    factor: Tensor | None = None  # [out, in], that other layers must take off again
 
 
 @torch.no_grad()
@@ -192,9 +196,9 @@ def measure(
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
     wanted = matrix.weight.float()
-    fitted, rescaled = weight.float(), False
+    fitted, factor = weight.float(), None
     if settings.rescales and weight.isfinite().all():
-        fitted, rescaled = fit(fitted, wanted, settings.error_bound())
+        fitted, factor = fit(fitted, wanted, settings.error_bound())
     difference = fitted - wanted
     error_squared, norm_squared = (float(t.square().sum()) for t in (difference, wanted))
     finite = math.isfinite(error_squared)
@@ -222,26 +226,26 @@ def measure(
         error_squared=error_squared if finite else math.inf,
         norm_squared=norm_squared,
         problems=tuple(problems),
-        rescaled=rescaled,
+        factor=factor,
     )
 
 
-def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, bool]:
+def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
     """``weight`` as it is where it lies within ``bound`` of ``wanted`` [out, in]. AWQ and
     SmoothQuant move a factor a column into what comes before, and that layer's rows by the same:
     where taking such factors off, fitted by least squares, brings it within ``bound``, it without
-    them, and True."""
+    them, and what they were, [out, in]. That they cancel, ``audit.cell`` checks."""
     if _relative(weight, wanted) <= bound:
-        return weight, False
-    fitted = weight
+        return weight, None
+    fitted, factor = weight, torch.ones_like(weight)
     for _ in range(8):
         for axis in (0, 1):
             scale = (fitted * wanted).sum(axis, keepdim=True) / fitted.square().sum(
                 axis, keepdim=True
             ).clamp(min=1e-30)
-            fitted = fitted * scale
+            fitted, factor = fitted * scale, factor / scale.clamp(min=1e-6)
     good = _relative(fitted, wanted) <= min(bound, MOST_FITTED)
-    return (fitted, True) if good else (weight, False)
+    return (fitted, factor) if good else (weight, None)
 
 
 def levels(groups: Tensor, expected: int = 2**8) -> int:
