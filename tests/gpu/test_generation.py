@@ -1,0 +1,60 @@
+"""Generated answers on CUDA: steps captured as graphs, on the kernels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
+
+from scoring_models import llama, text, tokenizer
+
+from qbench.attention.transformers import attend
+from qbench.evaluation.scoring import generate, language_model
+from qbench.evaluation.settings import ScoringSettings
+from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("cache", [None, "int4-token"])
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_captured_steps_answer_as_hflm_does(normalizer, cache, monkeypatch):
+    """Five slots for 17 prompts of different lengths: slots are filled again, move to the left,
+    and at last are fewer."""
+    model = llama(heads=4).cuda()
+    assert attend(model, normalizer=normalizer) == f"{normalizer}/triton"
+    if cache is not None:
+        model = apply(model, config_of({"kv": cache}, compute_dtype="float32"), {})
+    captured, capture = [], generate._Decoding._capture
+
+    def noted(run):
+        captured.append(capture(run))
+        return captured[-1]
+
+    monkeypatch.setattr(generate, "at_once", lambda model, length: 5)
+    monkeypatch.setattr(generate, "SPARE_COLUMNS", 0)
+    monkeypatch.setattr(generate._Decoding, "_capture", noted)
+    requests = [
+        Instance(
+            request_type="generate_until",
+            doc={},
+            arguments=(text(i, 1 + 3 * i), {"until": [" the"], "max_gen_toks": 5 + 2 * i}),
+            idx=0,
+            metadata=("generation", i, 1),
+        )
+        for i in range(17)
+    ]
+    settings = ScoringSettings(mode="exact", max_length=256, batch_size=1, window_batch_size=1)
+    lm = language_model(model, tokenizer(), settings)
+    assert lm.generate_until(requests) == lm.hflm.generate_until(requests, disable_tqdm=True)
+    assert len(captured) > 1
+    assert None not in captured
