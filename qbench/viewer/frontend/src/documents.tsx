@@ -76,7 +76,7 @@ function useRows({ found, state, folder, round }: Props) {
     return numbers.map((document) => ({
       document,
       pairs: cells.map((_, place) => pair(was[place].get(document) ?? null, now[place].get(document) ?? null)),
-      text: (texts?.texts[document] ?? []).flat().join(" "),
+      text: (texts?.texts?.[document] ?? []).flat().join(" "),
     }));
   }, [...after, ...before, texts, metric, state.cells.join()]);
   const columns = useMemo(() => gridColumns(found, state, rows), [rows, state.show, state.search, metric]);
@@ -134,7 +134,7 @@ export function DocumentsPage(props: Props) {
       </form>
       {waiting ? <p role="status">Reading…</p> : (
         <Grid title={`${number(listed.length)} of ${number(rows.length)} documents`} name={`${state.task}-documents`} method="flips" rows={listed} columns={columns} height={680} sort={state.sort} onSort={(sort) => change({ sort })}
-          note={<>Before is the unquantized cell of the same checkpoint. Change: of the log-likelihood of what it found likeliest. {texts?.missing}</>} />
+          note={<>Before is the unquantized cell of the same checkpoint. Change: of the log-likelihood of what it found likeliest. {texts ? texts.missing ?? texts.error : "Reading the texts…"}</>} />
       )}
     </>
   );
@@ -166,7 +166,7 @@ export function DocumentPage(props: Props) {
       {!row ? <Failure text={`There is no document ${state.document} here.`} /> : (
         <>
           <div class="columns">{row.pairs.map((one, index) => <Fates key={index} cell={cells[index].cell} of={one} />)}</div>
-          <Asked row={row} cells={cells.map((cell) => cell.cell)} texts={texts?.texts[document]} missing={texts?.missing} />
+          <Asked row={row} cells={cells.map((cell) => cell.cell)} texts={texts?.texts?.[document]} missing={texts ? texts.missing ?? texts.error : "Reading the texts…"} />
           {row.pairs.map((one, index) => <Answers key={index} cell={cells[index].cell} of={one} />)}
           {cells.filter((_, index) => after[index]?.by_token.includes(document)).map((cell) => <TokenView key={cell.cell} found={found} cell={cell.cell} folder={folder} task={task} document={state.document} round={round} />)}
         </>
@@ -245,7 +245,7 @@ function TokenView({ found, cell, folder, task, document, round }: { found: Over
   return (
     <section class="card">
       <h3>{cell}: token by token</h3>
-      <p class="note">Redder: less likely than before; greener: likelier. Underlined: the more, the larger the KL. Hold the pointer over a token for its numbers.</p>
+      <p class="note">Redder: less likely than before; bluer: likelier. Underlined: the more, the larger the KL. Hold the pointer over a token for its numbers.</p>
       <p class="tokens">{tokens.texts.map((text, place) => {
         const [kl, moved] = [tokens.kl[place], tokens.change[place]];
         const tone = moved < 0 ? "var(--worse)" : "var(--better)";
