@@ -289,15 +289,16 @@ def kernel_attention(
     span_count: Tensor | None = None,
     max_seqlen_q: int | None = None,
 ) -> Tensor:
-    """:func:`attention` by a kernel, for inference; ``spans``, ``span_count`` as
-    ``kernels.attention``. Raises
-    UnavailableError for a normalizer or a parameter that the kernels do not have, and for inputs
-    that need gradients."""
-    from qbench.attention.kernels import kv_cache, ops, require
+    """:func:`attention` by a kernel, for inference; ``spans``, ``span_count`` and ``max_seqlen_q``
+    as ``kernels.attention``. Raises UnavailableError for a normalizer or a parameter that the
+    kernels do not have, and for inputs that need gradients."""
+    from qbench.attention.kernels import ops, require
+    from qbench.attention.kernels.kv_cache import quantized_kv_fwd
 
     reference.check(query, sources.key, sources.value, mask)
-    given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
-    require(normalizer, given)
+    chosen = NORMALIZERS.get(normalizer)
+    given = chosen.checked(parameters, query.shape[1])
+    kernels = require(normalizer, given)
     tensors = (query, *sources, *given.values())
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise UnavailableError(
@@ -305,12 +306,37 @@ def kernel_attention(
             "no backward pass; use 'reference', or torch.no_grad()"
         )
     mask, spans = ops.counted(mask, spans, span_count)
-    return kv_cache.attention(
-        query, sources, keep_first=residual.keep_first, keep_recent=residual.keep_recent,
-        key_group=residual.key_group, positions=positions, normalizer=normalizer,
-        parameters=ops.Parameters.of(given), scale=scale, softcap=softcap or 0.0, mask=mask,
-        causal=causal, window=window, spans=spans, max_seqlen_q=max_seqlen_q,
+    query, key, value, *quantized = map(ops.dense_rows, (query, *sources))
+    batch, heads, queries, width = query.shape
+    kv_heads, keys, v_width = *key.shape[1:3], value.shape[3]
+    output, _ = ops.empty_output(query, value, covered=spans is None)
+    if output.numel() == 0:
+        return output
+    assert positions.dtype == torch.int32
+    assert positions.stride(1) == 1
+    longest = max_seqlen_q or queries
+    settings = ops.Settings(
+        normalizer, scale or width**-0.5, softcap or 0.0, causal, window or 0, longest, keys
+    )
+    of_heads = ops.Parameters.of(given)
+    counts = None if mask is None else ops.allowed_counts(mask, query, key, of_heads, settings)
+    few = longest <= 16 or query.dtype == torch.float32
+    block_q, block_k = (16 if longest <= 16 else 32, 32) if few else (64, 64)
+    sequences = batch if spans is None else spans.shape[0]
+    tensors = (query, key, value, *quantized, output)
+    quantized_kv_fwd[(-(-longest // block_q), heads * sequences)](
+        *tensors, positions, mask, spans, *of_heads, counts, (heads, heads // kv_heads), queries,
+        keys, settings.window, residual.keep_first, residual.keep_recent, residual.key_group,
+        *ops.scales(settings.scale, settings.softcap),
+        ops.strides_of(*map(ops.layout_of, tensors)),
+        positions.stride(0) if positions.shape[0] > 1 else 0,
+        *ops.mask_strides(ops.layout_of(mask)), NORM=kernels.score_function,
+        FLAGS=ops.flags_of(kernels, of_heads.slopes is not None, settings.softcap),
+        CAUSAL=causal, WINDOW=settings.window > 0, SKIP=chosen.sparse,
+        FAST=ops.is_fast(query.dtype), BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width,
+        BLOCK_D=ops.block(width), V_HEAD_DIM=v_width, BLOCK_DV=ops.block(v_width), num_warps=4,
     )  # fmt: skip
+    return output
 
 
 def packed_attention(

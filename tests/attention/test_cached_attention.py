@@ -10,6 +10,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from written_cache import decode
 
+from qbench.attention import kv_cache
 from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.masks import Mask
 from qbench.attention.transformers import attention_name
@@ -177,6 +178,21 @@ def test_masks_that_do_not_say_where_sequences_begin_are_refused():
     holes[0, 4] = 0
     with pytest.raises(UnavailableError, match="has holes"):
         attend("recent tokens", *parts, Mask(lambda: dense, [], padding=holes))
+
+
+@pytest.mark.parametrize("trained", range(3), ids=["query", "key", "value"])
+def test_the_kernel_that_reads_two_sources_refuses_inputs_that_need_gradients(trained):
+    """It has no backward pass, and a result without one would train nothing."""
+    pytest.importorskip("triton")
+    query, key, value = (
+        tensor.requires_grad_(i == trained) for i, tensor in enumerate(draw(tokens=5))
+    )
+    with pytest.raises(UnavailableError, match="has no backward pass; use 'reference'"):
+        kv_cache.kernel_attention(
+            query, kv_cache.Sources(key, value, key.detach(), value.detach()),
+            residual=kv_cache.Residual(keep_recent=2), normalizer="softpick",
+            positions=torch.arange(5, dtype=torch.int32)[None], causal=True,
+        )  # fmt: skip
 
 
 def test_other_modules_attend_as_before():

@@ -18,6 +18,7 @@ from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
 
 NONE = torch.fx.Graph()
+SLOW = pytest.mark.slow
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -67,9 +68,10 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
     ("make", "inputs", "mask"),
     [
         (llama, {}, False),
-        (llama, {"position_ids": PACKED}, False),
-        (llama, {"attention_mask": torch.ones(2, 9, dtype=torch.long)}, True),  # where it has holes
-        (mistral, {}, False),
+        pytest.param(llama, {"position_ids": PACKED}, False, marks=SLOW),
+        # the mask is for where it has holes
+        pytest.param(llama, {"attention_mask": torch.ones(2, 9).long()}, True, marks=SLOW),
+        pytest.param(mistral, {}, False, marks=SLOW),
         (mistral, {"position_ids": PACKED}, False),
     ],
 )
@@ -111,8 +113,10 @@ def test_which_sequences_there_are(joined, padding, count, spans):
     torch.library.opcheck(torch.ops.qbench.sequence_spans.default, given)
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("positions", [None, torch.arange(9)[None], PACKED])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=SLOW)])
+@pytest.mark.parametrize(
+    "positions", [PACKED, *(pytest.param(p, marks=SLOW) for p in (None, torch.arange(9)[None]))]
+)
 @pytest.mark.parametrize("make", [llama, mistral])
 def test_a_compiled_model_gives_what_the_model_gives(make, positions, train):
     model = make()
@@ -125,7 +129,7 @@ def test_a_compiled_model_gives_what_the_model_gives(make, positions, train):
 
 
 @pytest.mark.parametrize("slopes", [False, True])
-@pytest.mark.parametrize("normalizer", ["softpick", "sigmoid"])
+@pytest.mark.parametrize("normalizer", ["softpick", pytest.param("sigmoid", marks=SLOW)])
 def test_a_static_cache_in_a_compiled_model_is_right_or_refused(normalizer, slopes):
     """Whether the last key is the last query's cannot be told there, which slopes go by."""
     model = attach(llama(), normalizer, slopes=slopes)

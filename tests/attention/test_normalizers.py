@@ -1,5 +1,6 @@
 """What each normalizer says of itself is so."""
 
+import re
 import subprocess
 import sys
 
@@ -96,16 +97,16 @@ def test_the_kernels_lack_nothing(name):
 
 def test_each_is_listed_with_what_sets_it_apart(capfd):
     assert qbench("list", "normalizers") == 0
-    lines = capfd.readouterr().out.splitlines()
-    described = {line.split()[0]: line for line in lines if not line.startswith(" ")}
+    entries = re.split(r"\n(?! )", capfd.readouterr().out.strip())
+    described = {entry.split()[0]: " ".join(entry.split()) for entry in entries}
     assert list(described) == [*NORMALIZERS, "native"]
-    for name, line in list(described.items())[:-1]:
-        traits = lines[lines.index(line) + 1]
-        assert NORMALIZERS.get(name).description in line
-        assert "attention: reference, triton; parameters: " in traits
-        for parameter in NORMALIZERS.get(name).parameters:
+    for name in NORMALIZERS:
+        normalizer, entry = NORMALIZERS.get(name), described[name]
+        assert normalizer.description in entry
+        assert "attention: reference, triton; parameters: " in entry
+        for parameter in normalizer.parameters:
             needed = "" if parameter.required else " (optional)"
-            assert f"{parameter.attribute}{needed}" in traits
+            assert f"{parameter.attribute}{needed}" in entry
 
 
 def test_normalizers_are_imported_without_torch():

@@ -8,12 +8,9 @@ are computed from both.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from qbench.attention.kernels import ops, require
 from qbench.attention.kernels.common import (
     BIASED,
     ELEMENTWISE,
@@ -40,7 +37,6 @@ from qbench.attention.kernels.formulas import (
     sigmoid,
     times_s_log_n,
 )
-from qbench.attention.normalizers import NORMALIZERS
 
 FAR = tl.constexpr(2**30)
 
@@ -202,58 +198,3 @@ def quantized_kv_fwd(
         out.to(output.dtype.element_ty),
         mask=inside,
     )
-
-
-def attention(
-    query: Tensor,
-    sources: tuple[Tensor, Tensor, Tensor, Tensor],
-    *,
-    keep_first: int,
-    keep_recent: int,
-    key_group: int,
-    positions: Tensor,
-    normalizer: str,
-    parameters: ops.Parameters,
-    scale: float | None,
-    softcap: float,
-    mask: Tensor | None,
-    causal: bool,
-    window: int | None,
-    spans: Tensor | None,
-    max_seqlen_q: int | None,
-) -> Tensor:
-    """As ``qbench.attention.kv_cache.attention``; ``spans`` and ``max_seqlen_q`` as
-    ``kernels.attention``. For inference only."""
-    kernels = require(normalizer)
-    key, value, quantized_key, quantized_value = map(ops.dense_rows, sources)
-    query = ops.dense_rows(query)
-    batch, heads, queries, width = query.shape
-    kv_heads, keys = key.shape[1:3]
-    v_width = value.shape[3]
-    output, _ = ops.empty_output(query, value, covered=spans is None)
-    if output.numel() == 0:
-        return output
-    assert positions.dtype == torch.int32
-    assert positions.stride(1) == 1
-    longest = max_seqlen_q or queries
-    counts = None
-    if mask is not None:
-        settings = ops.Settings(normalizer, 0.0, softcap, causal, window or 0, longest, keys)
-        counts = ops.allowed_counts(mask, query, key, parameters, settings)
-    few = longest <= 16 or query.dtype == torch.float32
-    block_q, block_k = (16 if longest <= 16 else 32, 32) if few else (64, 64)
-    sequences = batch if spans is None else spans.shape[0]
-    tensors = (query, key, value, quantized_key, quantized_value, output)
-    strides = ops.strides_of(*map(ops.layout_of, tensors))
-    quantized_kv_fwd[(triton.cdiv(longest, block_q), heads * sequences)](
-        *tensors, positions, mask, spans, *parameters, counts, (heads, heads // kv_heads), queries,
-        keys, window or 0, keep_first, keep_recent, key_group,
-        *ops.scales(scale or width**-0.5, softcap), strides,
-        positions.stride(0) if positions.shape[0] > 1 else 0,
-        *ops.mask_strides(ops.layout_of(mask)), NORM=kernels.score_function,
-        FLAGS=ops.flags_of(kernels, parameters.slopes is not None, softcap),
-        CAUSAL=causal, WINDOW=bool(window), SKIP=NORMALIZERS.get(normalizer).sparse,
-        FAST=ops.is_fast(query.dtype), BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width,
-        BLOCK_D=ops.block(width), V_HEAD_DIM=v_width, BLOCK_DV=ops.block(v_width), num_warps=4,
-    )  # fmt: skip
-    return output

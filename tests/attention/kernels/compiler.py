@@ -16,7 +16,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 import triton.compiler
-from attention_cases import NORMALIZERS, Case, parameters
+from attention_cases import Case, parameters
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -109,8 +109,8 @@ def run(case, dtype=torch.bfloat16):
     output.sum().backward()
 
 
-def every_kernel():
-    for normalizer in NORMALIZERS:
+def every_kernel(normalizers):
+    for normalizer in normalizers:
         cases = (
             (True, LENGTH, {"slopes": True}, torch.bfloat16),
             (True, LENGTH, {}, torch.bfloat16),
@@ -131,7 +131,7 @@ def hot_kernels():
             yield Case(normalizer=normalizer, shape=shape), True, torch.bfloat16
 
 
-def main(mode):
+def main(mode, *normalizers):
     driver.set_active(Hopper())
     triton.compiler.compile = front_end if mode == "front" else whole
     CUDABackend.make_cubin = assembled
@@ -139,7 +139,7 @@ def main(mode):
     torch.set_num_threads(1)
     from qbench.attention.kernels import hopper
 
-    for case, on_hopper, dtype in every_kernel() if mode == "front" else hot_kernels():
+    for case, on_hopper, dtype in every_kernel(normalizers) if mode == "front" else hot_kernels():
         hopper.MIN_WORK = 0 if on_hopper else 1 << 60
         run(case, dtype)
         for kernel in found:
@@ -148,4 +148,4 @@ def main(mode):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

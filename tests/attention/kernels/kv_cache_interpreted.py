@@ -25,6 +25,10 @@ def error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
+def one():
+    yield "softpick, shaped", max(shaped("softpick"))
+
+
 def attends():
     """Relative errors of the two-source kernel against the definition."""
     for normalizer, residual in RESIDUALS.items():

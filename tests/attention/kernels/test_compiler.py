@@ -12,25 +12,29 @@ from attention_cases import NORMALIZERS
 CALLED = ["self", "target", "options", "codegen_fns", "module_map", "context"]
 
 
-def lines_of(mode):
+def lines_of(mode, *normalizers):
     compiler = pytest.importorskip("triton.compiler")
     if list(inspect.signature(compiler.ASTSource.make_ir).parameters) != CALLED:
         pytest.skip("this Triton's front end is called in another way")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compiler.py")), mode],
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compiler.py")), mode,
+         *normalizers],
         env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     return [line.split("\t") for line in ran.stdout.splitlines()]
 
 
-def test_triton_accepts_every_kernel():
+@pytest.mark.parametrize(
+    "normalizers", [("softpick",), pytest.param(NORMALIZERS, marks=pytest.mark.slow)], ids=len
+)
+def test_triton_accepts_every_kernel(normalizers):
     kernels = {}
-    for case, kernel in lines_of("front"):
+    for case, kernel in lines_of("front", *normalizers):
         kernels.setdefault(case.split(",")[0], set()).add(kernel)
     every = {"attn_decode", "attn_bwd_dq", "attn_bwd_dkdv", "combine"}
-    assert set(kernels) == set(NORMALIZERS)
+    assert set(kernels) == set(normalizers)
     for normalizer, names in kernels.items():
         whole = every if normalizer in ("softmax", "softpick", "rectified", "sigmoid") else set()
         assert names == whole | {"attn_fwd", "hopper_bwd_dq", "hopper_bwd_dkdv"}, normalizer

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from attention_cases import QUICK, WHOLE
+from attention_cases import EACH, QUICK, WHOLE
 
 LIMIT = 1e-5  # relative
+SLOW = pytest.mark.slow
 OF_PARAMETERS = 10  # times that: sums of both signs over all rows
 
 
@@ -43,7 +44,13 @@ def wrong(errors):
     return {n: e for n, e in errors.items() if not e <= limits.get(n, OF_PARAMETERS * LIMIT)}
 
 
-@pytest.mark.parametrize("index", range(len(QUICK)), ids=lambda i: str(QUICK[i]))
+def indices(cases, quick):
+    """Parameters; all but the first ``quick`` are left to make test-all."""
+    marks = (() if i < quick else pytest.mark.slow for i in range(len(cases)))
+    return [pytest.param(i, id=str(cases[i]), marks=mark) for i, mark in enumerate(marks)]
+
+
+@pytest.mark.parametrize("index", indices(QUICK, len(EACH)))
 def test_output_and_gradients_equal_float64(interpreted, index):
     case = QUICK[index]
     errors = interpreted("case", "quick", index)
@@ -52,8 +59,7 @@ def test_output_and_gradients_equal_float64(interpreted, index):
     assert wrong(errors) == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(WHOLE)), ids=lambda i: str(WHOLE[i]))
+@pytest.mark.parametrize("index", indices(WHOLE, 0))
 def test_the_whole_table_equals_float64(interpreted, index):
     case = WHOLE[index]
     errors = interpreted("case", "whole", index)
@@ -72,7 +78,13 @@ def test_a_call_does_not_depend_on_what_was_called_before(interpreted, normalize
 
 
 @pytest.mark.parametrize("scores", [1.0, 1e-4, 60.0])
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified", "scalable-softpick"])
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        "softpick",
+        *(pytest.param(n, marks=SLOW) for n in ("softmax", "rectified", "scalable-softpick")),
+    ],
+)
 def test_the_forward_pass_without_a_maximum_is_as_close_as_bf16(interpreted, normalizer, scores):
     assert interpreted("no_max", normalizer, scores) <= 1e-3
 
@@ -117,23 +129,30 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(interpreted):
 @pytest.mark.parametrize(
     ("padding", "positions"),
     [
-        (None, None),
-        (None, [[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]]),
-        ([[1] * 9, [1] * 9], None),
-        ([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]], None),
-        ([[1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9], None),
+        pytest.param(None, None, id="plain", marks=SLOW),
+        pytest.param(
+            None, [[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]], id="packed"
+        ),
+        pytest.param([[1] * 9, [1] * 9], None, id="all tokens", marks=SLOW),
+        pytest.param(
+            [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]], None, id="padded",
+            marks=SLOW,
+        ),
+        pytest.param([[1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9], None, id="holes", marks=SLOW),
     ],
-    ids=["plain", "packed", "all tokens", "padded", "holes"],
-)
+)  # fmt: skip
 def test_a_compiled_model_by_plain_set_attn_implementation(interpreted, padding, positions):
     assert interpreted("compiled_model", padding, positions) <= LIMIT
 
 
-@pytest.mark.parametrize("normalizer", ["sigmoid", "softmax-sink", "scalable-softpick-next"])
+@pytest.mark.parametrize(
+    "normalizer",
+    ["sigmoid", *(pytest.param(n, marks=SLOW) for n in ("softmax-sink", "scalable-softpick-next"))],
+)
 def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(interpreted, normalizer):
     assert interpreted("operator", normalizer) is True
 
 
-@pytest.mark.parametrize(("group", "limit"), [("attends", 1e-5)])
-def test_kernels_of_the_kv_cache_equal_their_definitions(interpreted, group, limit):
-    assert [line for line in interpreted("kv_cache", group) if not line[1] <= limit] == []
+@pytest.mark.parametrize("group", ["one", pytest.param("attends", marks=SLOW)])
+def test_the_kernel_of_the_kv_cache_equals_its_definition(interpreted, group):
+    assert [line for line in interpreted("kv_cache", group) if not line[1] <= LIMIT] == []
