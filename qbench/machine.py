@@ -50,14 +50,6 @@ def choose_device(wanted: str) -> str:
     return wanted
 
 
-def cuda_is_likely() -> bool:
-    """Whether PyTorch is built for CUDA and a driver is installed. Does not start the driver."""
-    try:
-        return torch_cuda() is not None and _driver() is not None
-    except OSError:
-        return False
-
-
 @functools.cache
 def cuda_problem() -> str | None:
     """Why the installed PyTorch can use no GPU here, in words; None where it can."""

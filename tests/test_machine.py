@@ -47,14 +47,6 @@ def ask(driver, code, build="13.0", **answers):
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(("build", "likely"), [("13.0", "True"), (None, "False")])
-def test_a_driver_is_found_without_being_started(driver, build, likely):
-    assert ask(driver, "print(d.cuda_is_likely())", build=build, init=999) == likely
-    code = f"from qbench import machine as d; d.torch_cuda = lambda: {build!r}; "
-    code += "d.DRIVER = 'libnone.so.1'; print(d.cuda_is_likely())"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
-
-
 @pytest.mark.parametrize(
     ("answers", "problem"),
     [
