@@ -18,8 +18,8 @@ from qbench.files import require_folder
 from qbench.store import Store
 from qbench.tables import write_tables
 from qbench.tables.changes import changes_table
-from qbench.tables.layout import markdown
 from qbench.tables.rank import ranking
+from qbench.tables.table import render as render_tables
 from qbench.tables.write import paper, render
 
 Against = Annotated[
@@ -67,7 +67,8 @@ def tables(
     """
     store = open_store(folder, run)
     if rank:
-        typer.echo(markdown([ranking(compare_store(store), store, max_gib)]), nl=False)
+        table = ranking(compare_store(store), store, max_gib)
+        typer.echo(render_tables([table], format, title=table.title), nl=False)
         return
     if max_gib is not None:
         raise ResultsError("--max-gib goes with --rank")

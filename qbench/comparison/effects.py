@@ -84,7 +84,7 @@ def _seed_questions(
     """Question, group, and the contrasts of its trainings."""
     groups = comparison.grid.replicates
     base, *others = groups
-    whole = comparison.unquantized
+    whole = comparison.unquantized_of(line.quantizer)
 
     def signs(member: str, sign: int) -> dict[tuple[str, str], int]:
         return {(f"{member}/{line.quantizer}", line.metric): sign}
@@ -235,7 +235,7 @@ def _questions(comparison: Comparison, line: Line) -> Iterator[tuple[str, str, d
             other,
             {column(other, line.quantizer): 1, column(base, line.quantizer): -1},
         )
-    unquantized = comparison.unquantized
+    unquantized = comparison.unquantized_of(line.quantizer)
     if not line.quantized or unquantized is None:
         return
 

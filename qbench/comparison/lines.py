@@ -172,12 +172,22 @@ class Comparison:
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[SeedLine, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
-    # The quantizer that damage is taken against: the grid's first that quantizes nothing.
-    unquantized: str | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        none = (cell.quantizer for cell in self.grid.cells if not cell.quantized)
-        object.__setattr__(self, "unquantized", next(none, None))
+    @property
+    def unquantized(self) -> str | None:
+        """The grid's first quantizer that quantizes nothing."""
+        return next((cell.quantizer for cell in self.grid.cells if not cell.quantized), None)
+
+    def unquantized_of(self, quantizer: str) -> str | None:
+        """The quantizer that damage of another is taken against: the first unquantized one that
+        computes in the same dtype, as KL divergence is; else the first of all."""
+        dtypes = {one.quantizer: dtype_of(one) for one in self.records.values()}
+        same = (
+            cell.quantizer
+            for cell in self.grid.cells
+            if not cell.quantized and dtypes.get(cell.quantizer) == dtypes.get(quantizer)
+        )
+        return next(same, self.unquantized)
 
     @property
     def name(self) -> str:
@@ -239,7 +249,7 @@ class Comparison:
                 lines.append(f"{cell.cell}: not audited")
             if status == "ok":
                 lines += _of_tasks(record)
-            whole = f"{cell.checkpoint}/{self.unquantized}"
+            whole = f"{cell.checkpoint}/{self.unquantized_of(cell.quantizer)}"
             both = status == judge(self.records.get(whole))[0] == "ok"
             if both and not self.same_weights(cell.cell, whole):
                 lines.append(f"{cell.cell}: not made from the weights of {whole}: no damage")
@@ -253,6 +263,15 @@ def _of_tasks(record: Record) -> list[str]:
         *(f"{record.cell}: {task}: failed: {_short(w)}" for task, w in record.failed_tasks.items()),
         *(f"{record.cell}: {task}: scored exactly: {_short(why)}" for task, why in exact.items()),
     ]
+
+
+def dtype_of(record: Record) -> str | None:
+    """What a cell computes in; None where its key does not say."""
+    settings = record.key_parts.get("quantizer")
+    for part in (settings, settings.get("weights") if isinstance(settings, Mapping) else None):
+        if isinstance(part, Mapping) and (found := part.get("compute_dtype", part.get("dtype"))):
+            return str(found)
+    return None
 
 
 def judge(record: Record | None) -> tuple[Status, str]:

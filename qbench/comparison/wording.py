@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 TIMES = "×"
-RATIO_NOTE = (
-    f"{TIMES}: of perplexities, intervals, tests, damage and differences of damage are ratios, "
-    "computed on their logarithms."
-)
+RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on logarithms."
 
 
 def arrow(line: Line) -> str:
@@ -66,20 +63,18 @@ def decimals(stderr: float) -> int:
 
 HALF = 0.5
 MOSTLY_SEEDS = "§"
-LEGEND = (
-    "Means over trainings that differ in their seed; brackets hold 95 % intervals over documents "
-    "and seeds (Banerjee 1960), never narrower than over the documents alone. ‡ differs from 0 at "
-    "5 % after Holm's correction over all of its kind, † after Benjamini–Hochberg's only."
+SEED_NOTES = (
+    "Means over trainings that differ in their seed.",
+    "Brackets: 95 % intervals over documents and seeds (Banerjee 1960).",
+    "‡ differs from 0 at 5 % after Holm's correction over all of its kind, † after "
+    "Benjamini–Hochberg's only.",
 )
-SEEDS_LEGEND = (
-    f"{MOSTLY_SEEDS}: seeds, not documents, are the larger part of the uncertainty: more documents "
-    "would not make it much smaller, more trainings would."
-)
+SEEDS_NOTE = f"{MOSTLY_SEEDS}: most of the uncertainty comes of the seeds: it takes more trainings."
 
 
-RATIOS_LEGEND = f"{RATIO_NOTE} Means of perplexities are arithmetic, of their ratios geometric."
+RATIOS_NOTE = f"{RATIO_NOTE} Means of perplexities are arithmetic, of their ratios geometric."
 SHARE = "Seeds’ share"
-SHARE_LEGEND = f"{SHARE}: how much of the variance of the effect’s mean comes of the seeds."
+SHARE_NOTE = f"{SHARE}: how much of the variance of the effect’s mean comes of the seeds."
 
 
 def share_text(effect: SeedEffect | None) -> str:

@@ -1,4 +1,4 @@
-"""How single values stand in tables of analyses."""
+"""Tables of what `qbench analyze` measured, and of what else says why models suffer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from qbench.errors import ResultsError
 from qbench.passkey import task_length
 from qbench.records import Analysis, Damage, LinearInput, Measured, Record, Score, Sensitivity
 from qbench.store import Store
-from qbench.tables.table import AT_CHANCE, at_chance
-from qbench.text import MINUS, NO_VALUE, for_markdown, number, table, together
+from qbench.tables import table
+from qbench.tables.notes import AT_CHANCE, at_chance
+from qbench.tables.table import Table
+from qbench.text import MINUS, NO_VALUE, for_markdown, number, together
 
 
 def value_text(value: float | None, form: str) -> str:
@@ -33,26 +35,6 @@ def per_cent_text(logarithm: float | None) -> str:
 
 MASSIVE_SHOWN = 5  # of each cell; all that are kept are in massive.csv
 Cells = Sequence[Analysis]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """One table with a title and what its columns mean; ``keys`` columns say what a row is of."""
-
-    name: str
-    title: str
-    note: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    keys: int = 1
-    text: tuple[str, ...] = ()  # further columns that are no numbers
-
-    @property
-    def align(self) -> str:
-        return "".join(
-            "l" if index < self.keys or name in self.text else "r"
-            for index, name in enumerate(self.head)
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +87,7 @@ def _replicates(store: Store) -> Mapping[str, tuple[str, ...]]:
     return stated or (store.grid().replicates if store.has_grid() else {})
 
 
-def sections(why: Why) -> list[Section]:
+def sections(why: Why) -> list[Table]:
     """Those that there are rows for, the paper's table first."""
     whole = why.cells
     found = [_section(*one, whole) for one in (PAPER, OTHERS, HEADS, INPUTS)] if whole else []
@@ -220,15 +202,15 @@ INPUTS = (
 )
 
 
-def _section(name: str, title: str, columns: Columns, note: str, whole: Cells) -> Section:
+def _section(name: str, title: str, columns: Columns, note: str, whole: Cells) -> Table:
     rows = [columns(one.measured) for one in whole if one.measured is not None]
-    return Section(
+    return Table(
         name=name,
         title=title,
-        note=note,
+        notes=(note,),
         head=("Cell", *rows[0]),
         rows=tuple((one.cell, *row.values()) for one, row in zip(whole, rows, strict=True)),
-        text=("in",),
+        also_words=("in",),
     )
 
 
@@ -246,7 +228,7 @@ def texts(whole: Cells) -> list[str]:
     return [f"{', '.join(cells)}: {line}" for line, cells in lines.items()]
 
 
-def _massive(whole: Cells) -> list[Section]:
+def _massive(whole: Cells) -> list[Table]:
     rows = [
         (
             one.cell,
@@ -262,13 +244,15 @@ def _massive(whole: Cells) -> list[Section]:
     if not rows:
         return []
     return [
-        Section(
+        Table(
             name="massive",
             title="Massive activations",
-            note=f"The {MASSIVE_SHOWN} largest of each cell; layers, positions, channels from 0.",
+            notes=(
+                f"The {MASSIVE_SHOWN} largest of each cell; layers, positions, channels from 0.",
+            ),
             head=("Cell", "Layer", "Position", "Token", "Channel", "Value", "to median"),
             rows=tuple(rows),
-            text=("Token",),
+            also_words=("Token",),
         )
     ]
 
@@ -298,7 +282,7 @@ def pruned_alone(records: Sequence[Record]) -> list[Pruned]:
     return sorted(found, key=lambda one: (names.index(one.record.checkpoint), one.share))
 
 
-def pruned(records: Sequence[Record]) -> Iterator[Section]:
+def pruned(records: Sequence[Record]) -> Iterator[Table]:
     """How much of a model can go."""
     rows = tuple(
         (
@@ -312,12 +296,13 @@ def pruned(records: Sequence[Record]) -> Iterator[Section]:
         if one.record.audit is not None and one.record.audit.heads is not None
     )
     if rows:
-        yield Section(
+        yield Table(
             name="pruned",
             title="Heads cut out",
-            note="Heads whose output is set to zero, chosen by what they give on the calibration "
-            "text, and what that does: KL divergence from the whole model, nats a token, and the "
-            "change of the first perplexity that the tasks have.",
+            notes=(
+                "Heads whose output is set to zero, chosen on the calibration text.",
+                "KL divergence from the whole model, nats a token; change of the first perplexity.",
+            ),
             head=("Cell", "Heads", "% of all", "KL", "Perplexity"),
             rows=rows,
         )
@@ -354,14 +339,14 @@ KL = (
 )
 
 
-def beside(why: Why) -> list[Section]:
+def beside(why: Why) -> list[Table]:
     """Each unquantized model's outliers beside what quantization did to the same weights."""
     rows = [{"Cell": one.cell, **_text([one], why)} for one in _whole(why)]
     note = f"Table 4's row beside the damage of the same weights quantized: {KL}."
     return _section_beside_damage("beside", "Beside the damage", note, rows) if _labels(why) else []
 
 
-def over_seeds(why: Why) -> list[Section]:
+def over_seeds(why: Why) -> list[Table]:
     """A row a group of trainings and unquantized quantizer; nothing without groups."""
     rows = []
     for group, members in why.replicates.items():
@@ -380,11 +365,11 @@ def over_seeds(why: Why) -> list[Section]:
 
 def _section_beside_damage(
     name: str, title: str, note: str, rows: Sequence[Mapping[str, str]]
-) -> list[Section]:
+) -> list[Table]:
     if not rows:
         return []
     told = tuple(tuple(row.values()) for row in rows)
-    return [Section(name=name, title=title, note=note, head=tuple(rows[0]), rows=told)]
+    return [Table(name=name, title=title, notes=(note,), head=tuple(rows[0]), rows=told)]
 
 
 def _whole(why: Why) -> list[Analysis]:
@@ -453,7 +438,7 @@ LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
 NORMAL = 1.96  # standard errors either side: 95 %
 
 
-def sections_along(why: Why) -> list[Section]:
+def sections_along(why: Why) -> list[Table]:
     return [
         *stretches(why),
         *sensitivity(why),
@@ -462,12 +447,12 @@ def sections_along(why: Why) -> list[Section]:
     ]
 
 
-def of_records(records: Sequence[Record]) -> list[Section]:
+def of_records(records: Sequence[Record]) -> list[Table]:
     """Those that need no analysis."""
     return [*pruned(records), *passkeys(records)]
 
 
-def stretches(why: Why) -> Iterator[Section]:
+def stretches(why: Why) -> Iterator[Table]:
     """Underscoring (the softpick paper's section 7.7): weights and losses along the text."""
     found = why.long or why.cells
     rows = []
@@ -487,21 +472,21 @@ def stretches(why: Why) -> Iterator[Section]:
             )
     if rows:
         texts = {one.text.samples for one in found if one.text is not None}
-        yield Section(
+        yield Table(
             name="stretches",
             title="Along the text: losses and weights",
-            note=f"Means over {'/'.join(map(str, sorted(texts)))} texts (with the standard error "
+            notes=(f"Means over {'/'.join(map(str, sorted(texts)))} texts (with the standard error "
             "of the loss), heads and the queries of a stretch of positions. Weights that shrink "
-            "along the text are what the softpick paper calls underscoring (section 7.7).",
+            "along the text are what the softpick paper calls underscoring (section 7.7).",),
             head=("Cell", "Positions", "Loss, nats", "± s.e.", "Σ weights", "Largest weight",
                   "Entropy, nats"),
             rows=tuple(rows),
-            text=("Positions",),
-            keys=2,
+            also_words=("Positions",),
+            words=2,
         )  # fmt: skip
 
 
-def sensitivity(why: Why) -> Iterator[Section]:
+def sensitivity(why: Why) -> Iterator[Table]:
     rows: list[tuple[str, ...]] = []
     for one in why.sensitivities:
         worst = sorted(one.units, key=lambda unit: -(unit.kl.value or 0.0))
@@ -517,16 +502,18 @@ def sensitivity(why: Why) -> Iterator[Section]:
             for unit in shown
         ]
     if rows:
-        yield Section(
+        yield Table(
             name="sensitivity",
             title="Quantized alone",
-            note=f"The {LAYERS_SHOWN} parts of each cell that hurt most when nothing else is "
-            "quantized: KL divergence from the unquantized model over the whole vocabulary, nats "
-            "a token, mean over texts; and the change of perplexity. All are in sensitivity.csv.",
+            notes=(
+                f"The {LAYERS_SHOWN} parts of each cell that hurt most when quantized alone; all "
+                "are in sensitivity.csv.",
+                "KL divergence from the unquantized model, nats a token, mean over texts.",
+            ),
             head=("Cell", "Quantized", "KL", "± s.e.", "Perplexity"),
             rows=tuple(rows),
-            text=("Quantized",),
-            keys=2,
+            also_words=("Quantized",),
+            words=2,
         )
 
 
@@ -590,7 +577,7 @@ def correlation(found: Sequence[Pair]) -> Correlation | None:
     return Correlation(value=rho, low=low, high=high, pairs=len(found))
 
 
-def correlations(why: Why) -> Iterator[Section]:
+def correlations(why: Why) -> Iterator[Table]:
     rows = []
     for one in why.sensitivities:
         found = correlation(pairs(one, why.cells))
@@ -604,18 +591,20 @@ def correlations(why: Why) -> Iterator[Section]:
                 )
             )
     if rows:
-        yield Section(
+        yield Table(
             name="correlation",
             title="Outliers of inputs and damage",
-            note="Spearman's rank correlation, over the parts of a model, of the largest |x| / rms "
-            "of what a part receives with the KL divergence when it is quantized alone; 95 % "
-            "interval (Bonett and Wright 2000).",
+            notes=(
+                "Spearman's rank correlation, over the parts of a model, of the largest |x| / rms "
+                "of what a part receives with the KL divergence when it is quantized alone; 95 % "
+                "interval (Bonett and Wright 2000).",
+            ),
             head=("Cell", "ρ", "95 % interval", "Parts"),
             rows=tuple(rows),
         )
 
 
-def passkeys(records: Sequence[Record]) -> Iterator[Section]:
+def passkeys(records: Sequence[Record]) -> Iterator[Table]:
     """The softpick paper's tables 5 and 7: accuracy by length."""
     scored = {
         record.cell: {
@@ -638,11 +627,13 @@ def passkeys(records: Sequence[Record]) -> Iterator[Section]:
             if any(known == metric for _, known in found)
         )
         if rows:
-            yield Section(
+            yield Table(
                 name=f"passkey-{metric.replace('_', '-')}",
                 title=title,
-                note=f"{note} Chance: a score that guessed digits reach at least once in "
-                f"{round(1 / AT_CHANCE)} runs.",
+                notes=(
+                    f"{note} Chance: a score that guessed digits reach at least once in "
+                    f"{round(1 / AT_CHANCE)} runs.",
+                ),
                 head=("Cell", *map(str, lengths)),
                 rows=rows,
             )
@@ -665,7 +656,7 @@ MEASURES = {
 }
 
 
-def all_sections(why: Why) -> list[Section]:
+def all_sections(why: Why) -> list[Table]:
     return [*over_seeds(why), *sections(why), *beside(why), *sections_along(why)]
 
 
@@ -677,22 +668,14 @@ def markdown(why: Why) -> str:
     parts = ["# Analysis"]
     read = [*texts(why.cells), *texts(why.long)]
     parts += ["\n".join(f"- {for_markdown(line)}" for line in read)] if read else []
-    parts += [text for section in found for text in as_markdown(section)]
+    parts += [table.markdown(found).rstrip()] if found else []
     parts += [for_markdown(problem) for problem in why.problems]
     if len(parts) == 1:
         parts.append("No cell was analyzed.")
     return "\n\n".join(parts) + "\n"
 
 
-def as_markdown(section: Section) -> list[str]:
-    return [
-        f"## {section.title}",
-        section.note,
-        table(section.head, section.rows, align=section.align),
-    ]
-
-
-def beside_paper(why: Why, name: str) -> list[Section]:
+def beside_paper(why: Why, name: str) -> list[Table]:
     """Tables 4, 5 and 7 as ``--published NAME``'s paper prints them, with ours of the same
     normalizers below. Raises RecipeError for an unknown set."""
     scale = papers.scale(name)
@@ -710,10 +693,10 @@ def beside_paper(why: Why, name: str) -> list[Section]:
     told += "states on 10 texts (*: zeros of softmax by underflow, as the paper notes). Ours: "
     told += "; ".join(texts(why.cells)) if ours else "none; run `qbench analyze`"
     found = [
-        Section(
+        Table(
             name="published-4",
             title="Beside the paper: sinks, hidden states, sparsity",
-            note=told + ".",
+            notes=(told + ".",),
             head=("Model", *MEASURES.values()),
             rows=tuple(rows),
         )
@@ -726,7 +709,7 @@ def _printed(text: str) -> str:
     return text.replace("-", MINUS)
 
 
-def _passkey(records: Sequence[Record], scale: str) -> Section | None:
+def _passkey(records: Sequence[Record], scale: str) -> Table | None:
     """Table 7, whose first two rows are table 5."""
     seven = papers.table("softpick-table-07")
     if seven.scale != scale:
@@ -747,10 +730,10 @@ def _passkey(records: Sequence[Record], scale: str) -> Section | None:
     told = f"{seven.paper}, tables 5 and 7: per cent of keys retrieved, by tokens of the prompt."
     if not ours:
         told += " Ours: none; put passkey, or passkey_890 and the like, into the recipe's tasks."
-    return Section(
+    return Table(
         name="published-7",
         title="Beside the paper: passkey retrieval",
-        note=told,
+        notes=(told,),
         head=("Model", *map(str, lengths)),
         rows=tuple(rows),
     )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from qbench.passkey import depth, task_length
 from qbench.records import Analysis, Delimiters, Hidden, Record, Sensitivity, Sinks
 from qbench.store import Store
-from qbench.text import for_csv
+from qbench.tables.table import as_csv
 
 Row = dict[str, object]
 WITHOUT_KEY = ("maps.csv",)  # a row a weight: keys would be most of the file
@@ -32,17 +30,6 @@ def comma_separated(name: str, found: Sequence[Analysis]) -> str:
         for row in CSV_FILES[name](one)
     ]
     return as_csv(rows)
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """Columns in the order in which rows first have them."""
-    text = io.StringIO()
-    if rows:
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({column: for_csv(cell) for column, cell in row.items()} for row in rows)
-    return text.getvalue()
 
 
 def _cells(one: Analysis) -> Iterator[Row]:

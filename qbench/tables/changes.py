@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from qbench import text
 from qbench.comparison.changes import Change, Changes, SeedChange
 from qbench.comparison.wording import (
-    LEGEND,
     RATIO_NOTE,
-    SEEDS_LEGEND,
+    SEED_NOTES,
+    SEEDS_NOTE,
     ends_text,
     interval_text,
     mean_text,
 )
 from qbench.metrics import is_percentage
-from qbench.text import MINUS, NO_VALUE, for_markdown, metric_title, number, table
+from qbench.tables.table import Table, markdown
+from qbench.text import MINUS, NO_VALUE, metric_title, number
+from qbench.text import table as text_table
 
 if TYPE_CHECKING:
     from qbench.evaluation.noise import Moved
@@ -31,32 +32,34 @@ HEAD = ("Cell", "Task", "Metric", "Old", "New", "New − old", "95 % interval", 
 
 def changes_table(changes: Changes) -> str:
     """A line a score, those that are significant marked; then what cannot be compared."""
-    notes = [
-        "Intervals: Student's t on documents, bootstrap-t where they differ in length, score "
-        "intervals where few answers changed.",
+    notes = (
+        "Intervals: Student's t on documents, bootstrap-t or score intervals where that fails.",
         RATIO_NOTE,
         "‡ significant at 5 % after Holm's correction over all lines, † after "
         "Benjamini–Hochberg's only; p is not corrected.",
         *changes.problems,
-    ]
-    if changes.seeds:
-        notes[:0] = [LEGEND, SEEDS_LEGEND]
-    parts = [
-        f"### {for_markdown(changes.new)} against {for_markdown(changes.old)}",
-        table(HEAD, [_texts(line) for line in changes.lines], align="lllrrrrrr"),
-        *(
-            [table(SEEDS_HEAD, [_seed_texts(one) for one in changes.seeds], align="lllrrrr")]
-            if changes.seeds
-            else []
-        ),
-        "\n".join(f"- {for_markdown(note)}" for note in notes),
-    ]
-    return "\n\n".join(parts) + "\n"
+    )
+    title, rows = f"{changes.new} against {changes.old}", tuple(map(_texts, changes.lines))
+    if not changes.seeds:
+        return markdown([Table(title=title, head=HEAD, rows=rows, notes=notes, words=3)])
+    seeds = tuple(map(_seed_texts, changes.seeds))
+    return markdown(
+        [
+            Table(title=title, head=HEAD, rows=rows, words=3, notes=notes),
+            Table(
+                title=f"{title}: over seeds",
+                head=SEEDS_HEAD,
+                rows=seeds,
+                words=3,
+                notes=(*SEED_NOTES, SEEDS_NOTE),
+            ),
+        ]
+    )
 
 
-def _seed_texts(one: SeedChange) -> list[str]:
+def _seed_texts(one: SeedChange) -> tuple[str, ...]:
     score, percent = one.score, is_percentage(one.score.metric)
-    return [
+    return (
         f"{one.group}/{one.quantizer}",
         score.label,
         f"{metric_title(score.metric)} {'↑' if score.higher_is_better else '↓'}",
@@ -64,13 +67,13 @@ def _seed_texts(one: SeedChange) -> list[str]:
         ends_text(one.effect, percent=percent),
         f"{one.effect.p:.2g}",
         f"{one.effect.seeds} × {one.effect.documents}",
-    ]
+    )
 
 
-def _texts(line: Change) -> list[str]:
+def _texts(line: Change) -> tuple[str, ...]:
     effect = line.effect
     shown = {"percent": line.percent}
-    return [
+    return (
         line.told,
         line.label,
         f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
@@ -81,7 +84,7 @@ def _texts(line: Change) -> list[str]:
         interval_text(effect, **shown),
         f"{effect.p:.2g}" if effect else NO_VALUE,
         str(line.documents) + (f" ({line.left_out} unpaired)" if line.left_out else ""),
-    ]
+    )
 
 
 NOISE_HEAD = ("Task", "Metric", "Batches", "Score", "Moved by", "Changed documents",
@@ -106,7 +109,7 @@ def noise_table(moved: Iterable[Moved]) -> str:
                 f"{entry.mean_log_likelihood:.2g}".replace("-", MINUS),
             ]
         )
-    return text.table(NOISE_HEAD, rows, align="lllrrrrr")
+    return text_table(NOISE_HEAD, rows, align="lllrrrrr")
 
 
 def _signed(value: float) -> str:

@@ -10,17 +10,18 @@ from qbench.comparison.changes import CellResults, Change, ResultSet, compare_se
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
 from qbench.errors import ResultsError
 from qbench.store import Store
-from qbench.tables.layout import Layout, entry_text, size_text
-from qbench.text import NO_VALUE, metric_title
+from qbench.tables.scores import entry_text, gib
+from qbench.tables.table import Table
+from qbench.text import NO_VALUE, metric_title, significant
 
 ALPHA = 0.05
-LEGEND = (
-    "Best: the best score of the quantized precisions. Told apart: significantly worse than the "
-    "best, paired by document, at 5 % after Holm's correction over all such comparisons."
+NOTES = (
+    "Best: the best score of the quantized precisions.",
+    "Worse: significantly, paired by document, at 5 % after Holm's correction over this table.",
 )
 
 
-def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) -> Layout:
+def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) -> Table:
     """A row a checkpoint and score. ``max_gib``: only precisions whose weights take no more.
 
     Raises ResultsError where no quantized cell is so small or has a score.
@@ -36,43 +37,42 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
         raise ResultsError(f"{store.directory}: no quantized cell{limit} has a score to rank")
     found = list(_best(comparison, allowed))
     worse = _worse(found, results)
-    rows, begins = [], []
-    for number, (line, checkpoint, best, others) in enumerate(found):
-        begins.append(number == 0 or found[number - 1][0].task != line.task)
+    rows = []
+    for line, checkpoint, best, others in found:
         apart = [one for one in others if worse[f"{checkpoint}/{one}", line.task, line.metric]]
         alike = [one for one in others if one not in apart]
         cell = f"{checkpoint}/{best}"
+        size = gib(comparison.records[cell])
         entry = next(one for one in _entries(comparison, line, checkpoint) if one[0] == best)[1]
         rows.append(
             (
-                line.label if begins[-1] else "",
+                line.label,
                 f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
                 checkpoint,
                 best,
-                size_text(comparison.records[cell]),
+                NO_VALUE if size is None else significant(size),
                 entry_text(entry, line),
                 ", ".join(alike) or NO_VALUE,
                 ", ".join(apart) or NO_VALUE,
             )
         )
-    return Layout(
+    return Table(
         title="Best precision" + ("" if max_gib is None else f" under {max_gib:g} GiB"),
-        method="rank",
         head=(
             *("Task", "Metric", "Checkpoint", "Best", "GiB", "Score"),
             *("Cannot be told apart from it", "Worse"),
         ),
         rows=tuple(rows),
-        begins_task=tuple(begins),
-        notes=(LEGEND,),
-        keys=(),
+        notes=NOTES,
+        words=4,
+        also_words=("Cannot be told apart from it", "Worse"),
+        grouped=True,
     )
 
 
 def _fits(comparison: Comparison, cell: str, max_gib: float | None) -> bool:
-    audit = comparison.records[cell].audit
-    size = audit.size if audit is not None else None
-    return max_gib is None or (size is not None and size.gib <= max_gib)
+    size = gib(comparison.records[cell])
+    return max_gib is None or (size is not None and size <= max_gib)
 
 
 def _entries(comparison: Comparison, line: Line, checkpoint: str) -> Iterator[tuple[str, Entry]]:

@@ -1,366 +1,168 @@
-"""The delta table as data: one a method, laid out as the paper's tables 8 to 13, and its notes."""
+"""A table as text, and its Markdown, HTML, LaTeX and CSV. All tables are of this kind."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import groupby
-from textwrap import shorten
-from typing import Any
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from qbench.comparison.lines import Comparison, Line, redundant
-from qbench.passkey import CHANCE, DIGITS, task_length
-from qbench.published import Printed
-from qbench.published.check import doubts
-from qbench.records import KVAudit, Record, SampleDifference
-from qbench.text import MINUS, NO_VALUE, metric_title, together
+from jinja2 import Environment, PackageLoader
 
+from qbench.text import for_csv, for_latex, for_markdown, table
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One line of a table, and whether it begins a task."""
-
-    line: Line
-    begins_task: bool
+ROWS_A_PAGE = 50  # of LaTeX's
+PORTRAIT_COLUMNS = 8  # a table with more turns the page
+LONG_WORD = 24  # characters after which LaTeX may break a word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """One method's table. ``notes`` stand below it: failures, and what was left out."""
+    """Texts in rows. The first ``words`` columns hold words, the others numbers, but for those
+    whose heads ``also_words`` names. ``notes`` are footnotes, a line each.
 
-    method: str
-    name: str  # of the method
-    title: str
-    checkpoints: tuple[str, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-
-
-def delta(comparison: Comparison) -> list[Table]:
-    """One table a quantization method; each has the unquantized rows too. One checkpoint alone has
-    one table of all. What is wrong with a cell stands below the first table that has it."""
-    problems, tables = comparison.problems(), []
-    if len(comparison.checkpoints) == 1:
-        return [_table(comparison, None, problems)]
-    for method in comparison.methods:
-        tables.append(_table(comparison, method, problems))
-        shown = {line.quantizer for line in _lines(comparison, method)}
-        problems = [one for one in problems if _quantizer_of(one) not in shown]
-    return tables
-
-
-def _lines(comparison: Comparison, method: str | None) -> list[Line]:
-    """Of one method and unquantized; None: all."""
-    return [
-        line for line in comparison.lines if method in (None, line.method) or not line.quantized
-    ]
-
-
-def _table(comparison: Comparison, method: str | None, problems: list[str]) -> Table:
-    lines = _lines(comparison, method)
-    shown = [line for line in lines if not redundant(line, lines)]
-    rows = []
-    for _, group in groupby(shown, key=lambda line: line.task):
-        for number, line in enumerate(group):
-            rows.append(Row(line=line, begins_task=number == 0))
-    left_out = dict.fromkeys(
-        f"{line.task} {line.metric}" for line in lines if redundant(line, lines)
-    )
-    quantizers = {line.quantizer for line in lines}
-    notes = together(note for note in problems if _quantizer_of(note) in quantizers)
-    if comparison.grid.skipped:
-        notes.append(f"Left out, having no data: {', '.join(comparison.grid.skipped)}.")
-    notes += prompt_notes(comparison)
-    if left_out:
-        notes.append(f"Only in the CSV, being functions of word_perplexity: {', '.join(left_out)}.")
-    name = next((line.title for line in lines if line.method == method), "Quantization")
-    against = ", ".join(f"{other} {MINUS} {comparison.baseline}" for other in comparison.others)
-    return Table(
-        method=method or "all",
-        name=name,
-        title=f"{name}: Δ = {against}" if against else name,
-        checkpoints=comparison.checkpoints,
-        rows=tuple(rows),
-        notes=tuple(notes),
-    )
-
-
-def prompt_notes(comparison: Comparison) -> list[str]:
-    """How prompts became conversations, where they did: a line."""
-    chats = [
-        chat
-        for record in comparison.records.values()
-        if (chat := (record.key_parts.get("scoring") or {}).get("chat"))
-    ]
-    if not chats:
-        return []
-    said = []
-    if chats[0].get("apply_chat_template"):
-        turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
-        said.append(f"by the model's chat template, few-shot examples as {turns}")
-    if instruction := chats[0].get("system_instruction"):
-        said.append(f"with the system instruction “{shorten(instruction, 120)}”")
-    return [f"Prompts: {', '.join(said)}."]
-
-
-def pairs(table: Table) -> list[Table]:
-    """A table for the baseline and each other checkpoint. A note stands below the first of them
-    that shows what it is about."""
-    made, notes = [], list(table.notes)
-    for other in table.checkpoints[1:]:
-        own = [note for note in notes if _is_about(note, table.checkpoints, other)]
-        made.append(replace(_pair_of(table, other), notes=tuple(own)))
-        notes = [note for note in notes if note not in own]
-    return made
-
-
-def _is_about(note: str, checkpoints: tuple[str, ...], other: str) -> bool:
-    """Whether a note is about ``other``, the first checkpoint, or none of them."""
-    named = [name for name in checkpoints if note.startswith(f"{name}/")]
-    return not named or named[0] in (checkpoints[0], other)
-
-
-def _pair_of(table: Table, other: str) -> Table:
-    base = table.checkpoints[0]
-    pair = (base, other)
-    rows = tuple(
-        replace(row, line=replace(row.line, entries=tuple(map(row.line.entry, pair))))
-        for row in table.rows
-    )
-    return replace(
-        table,
-        title=f"{table.name}: Δ = {other} {MINUS} {base}",
-        checkpoints=pair,
-        rows=rows,
-    )
-
-
-def _quantizer_of(problem: str) -> str:
-    return problem.split(":", 1)[0].rsplit("/", 1)[-1]
-
-
-DTYPE_BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
-
-
-def bits_per_weight(record: Record) -> float | None:
-    """As stored; an unquantized cell's is that of its dtype."""
-    if record.quantized:
-        return record.audit.bits_per_weight if record.audit else None
-    settings = record.key_parts.get("quantizer", {})
-    dtype = settings.get("dtype") if isinstance(settings, dict) else None
-    known = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
-    return DTYPE_BITS.get(str(dtype), known.get(record.quantizer))
-
-
-def find_printed(line: Line, paper: dict[tuple, Printed]) -> Printed | None:
-    """What the paper prints for this line: same task, metric, method and bits."""
-    return paper.get((line.task, line.base_metric, line.method, line.bits))
-
-
-def standard_errors_away(line: Line, checkpoint: str, value: float) -> float | None:
-    """(ours − printed) / our standard error, of perplexities on the scale of their logarithm.
-
-    ``None`` where we have no score or no error.
+    ``grouped``: rows with the same first cell belong together, and show it once. ``records``: the
+    cells with their keys that the numbers come from. ``name``: in a page's links.
     """
-    entry, interval = line.entry(checkpoint), line.intervals.get(checkpoint)
-    stderr = entry.stderr or (interval.stderr if interval else None)
-    if entry.value is None or not stderr:
-        return None
-    if line.ratio:
-        return math.log(entry.value / value) * entry.value / stderr
-    return (entry.value - value / _unit(line)) / stderr
 
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    words: int = 1
+    also_words: tuple[str, ...] = ()
+    grouped: bool = False
+    records: tuple[str, ...] = ()
+    name: str = ""
 
-def models(comparison: Comparison) -> dict[str, str]:
-    """Checkpoint → the paper's name for it, by the normalizer that its records state."""
-    normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
-    return {name: normalizers.get(name, name) for name in comparison.checkpoints}
+    @property
+    def begins(self) -> tuple[bool, ...]:
+        """Whether a row begins a group."""
+        first = [row[0] for row in self.rows]
+        return tuple(self.grouped and a != b for a, b in zip(first, [None, *first], strict=False))
 
-
-def printed_cells(
-    line: Line, others: tuple[str, ...], paper: dict[tuple, Printed], models: dict[str, str]
-) -> list[str]:
-    """A cell a checkpoint, then one a Δ."""
-    found = find_printed(line, paper)
-    cells = []
-    for entry in line.entries:
-        value = found.values.get(models[entry.checkpoint]) if found else None
-        away = None
-        if value is not None:
-            away = standard_errors_away(line, entry.checkpoint, float(value))
-        cells.append(_away_text(value, away))
-    for other in others:
-        pair = (models[line.entries[0].checkpoint], models[other])
-        if found and pair == ("softmax", "softpick"):
-            away = _delta_away(line, other, found)
-            cells.append(_away_text(found.delta, away, signed=True))
-        else:
-            cells.append(NO_VALUE)
-    return cells
-
-
-def printed_notes(table: Table, paper: dict[tuple, Printed], published: str) -> list[str]:
-    """Where the numbers stand, what their brackets mean, and what is wrong with them."""
-    found = [find_printed(row.line, paper) for row in table.rows]
-    sources = list(dict.fromkeys(one.source for one in found if one))
-    if not sources:
-        return [f"{published} prints none of these cells."]
-    told = (
-        f"Printed: {published}, {', '.join(sources)}; in brackets how many of our standard errors "
-        "ours lies above the printed value, whose own error is not known."
-    )
-    return [told, *(f"Beware: {doubt}" for doubt in doubts(sources))]
-
-
-def _delta_away(line: Line, checkpoint: str, found: Printed) -> float | None:
-    effect = line.deltas.get(checkpoint)
-    if effect is None or not effect.interval.stderr:
-        return None
-    if effect.kind == "log ratio":
-        printed = math.log(found.values["softpick"] / found.values["softmax"])
-    else:
-        printed = float(found.delta) / _unit(line)
-    return (effect.estimate - printed) / effect.interval.stderr
-
-
-def _unit(line: Line) -> float:
-    return 100.0 if line.percent else 1.0
-
-
-def _away_text(value: object, away: float | None, *, signed: bool = False) -> str:
-    if value is None:
-        return NO_VALUE
-    text = f"{value:{'+' if signed else ''}}".replace("-", MINUS)
-    return text if away is None else f"{text} ({away:+.1f} SE)".replace("-", MINUS)
-
-
-PART_HEADS = {"weights": "weights", "activations": "activations", "kv": "KV cache"}
-TREATMENT = "outliers"
-
-
-Labels = Mapping[str, Mapping[str, Any]]
-
-
-def labelled_parts(comparison: Comparison) -> Labels:
-    """By quantizer: the settings of each part."""
-    return {record.quantizer: _parts(record) for record in comparison.records.values()}
-
-
-def parts_alone(comparison: Comparison, labels: Labels, line: Line) -> dict[str, Line]:
-    """By part: the line of the same metric whose quantizer is that part of ``line``'s and nothing
-    else, with equal settings. Empty where ``line`` has one part, or the grid has fewer than two."""
-    own = labels.get(line.quantizer, {})
-    kinds = [kind for kind in PART_HEADS if kind in own]
-    if len(kinds) < 2:
-        return {}
-    treated = {TREATMENT: own[TREATMENT]} if TREATMENT in own else {}
-    found = {}
-    for kind in kinds:
-        label = next(
-            (n for n, parts in labels.items() if parts == {kind: own[kind], **treated}), ""
+    @property
+    def shown(self) -> tuple[tuple[str, ...], ...]:
+        """The rows with the first cell of a group shown once."""
+        if not self.grouped:
+            return self.rows
+        return tuple(
+            row if begins else ("", *row[1:])
+            for row, begins in zip(self.rows, self.begins, strict=True)
         )
-        for other in comparison.lines:
-            if (other.quantizer, other.task, other.metric) == (label, line.task, line.metric):
-                found[kind] = other
-    return found if len(found) > 1 else {}
+
+    @property
+    def footnotes(self) -> tuple[str, ...]:
+        """The notes, and where the numbers come from."""
+        return (*self.notes, *([f"Records: {'; '.join(self.records)}."] if self.records else []))
+
+    @property
+    def align(self) -> str:
+        """A letter a column: ``l`` for words, ``r`` for numbers."""
+        return "".join(
+            "l" if index < self.words or name in self.also_words else "r"
+            for index, name in enumerate(self.head)
+        )
 
 
-def _parts(record: Record) -> Mapping[str, Any]:
-    """The settings of what a cell quantizes, by part; of its outlier treatment, too."""
-    settings = record.key_parts.get("quantizer")
-    if not isinstance(settings, Mapping) or not record.quantized:
-        return {}
-    if not isinstance(settings.get("weights"), Mapping):
-        return {"weights": settings}
-    kinds = (*PART_HEADS, TREATMENT)
-    parts = {kind: settings[kind] for kind in kinds if settings.get(kind) is not None}
-    if record.precision.weights is None:
-        del parts["weights"]
-    return parts
+def render(tables: Sequence[Table], format: str, *, title: str = "") -> str:
+    """All tables as ``md``, ``html``, ``tex`` or ``csv``."""
+    if format == "csv":
+        return "\n".join(
+            as_csv([dict(zip(t.head, r, strict=True)) for r in t.rows]) for t in tables
+        )
+    if format == "tex":
+        return latex(tables)
+    return page(tables, title=title) if format == "html" else markdown(tables)
 
 
-def cache_notes(comparison: Comparison, table: Table) -> list[str]:
-    """One line, where any quantizer of ``table`` has a KV cache of few bits."""
-    quantizers = dict.fromkeys(row.line.quantizer for row in table.rows)
-    told = {name: _bytes(comparison, table, name) for name in quantizers}
-    told = {name: text for name, text in told.items() if text}
-    if not told:
-        return []
-    parts = "; ".join(f"{name} {text}" for name, text in told.items())
-    return [
-        f"KV cache, bytes a token of all layers, scales and unquantized tokens counted: {parts}."
-    ]
+def markdown(tables: Iterable[Table]) -> str:
+    """The tables one below the other, with their notes."""
+    return "\n\n".join("\n\n".join(_blocks(one)) for one in tables) + "\n"
 
 
-def _bytes(comparison: Comparison, table: Table, quantizer: str) -> str:
-    """``4,992 of 18,432``: of each checkpoint where they differ."""
-    found = [kv_audit(comparison, f"{checkpoint}/{quantizer}") for checkpoint in table.checkpoints]
-    texts = [
-        f"{one.bytes_per_token:,.0f} of {one.unquantized_bytes_per_token:,.0f} ({one.tokens:,} "
-        "tokens)"
-        for one in found
-        if one is not None
-    ]
-    return " / ".join(dict.fromkeys(texts))
+def _blocks(one: Table) -> list[str]:
+    notes = "\n".join(f"- {for_markdown(note)}" for note in one.footnotes)
+    made = [table(one.head, one.shown, align=one.align), notes]
+    return [f"### {for_markdown(one.title)}", *(block for block in made if block)]
 
 
-def kv_audit(comparison: Comparison, cell: str) -> KVAudit | None:
-    record = comparison.records.get(cell)
-    return record.audit.kv_cache if record and record.audit else None
+def page(tables: Sequence[Table], *, title: str) -> str:
+    """A page with every table, readable without style sheet, script or network."""
+    templates = Environment(loader=PackageLoader("qbench.tables"), autoescape=True)
+    return templates.get_template("tables.html").render(tables=tables, title=title)
 
 
-AT_CHANCE = 0.05  # a score that guessing reaches in so large a share of runs, or larger
+PREAMBLE = r"""\documentclass{article}
+\usepackage{booktabs}
+\usepackage{graphicx}
+\usepackage[a4paper,%smargin=1.5cm]{geometry}
+\setlength{\parindent}{0pt}
+\begin{document}
+\raggedright
+\scriptsize
+"""
 
 
-def at_chance(metric: str, value: float, documents: int) -> bool:
-    """Whether guessing the digits of passkeys gives ``value``, or more, in 5 % of runs or oftener:
-    P(X ≥ k) of a binomial distribution. ``metric`` is one of passkey retrieval's."""
-    from scipy import stats  # slow to import, and most tables have none of these
+def latex(tables: Sequence[Table]) -> str:
+    """All tables as one document, which needs booktabs, geometry and graphicx, all in TeX's base.
 
-    tried = documents * (DIGITS if metric == "acc_digits" else 1)
-    return float(stats.binom.sf(round(value * tried) - 1, tried, CHANCE[metric])) > AT_CHANCE
-
-
-def chance_notes(table: Table) -> list[str]:
-    """A line on the scores of ``table`` that are at chance, if there are any."""
-    cells: dict[tuple[str, str], dict[str, bool]] = {}
-    for line in (row.line for row in table.rows):
-        if task_length(line.task) is None or line.metric not in CHANCE:
-            continue
-        own = cells.setdefault((line.label, metric_title(line.metric)), {})
-        for entry in line.entries:
-            if entry.value is not None:
-                own[entry.cell] = at_chance(line.metric, entry.value, entry.documents or 1)
-    found = [
-        f"{label} {metric} of {'all' if all(own.values()) else ', '.join(guessed)}"
-        for (label, metric), own in cells.items()
-        if (guessed := [cell for cell, yes in own.items() if yes])
-    ]
-    if not found:
-        return []
-    return [f"At chance, which guessing reaches in one of twenty runs or more: {'; '.join(found)}."]
+    A table that is too wide is drawn smaller; the page is turned where one has many columns.
+    """
+    wide = any(len(one.head) > PORTRAIT_COLUMNS for one in tables)
+    body = "\n\\clearpage\n".join(_latex(one) for one in tables)
+    return PREAMBLE % ("landscape," if wide else "") + body + "\n\\end{document}\n"
 
 
-def judged_notes(comparison: Comparison, table: Table) -> list[str]:
-    """One line, where fast scores of ``table`` were judged by their mean difference."""
-    entries = {entry.cell: entry for row in table.rows for entry in row.line.entries}
-    samples = [sample for cell in entries for sample in _by_bias(comparison, cell)]
-    if not samples:
-        return []
-    widest = max(sample.mean_per_token for sample in samples)
-    worst = max(samples, key=lambda sample: abs(sample.bias_per_token or 0.0))
-    error = f" ± {worst.bias_stderr:.2g}" if worst.bias_stderr is not None else ""
-    bias = f"{worst.bias_per_token:+.2g}".replace("-", MINUS)
-    return [
-        "Where activations or the KV cache are quantized, rounding moves values by whole steps, so "
-        "that two equally right computations differ: fast scores of single requests from exact "
-        f"ones by up to {widest:.2g} nats a token in the mean of a task's sample. They were judged "
-        f"by their mean difference with its sign, at most {bias}{error}."
-    ]
+def _latex(one: Table) -> str:
+    lines = []
+    for cells, begins in zip(one.shown, one.begins, strict=True):
+        space = r"\addlinespace " if begins and lines else ""
+        lines.append(space + " & ".join(map(for_latex, cells)) + r" \\")
+    records = "".join(f"%   {for_latex(record)}\n" for record in one.records)
+    parts = [f"% {for_latex(one.title)}: cells and the keys of their records\n{records}"]
+    for first in range(0, max(1, len(lines)), ROWS_A_PAGE):
+        if first:
+            parts.append(r"\clearpage")
+        parts += [
+            rf"{{\normalsize {_breakable(one.title)}\par}}\medskip",
+            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+            rf"\begin{{tabular}}{{@{{}}{one.align}@{{}}}}",
+            r"\toprule",
+            " & ".join(map(for_latex, one.head)) + r" \\",
+            r"\midrule",
+            *lines[first : first + ROWS_A_PAGE],
+            r"\bottomrule",
+            r"\end{tabular}}\par\medskip",
+        ]
+    return "\n".join([*parts, *(rf"{_breakable(note)}\par" for note in one.notes)])
 
 
-def _by_bias(comparison: Comparison, cell: str) -> list[SampleDifference]:
-    record = comparison.records.get(cell)
-    difference = record.scoring.difference_from_exact if record and record.scoring else None
-    return [sample for sample in difference.samples if sample.by_bias] if difference else []
+def _breakable(text: str) -> str:
+    """Text whose words may be broken where they are too long for a line."""
+    pieces = (re.findall(rf".{{1,{LONG_WORD}}}", word) for word in text.split())
+    return " ".join(r"\allowbreak{}".join(map(for_latex, piece)) for piece in pieces)
+
+
+def as_csv(
+    rows: Sequence[Mapping[str, object]],
+    columns: Sequence[str] = (),
+    *,
+    numbers: Sequence[str] = (),
+) -> str:
+    """CSV with ``columns``, or those of the rows in the order in which they first come.
+
+    Text that a spreadsheet would compute begins with an apostrophe, but in columns of ``numbers``.
+    Empty text without rows and columns."""
+    columns = columns or list(dict.fromkeys(column for row in rows for column in row))
+    if not columns:
+        return ""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(
+        {name: cell if name in numbers else for_csv(cell) for name, cell in row.items()}
+        for row in rows
+    )
+    return text.getvalue()

@@ -9,11 +9,11 @@ from qbench.comparison.compare import compare
 from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
-from qbench.tables.latex import latex
-from qbench.tables.layout import layouts, markdown, pair_layout
-from qbench.tables.long import comma_separated
-from qbench.tables.seeds import FILE, seed_layouts, seeds_csv
-from qbench.tables.table import delta
+from qbench.tables.comparison_csv import comparison_csv
+from qbench.tables.scores import costs, group_tables, pair_tables, parts, tables_of
+from qbench.tables.seeds import FILE, seed_tables, seeds_csv
+from qbench.tables.table import Table, markdown
+from qbench.tables.table import render as render_tables
 
 FORMATS = ("md", "tex", "csv", "html")
 
@@ -27,29 +27,29 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":
-        return comma_separated(comparison, published=published)
-    tables = []
-    for table in delta(comparison):
-        over_seeds = seed_layouts(comparison, table)
-        # With several trainings of each kind a table of all of them says less than their means.
-        tables += over_seeds or layouts(comparison, table, published=published)
-    among = pair_layout(comparison)
-    tables += [among] if among is not None else []
-    if format == "md":
-        return markdown(tables)
-    if format == "tex":
-        return latex(tables)
-    from qbench.tables.layout import page
+        return comparison_csv(comparison, published=published)
+    found = score_tables(comparison, published=published)
+    return render_tables(found, format, title=comparison.name)
 
-    return page(tables, title=comparison.name)
+
+def score_tables(comparison: Comparison, *, published: str | None = None) -> list[Table]:
+    """All of a comparison. ``published`` adds what a paper prints for the same cells; raises
+    RecipeError where that is unknown."""
+    found: list[Table] = []
+    for part in parts(comparison):
+        # With several trainings of each kind a table of all of them says less than their means.
+        over_seeds = seed_tables(part)
+        found += over_seeds or tables_of(part, published)
+        if len(comparison.checkpoints) > 1:
+            found += costs(part)
+    return [*found, *pair_tables(comparison), *group_tables(comparison)]
 
 
 def paper(store: Store, published: str) -> str:
     """What a paper prints of analyses and of passkey retrieval, with ours, in Markdown."""
-    from qbench.tables.analyses import as_markdown, beside_paper, gather
+    from qbench.tables.analyses import beside_paper, gather  # scipy
 
-    parts = [part for one in beside_paper(gather(store), published) for part in as_markdown(one)]
-    return "\n" + "\n\n".join(parts) + "\n"
+    return "\n" + markdown(beside_paper(gather(store), published))
 
 
 def write_tables(

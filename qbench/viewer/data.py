@@ -32,7 +32,7 @@ from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, judge, r
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import Damage, GridCell, Record
 from qbench.store import Store
-from qbench.tables.table import bits_per_weight
+from qbench.tables.scores import bits_per_weight
 from qbench.text import metric_title
 from qbench.viewer.summary import headline, summary
 

@@ -26,11 +26,11 @@ from qbench.store import Store
 from qbench.tables.analyses import Why, gather, markdown, pruned_rows
 from qbench.tables.analyses_csv import (
     CSV_FILES,
-    as_csv,
     comma_separated,
     passkey_rows,
     sensitivity_rows,
 )
+from qbench.tables.table import as_csv
 
 Found = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches

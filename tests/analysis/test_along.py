@@ -23,7 +23,7 @@ from qbench.tables.analyses import (
     passkey_text,
     passkeys,
 )
-from qbench.tables.table import at_chance
+from qbench.tables.notes import at_chance
 
 
 def some(count, noise, seed=0):
@@ -105,11 +105,11 @@ def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
         "340M Softmax (paper)", "68.28", "63.41", "33510.81", "−207.55", "240.27", "4.53*",
     )  # fmt: skip
     assert [row[0] for row in four.rows] == ["340M Softmax (paper)", "340M Softpick (paper)"]
-    assert "none; run `qbench analyze`" in four.note
-    assert "*: zeros of softmax by underflow" in four.note
+    assert "none; run `qbench analyze`" in four.notes[0]
+    assert "*: zeros of softmax by underflow" in four.notes[0]
     assert [row[0] for row in seven.rows][-1] == "340M Scalable-Softmax (paper)"
     assert dict(zip(seven.head, seven.rows[1], strict=True))["3075"] == "75.0"
-    assert "Ours: none" in seven.note
+    assert "Ours: none" in seven.notes[0]
     (large,) = beside_paper(gather(store), "softpick-1.8b")
     assert large.rows[1][3] == "2193.27"
     with pytest.raises(RecipeError, match="--published nothing: unknown"):

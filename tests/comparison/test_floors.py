@@ -54,7 +54,7 @@ def test_a_delta_within_both_floors_together_is_marked_and_one_beyond_is_not(tmp
 def test_noise_of_other_settings_is_not_used_and_said_so(tmp_path):
     text = render(compare(store_with(tmp_path, noise(1e9, made=lambda *_: "0" * 64))))
     assert "≈" not in text
-    assert "noise.json is of other settings than these results for softmax, softpick" in text
+    assert "noise.json has other settings for softmax, softpick" in text
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_tables_write_weights_activations_and_cache(comparison, format):
     assert "hqq-3bit (W4A8KV4, simulated)" in text
     assert "gptq-8bit (W8A8, real)" in text
     assert "gptq-4bit (W4" not in text
-    assert "In brackets: bits of weights (W), activations (A) and the KV cache (KV)" in text
+    assert "W, A, KV: bits of weights, activations, KV cache" in text
 
 
 def test_the_csv_has_each_part_in_a_column(comparison):

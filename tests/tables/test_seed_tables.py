@@ -83,7 +83,7 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     apart = compare(made(tmp_path / "apart", shift=shift))
     effects = [one.deltas["softpick"] for one in apart.seeds]
     assert all(effect.of_seeds > 0.5 for effect in effects)
-    assert "§: seeds, not documents, are the larger part of the uncertainty" in render(apart)
+    assert "§: most of the uncertainty comes of the seeds" in render(apart)
 
 
 def test_tables_say_how_much_of_the_uncertainty_is_the_seeds(comparison):

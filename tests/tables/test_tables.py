@@ -15,7 +15,9 @@ from qbench.cli.tables import show_tables
 from qbench.comparison.compare import compare
 from qbench.errors import OutputError, RecipeError, ResultsError
 from qbench.store import Store
-from qbench.tables import delta, render, write_tables
+from qbench.tables import render, write_tables
+from qbench.tables.scores import parts
+from qbench.tables.write import score_tables
 
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
 
@@ -36,17 +38,17 @@ def plain(store):
 
 
 def test_there_is_one_table_a_method_each_with_the_unquantized_rows(store):
-    tables = delta(plain(store))
-    assert [table.method for table in tables] == ["gptq", "hqq"]
-    for table in tables:
-        assert {row.line.method for row in table.rows} == {"none", table.method}
-        assert table.rows[0].line.quantizer == "bf16"
+    found = parts(plain(store))
+    assert [part.name for part in found] == ["GPTQ", "HQQ"]
+    for part in found:
+        assert {line.title for line in part.lines} == {"Unquantized", part.name}
+        assert part.lines[0].quantizer == "bf16"
 
 
 def test_rows_follow_the_papers_order_and_name_each_task_once(store):
-    rows = delta(plain(store))[0].rows
-    assert [row.line.metric for row in rows[:4]] == ["acc_norm", "acc", "acc_norm", "acc"]
-    assert [row.line.task for row in rows if row.begins_task] == list(SMALL)
+    (table, *_) = score_tables(plain(store))
+    assert [row[1] for row in table.rows[:4]] == ["Acc Norm ↑", "Acc ↑", "Acc Norm ↑", "Acc ↑"]
+    assert [row[0] for row in table.shown if row[0]] == list(SMALL)
 
 
 def test_a_failed_cell_is_shown_as_failed_with_its_reason_on_one_line(store):
@@ -139,7 +141,9 @@ def test_one_checkpoint_alone_has_one_table_of_what_quantizing_costs_it(tmp_path
 
 def test_a_grid_that_quantizes_nothing_still_has_a_table(tmp_path):
     store = make_store(tmp_path, sizes=SMALL, quantizers=("bf16",))
-    assert [table.method for table in delta(plain(store))] == ["none"]
+    assert [table.title for table in score_tables(plain(store))] == [
+        "Unquantized: Δ = softpick − softmax"
+    ]
 
 
 def test_a_grid_in_which_every_cell_failed_still_shows_its_tasks(tmp_path):

@@ -8,7 +8,7 @@ from synthetic import make_store
 
 from qbench.comparison.compare import compare
 from qbench.runner.progress import Display
-from qbench.tables.table import delta
+from qbench.tables.scores import parts
 from qbench.tables.write import render
 from qbench.text import together
 
@@ -49,7 +49,7 @@ def test_a_document_of_tables_says_it_once(tmp_path):
     cells = [f"{c}/{q}" for c in ("softmax", "softpick") for q in ("bf16", "gptq-4bit", "hqq-4bit")]
     quantizers = ("bf16", "gptq-4bit", "hqq-4bit")
     store = make_store(tmp_path, quantizers=quantizers, sizes={"sciq": 20}, failed=cells)
-    notes = [[n for n in table.notes if "out of memory" in n] for table in delta(compare(store))]
+    notes = [[n for n in part.problems if "out of memory" in n] for part in parts(compare(store))]
     reason = "failed: out of memory | while quantizing layer 3"
     assert notes == [
         [f"softmax/bf16, softmax/gptq-4bit, softpick/bf16, softpick/gptq-4bit: {reason}"],

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
-from qbench.records import Damage, Precision, Record
-from qbench.tables.table import bits_per_weight, find_printed, standard_errors_away
-from qbench.text import for_csv
+from qbench.records import Precision
+from qbench.tables.published import find_printed, standard_errors_away
+from qbench.tables.scores import bits_per_weight, gib, task_damage
+from qbench.tables.table import as_csv
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect
@@ -44,7 +43,7 @@ COLUMNS = (
 )
 
 
-def comma_separated(comparison: Comparison, *, published: str | None = None) -> str:
+def comparison_csv(comparison: Comparison, *, published: str | None = None) -> str:
     """All scores of the grid in full precision and the record's units, failed and missing too.
 
     ``did`` is the difference-in-differences. ``low`` and ``high`` of a perplexity are those of its
@@ -59,9 +58,7 @@ def comma_separated(comparison: Comparison, *, published: str | None = None) -> 
     if not any(line.precision.in_parts for line in comparison.lines):
         left_out += PRECISION
     columns = [column for column in COLUMNS if column not in left_out]
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, lineterminator="\n")
-    table.writeheader()
+    rows = []
     for line in comparison.lines:
         for entry in line.entries:
             row = dict(_row(line, entry))
@@ -69,12 +66,45 @@ def comma_separated(comparison: Comparison, *, published: str | None = None) -> 
                 row[NOISE] = comparison.floors.between(
                     comparison.baseline, entry.checkpoint, line.task, line.metric
                 )
-            row |= _predictions(line, comparison.records.get(entry.cell))
             if paper:
                 row |= _printed(line, entry, paper, normalizers)
-            told = {column: cell for column, cell in row.items() if column in columns}
-            table.writerow({column: for_csv(cell) for column, cell in told.items()})
-    return text.getvalue()
+            rows.append(row | _predictions(comparison, line, entry))
+    return as_csv([*rows, *_groups(comparison)], columns)
+
+
+def _predictions(comparison: Comparison, line: Line, entry: Entry) -> dict[str, object]:
+    """Of the cell: its size, and how far its predictions are from the unquantized model's."""
+    record = comparison.records.get(entry.cell)
+    if record is None:
+        return {}
+    found = task_damage(record, line.task)
+    told, flips = (found.distributions, found.flips.get(line.metric)) if found else (None, None)
+    values = (
+        *(bits_per_weight(record), gib(record)),
+        *((told.kl.mean, told.kl.p99, told.top1_agreement) if told else (None,) * 3),
+        *((flips.right_to_wrong, flips.wrong_to_right) if flips else (None,) * 2),
+    )
+    return dict(zip(PREDICTIONS, values, strict=True))
+
+
+def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
+    """Scores of groups of tasks such as mmlu; ``task`` is the group."""
+    for record in comparison.records.values():
+        for group in record.groups:
+            yield {
+                "task": group.group,
+                "label": group.label,
+                "metric": group.metric,
+                "direction": "up" if group.higher_is_better else "down",
+                "method": record.method,
+                "quantizer": record.quantizer,
+                "checkpoint": record.checkpoint,
+                "status": "ok",
+                "value": group.value,
+                "stderr": group.stderr,
+                "documents": group.documents,
+                "key": record.key,
+            }
 
 
 def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
@@ -102,22 +132,6 @@ def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
             yield from _effect(question, effects[entry.checkpoint])
     yield "key", entry.key
     yield "reason", entry.reason
-
-
-def _predictions(line: Line, record: Record | None) -> dict[str, object]:
-    """Of the cell: its size, and how far its predictions are from the unquantized model's."""
-    if record is None:
-        return {}
-    size = record.audit.size if record.audit is not None else None
-    found = record.damage.tasks.get(line.task) if isinstance(record.damage, Damage) else None
-    told = found.distributions if found else None
-    flips = found.flips.get(line.metric) if found else None
-    values = (
-        bits_per_weight(record), size and size.gib, told and told.kl.mean, told and told.kl.p99,
-        told and told.top1_agreement, flips and flips.right_to_wrong,
-        flips and flips.wrong_to_right,
-    )  # fmt: skip
-    return dict(zip(PREDICTIONS, values, strict=True))
 
 
 def _precision(precision: Precision) -> Iterator[str | None]:

@@ -12,7 +12,6 @@ from qbench.comparison.changes import compare_cells
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
 from qbench.tables import render
-from qbench.tables.layout import pair_layout
 from qbench.tables.rank import ranking
 
 SIZES = {"arc_easy": 60}
@@ -64,7 +63,7 @@ def test_against_names_the_precision_that_others_are_compared_with(store):
 
 def test_many_precisions_are_not_all_paired_unasked(tmp_path):
     store = make_store(tmp_path / "mine", checkpoints=("mine",), sizes={"arc_easy": 20})
-    assert pair_layout(compare(store)) is None
+    assert compare(store).pairs == ()
     assert compare(store, against="gptq-4bit").pairs
 
 

@@ -1,0 +1,117 @@
+"""What single cells of a table need to have said below it, a line a note."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from textwrap import shorten
+
+from qbench.comparison.lines import Comparison, Line
+from qbench.passkey import CHANCE, DIGITS, task_length
+from qbench.records import KVAudit, SampleDifference
+from qbench.text import MINUS, metric_title
+
+
+def prompt_notes(comparison: Comparison) -> list[str]:
+    """How prompts became conversations, where they did: a line."""
+    chats = [
+        chat
+        for record in comparison.records.values()
+        if (chat := (record.key_parts.get("scoring") or {}).get("chat"))
+    ]
+    if not chats:
+        return []
+    said = []
+    if chats[0].get("apply_chat_template"):
+        turns = "turns of their own" if chats[0].get("fewshot_as_multiturn") else "one turn"
+        said.append(f"by the model's chat template, few-shot examples as {turns}")
+    if instruction := chats[0].get("system_instruction"):
+        said.append(f"with the system instruction “{shorten(instruction, 120)}”")
+    return [f"Prompts: {', '.join(said)}."]
+
+
+def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
+    """One line, where any quantizer of ``lines`` has a KV cache of few bits."""
+    cells: dict[str, dict[str, None]] = {}
+    for line in lines:
+        cells.setdefault(line.quantizer, {}).update(
+            dict.fromkeys(e.checkpoint for e in line.entries)
+        )
+    told = {name: _bytes(comparison, checkpoints, name) for name, checkpoints in cells.items()}
+    told = {name: text for name, text in told.items() if text}
+    if not told:
+        return []
+    parts = "; ".join(f"{name} {text}" for name, text in told.items())
+    return [
+        f"KV cache, bytes a token of all layers, scales and unquantized tokens counted: {parts}."
+    ]
+
+
+def _bytes(comparison: Comparison, checkpoints: Iterable[str], quantizer: str) -> str:
+    """``4,992 of 18,432``: of each checkpoint where they differ."""
+    found = [kv_audit(comparison, f"{checkpoint}/{quantizer}") for checkpoint in checkpoints]
+    texts = [
+        f"{one.bytes_per_token:,.0f} of {one.unquantized_bytes_per_token:,.0f} ({one.tokens:,} "
+        "tokens)"
+        for one in found
+        if one is not None
+    ]
+    return " / ".join(dict.fromkeys(texts))
+
+
+def kv_audit(comparison: Comparison, cell: str) -> KVAudit | None:
+    record = comparison.records.get(cell)
+    return record.audit.kv_cache if record and record.audit else None
+
+
+AT_CHANCE = 0.05  # a score that guessing reaches in so large a share of runs, or larger
+
+
+def at_chance(metric: str, value: float, documents: int) -> bool:
+    """Whether guessing the digits of passkeys gives ``value``, or more, in 5 % of runs or oftener:
+    P(X ≥ k) of a binomial distribution. ``metric`` is one of passkey retrieval's."""
+    from scipy import stats  # slow to import, and most tables have none of these
+
+    tried = documents * (DIGITS if metric == "acc_digits" else 1)
+    return float(stats.binom.sf(round(value * tried) - 1, tried, CHANCE[metric])) > AT_CHANCE
+
+
+def chance_notes(lines: Sequence[Line]) -> list[str]:
+    """A line on the scores of ``lines`` that are at chance, if there are any."""
+    cells: dict[tuple[str, str], dict[str, bool]] = {}
+    for line in lines:
+        if task_length(line.task) is None or line.metric not in CHANCE:
+            continue
+        own = cells.setdefault((line.label, metric_title(line.metric)), {})
+        for entry in line.entries:
+            if entry.value is not None:
+                own[entry.cell] = at_chance(line.metric, entry.value, entry.documents or 1)
+    found = [
+        f"{label} {metric} of {'all' if all(own.values()) else ', '.join(guessed)}"
+        for (label, metric), own in cells.items()
+        if (guessed := [cell for cell, yes in own.items() if yes])
+    ]
+    if not found:
+        return []
+    return [f"At chance, which guessing reaches in one of twenty runs or more: {'; '.join(found)}."]
+
+
+def judged_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
+    """One line, where fast scores of ``lines`` were judged by their mean difference."""
+    entries = {entry.cell: entry for line in lines for entry in line.entries}
+    samples = [sample for cell in entries for sample in _by_bias(comparison, cell)]
+    if not samples:
+        return []
+    widest = max(sample.mean_per_token for sample in samples)
+    worst = max(samples, key=lambda sample: abs(sample.bias_per_token or 0.0))
+    error = f" ± {worst.bias_stderr:.2g}" if worst.bias_stderr is not None else ""
+    bias = f"{worst.bias_per_token:+.2g}".replace("-", MINUS)
+    return [
+        "Fast scores of quantized activations or KV caches differ from exact ones by up to "
+        f"{widest:.2g} nats a token; judged by their signed mean, at most {bias}{error}."
+    ]
+
+
+def _by_bias(comparison: Comparison, cell: str) -> list[SampleDifference]:
+    record = comparison.records.get(cell)
+    difference = record.scoring.difference_from_exact if record and record.scoring else None
+    return [sample for sample in difference.samples if sample.by_bias] if difference else []

@@ -1,0 +1,93 @@
+"""Scores beside what a paper prints for the same task, metric, method and bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from qbench.comparison.lines import Comparison, Line
+from qbench.published import Printed
+from qbench.published.check import doubts
+from qbench.text import MINUS, NO_VALUE
+
+
+def find_printed(line: Line, paper: dict[tuple, Printed]) -> Printed | None:
+    """What the paper prints for this line: same task, metric, method and bits."""
+    return paper.get((line.task, line.base_metric, line.method, line.bits))
+
+
+def standard_errors_away(line: Line, checkpoint: str, value: float) -> float | None:
+    """(ours − printed) / our standard error, of perplexities on the scale of their logarithm.
+
+    ``None`` where we have no score or no error.
+    """
+    entry, interval = line.entry(checkpoint), line.intervals.get(checkpoint)
+    stderr = entry.stderr or (interval.stderr if interval else None)
+    if entry.value is None or not stderr:
+        return None
+    if line.ratio:
+        return math.log(entry.value / value) * entry.value / stderr
+    return (entry.value - value / _unit(line)) / stderr
+
+
+def models(comparison: Comparison) -> dict[str, str]:
+    """Checkpoint → the paper's name for it, by the normalizer that its records state."""
+    normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
+    return {name: normalizers.get(name, name) for name in comparison.checkpoints}
+
+
+def printed_cells(
+    line: Line, others: tuple[str, ...], paper: dict[tuple, Printed], models: dict[str, str]
+) -> list[str]:
+    """A cell a checkpoint, then one a Δ."""
+    found = find_printed(line, paper)
+    cells = []
+    for entry in line.entries:
+        value = found.values.get(models[entry.checkpoint]) if found else None
+        away = None
+        if value is not None:
+            away = standard_errors_away(line, entry.checkpoint, float(value))
+        cells.append(_away_text(value, away))
+    for other in others:
+        pair = (models[line.entries[0].checkpoint], models[other])
+        if found and pair == ("softmax", "softpick"):
+            away = _delta_away(line, other, found)
+            cells.append(_away_text(found.delta, away, signed=True))
+        else:
+            cells.append(NO_VALUE)
+    return cells
+
+
+def printed_notes(lines: Iterable[Line], paper: dict[tuple, Printed], published: str) -> list[str]:
+    """Where the numbers stand, what their brackets mean, and what is wrong with them."""
+    found = [find_printed(line, paper) for line in lines]
+    sources = list(dict.fromkeys(one.source for one in found if one))
+    if not sources:
+        return [f"{published} prints none of these cells."]
+    told = (
+        f"Printed: {published}, {', '.join(sources)}; in brackets ours minus the printed value, in "
+        "our standard errors."
+    )
+    return [told, *(f"Beware: {doubt}" for doubt in doubts(sources))]
+
+
+def _delta_away(line: Line, checkpoint: str, found: Printed) -> float | None:
+    effect = line.deltas.get(checkpoint)
+    if effect is None or not effect.interval.stderr:
+        return None
+    if effect.kind == "log ratio":
+        printed = math.log(found.values["softpick"] / found.values["softmax"])
+    else:
+        printed = float(found.delta) / _unit(line)
+    return (effect.estimate - printed) / effect.interval.stderr
+
+
+def _unit(line: Line) -> float:
+    return 100.0 if line.percent else 1.0
+
+
+def _away_text(value: object, away: float | None, *, signed: bool = False) -> str:
+    if value is None:
+        return NO_VALUE
+    text = f"{value:{'+' if signed else ''}}".replace("-", MINUS)
+    return text if away is None else f"{text} ({away:+.1f} SE)".replace("-", MINUS)

@@ -1,0 +1,119 @@
+"""What quantization changed stands in every format; damage is held against the same dtype."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from synthetic import make_store
+
+from qbench.comparison.compare import compare
+from qbench.records import (
+    Damage,
+    Distributions,
+    Divergence,
+    Flips,
+    GroupScore,
+    Ratio,
+    StoredSize,
+    TaskDamage,
+)
+from qbench.tables import render
+
+SIZES = {"arc_easy": 60, "lambada_openai": 80, "wikitext": 9}
+COLUMNS = ("bf16", "gptq-4bit", "hqq-4bit", "hqq-2bit")
+KL = {"gptq-4bit": 0.02, "hqq-4bit": 0.021, "hqq-2bit": 0.9}
+
+
+def measured(path, checkpoints=("mine",), stderr=0.002, **settings):
+    """Records with divergences, flips, sizes and a group, as a run leaves them."""
+    store = make_store(path, checkpoints=checkpoints, sizes=SIZES, quantizers=COLUMNS, **settings)
+    for cell in store.grid().cells:
+        record = store.get(cell)
+        more = {}
+        if cell.quantized:
+            size = StoredSize(bits_per_weight=4.5, head_bits_per_weight=None, gib=cell.bits / 4)
+            kl = Divergence(
+                mean=KL[cell.quantizer], mean_stderr=stderr, median=0, p90=0, p99=0.5, p99_9=1,
+                largest=2,
+            )  # fmt: skip
+            told = Distributions(
+                tokens=100, kl=kl, top1_agreement=0.93,
+                target_change=Ratio(value=0.0, stderr=0.0, documents=60),
+            )  # fmt: skip
+            flips = {"acc": Flips(documents=60, right_to_wrong=7, wrong_to_right=5)}
+            tasks = {task: TaskDamage(distributions=told, flips=flips) for task in SIZES}
+            audit = record.audit.model_copy(update={"size": size})
+            more = {"audit": audit, "damage": Damage(tasks=tasks)}
+        group = GroupScore(
+            group="mmlu", label="mmlu", metric="acc", value=0.3125, stderr=0.01,
+            higher_is_better=True, weight_by_size=True, documents=140,
+            tasks=("arc_easy", "lambada_openai"),
+        )  # fmt: skip
+        changed = record.model_copy(update={**more, "groups": (group,)})
+        store.put(changed, store.outcomes(record), None)
+    return store
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    return measured(tmp_path_factory.mktemp("one") / "mine", shift={"mine/hqq-2bit": 1.0})
+
+
+def test_a_row_a_precision_says_bits_size_score_damage_and_divergence(mine):
+    text = render(compare(mine))
+    head, row = next(
+        (lines[0], next(line for line in lines if "hqq-2bit" in line))
+        for block in text.split("\n\n")
+        if (lines := block.splitlines())[0].startswith("| Task")
+    )
+    named = dict(
+        zip(*([c.strip() for c in x.strip("|").split("|")] for x in (head, row)), strict=True)
+    )
+    assert named["GiB"] == "0.5"
+    assert named["KL"] == "0.9"
+    assert named["KL p99"] == "0.5"
+    assert named["Same top token"] == "93.0 %"
+    assert named["Damage"].startswith("−")
+
+
+def test_two_checkpoints_have_divergence_flips_and_bits_in_every_format(tmp_path):
+    comparison = compare(measured(tmp_path / "two", checkpoints=("softmax", "softpick")))
+    for format in ("md", "html", "tex"):
+        text = render(comparison, format=format)
+        assert "Bits a weight" in text
+        assert "7 / 5" in text
+        assert "Same top token" in text
+    rows = list(csv.DictReader(io.StringIO(render(comparison, format="csv"))))
+    row = next(r for r in rows if (r["quantizer"], r["metric"]) == ("hqq-2bit", "acc"))
+    assert [row[n] for n in ("bits_per_weight", "gib", "kl_mean", "right_to_wrong")] == [
+        "4.5", "0.5", "0.9", "7"
+    ]  # fmt: skip
+
+
+def test_a_groups_own_score_stands_in_tables_and_csv(mine):
+    comparison = compare(mine)
+    assert "31.25 ± 1.00" in render(comparison)
+    rows = list(csv.DictReader(io.StringIO(render(comparison, format="csv"))))
+    assert {row["value"] for row in rows if row["task"] == "mmlu"} == {"0.3125"}
+
+
+def test_damage_is_against_the_unquantized_column_of_the_same_dtype(tmp_path):
+    """As KL divergence is; the first unquantized one was taken for all."""
+    store = make_store(
+        tmp_path, checkpoints=("mine",), quantizers=("fp32", "bf16", "hqq-4bit"), sizes=SIZES
+    )
+    dtypes = {"fp32": "float32", "bf16": "bfloat16", "hqq-4bit": "bfloat16"}
+    for cell in store.grid().cells:
+        record = store.get(cell)
+        name = "compute_dtype" if cell.quantized else "dtype"
+        parts = {**record.key_parts, "quantizer": {name: dtypes[cell.quantizer]}}
+        changed = record.model_copy(update={"key_parts": parts})
+        store.put(changed, store.outcomes(record), None)
+    comparison = compare(store)
+    assert comparison.unquantized_of("hqq-4bit") == "bf16"
+    values = {line.quantizer: line for line in comparison.lines if line.metric == "acc_norm"}
+    whole, quantized = (values[q].entries[0].value for q in ("bf16", "hqq-4bit"))
+    damage = values["hqq-4bit"].damages["mine"].estimate
+    assert damage == pytest.approx(quantized - whole, abs=1e-12)
