@@ -358,7 +358,7 @@ def figure(rows: list[Row]) -> bytes:
                     label=f"{gating}, {fitted} experts: n^{slope:.2f}",
                 )  # fmt: skip
             axis.set(xscale="log", yscale="log", xlabel="samples n", title=f"{expert} experts")
-            axis.legend()
+            axis.legend(fontsize=7)
         axes[0].set_ylabel("Voronoi loss (mean, smallest to largest)")
         written = io.BytesIO()
         drawn.savefig(written, format="svg", metadata={"Date": None})

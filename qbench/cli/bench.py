@@ -310,7 +310,7 @@ def sample_efficiency(
 ) -> None:
     """Figure 1 of the sigmoid paper: how fast sigmoid and softmax gates find their parameters.
 
-    Runs on the CPU, about ten minutes on two cores. With --out the figure is drawn too.
+    Runs on the CPU, about twelve minutes on two cores. With --out the figure is drawn too.
 
     Examples:
     ```

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,3 +94,12 @@ def test_as_many_experts_as_the_truth_has_are_found_at_the_parametric_rate(tmp_p
     assert (losses[:, 0] / losses[:, 1] > 1.3).all()
     assert "| ReLU" in out.with_suffix(".md").read_text()
     assert b"<svg" in out.with_suffix(".svg").read_bytes()
+
+
+def test_the_page_has_the_table_of_its_measurements():
+    folder = Path(__file__).parents[2] / "results" / "bench"
+    found = json.loads((folder / "sample-efficiency.json").read_text())
+    rows = [bench.Row(**row) for row in found["rows"]]
+    page = (folder / "sample-efficiency.md").read_text()
+    assert bench.table(rows) in page
+    assert (folder / "sample-efficiency.svg").is_file()
