@@ -100,7 +100,7 @@ def _head(record: Record) -> str:
 
 def _scores(record: Record) -> str:
     rows = []
-    for score in record.scores:
+    for score in (*record.scores, *record.groups):
         percent = is_percentage(score.metric)
         stderr = NO_VALUE if score.stderr is None else number(score.stderr, percent=percent)
         value = number(score.value, percent=percent)
@@ -123,7 +123,19 @@ def _damage(damage: Damage | Unavailable | None) -> str:
         text = ", ".join(f"{m}: {f.right_to_wrong} / {f.wrong_to_right}" for m, f in flips)
         rows.append((task, *kl, text))
     head = ("task", "mean KL", "KL p99", "same top token", "right to wrong / wrong to right")
-    return table(head, rows) + _by_confidence(damage)
+    return table(head, rows) + _answers(damage) + _by_confidence(damage)
+
+
+def _answers(damage: Damage) -> str:
+    """Generated answers beside those of the unquantized cell."""
+    rows = [
+        (task, f"{said.identical} of {said.agreed.documents}", f"{said.agreed.value:.1%}")
+        for task, found in damage.tasks.items()
+        if (said := found.answers) is not None and said.agreed.value is not None
+    ]
+    if not rows:
+        return ""
+    return "\n\n" + table(("task", "same answer", "up to the first difference"), rows)
 
 
 def _by_confidence(damage: Damage) -> str:

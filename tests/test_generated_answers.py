@@ -117,6 +117,20 @@ def test_show_has_both_cells_answers(ran, capsys):
     assert "passkey_256, document 0" in capsys.readouterr().out
 
 
+def test_show_says_how_many_answers_are_those_of_the_unquantized_cell(ran, capsys):
+    store = Store(ran)
+    records = {record.cell: record for record in store.records()}
+    base, after = (
+        texts(store, records[f"softpick/{name}"], "sums") for name in ("fp32", "rtn-4bit")
+    )
+    same = sum(map(str.__eq__, base, after))
+    assert records["softpick/rtn-4bit"].damage.tasks["sums"].answers.identical == same
+    assert qbench("show", f"{ran}/softpick/rtn-4bit") == 0
+    shown = capsys.readouterr().out
+    assert "up to the first difference" in shown
+    assert f"{same} of 3" in shown
+
+
 def test_the_export_holds_them(ran):
     assert qbench("export", ran, "--to", "lm-eval") == 0
     store = Store(ran)
