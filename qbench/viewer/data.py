@@ -185,7 +185,9 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "limit": grid.limit,
         "cells": [_cell(comparison, store, cell) for cell in grid.cells],
         "lines": [_line(line) for line in lines],
-        "by_group": [_seed_line(one) for one in comparison.seeds],
+        "by_group": [
+            _seed_line(one) for one in comparison.seeds if not redundant(one.line, comparison.lines)
+        ],
         "headline": headline(comparison),
         "summary": [*summary(comparison), *training_notes(comparison)] if tested else [],
         "problems": [*comparison.problems(), *unreadable(store).values()],
