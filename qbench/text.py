@@ -21,7 +21,7 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
         return f"{MINUS if value < 0 else ''}∞"
     value = value * 100 if percent else value
     if abs(value) >= 1e9:  # a model that fell apart
-        return f"{value:{'+' if signed else ''}.3g}".replace("-", MINUS)
+        return ("+" if signed and value > 0 else "") + short(value)
     text = f"{value:{'+' if signed else ''}.2f}"
     if text in ("-0.00", "+0.00"):
         text = "+0.00" if signed else "0.00"
@@ -33,7 +33,12 @@ def ratio(logarithm: float, *, decimals: int = 3) -> str:
     if logarithm > 700:  # near the largest double
         return "∞"
     value = math.exp(logarithm)
-    return f"{value:.{decimals}f}" if 0.1 <= value < 100 else f"{value:.3g}".replace("-", MINUS)
+    return f"{value:.{decimals}f}" if 0.1 <= value < 100 else short(value)
+
+
+def short(value: float) -> str:
+    """Three significant digits: 8110, 3.07e227."""
+    return f"{float(f'{value:.3g}'):g}".replace("e+0", "e").replace("e+", "e").replace("-", MINUS)
 
 
 def significant(value: float) -> str:

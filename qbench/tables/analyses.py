@@ -174,40 +174,51 @@ PAPER = (
     "table-4",
     "Sinks, hidden states, sparsity: the softpick paper's table 4",
     _paper,
-    "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε. Kurtosis "
-    "of all hidden states at once. Sparsity: exact zeros in the lower triangle.",
+    (
+        "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε.",
+        "Kurtosis of all hidden states at once. Sparsity: exact zeros in the lower triangle.",
+    ),
 )
 OTHERS = (
     "definitions",
     "Other definitions",
     _others,
-    "Gu et al. 2024: the first 64 tokens, mean over the queries that see the key. Delimiter: the "
-    "same of any full stop, comma, line break or the like after the first token, over the whole "
-    "text. Kurtosis a text: Bondarenko et al. 2023; a token: OSP 2025. Largest / median of |x|: "
-    "the most over layers and texts. Massive: |x| > 100, ≥ 1,000 × the median (Sun et al. 2024).",
+    (
+        "Gu et al. 2024: the first 64 tokens, mean over the queries that see the key.",
+        "Delimiter: the same of any full stop, comma or the like after the first token.",
+        "Kurtosis a text: Bondarenko et al. 2023; a token: OSP 2025.",
+        "Largest / median of |x|: the most over layers and texts.",
+        "Massive: |x| > 100, ≥ 1,000 × the median (Sun et al. 2024).",
+    ),
 )
 HEADS = (
     "heads",
     "Heads",
     _heads,
-    "Means over heads, texts and queries. Dormant on a text: a head whose output's mean norm is "
-    "below 1 % of its layer's mean.",
+    (
+        "Means over heads, texts and queries.",
+        "Dormant on a text: a head whose output's mean norm is below 1 % of its layer's mean.",
+    ),
 )
 INPUTS = (
     "inputs",
     "Inputs of linear layers",
     _inputs,
-    "‖Q(x) − x‖ / ‖x‖ of a symmetric grid, mean over linear layers; largest / rms of the layer "
-    "where it is the most.",
+    (
+        "‖Q(x) − x‖ / ‖x‖ of a symmetric grid, mean over linear layers.",
+        "Largest / rms of the layer where it is the most.",
+    ),
 )
 
 
-def _section(name: str, title: str, columns: Columns, note: str, whole: Cells) -> Table:
+def _section(
+    name: str, title: str, columns: Columns, notes: tuple[str, ...], whole: Cells
+) -> Table:
     rows = [columns(one.measured) for one in whole if one.measured is not None]
     return Table(
         name=name,
         title=title,
-        notes=(note,),
+        notes=notes,
         head=("Cell", *rows[0]),
         rows=tuple((one.cell, *row.values()) for one, row in zip(whole, rows, strict=True)),
         also_words=("in",),

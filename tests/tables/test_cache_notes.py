@@ -94,4 +94,4 @@ def test_a_note_says_how_fast_scores_were_judged(tmp_path):
         store.put(changed, store.outcomes(record), None)
     text = render(compare(store))
     assert "by up to 0.36 nats a token" in text
-    assert "with its sign, at most −0.031 ± 0.02." in text
+    assert "judged by their signed mean, at most −0.031 ± 0.02." in text
