@@ -20,7 +20,7 @@ from qbench.analyses import Analyses
 from qbench.analysis.text import AnalysisSettings, read_tokens
 from qbench.cell import CellResult, cache_folder, free, load, one_line, quantized
 from qbench.code import digest_of
-from qbench.errors import NewerSchemaError, RecipeError, ResultsError, shown
+from qbench.errors import NewerSchemaError, RecipeError, ResultsError, UnavailableError, shown
 from qbench.machine import environment, measured, redirected
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress, SilentProgress
@@ -324,6 +324,11 @@ class _Work:
         self.progress.stage(self.cell.name, "load")
         with measured("load", self.plan.device, self.result.stages):
             model, tokenizer = load(self.cell.cell, self.plan)
+            if not hasattr(model, "forward"):
+                raise UnavailableError(
+                    f"{self.cell.cell.label} runs outside transformers, where nothing inside a "
+                    "model can be seen; leave it out with --only"
+                )
             ids, self.text = read_tokens(self.cell.settings, tokenizer)
         return model, tokenizer, ids
 
