@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from qbench.errors import CheckpointError, UnavailableError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import nn
 
@@ -136,7 +135,7 @@ def write_into(model: nn.Module, path: str) -> None:
                 f"{path}: {tensor.name} {list(values.shape)}, and the original's {name} is "
                 f"{list(parameters[name].shape)}: it is no copy of it"
             )
-        parameters[name].data.copy_(torch.from_numpy(np.array(values)))
+        parameters[name].data.copy_(torch.from_numpy(values.copy()))
 
 
 def evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
@@ -155,7 +154,7 @@ def evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
             layer = layers[module]
             size = BLOCKS.get(tensor.tensor_type.name, layer.in_features)
             found[module] = PackedWeight(
-                tensors={"data": torch.from_numpy(np.array(tensor.data).view(np.uint8))},
+                tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
                 dequantize=_held(layer),
                 groups=_in_groups(size if layer.in_features % size == 0 else layer.in_features),
             )
