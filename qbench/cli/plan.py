@@ -132,7 +132,7 @@ def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
         if cell.checkpoint_name in seen:
             continue
         seen.add(cell.checkpoint_name)
-        count = elements(read_headers(cell.checkpoint.folder))
+        count = elements(read_headers(cell.checkpoint.folder, quantized=True))
         size = count * BYTES[cell.quantization.compute_dtype] / GIB
         yield (
             f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.support.name}, "

@@ -295,7 +295,7 @@ def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
 
 @functools.cache
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    return read_regular(path).decode(errors="replace")
 
 
 def require_modules(name: str, definition: Definition) -> None:

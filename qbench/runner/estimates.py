@@ -119,7 +119,7 @@ def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
     cores = 1 if plan.device == "cuda" else os.cpu_count() or 1
     dtype = cell.quantization.compute_dtype
     slow = SLOW_BF16 if plan.device == "cpu" and dtype != "float32" and not fast_bf16() else 1.0
-    parameters = elements(read_headers(cell.checkpoint.folder))
+    parameters = elements(read_headers(cell.checkpoint.folder, quantized=True))
     weights = parameters * BYTES[dtype] / GIB
     operations = 2 * parameters * slow / cores
     seconds = rates.fixed + 3 * weights / rates.disk  # read for loading and for the audit

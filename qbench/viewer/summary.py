@@ -115,6 +115,11 @@ def headline(comparison: Comparison) -> str:
             found = count(_answers(comparison, lines, question, other))
             if found.asked:
                 sure = found.surely_better + found.surely_worse
+                if not sure:
+                    return (
+                        f"None of {found.asked} differences is significant (5 %, Holm’s "
+                        "correction)."
+                    )
                 return (
                     f"{better.format(other=other, base=base)} in {found.surely_better} of "
                     f"{found.asked} comparisons and {worse} in {found.surely_worse}. The other "
