@@ -53,7 +53,7 @@ def test_every_module_that_a_cell_imports_while_it_computes_is_there_or_decides_
         "__init__.py", "__main__.py", "analyses.py", "analysis", "api.py", "bench", "cache.py",
         "cli", "cluster", "code.py", "comparison", "errors.py", "export.py", "files.py", "gate",
         "hub.py", "machine.py", "plan.py", "plugins.py", "progress.py", "published", "recipe.py",
-        "recipe_yaml.py", "records.py", "runner", "show",
+        "prequantized.py", "recipe_schema.py", "recipe_yaml.py", "records.py", "runner", "show",
         "show.py", "statistics", "store.py", "tables", "text", "text.py", "training",
         "viewer",
     }  # fmt: skip

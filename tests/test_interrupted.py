@@ -176,7 +176,7 @@ def test_ctrl_c_ends_a_run_with_130_in_one_line_and_leaves_no_process(tmp_path, 
     after = shown_until(terminal, "no such word", seconds=20)
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
-    assert time.monotonic() - start < 4, after
+    assert time.monotonic() - start < 8, after  # 2 s where nothing else runs
     assert os.waitstatus_to_exitcode(status) == 130, after
     assert "Traceback" not in after
     assert STOPPED in after

@@ -314,7 +314,7 @@ def test_divergences_are_counted_right(folder):
 def test_sinks_of_the_second_pair_are_those_of_its_analysis():
     text = (RESULTS / "sinks-27m" / "analysis" / "tables.md").read_text()
     known: dict[str, dict[str, str]] = {"softmax/bf16": {}, "softpick/bf16": {}}
-    for section in text.split("\n## ")[1:]:
+    for section in text.split("\n### ")[1:]:
         head, *body = rows(section)
         for row in body:
             if row[0] in known:
@@ -339,7 +339,7 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
 
 def test_table_4_is_that_of_the_analysis():
     text = (RESULTS / "pair-27m" / "analysis" / "tables.md").read_text()
-    section = text[text.index("## Beside the damage") :].split("\n## ", 2)[0]
+    section = text[text.index("### Beside the damage") :].split("\n### ", 2)[0]
     known = {row[0].partition("/")[0]: row for row in rows(section)[2:]}
     head = rows(section)[0]
     names = ["Sink rate %, ε 0.2", "Sink rate %, ε 0.3", "Kurtosis", "Min", "Max", "Sparsity %",
