@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from qbench.comparison.changes import training_notes
+from qbench.comparison.changes import MOST_PAIRED, training_notes
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
 from qbench.published import printed
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
 BELOW_NOISE = "≈"
+MANY_PAIRS = "Precisions among themselves: qbench tables FOLDER --against QUANTIZER."
 NOISE_NOTE = f"{BELOW_NOISE}: no larger than what batches alone moved the unquantized scores by."
 MARKS = (
     "Differs from 0 at 5 %: ‡ after Holm's correction over all {kind}, † after "
@@ -217,6 +218,7 @@ def _one_model(part: Part) -> Table:
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, COST_NOTE, FLIPS_NOTE),
             *ratio_notes(effect for line in part.lines for effect in line.damages.values()),
+            *([MANY_PAIRS] if len(_quantizers(part.quantized)) > MOST_PAIRED else []),
             *_score_notes(part),
         ),
         words=len(NAMES),

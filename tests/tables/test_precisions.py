@@ -64,6 +64,7 @@ def test_against_names_the_precision_that_others_are_compared_with(store):
 def test_many_precisions_are_not_all_paired_unasked(tmp_path):
     store = make_store(tmp_path / "mine", checkpoints=("mine",), sizes={"arc_easy": 20})
     assert compare(store).pairs == ()
+    assert "--against QUANTIZER" in render(compare(store))
     assert compare(store, against="gptq-4bit").pairs
 
 
