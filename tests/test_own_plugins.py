@@ -83,6 +83,7 @@ def test_list_shows_it_with_its_settings(example):
     assert "shrunk ranges to try" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_executor_of_a_file_runs_the_cells(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
@@ -106,6 +107,7 @@ NAMED = "from qbench.quantizers.names import Unquantized, register\nregister("
 
 
 @pytest.mark.timeout(20)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
 def test_what_is_no_file_is_refused_at_once(tmp_path, make):
     make(tmp_path / "odd.py")

@@ -89,6 +89,7 @@ def test_units_are_linear_layers_or_decoder_layers(models):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, monkeypatch, capfd):
     path, out = small_recipe(tmp_path), tmp_path / "out"
     measured = []

@@ -45,6 +45,22 @@ def test_bca_agrees_with_scipys_on_its_own_rounds(aggregation):
     assert ours.interval.high == pytest.approx(reference.high, abs=0.05 * width)
 
 
+def test_bca_leans_as_scipys_where_differences_are_skewed():
+    """With the acceleration's sign turned the lower end is off by more than a tenth of the
+    interval."""
+    rng = np.random.default_rng(4)
+    old = rng.normal(size=300)
+    new = old + rng.exponential(size=300) ** 3
+    found = effect(panel(new, old), TWO, "mean", resample(panel(new, old), rounds=20_000)).interval
+    reference = stats.bootstrap(
+        (new, old), lambda a, b, axis=-1: (a - b).mean(axis=axis), paired=True, n_resamples=20_000,
+        batch=1_000, rng=np.random.default_rng(5),
+    ).confidence_interval  # fmt: skip
+    width = reference.high - reference.low
+    assert found.low == pytest.approx(reference.low, abs=0.04 * width)
+    assert found.high == pytest.approx(reference.high, abs=0.06 * width)
+
+
 def test_delta_method_and_bootstrap_agree_for_perplexities():
     rng = np.random.default_rng(3)
     words = rng.lognormal(7, 0.6, 400).round()
