@@ -36,13 +36,13 @@ from qbench.errors import (
 from qbench.evaluation.definitions import TaskGroup, expand, task_groups
 from qbench.evaluation.settings import Mode, ScoringSettings, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
+from qbench.files import file_digest
 from qbench.machine import hardware, versions
 from qbench.plugins import Plugin, loaded
 from qbench.prequantized import GGUF, find_copy
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.texts import (
     CalibrationText,
-    file_digest,
     find_text,
     read_texts,
     require_windows,

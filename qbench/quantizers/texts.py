@@ -48,12 +48,6 @@ def find_text(address: str, *, base: Path, data: Path | None) -> Path:
     return _download(address) if data is None else _beside(data)
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
     """The ``text`` of each line, of the first ``most`` lines.
 
