@@ -1,12 +1,11 @@
 """The machine that runs: its devices, what stages cost on it, and its quiet terminal.
 
-Devices are asked of the CUDA driver itself, and records' classes are imported where they are made:
+GPUs are asked of NVML, and records' classes are imported where they are made:
 importing torch to ask whether there is a GPU takes seconds, and the command line starts with this.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import logging
@@ -20,10 +19,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+import psutil
+import pynvml
 
 from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError
@@ -31,11 +34,50 @@ from qbench.errors import RecipeError, UnavailableError
 if TYPE_CHECKING:
     from qbench.records import Environment, Stage
 
-DRIVER = "libcuda.so.1"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-NAME_BYTES = 256
-CAPABILITY = (75, 76)  # attributes of a device: major and minor
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU that this process may use."""
+
+    name: str  # such as NVIDIA H200
+    capability: tuple[int, int]
+    memory_gib: float  # all of it
+
+
+@functools.cache
+def visible_gpus() -> tuple[Gpu, ...]:
+    """As CUDA_VISIBLE_DEVICES says, asked of NVML; of PyTorch where that cannot tell which they
+    are, as its order differs from CUDA's on a host with GPUs of several kinds."""
+    try:
+        pynvml.nvmlInit()
+        visible = os.environ.get(VISIBLE)
+        names = range(pynvml.nvmlDeviceGetCount()) if visible is None else visible.split(",")
+        found = tuple(_gpu(str(name).strip()) for name in names)
+        if len({gpu.name for gpu in found}) < 2 or os.environ.get(ORDER) == "PCI_BUS_ID":
+            return found
+    except pynvml.NVMLError:
+        if not Path("/proc/driver/nvidia").is_dir():
+            return ()
+    import torch
+
+    known = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return tuple(
+        Gpu(name=one.name, capability=(one.major, one.minor), memory_gib=one.total_memory / GIB)
+        for one in known
+    )
+
+
+def _gpu(name: str) -> Gpu:
+    get = pynvml.nvmlDeviceGetHandleByUUID
+    handle = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else get(name)
+    return Gpu(
+        name=pynvml.nvmlDeviceGetName(handle),
+        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        memory_gib=pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
+    )
 
 
 def choose_device(wanted: str) -> str:
@@ -56,50 +98,14 @@ def cuda_problem() -> str | None:
     build = torch_cuda()
     if build is None:
         return "the installed PyTorch is built without CUDA"
-    try:
-        driver = _driver()
-    except OSError:
-        return f"no NVIDIA driver is here ({DRIVER})"
-    if (code := driver.cuInit(0)) not in (0, NO_DEVICE):
-        return f"the CUDA driver does not start (error {code})"
-    if code == NO_DEVICE or not device_count():
-        return "no GPU is visible here (does CUDA_VISIBLE_DEVICES hide it?)"
-    version = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    major, minor = version.value // 1000, version.value % 1000 // 10
-    if major < int(build.partition(".")[0]):
-        return f"the driver knows CUDA {major}.{minor}, PyTorch is built for {build}; update it"
+    if not visible_gpus():
+        return "no GPU of NVIDIA is visible here (is there a driver? is CUDA_VISIBLE_DEVICES set?)"
+    with suppress(pynvml.NVMLError):
+        version = pynvml.nvmlSystemGetCudaDriverVersion()
+        major, minor = version // 1000, version % 1000 // 10
+        if major < int(build.partition(".")[0]):
+            return f"the driver knows CUDA {major}.{minor}, PyTorch is built for {build}; update it"
     return None
-
-
-def device_count() -> int:
-    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES says."""
-    count = ctypes.c_int()
-    code = _driver().cuDeviceGetCount(ctypes.byref(count))
-    return count.value if code == 0 else 0
-
-
-def device_name(index: int = 0) -> str:
-    """A GPU's name, such as ``NVIDIA H200``."""
-    device, name = ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
-    driver = _driver()
-    if (code := driver.cuInit(0)) or (code := driver.cuDeviceGet(ctypes.byref(device), index)):
-        raise UnavailableError(f"GPU {index}: the CUDA driver does not give it (error {code})")
-    driver.cuDeviceGetName(name, NAME_BYTES, device)
-    return name.value.decode()
-
-
-@functools.cache
-def capability(index: int = 0) -> tuple[int, int]:
-    """A GPU's compute capability, such as (9, 0)."""
-    device, value, parts = ctypes.c_int(), ctypes.c_int(), []
-    driver = _driver()
-    if (code := driver.cuInit(0)) or (code := driver.cuDeviceGet(ctypes.byref(device), index)):
-        raise UnavailableError(f"GPU {index}: the CUDA driver does not give it (error {code})")
-    for attribute in CAPABILITY:
-        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        parts.append(value.value)
-    return parts[0], parts[1]
 
 
 @functools.cache
@@ -118,18 +124,11 @@ def fast_bf16() -> bool:
     return not flags or bool(flags & {"avx512_bf16", "amx_bf16"})
 
 
-def memory_gib(device: str) -> float | None:
-    """Of the first GPU, all of it; on a CPU, what is free now. None where nobody says."""
+def memory_gib(device: str) -> float:
+    """Of the first GPU, all of it; on a CPU, what is free now."""
     if device == "cuda":
-        size, handle, driver = ctypes.c_size_t(), ctypes.c_int(), _driver()
-        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), 0):
-            return None
-        found = driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
-        return size.value / GIB if found == 0 else None
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024 / GIB
-    return None
+        return visible_gpus()[0].memory_gib
+    return psutil.virtual_memory().available / GIB
 
 
 @functools.cache
@@ -154,23 +153,17 @@ def gpu_slots(
     """The GPU of each worker process, of ``at_most`` so many; an empty list means one cell at a
     time in this process.
 
-    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there. What
-    takes longest begins first, on the first GPUs; so those that are left over, fewer than there
-    are GPUs, go to the last ones.
+    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there.
     """
     if device == "cpu":
         if gpus is not None:
             raise RecipeError(f"--gpus {gpus}: this run computes on the CPU; leave --gpus out")
         return [0] * min(workers, at_most or workers) if workers and workers > 1 else []
-    present = device_count()
+    present = len(visible_gpus())
     if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
         raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
     wanted = present if gpus == "all" else int(gpus or 1)
-    slots = [gpu for _ in range(workers or cells_a_gpu) for gpu in range(wanted)]
-    if at_most is None or at_most >= len(slots):
-        return slots
-    left = at_most % wanted if at_most > wanted else 0
-    return slots[: at_most - left] + [wanted - 1 - i for i in range(left)]
+    return [gpu for _ in range(workers or cells_a_gpu) for gpu in range(wanted)][:at_most]
 
 
 def gpu_of_environment(index: int) -> str:
@@ -180,12 +173,6 @@ def gpu_of_environment(index: int) -> str:
     return visible.split(",")[index] if visible else str(index)
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL(DRIVER)
-
-
-GIB = 2**30
 version = functools.cache(metadata.version)  # of who is missing, nothing is remembered
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 
@@ -223,7 +210,7 @@ def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> 
 def hardware(device: str) -> str:
     """Name of the processor or GPU that computes."""
     if device == "cuda":
-        return device_name()
+        return visible_gpus()[0].name
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

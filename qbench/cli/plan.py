@@ -79,7 +79,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
             if (one := expected(cell, planned, records)) is not None:
                 known.append(one)
                 line += f"  {one}"
-                if (room := memory_gib(planned.device)) is not None and one.memory_gib > room:
+                if one.memory_gib > (room := memory_gib(planned.device)):
                     line += f": does not fit into {room:.1f} GiB"
         yield line
     if known:

@@ -205,7 +205,7 @@ def _device_obstacle(kind: str, device: str) -> str | None:
         if flags and not flags & VNNI:
             return "int8 sums saturate on this CPU, which has no VNNI"
         return None
-    here, least = machine.capability(), CAPABILITY[kind]
+    here, least = machine.visible_gpus()[0].capability, CAPABILITY[kind]
     if here >= least:
         return None
     name = "fp8" if kind == "float" else "int8"

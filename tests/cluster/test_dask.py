@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
     ("cluster", "gpus", "workers", "device", "slots"),
     [
         ("local:2", None, None, "cuda", [0, 1]),
-        ("local:5", None, None, "cuda", [0, 1, 2, 2, 1]),
+        ("local:5", None, None, "cuda", [0, 1, 2, 0, 1]),
         ("local:3", "1", None, "cuda", [0, 0, 0]),
         ("local", None, None, "cuda", [0, 1, 2] * 3),
         ("local", "2", 1, "cuda", [0, 1]),
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
     ],
 )
 def test_local_workers_are_spread_over_all_gpus(monkeypatch, cluster, gpus, workers, device, slots):
-    monkeypatch.setattr(machine, "device_count", lambda: 3)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: [None] * 3)
     assert local_slots(cluster, gpus, workers, device, cells=18) == slots
 
 
