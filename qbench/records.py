@@ -106,10 +106,8 @@ def check_schema(path: Path, found: object, schema: int, again: str = AGAIN) -> 
             "update qbench"
         )
     if found < schema:
-        kept = "; the old record stays untouched" if again == AGAIN else ""
         raise SchemaError(
-            f"{path}: written by an older qbench (schema {found}, this one reads {schema}): "
-            f"{again}{kept}"
+            f"{path}: written by an older qbench (schema {found}, this one reads {schema}): {again}"
         )
 
 
@@ -621,25 +619,45 @@ class StoredTable(RecordModel):
     bytes: int
 
 
-class Record(RecordModel):
-    """What one cell gave. ``key_parts`` is exactly what ``key`` is the hash of.
+class CellKey(RecordModel):
+    """Which checkpoint under which quantizer, and the key of what is meant."""
 
-    ``files`` is filled when the record is written (``Store.put``).
-    """
-
-    schema_version: int = SCHEMA_VERSION
-    key: Digest
-    key_parts: dict[str, Any]
     checkpoint: Name
     quantizer: Name  # label, unique in its recipe
+    key: Digest
+
+    @property
+    def cell(self) -> str:
+        """``<checkpoint>/<quantizer label>``."""
+        return f"{self.checkpoint}/{self.quantizer}"
+
+
+class CellRecord(CellKey):
+    """What every file of a cell says. ``key_parts`` is exactly what ``key`` is the hash of."""
+
+    schema_version: int = SCHEMA_VERSION
+    key_parts: dict[str, Any]
     method: Line  # of quantization, e.g. "gptq"; "none" for unquantized cells
     title: Line  # the method as tables write it, e.g. "GPTQ"
     precision: Precision
     normalizer: Line
+    error: str | None = None
+    stages: tuple[Stage, ...] = ()
+    environment: Environment
+    started: datetime
+    finished: datetime
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision.quantized
+
+
+class Record(CellRecord):
+    """What one cell gave. ``files`` is filled when the record is written (``Store.put``)."""
+
     training: Trained | None = None  # None where the checkpoint does not say
     attention: Line  # what ran, e.g. "softpick/triton" or "softpick/reference"
     status: Literal["ok", "failed"]
-    error: str | None = None
     scores: tuple[Score, ...] = ()
     groups: tuple[GroupScore, ...] = ()  # of groups whose tasks were all scored
     failed_tasks: dict[TaskName, str] = Field(default_factory=dict)  # could not be scored, and why
@@ -652,34 +670,14 @@ class Record(RecordModel):
     files: dict[Literal["outcomes", "responses", "divergences"], StoredTable] = Field(
         default_factory=dict
     )
-    stages: tuple[Stage, ...] = ()
-    environment: Environment
-    started: datetime
-    finished: datetime
-
-    @property
-    def cell(self) -> str:
-        """``<checkpoint>/<quantizer label>``."""
-        return f"{self.checkpoint}/{self.quantizer}"
-
-    @property
-    def quantized(self) -> bool:
-        return self.precision.quantized
 
 
-class GridCell(RecordModel):
+class GridCell(CellKey):
     """One cell of the last run: its place in the grid and the record that it asks for."""
 
-    checkpoint: Name
-    quantizer: Name
     method: Line
     title: Line
     precision: Precision
-    key: Digest
-
-    @property
-    def cell(self) -> str:
-        return f"{self.checkpoint}/{self.quantizer}"
 
     @property
     def quantized(self) -> bool:
@@ -730,17 +728,6 @@ def table_path(path: Path, record: Record, name: str) -> Path:
     """Of the table ``name`` of the record at ``path``: its checksum is part of the name, so that
     a table never replaces one that an older record still states."""
     return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
-
-
-def is_table(path: Path, name: str) -> bool:
-    """Whether a file is called as a table of the record at ``path``."""
-    parts = name.removeprefix(f"{path.stem}.").split(".")
-    return (
-        name.startswith(f"{path.stem}.")
-        and len(parts) == 3
-        and len(parts[0]) == KEY_DIGITS
-        and parts[2] == "parquet"
-    )
 
 
 # --- analysis: what a cell's model does on a text. Formulas and their sources stand with the code
@@ -895,33 +882,14 @@ class Measured(RecordModel):
     maps: tuple[AttentionMap, ...] = ()
 
 
-class Analysis(RecordModel):
-    """What one cell's analysis gave. ``key_parts`` is exactly what ``key`` is the hash of."""
+class Analysis(CellRecord):
+    """What one cell's analysis gave."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: Literal["analysis"] = "analysis"
-    key: Digest
-    key_parts: dict[str, Any]
-    checkpoint: Name
-    quantizer: Name
-    method: Line
-    title: Line
-    precision: Precision
-    normalizer: Line
     attention: Line
     status: Literal["ok", "failed"]
-    error: str | None = None
     text: AnalyzedText | None = None  # None where it failed before the text was read
     measured: Measured | None = None
-    stages: tuple[Stage, ...] = ()
-    environment: Environment
-    started: datetime
-    finished: datetime
-
-    @property
-    def cell(self) -> str:
-        """``<checkpoint>/<quantizer label>``."""
-        return f"{self.checkpoint}/{self.quantizer}"
 
 
 class UnitSensitivity(RecordModel):
@@ -938,48 +906,17 @@ class UnitSensitivity(RecordModel):
     ln_perplexity_ratio: Ratio
 
 
-class Sensitivity(RecordModel):
+class Sensitivity(CellRecord):
     """One checkpoint × one quantizer, a unit at a time. ``units`` grows while it is made: it is
     whole when ``status`` is ok. ``together``: all of them quantized at once."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: Literal["sensitivity"] = "sensitivity"
-    key: Digest
-    key_parts: dict[str, Any]
-    checkpoint: Name
-    quantizer: Name
-    method: Line
-    title: Line
-    precision: Precision
-    normalizer: Line
     unit: Literal["linear", "block"]
     status: Literal["ok", "unfinished", "failed"]
-    error: str | None = None
     text: AnalyzedText | None = None
     perplexity: float | None = None  # of the unquantized model
     together: UnitSensitivity | None = None
     units: tuple[UnitSensitivity, ...] = ()
-    stages: tuple[Stage, ...] = ()
-    environment: Environment
-    started: datetime
-    finished: datetime
-
-    @property
-    def cell(self) -> str:
-        """``<checkpoint>/<quantizer label>``."""
-        return f"{self.checkpoint}/{self.quantizer}"
-
-
-class AnalysisGridCell(RecordModel):
-    """Where an analysis belongs and which one is meant."""
-
-    checkpoint: Name
-    quantizer: Name
-    key: Digest
-
-    @property
-    def cell(self) -> str:
-        return f"{self.checkpoint}/{self.quantizer}"
 
 
 class AnalysisGrid(RecordModel):
@@ -989,6 +926,6 @@ class AnalysisGrid(RecordModel):
     schema_version: int = SCHEMA_VERSION
     kind: Literal["analysis grid"] = "analysis grid"
     name: Line
-    cells: tuple[AnalysisGridCell, ...] = Field(min_length=1)
+    cells: tuple[CellKey, ...] = Field(min_length=1)
     # Checkpoints that are trainings of one kind, as of a run's grid.
     replicates: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)

@@ -7,6 +7,10 @@
     DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
     DIR/records/…/<key16>.<digest16>.divergences.parquet      KL by request, or by token
     DIR/records/…/<key16>.log                                 what the libraries printed
+    DIR/analysis/grid.json                                    which analyses are meant
+    DIR/analysis/<checkpoint>/<quantizer>/<key16>.json        one cell's
+    DIR/analysis/long-context/…                               of texts beyond the trained context
+    DIR/analysis/sensitivity/…                                of a linear layer or block at a time
 
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
 It is written last, so one that can be read is whole, and one that is replaced stays whole until
@@ -18,9 +22,9 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from filelock import FileLock
 from pydantic import ValidationError
@@ -35,13 +39,15 @@ from qbench.records import (
     RESPONSE_COLUMNS,
     RESPONSE_DEFAULTS,
     SCHEMA_VERSION,
+    Analysis,
+    AnalysisGrid,
+    CellKey,
     Grid,
-    GridCell,
     Record,
     RecordModel,
+    Sensitivity,
     StoredTable,
     dump_with_checksum,
-    is_table,
     load_with_checksum,
     table_path,
 )
@@ -59,15 +65,136 @@ COLUMNS = {
 
 Table = Literal["outcomes", "responses", "divergences"]
 T = TypeVar("T", bound=RecordModel)
+Made = TypeVar("Made", Record, Analysis, Sensitivity)
+Asked = TypeVar("Asked", Grid, AnalysisGrid)
+ANALYZE = "run `qbench analyze` again"
 
 
-class Store:
+class CellFiles(Generic[Made, Asked]):
+    """One file a cell, each under its key, and the grid that says which are meant."""
+
+    kind: type[Made]
+    asked: type[Asked]
+    again, written_by = AGAIN, "qbench run"
+
+    def __init__(self, directory: Path, folder: Path) -> None:
+        self.directory, self._cells = Path(directory), folder
+
+    def has_grid(self) -> bool:
+        return (self.directory / "grid.json").is_file()
+
+    def grid(self) -> Asked:
+        """What was asked for last. Raises ResultsError where nothing was, or it is damaged."""
+        if not self.has_grid():
+            raise ResultsError(
+                f"{self.directory}: no grid.json here; name a folder that `{self.written_by}` wrote"
+            )
+        return read(self.directory / "grid.json", self.asked, self.again)
+
+    def grid_before(self) -> Asked | None:
+        """The grid that is there, to be replaced; None where it cannot be read. Raises
+        NewerSchemaError for a newer qbench's, which must not be."""
+        try:
+            return self.grid()
+        except NewerSchemaError:
+            raise
+        except ResultsError:
+            return None
+
+    def get(self, cell: CellKey) -> Made | None:
+        """What ``cell`` asks for, failed ones too; None where there is none.
+
+        Raises DamagedError where it is not what was written, SchemaError where another version
+        of qbench wrote it.
+        """
+        path = self.path(cell)
+        if not path.is_file():
+            return None
+        found = read(path, self.kind, self.again)
+        if (found.cell, found.key) != (cell.cell, cell.key):
+            raise DamagedError(f"{path}: is of another cell or key; {self.again}")
+        return found
+
+    def whole(self, cell: CellKey, say: Callable[[str], None] | None = None) -> Made | None:
+        """As :meth:`get`, for who can make it again: None where it is damaged or old, and ``say``
+        is told why. Raises NewerSchemaError for one that must not be replaced."""
+        try:
+            return self._verified(cell)
+        except NewerSchemaError:
+            raise
+        except (DamagedError, SchemaError) as error:
+            if say is not None:
+                say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + self.again)}")
+            return None
+
+    def _verified(self, cell: CellKey) -> Made | None:
+        return self.get(cell)
+
+    def records(self) -> list[Made]:
+        """Those of the grid's cells, in the grid's order, missing ones left out."""
+        found = (self.get(cell) for cell in self.grid().cells)
+        return [one for one in found if one is not None]
+
+    def path(self, cell: CellKey) -> Path:
+        """Where the file of ``cell`` lies."""
+        return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}.json"
+
+    def log(self, cell: CellKey) -> Path:
+        """Where libraries' output goes while ``cell`` is at work."""
+        return self.path(cell).with_suffix(".log")
+
+    def lock_file(self, cell: CellKey) -> Path:
+        """Held by the process that is at work on ``cell``; its folder exists."""
+        path = self.path(cell).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+class Analyses(CellFiles[Made, AnalysisGrid]):
+    """The analyses of one ``kind`` of the results folder ``directory``, in its folder ``part``."""
+
+    asked = AnalysisGrid
+    again, written_by = ANALYZE, "qbench analyze"
+
+    def __init__(self, directory: Path, kind: type[Made] = Analysis, part: str = "") -> None:
+        folder = Path(directory) / "analysis" / part
+        super().__init__(folder, folder)
+        self.kind = kind
+
+    def put_grid(self, grid: AnalysisGrid) -> bool:
+        """Say which analyses are meant; whether others were until now. Raises NewerSchemaError."""
+        before = self.grid_before()
+        write(self.directory / "grid.json", grid)
+        return before is not None and before.cells != grid.cells
+
+    def records(self) -> list[Made]:
+        """As those of a run; none where nothing was analyzed."""
+        return super().records() if self.has_grid() else []
+
+    def put(self, analysis: Made) -> None:
+        write(self.path(analysis), analysis)
+
+
+LONG_CONTEXT, SENSITIVITY = "long-context", "sensitivity"
+
+
+def long_contexts(directory: Path) -> Analyses[Analysis]:
+    return Analyses(directory, Analysis, LONG_CONTEXT)
+
+
+def sensitivities(directory: Path) -> Analyses[Sensitivity]:
+    return Analyses(directory, Sensitivity, SENSITIVITY)
+
+
+class Store(CellFiles[Record, Grid]):
     """The records of one results folder."""
+
+    kind, asked = Record, Grid
 
     def __init__(self, directory: Path, *, grid: Grid | None = None, run: str | None = None):
         """``grid``: what to show of the folder, instead of what its last run was of; ``run``: the
         id of an earlier run that is shown instead."""
-        self.directory = Path(directory)
+        super().__init__(directory, Path(directory) / "records")
         self._grid, self._run = grid, run
 
     @property
@@ -87,19 +214,9 @@ class Store:
     def grid(self) -> Grid:
         """The grid of the last run, or of the one that was asked for. Raises ResultsError where
         there is none, or it is damaged."""
-        if self._grid is not None:
-            return self._grid
         if self._run is not None:
             return read(find_run(self.directory, self._run), Grid)
-        path = self.directory / "grid.json"
-        if not path.is_file():
-            raise ResultsError(
-                f"{self.directory}: no grid.json here; name a folder that `qbench run` wrote"
-            )
-        return read(path, Grid)
-
-    def has_grid(self) -> bool:
-        return (self.directory / "grid.json").is_file()
+        return self._grid or super().grid()
 
     def put_grid(self, grid: Grid) -> None:
         """Say what the folder is of; what killed processes left behind is removed.
@@ -107,57 +224,17 @@ class Store:
         Raises NewerSchemaError where a newer qbench wrote the grid that is there.
         """
         with self._lock():
-            if self.has_grid():
-                try:
-                    self.grid()
-                except NewerSchemaError:
-                    raise
-                except ResultsError:
-                    pass  # damaged or old: written anew
+            self.grid_before()
             clean_temporaries(self.directory)
-            self._keep_grid()
             write(self.directory / "grid.json", grid)
             write(self.directory / GRIDS / f"{run_id(grid)}.json", grid)
 
-    def _keep_grid(self) -> None:
-        """Of a folder that an earlier qbench wrote, or one whose ``grids`` were removed."""
-        with suppress(ResultsError):
-            last = read(self.directory / "grid.json", Grid) if self.has_grid() else None
-            path = self.directory / GRIDS / f"{run_id(last)}.json" if last else None
-            if path is not None and not path.exists():
-                write(path, last)
-
-    def get(self, cell: GridCell) -> Record | None:
-        """The record that ``cell`` asks for, failed ones too; None where there is none.
-
-        Raises DamagedError where it is not what was written, SchemaError where another version
-        of qbench wrote it.
-        """
-        path = self.path(cell.cell, cell.key)
-        return read_record(path, cell) if path.is_file() else None
-
-    def whole(self, cell: GridCell, say: Callable[[str], None] | None = None) -> Record | None:
-        """The record that ``cell`` asks for, its Parquet files verified too; None where there is
-        none that a run may reuse. ``say`` is told why one that is there is none.
-
-        Raises NewerSchemaError for a record that must not be replaced.
-        """
-        try:
-            record = self.get(cell)
-            for name in record.files if record else ():
-                self.payload(record, name)
-        except NewerSchemaError:
-            raise
-        except (DamagedError, SchemaError) as error:
-            if say is not None:
-                say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + AGAIN)}")
-            return None
+    def _verified(self, cell: CellKey) -> Record | None:
+        """Its Parquet files too."""
+        record = self.get(cell)
+        for name in record.files if record else ():
+            self.payload(record, name)
         return record
-
-    def records(self) -> list[Record]:
-        """Records of the grid's cells, in the grid's order, missing ones left out."""
-        found = (self.get(cell) for cell in self.grid().cells)
-        return [record for record in found if record is not None]
 
     def put(
         self,
@@ -176,20 +253,19 @@ class Store:
             if table is not None:
                 assert tuple(table.columns) == COLUMNS[name], f"{name}: {tuple(table.columns)}"
                 payloads[name] = _parquet(table)
-        path = self.path(record.cell, record.key)
+        path = self.path(record)
         files = {
             name: StoredTable(sha256=digest(payload), bytes=len(payload))
             for name, payload in payloads.items()
         }
         record = record.model_copy(update={"files": files})
         with self._lock():
-            _set_aside(path)
             for name, payload in payloads.items():
                 write_atomically(table_path(path, record, name), payload)
             write(path, record)
             kept = {table_path(path, record, name) for name in files}
-            for old in path.parent.iterdir():
-                if old not in kept and is_table(path, old.name):
+            for old in path.parent.glob(f"{path.stem}.*.*.parquet"):
+                if old not in kept:
                     old.unlink()
         return record
 
@@ -209,16 +285,6 @@ class Store:
         """Columns ``DIVERGENCE_COLUMNS``; raises DamagedError as ``outcomes``."""
         return self._table(record, "divergences")
 
-    def log(self, cell: GridCell) -> Path:
-        """Where libraries' output goes while ``cell`` is at work."""
-        return self.path(cell.cell, cell.key).with_suffix(".log")
-
-    def lock_file(self, cell: GridCell) -> Path:
-        """Held by the run that is at work on ``cell``; its folder exists."""
-        path = self.path(cell.cell, cell.key).with_suffix(".lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
     def _table(self, record: Record, name: Table) -> pd.DataFrame:
         from pyarrow import parquet
 
@@ -228,7 +294,7 @@ class Store:
 
     def payload(self, record: Record, name: Table) -> bytes:
         """A Parquet file's content, verified before any library parses it."""
-        record_path = self.path(record.cell, record.key)
+        record_path = self.path(record)
         if name not in record.files:
             raise DamagedError(f"{record_path}: no {name} were written with this record; {AGAIN}")
         path, stated = table_path(record_path, record, name), record.files[name]
@@ -239,10 +305,6 @@ class Store:
         if len(payload) != stated.bytes or digest(payload) != stated.sha256:
             raise DamagedError(f"{path}: damaged: its content is not what was written; {AGAIN}")
         return payload
-
-    def path(self, cell: str, key: str) -> Path:
-        """A record's."""
-        return self.directory / "records" / cell / f"{key[:KEY_DIGITS]}.json"
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -263,17 +325,6 @@ def _parquet(table: pd.DataFrame) -> bytes:
     )
 
 
-def read_record(path: Path, cell: GridCell | None = None) -> Record:
-    """The record in the file ``path``; where ``cell`` is given, it must be of that cell.
-
-    Raises DamagedError or SchemaError as ``Store.get``.
-    """
-    record = read(path, Record)
-    if cell is not None and (record.cell, record.key) != (cell.cell, cell.key):
-        raise DamagedError(f"{path}: is the record of another cell or key; {AGAIN}")
-    return record
-
-
 def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
     """What ``write`` wrote. Raises DamagedError or SchemaError, with the remedy ``again``."""
     values = load_with_checksum(path, path.read_bytes(), schema=SCHEMA_VERSION, again=again)
@@ -289,20 +340,6 @@ def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
 def write(path: Path, thing: RecordModel) -> None:
     """Write a record or grid with its checksum, in one step."""
     write_atomically(path, dump_with_checksum(json.loads(thing.model_dump_json())))
-
-
-def _set_aside(path: Path) -> None:
-    """Rename a record of an older schema, which is not this qbench's to replace."""
-    if not path.is_file():
-        return
-    try:
-        read(path, Record)
-    except NewerSchemaError:
-        raise
-    except SchemaError:
-        path.rename(path.with_suffix(".older.json"))
-    except DamagedError:
-        pass
 
 
 def run_id(grid: Grid) -> str:

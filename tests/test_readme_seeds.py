@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from readme_results import RESULTS, TASKS, differences, divergences, part, rows, table
 
-from qbench.analyses import Analyses
+from qbench.store import Analyses
 
 PARAGRAPH = part("## Other seeds", "## With real sinks")
 TOLD = " ".join(PARAGRAPH.split())
@@ -121,7 +121,7 @@ def test_the_models_are_those_of_the_tables():
         (row[3], row[5]) for row in rows(text) if row[1:3] == ["Word Perplexity ↓", "bf16"]
     )
     assert f"WikiText {softmax} and {softpick} instead of 83.36 and 86.14" in TOLD
-    found = Analyses(RESULTS / "seeds-27m").all()
+    found = Analyses(RESULTS / "seeds-27m").records()
     first = [
         next(sink for sink in one.measured.sinks if sink.position == 0)
         for one in found

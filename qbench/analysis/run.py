@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
-from qbench.analyses import Analyses
 from qbench.analysis.text import AnalysisSettings, read_tokens
 from qbench.cell import CellResult, cache_folder, free, load, one_line, quantized
 from qbench.code import digest_of
-from qbench.errors import NewerSchemaError, RecipeError, ResultsError, UnavailableError, shown
+from qbench.errors import RecipeError, UnavailableError, shown
 from qbench.machine import environment, measured, redirected
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress, SilentProgress
 from qbench.records import (
     Analysis,
     AnalysisGrid,
-    AnalysisGridCell,
     AnalyzedText,
+    CellKey,
     Measured,
     Sensitivity,
     UnitSensitivity,
 )
+from qbench.store import Analyses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,8 @@ class AnalysisCell:
         return self.cell.name
 
     @property
-    def grid_cell(self) -> AnalysisGridCell:
-        return AnalysisGridCell(
+    def grid_cell(self) -> CellKey:
+        return CellKey(
             checkpoint=self.cell.checkpoint_name, quantizer=self.cell.label, key=self.key
         )
 
@@ -142,13 +142,10 @@ def put_sensitivity_grid(
 ) -> None:
     """Say which are meant: ``cells``, and those of other cells that were asked for before."""
     fresh = [cell.grid_cell for cell in cells]
-    try:
-        before = [one for one in out.grid().cells if one.cell not in {new.cell for new in fresh}]
-    except NewerSchemaError:
-        raise
-    except ResultsError:
-        before = []
-    out.put_grid(AnalysisGrid(name=name, cells=(*before, *fresh)))
+    before = out.grid_before()
+    known = before.cells if before else ()
+    kept = [one for one in known if one.cell not in {new.cell for new in fresh}]
+    out.put_grid(AnalysisGrid(name=name, cells=(*kept, *fresh)))
 
 
 def analyze_if_needed(

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from qbench.analyses import LONG_CONTEXT, Analyses, sensitivities
 from qbench.analysis.run import (
     AnalysisCell,
     analysis_grid,
@@ -41,7 +40,7 @@ from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
 from qbench.runner.grid import run_each
 from qbench.runner.progress import Display
-from qbench.store import Store
+from qbench.store import LONG_CONTEXT, Analyses, Store, sensitivities
 from qbench.text import together
 
 
@@ -223,7 +222,7 @@ def _analyses(
     chosen = tuple(cell for cell in cells if cell.name in wanted)
     return Part(
         length=settings.length,
-        replaced=str(analyses.folder) if others else None,
+        replaced=str(analyses.directory) if others else None,
         cells=chosen,
         make=partial(analyze_if_needed, plan=plan, analyses=analyses),
         failed=partial(failed, plan, analyses),

@@ -58,7 +58,7 @@ def elsewhere(store: Store, cell: GridCell) -> str | None:
     for name, path in runs(store.directory):
         with suppress(ResultsError):
             for one in read(path, Grid).cells:
-                if one.cell == cell.cell and store.path(one.cell, one.key).is_file():
+                if one.cell == cell.cell and store.path(one).is_file():
                     return name
     return None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from qbench.errors import ResultsError
 from qbench.records import Record
-from qbench.store import Store, read_record
+from qbench.store import Store, read
 from qbench.text import one_line
 
 ABSENT = "(absent)"
@@ -64,7 +64,7 @@ def find_record(name: str, run: str | None = None) -> Record:
     if path.is_file():
         if b'"key_parts"' not in path.read_bytes():
             raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
-        return read_record(path)
+        return read(path, Record)
     if len(path.parts) < 3:
         raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
     store = Store(path.parent.parent, run=run)

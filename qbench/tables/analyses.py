@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from scipy import stats
 
 from qbench import published as papers
-from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.errors import ResultsError
 from qbench.passkey import task_length
 from qbench.records import Analysis, Damage, LinearInput, Measured, Record, Score, Sensitivity
-from qbench.store import Store
+from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.tables import table
 from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table
@@ -60,8 +59,8 @@ class Why:
 
 def gather(store: Store) -> Why:
     """Raises ResultsError where a file of an analysis is damaged."""
-    parts = [Analyses(store.directory).all(), long_contexts(store.directory).all()]
-    units = sensitivities(store.directory).all()
+    parts = [Analyses(store.directory).records(), long_contexts(store.directory).records()]
+    units = sensitivities(store.directory).records()
     failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
     problems = together(f"{one.cell}: failed: {one.error}" for one in failed)
     records: list[Record] = []
@@ -83,7 +82,7 @@ def gather(store: Store) -> Why:
 
 def _replicates(store: Store) -> Mapping[str, tuple[str, ...]]:
     analyses: Analyses[Analysis] = Analyses(store.directory)
-    stated = analyses.grid().replicates if (analyses.folder / "grid.json").is_file() else {}
+    stated = analyses.grid().replicates if analyses.has_grid() else {}
     return stated or (store.grid().replicates if store.has_grid() else {})
 
 

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench import __version__
-from qbench.analyses import Analyses, long_contexts, sensitivities
 from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, judge, redundant
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import Damage, GridCell, Record
-from qbench.store import Store
+from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.tables.scores import bits_per_weight
 from qbench.text import metric_title
 from qbench.viewer.summary import headline, summary
@@ -425,7 +424,7 @@ def analysis(store: Store) -> Json:
     }
     for name, found in kinds.items():
         try:
-            everything = found.all()
+            everything = found.records()
         except ResultsError as error:
             parts["problems"].append(str(error))
             everything = []

@@ -19,10 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from qbench.analyses import Analyses
 from qbench.files import write_atomically
 from qbench.records import Analysis, Head, Layer, Sensitivity
-from qbench.store import Store
+from qbench.store import Analyses, Store
 from qbench.tables.analyses import Why, gather, markdown, pruned_rows
 from qbench.tables.analyses_csv import (
     CSV_FILES,
@@ -57,7 +56,7 @@ def write_analyses(store: Store) -> list[Path]:
     """Write ``tables.md``, the CSV files and the figures into the folder of the analyses; returns
     the paths, Markdown first. Raises ResultsError where a file is damaged."""
     why = gather(store)
-    folder = Analyses(store.directory).folder
+    folder = Analyses(store.directory).directory
     contents = {"tables.md": markdown(why)}
     contents |= {name: comma_separated(name, why.cells) for name in CSV_FILES}
     if why.long:

@@ -8,10 +8,10 @@ from scipy import stats
 from small_recipe import qbench, small_recipe
 from synthetic import make_store
 
-from qbench.analyses import Analyses
 from qbench.errors import RecipeError
 from qbench.passkey import CHANCE
 from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
+from qbench.store import Analyses
 from qbench.tables.analyses import (
     Pair,
     Why,
@@ -151,4 +151,4 @@ def analyzed_pair(tmp_path_factory):
     out = folder / "out"
     options = ("--device", "cpu", "--samples", 2, "--length", 32)
     assert qbench("analyze", small_recipe(folder), "--out", out, *options) == 0
-    return Analyses(out).all(), [f"model.layers.{index}" for index in range(4)]
+    return Analyses(out).records(), [f"model.layers.{index}" for index in range(4)]

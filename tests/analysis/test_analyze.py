@@ -9,10 +9,9 @@ import sys
 import pytest
 from small_recipe import DEMO, small_recipe
 
-from qbench.analyses import Analyses, long_contexts
 from qbench.cli.app import app
 from qbench.errors import DamagedError, DataError, RecipeError
-from qbench.store import Store
+from qbench.store import Analyses, Store, long_contexts
 from qbench.tables.analyses import gather, markdown
 
 SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
@@ -49,12 +48,12 @@ def undrawn(monkeypatch, tmp_path):
 
 
 def finished(out):
-    return {one.cell: one.finished for one in Analyses(out).all()}
+    return {one.cell: one.finished for one in Analyses(out).records()}
 
 
 def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
     _, out = analyzed
-    found = Analyses(out).all()
+    found = Analyses(out).records()
     assert [one.cell for one in found] == ["softmax/fp32", "softpick/fp32"]
     for one in found:
         assert one.status == "ok"
@@ -72,7 +71,7 @@ def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
 
 def test_csv_files_have_every_layer_head_and_linear_layer_in_full_precision(analyzed):
     _, out = analyzed
-    found = Analyses(out).all()
+    found = Analyses(out).records()
     rows = {
         name: list(csv.DictReader((out / "analysis" / f"{name}.csv").read_text().splitlines()))
         for name in ("cells", "layers", "heads", "inputs")
@@ -114,18 +113,18 @@ def test_another_text_or_length_is_another_key_and_the_old_analysis_stays(
     own, undrawn, tmp_path, capfd
 ):
     path, out = own
-    keys = {one.cell: one.key for one in Analyses(out).all()}
+    keys = {one.cell: one.key for one in Analyses(out).records()}
     text = tmp_path / "own.jsonl"
     pages = (DEMO / "data" / "demo_pages" / "test.jsonl").read_text().splitlines()[:3]
     text.write_text("\n".join([json.dumps({"page": "short"}), *pages]))
     options = ("--text", text, "--field", "page", "--only", "softmax/fp32")
     assert qbench("analyze", path, "--out", out, *SHORT, *options) == 0
     assert "held analyses of other" in capfd.readouterr().err
-    (one,) = Analyses(out).all()
+    (one,) = Analyses(out).records()
     assert one.key != keys["softmax/fp32"]
     assert (one.text.source, one.text.left_out) == ("own.jsonl, field page", 1)
     assert qbench("analyze", path, "--out", out, *SHORT, *options, "--no-bos") == 0
-    (bare,) = Analyses(out).all()
+    (bare,) = Analyses(out).records()
     assert bare.key != one.key
     assert not bare.text.bos
     assert len(list((out / "analysis" / "softmax" / "fp32").glob("*.json"))) == 3
@@ -136,7 +135,7 @@ def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own)
     assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*") == 0
     only = ("--only", "softmax/rtn-4bit")
     assert qbench("analyze", path, "--out", out, *SHORT, *only) == 0
-    found = {one.cell: one for one in Analyses(out).all()}
+    found = {one.cell: one for one in Analyses(out).records()}
     quantized, whole = found["softmax/rtn-4bit"], found["softmax/fp32"]
     assert {stage.name for stage in quantized.stages} == {"load", "quantize", "audit", "analyze"}
     assert [i.name for i in quantized.measured.inputs] == [i.name for i in whole.measured.inputs]
@@ -162,7 +161,7 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
     before = finished(out)
     options = ("--only", "softpick/fp32", "--long-context", 300, "--heads", "1.0,2.3")
     assert qbench("analyze", path, "--out", out, *SHORT, *options) == 0
-    (longer,) = long_contexts(out).all()
+    (longer,) = long_contexts(out).records()
     assert longer.text.length == 300 > 256  # the context of the demo's models
     rows = list(csv.DictReader((out / "analysis" / "stretches.csv").read_text().splitlines()))
     assert [(row["first"], row["last"]) for row in rows] == [
@@ -171,7 +170,7 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
     assert float(rows[2]["loss"]) == longer.measured.stretches[2].loss
     text = (out / "analysis" / "tables.md").read_text()
     assert "| softpick/fp32 | 256–299" in text
-    (short,) = Analyses(out).all()  # other heads are another key
+    (short,) = Analyses(out).records()  # other heads are another key
     assert short.finished > before["softpick/fp32"]
     assert {(m.layer, m.head) for m in short.measured.maps} == {(1, 0), (2, 3)}
     maps = list(csv.DictReader((out / "analysis" / "maps.csv").read_text().splitlines()))
@@ -183,7 +182,7 @@ def test_the_remedy_of_a_damaged_analysis_is_the_command_that_makes_it(own):
     for file in (out / "analysis").rglob("softmax/**/*.json"):
         file.write_text(file.read_text().replace("softmax", "softman", 1))
     with pytest.raises(DamagedError, match="run `qbench analyze` again"):
-        Analyses(out).all()
+        Analyses(out).records()
 
 
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
@@ -192,13 +191,13 @@ def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, mon
     only = ("--only", "softmax/fp32", "--force")
     assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
     assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
-    failed = Analyses(out).all()[0]
+    failed = Analyses(out).records()[0]
     assert (failed.status, failed.measured) == ("failed", None)
     assert "softmax/fp32: failed" in markdown(gather(Store(out)))
     monkeypatch.undo()
     monkeypatch.setenv("QBENCH_CACHE", str(out / "cache"))
     assert qbench("analyze", path, "--out", out, *SHORT) == 0  # tried again
-    assert Analyses(out).all()[0].status == "ok"
+    assert Analyses(out).records()[0].status == "ok"
 
 
 @pytest.mark.parametrize(

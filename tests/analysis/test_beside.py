@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qbench.analyses import Analyses
-from qbench.store import Store
+from qbench.store import Analyses, Store
 from qbench.tables.analyses import gather, over_seeds
 from qbench.viewer.figures import write_analyses
 
@@ -62,7 +61,7 @@ def test_without_replicates_there_is_no_such_table(why):
 def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
     analyses = Analyses(tmp_path)
-    for one in analyses.all():
+    for one in analyses.records():
         analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
     assert gather(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.analyses import sensitivities
 from qbench.analysis import run
 from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
 from qbench.checkpoints import find, load_model
 from qbench.errors import EvaluationError, RecipeError
 from qbench.quantizers.linear import linears
+from qbench.store import sensitivities
 
 OPTIONS = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "rtn-4bit")
 
@@ -105,11 +105,11 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
     monkeypatch.setattr(Baseline, "against", stops)
     options = (*OPTIONS, "--only", "softpick/fp32")
     assert qbench("analyze", path, "--out", out, *options) == 1
-    (stopped,) = sensitivities(out).all()
+    (stopped,) = sensitivities(out).records()
     assert (stopped.status, len(stopped.units)) == ("failed", 4)
     assert qbench("analyze", path, "--out", out, *options) == 0
     assert len(measured) == 5 + 29 - 4  # the fifth again, and all after it
-    (whole,) = sensitivities(out).all()
+    (whole,) = sensitivities(out).records()
     assert whole.units[:4] == stopped.units
     assert (whole.status, len(whole.units), whole.unit) == ("ok", 28, "linear")
     assert whole.together.kl.value > max(unit.kl.value for unit in whole.units) / 2

@@ -8,10 +8,9 @@ import yaml
 from small_recipe import DEMO, qbench, small_recipe
 from transformers import AutoTokenizer
 
-from qbench.analyses import Analyses
 from qbench.quantizers import calibration
 from qbench.quantizers.calibration import read_calibration
-from qbench.store import Store
+from qbench.store import Analyses, Store
 from qbench.training import loop
 from qbench.training.evaluate import Evaluator
 from qbench.training.tokenize import Tokenizing, begin_with, tokenize
@@ -76,7 +75,7 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
         quantizers=["fp32"], tasks=["demo_pages"],
     )  # fmt: skip
     assert qbench("analyze", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
-    (analysis,) = Analyses(tmp_path / "out").all()
+    (analysis,) = Analyses(tmp_path / "out").records()
     assert analysis.text.bos
 
 
