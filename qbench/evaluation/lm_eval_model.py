@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from string import ascii_lowercase
 from typing import Any
 
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 
@@ -28,9 +31,31 @@ class ExternalScorer(LM):
     def __init__(self, model: LM, settings: ScoringSettings) -> None:
         super().__init__()
         self.model, self.settings = model, settings
+        self._probed = False
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
+        if not self._probed:
+            self._require_probabilities()
+            self._probed = True
         return self._asked("loglikelihood", requests)
+
+    def _require_probabilities(self) -> None:
+        """Of continuations of which one at most can follow, the probabilities sum to at most 1.
+        They do not where a server leaves out the generated token: lm-eval's classes then take the
+        prompt's last one for it, and drop it. llama-cpp-python's server does."""
+        asked = [
+            Instance(request_type="loglikelihood", doc={}, arguments=("The", f" {letter}"), idx=i)
+            for i, letter in enumerate(ascii_lowercase)
+        ]
+        answers = self._asked("loglikelihood", asked)
+        total = sum(math.exp(min(value, 1.0)) for value, _ in answers)
+        if not total <= 1.01:  # servers round
+            raise EvaluationError(
+                f"{type(self.model).__name__}.loglikelihood: the probabilities of 26 continuations "
+                f"that exclude each other sum to {total:.3g}: the server leaves tokens out of the "
+                "log-probabilities of a prompt, or its format is another than lm-eval reads; "
+                "generate_until tasks can be scored"
+            )
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         return self._asked("loglikelihood_rolling", requests)

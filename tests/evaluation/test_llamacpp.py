@@ -1,6 +1,10 @@
 """GGUF files in llama.cpp against the same weights in transformers."""
 
 import json
+import subprocess
+import sys
+import time
+from socket import socket
 
 import pytest
 import torch
@@ -9,8 +13,9 @@ from published_copies import DEMO, gguf, original
 from small_recipe import qbench, small_recipe
 
 from qbench.cell import load
-from qbench.errors import QbenchError
+from qbench.errors import EvaluationError, QbenchError
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
+from qbench.evaluation.lm_eval_model import ExternalScorer, external_model
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
@@ -169,3 +174,42 @@ def test_what_cannot_run_is_refused_before_work_begins(files, tmp_path, checkpoi
 def test_types_say_their_bits():
     kinds = {"F32": 32, "BF16": 16, "Q4_K": 4, "Q6_K": 6, "Q8_0": 8, "IQ2_XXS": 2, "TQ1_0": 1}
     assert {kind: gguf_file.bits_of(kind) for kind in kinds} == kinds
+
+
+@pytest.mark.slow
+def test_the_server_of_llama_cpp_answers_as_a_column_of_lm_eval(files, both):
+    """Its answers are transformers'; of the log-likelihoods of its prompts the last is missing."""
+    pytest.importorskip("uvicorn", reason="pip install 'llama-cpp-python[server]'")
+    pytest.importorskip("fastapi", reason="pip install 'llama-cpp-python[server]'")
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "llama_cpp.server", "--model", str(files["F32"]), "--n_ctx", "256",
+         "--logits_all", "true", "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        for _ in range(600):
+            with socket() as probe:
+                if server.poll() is not None or probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        assert server.poll() is None
+        args = {"model": "m", "base_url": f"http://127.0.0.1:{port}/v1/completions",
+                "tokenizer": str(DEMO / "softmax"), "tokenized_requests": False,
+                "tokenizer_backend": "huggingface", "max_length": 256}  # fmt: skip
+        served = ExternalScorer(external_model("local-completions", args), settings=None)
+        kwargs = {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False}
+        asked = [
+            Instance(request_type="generate_until", doc={}, arguments=(text, kwargs), idx=i,
+                     metadata=("t", i, 1))
+            for i, text in enumerate(["the cat sat on", "once upon a time there was"])
+        ]  # fmt: skip
+        _, (theirs, _) = both
+        assert served.generate_until(asked) == theirs.generate_until(asked)
+        with pytest.raises(EvaluationError, match="leaves tokens out"):
+            served.loglikelihood([])
+    finally:
+        server.terminate()
+        server.wait()

@@ -1,12 +1,14 @@
 """Columns that another runtime scores through its class in lm-eval."""
 
 import pytest
+from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints import find, load_model, load_tokenizer
-from qbench.errors import RecipeError
+from qbench.errors import EvaluationError, RecipeError
+from qbench.evaluation.lm_eval_model import ExternalScorer
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store
@@ -92,3 +94,19 @@ def test_keys_hold_the_arguments(tmp_path):
     same = key(tmp_path / "a")
     assert same == key(tmp_path / "b")
     assert same != key(tmp_path / "c", args={"folder": "elsewhere"})
+
+
+def test_log_likelihoods_that_leave_out_the_last_token_are_refused(tmp_path):
+    """As lm-eval's local-completions reads the answers of llama-cpp-python's server."""
+
+    class WithoutLast(LM):
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return [(-2.5 * (len(one.args[1]) - 2), False) for one in requests]
+
+        generate_until = loglikelihood_rolling = None
+
+    scorer = ExternalScorer(WithoutLast(), settings=None)
+    with pytest.raises(
+        EvaluationError, match=r"26 continuations that exclude each other sum to 26"
+    ):
+        scorer.loglikelihood([])

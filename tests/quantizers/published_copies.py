@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,8 +171,8 @@ def changed(copy: Path, folder: Path, change, **config) -> Path:
 
 
 def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
-    """``source``, a Llama of transformers, as llama.cpp's converter writes it, without a tokenizer,
-    and quantized by llama.cpp to ``kind``; skips where the libraries are not there."""
+    """``source``, a Llama of transformers, as llama.cpp's converter writes it, and quantized by
+    llama.cpp to ``kind``; skips where the libraries are not there."""
     writer_of = pytest.importorskip("gguf")
     library = pytest.importorskip("llama_cpp")
     config = json.loads((source / "config.json").read_text())
@@ -187,7 +188,7 @@ def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
     names = writer_of.get_tensor_name_map(writer_of.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
@@ -207,6 +208,21 @@ def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
     quantized = path.with_name(f"{path.stem}-{kind}.gguf")
     assert library.llama_model_quantize(str(path).encode(), str(quantized).encode(), settings) == 0
     return quantized
+
+
+def _add_tokenizer(writer: Any, file: dict[str, Any]) -> None:
+    """Byte-level BPE with digits apart, which llama.cpp calls by a model that has it."""
+    ids, special = file["model"]["vocab"], {one["content"] for one in file["added_tokens"]}
+    tokens = sorted(ids | {one["content"]: one["id"] for one in file["added_tokens"]}, key=ids.get)
+    merges = [one if isinstance(one, str) else " ".join(one) for one in file["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(ids["<s>"])
+    writer.add_eos_token_id(ids["</s>"])
+    writer.add_add_bos_token(False)
 
 
 def main(checkpoint: str, folder: str, calibration: str) -> None:
