@@ -9,12 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qbench.errors import CheckpointError, DataError
 
@@ -44,11 +43,6 @@ STATUSES = {
 }
 
 
-BUSY = frozenset({408, 429, 500, 502, 503, 504})
-PAUSES = (1.0, 4.0)  # seconds before a second and third try, where the hub does not say how long
-LONGEST_PAUSE = 300.0  # seconds, the hub's own span of counting; who must wait longer is told so
-
-T = TypeVar("T")
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 
@@ -108,7 +102,7 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
     from huggingface_hub import HfApi
 
     try:
-        found = retry(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS))
+        found = HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS)
         if found.gated:  # everyone may read what it is, not everyone its files
             HfApi().auth_check(dataset, repo_type="dataset")
     except Exception as error:
@@ -135,72 +129,22 @@ def _out_of_reach(error: BaseException) -> bool:
     return bool(kinds & {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"})
 
 
-def retry(ask: Callable[[], T]) -> T:
-    """What ``ask`` returns, tried again where the hub says that it is busy.
-
-    huggingface_hub repeats requests for files, but not those for a repository's description.
-    """
-    _bound_waits()
-    for pause in PAUSES:
-        try:
-            return ask()
-        except Exception as error:
-            response = _response(error)
-            if response is None or response.status_code not in BUSY:
-                raise
-            if (seconds := _wait(response, pause)) > LONGEST_PAUSE:
-                raise
-            time.sleep(seconds)
-    return ask()
-
-
-def _bound_waits() -> None:
-    """huggingface_hub waits for as long as a busy hub says, be it hours, and in silence: end that
-    in its error, and say so of shorter waits."""
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
-    def look(response: Any) -> None:
-        if response.status_code != 429:
-            return
-        seconds = _wait(response, 0.0)
-        if seconds > LONGEST_PAUSE:
-            hf_raise_for_status(response)
-        if seconds > 1 and (say := _listener.get()):
-            say(f"the hub is busy: waiting {seconds:.0f} s")
-
-    session = get_session()
-    hooks = session.event_hooks
-    if not any(hook.__qualname__ == look.__qualname__ for hook in hooks["response"]):
-        session.event_hooks = {**hooks, "response": [*hooks["response"], look]}
-
-
-def _wait(response: Any, default: float) -> float:
-    """Seconds that a busy hub asks to wait."""
-    stated = str(response.headers.get("Retry-After", ""))
-    limit = re.search(r"\bt=(\d{1,9})\b", str(response.headers.get("RateLimit", "")))
-    if limit is not None:
-        return float(limit[1])
-    return float(stated) if stated.isdecimal() else default
-
-
-def _get(what: str, download: Callable[[bool], str]) -> Path:
+def _get(what: str, download: Callable[[bool], Any]) -> Path:
     """Download ``what``; where somebody listens, say how much of it, or that it is not anew."""
     say = _listener.get()
-    missed = None
-    if say is not None:
-        try:
-            found: Any = retry(lambda: download(True))
-        except Exception as error:  # the download itself ends in it too, or takes the cache's copy
-            missed = error
-        else:
-            files = [f for f in (found if isinstance(found, list) else [found]) if f.will_download]
-            size = sum(f.file_size or 0 for f in files) / 1e6
-            if files:
-                say(f"downloading {what}: {len(files)} file{'s'[: len(files) > 1]}, {size:,.1f} MB")
-    path = retry(lambda: download(False))
-    if say is not None and missed is not None:
-        say(f"{what}: the copy in the cache is used ({reason(missed)})")
-    return Path(path)
+    if say is None:
+        return Path(download(False))
+    try:
+        found = download(True)
+    except Exception as error:  # the download itself ends in it too, or takes the cache's copy
+        path = Path(download(False))
+        say(f"{what}: the copy in the cache is used ({reason(error)})")
+        return path
+    files = [f for f in (found if isinstance(found, list) else [found]) if f.will_download]
+    if files:
+        size = sum(f.file_size or 0 for f in files) / 1e6
+        say(f"downloading {what}: {len(files)} file{'s'[: len(files) > 1]}, {size:,.1f} MB")
+    return Path(download(False))
 
 
 def failed(error: BaseException) -> bool:
@@ -218,7 +162,6 @@ def reason(error: BaseException) -> str:
 
 def _known(error: BaseException) -> str | None:
     causes = list(_causes(error))
-    response = _response(error)
     kinds = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     if "DatasetNotFoundError" in kinds:  # datasets hides the cause, and tells it in words
         gated = any("gated" in str(cause) for cause in causes)
@@ -228,16 +171,11 @@ def _known(error: BaseException) -> str | None:
             return text
     if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
         return "no space is left on the disk of its cache (HF_HOME says where it lies)"
-    if response is not None and response.status_code >= 400:
-        status = response.status_code
-        return STATUSES.get(status, f"it answers {status}; try again later")
+    for cause in causes:
+        status = getattr(getattr(cause, "response", None), "status_code", 0)
+        if status >= 400:
+            return STATUSES.get(status, f"it answers {status}; try again later")
     return None
-
-
-def _response(error: BaseException) -> Any:
-    """The hub's answer that ``error`` was raised for, None where there was none."""
-    answers = (getattr(cause, "response", None) for cause in _causes(error))
-    return next((answer for answer in answers if answer is not None), None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

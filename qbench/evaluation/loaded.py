@@ -159,7 +159,7 @@ def load_task(spec: TaskSpec) -> LoadedTask:
     config["num_fewshot"] = spec.num_fewshot
     overrides, lines = _overrides(spec, config)
     try:
-        task = hub.retry(lambda: _build(spec, overrides))
+        task = _build(spec, overrides)
     except DataError:
         raise
     except ModuleNotFoundError as error:

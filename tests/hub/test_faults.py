@@ -32,20 +32,9 @@ def test_a_checkpoint_comes_with_what_it_reads_and_nothing_else(hub, ask, tmp_pa
         (Fault("/api/models", 401, GATED), "ask on its page, then sign in with `hf auth login` or"),
         (Fault("/api/models", 500, {"Retry-After": "0"}), "it answers 500"),
         (Fault("/api/models", 429, {"Retry-After": "3600"}), r"busy \(429.*try again later"),
-        *(
-            pytest.param(fault, words, marks=pytest.mark.slow)
-            for fault, words in (
-                (Fault("/resolve/", 403, GATED), "ask on its page, then sign in with `hf auth"),
-                (Fault("/api/models", 401, {"X-Error-Code": "RepoNotFound"}), "or a private one"),
-                (Fault("/api/models", 401), r"access was denied \(401\): sign in"),
-                (Fault("/api/models", 403), r"access was denied \(403\)"),
-                (Fault(WEIGHTS, 404, {"X-Error-Code": "EntryNotFound"}), "no such file"),
-            )
-        ),
     ],
-    ids=["gated", "broken", "busy for an hour", "gated files", "private", "unknown account",
-         "denied", "file gone"],
-)  # fmt: skip
+    ids=["gated", "broken", "busy"],
+)
 def test_a_checkpoint_that_the_hub_refuses_is_one_line(hub, ask, fault, words):
     hub.faults.append(fault)
     line = ask("checkpoint", SOFTPICK).line
@@ -71,15 +60,6 @@ def test_a_hub_that_cannot_be_reached_is_said(ask):
 
 
 @pytest.mark.slow
-def test_a_busy_hub_is_asked_again(hub, ask):
-    hub.faults += [
-        Fault("/api/models/[^/]+/[^/]+/revision", 429, {"Retry-After": "0"}, times=2),
-        Fault(WEIGHTS, 429, {"Retry-After": "0"}, times=1),
-    ]
-    assert ask("checkpoint", SOFTPICK).code == 0
-
-
-@pytest.mark.slow
 def test_a_hub_that_stops_answering_is_given_up(hub, ask):
     hub.faults.append(Fault(WEIGHTS, seconds=30, method="GET"))
     start = time.monotonic()
@@ -89,6 +69,7 @@ def test_a_hub_that_stops_answering_is_given_up(hub, ask):
     assert time.monotonic() - start < 25
 
 
+@pytest.mark.slow
 def test_a_broken_download_is_no_checkpoint_and_is_taken_up_again(hub, ask, tmp_path):
     hub.faults.append(Fault(WEIGHTS, cut_after=5000, method="GET"))
     line = ask("checkpoint", SOFTPICK).line
@@ -135,19 +116,11 @@ def test_a_first_run_without_the_hub_is_one_line(ask):
     assert "HF_HUB_OFFLINE is set" in ask("file", C4, SHARD, HF_HUB_OFFLINE="1").line
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (Fault("c4-train", 401, GATED), "sign in with `hf auth login`"),
-        (Fault("c4-train", 429, {"Retry-After": "7200"}), "busy (429"),
-    ],
-    ids=["gated", "busy"],
-)
-def test_a_calibration_file_that_the_hub_refuses_is_one_line(hub, ask, fault, words):
-    hub.faults.append(fault)
+def test_a_calibration_file_that_the_hub_refuses_is_one_line(hub, ask):
+    hub.faults.append(Fault("c4-train", 401, GATED))
     line = ask("file", C4, SHARD).line
     assert line.startswith(f"the hub did not give {SHARD} of {C4}: ")
-    assert words in line
+    assert "sign in with `hf auth login`" in line
 
 
 def test_a_file_that_is_cut_short_is_not_kept(hub, ask, tmp_path):
