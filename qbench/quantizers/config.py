@@ -181,6 +181,11 @@ class WeightSettings(Settings):
 
     # What it takes, and what the audit may expect
 
+    @property
+    def levels(self) -> int:
+        """The most distinct values of the weights in a group."""
+        return int(2**self.num_bits)
+
     def check_layer(self, name: str, rows: int, columns: int) -> None:
         """Raise QuantizationError, naming the layer, for a shape that the method does not take."""
 

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
     from qbench.quantizers.config import PackedWeight
 
-# Bits of a code and weights that share a scale, of types with evenly spaced levels.
+# Weights that share a scale, by type (ggml-common.h)
 BLOCKS = {
     "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q2_K": 16, "Q3_K": 16, "Q4_K": 32,
-    "Q5_K": 32, "Q6_K": 16, "IQ4_NL": 32, "IQ4_XS": 32, "MXFP4": 32,
+    "Q5_K": 32, "Q6_K": 16, "IQ4_NL": 32, "IQ4_XS": 32, "MXFP4": 32, "IQ3_S": 32, "IQ3_XXS": 32,
+    "IQ2_S": 16, "IQ2_XS": 16, "IQ2_XXS": 32, "IQ1_M": 16, "IQ1_S": 32, "TQ1_0": 256, "TQ2_0": 256,
 }  # fmt: skip
+# Codebook types choose whole vectors: a weight has more values under a scale than its bits say
+LEVELS = {"IQ3_S": 16, "IQ3_XXS": 16, "IQ2_S": 6, "IQ2_XS": 6, "IQ2_XXS": 6, "IQ1_M": 6, "IQ1_S": 3,
+          "TQ1_0": 3}  # fmt: skip
 BITS = {"F32": 32, "F16": 16, "BF16": 16, "MXFP4": 4, "NVFP4": 4}
 PERMUTED = ("llama",)  # architectures whose queries and keys llama.cpp's converter reorders
 CENTRED = ("gemma", "gemma2", "gemma3")  # whose norms it stores plus one
@@ -35,6 +39,11 @@ def bits_of(kind: str) -> float:
     """Of a code of the type ``kind``: 4 of Q4_K, 2 of IQ2_XXS."""
     digits = kind.removeprefix("I").removeprefix("T")[1:2]
     return BITS.get(kind) or float(digits)
+
+
+def levels_of(kind: str) -> int:
+    """The most values that a weight of the type ``kind`` has under one scale."""
+    return LEVELS.get(kind) or int(2 ** bits_of(kind))
 
 
 @functools.lru_cache(maxsize=4)

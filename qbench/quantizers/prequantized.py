@@ -24,6 +24,7 @@ from qbench.quantizers.config import (
     strategy,
 )
 from qbench.quantizers.gguf_file import bits_of as type_bits
+from qbench.quantizers.gguf_file import levels_of
 from qbench.quantizers.names import BACKENDS, register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision
 
@@ -41,6 +42,7 @@ class Scheme:
     nominal: float | None = None  # of most of its weights, where that is not num_bits
     least_bits: float | None = None
     groups: int = WHOLE_ROW
+    levels: int | None = None  # under one scale, where they are not 2^num_bits
     activations: Part | None = None
     batch_invariant: bool = True
     causal: bool = True
@@ -153,6 +155,7 @@ def _gguf(config: Mapping[str, Any]) -> Scheme:
         num_bits=max(widths),
         nominal=widths[0],
         least_bits=min(widths),
+        levels=max(levels_of(name) for name, _ in types),
         words=words.removesuffix(" 100%"),
     )
 
@@ -338,6 +341,10 @@ class Prequantized(Published):
         return (self._scheme.least_bits or self.num_bits) >= UNQUANTIZED_BITS
 
     # What the audit may expect
+
+    @property
+    def levels(self) -> int:
+        return self._scheme.levels or super().levels
 
     def group_length(self, columns: int) -> int:
         size = self._scheme.groups

@@ -1,6 +1,7 @@
 """GGUF files in llama.cpp against the same weights in transformers."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from socket import socket
 
 import pytest
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from published_copies import DEMO, gguf, original
 from small_recipe import qbench, small_recipe
@@ -174,6 +176,41 @@ def test_what_cannot_run_is_refused_before_work_begins(files, tmp_path, checkpoi
 def test_types_say_their_bits():
     kinds = {"F32": 32, "BF16": 16, "Q4_K": 4, "Q6_K": 6, "Q8_0": 8, "IQ2_XXS": 2, "TQ1_0": 1}
     assert {kind: gguf_file.bits_of(kind) for kind in kinds} == kinds
+
+
+ROWS_OF_WHOLE_BLOCKS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_S")
+
+
+@pytest.mark.slow
+def test_k_and_iq_types_lose_more_the_fewer_bits_they_have(tmp_path):
+    """Rows of 256 weights, whole blocks of every type."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=1024, max_position_embeddings=256, initializer_range=0.08,
+    )  # fmt: skip
+    whole = tmp_path / "llama"
+    transformers.LlamaForCausalLM(config).save_pretrained(whole)
+    for file in (DEMO / "softmax").glob("tokenizer*"):
+        shutil.copy(file, whole)
+    columns = [
+        {"name": "checkpoint", "label": kind, "path": str(gguf(whole, tmp_path / "m.gguf", kind))}
+        for kind in ROWS_OF_WHOLE_BLOCKS
+    ]
+    recipe = small_recipe(tmp_path, checkpoints={"base": str(whole)},
+                          quantizers=["fp32", *columns])  # fmt: skip
+    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
+    records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
+    found = [
+        (
+            records[kind].audit.size.bits_per_weight,
+            records[kind].damage.tasks["demo_pages"].distributions.kl.mean,
+        )
+        for kind in ROWS_OF_WHOLE_BLOCKS
+    ]
+    bits, losses = zip(*found, strict=True)
+    assert list(bits) == sorted(bits, reverse=True)
+    assert list(losses) == sorted(losses)
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def measure(
         bits_per_weight=bits / wanted.numel(),
         weight_error=error if finite else math.inf,
         gain=float((fitted * wanted).sum()) / norm_squared if finite and norm_squared else None,
-        levels=levels(stored.groups(weight), 2**settings.num_bits),
+        levels=levels(stored.groups(weight), settings.levels),
         dead_inputs=int(dead.sum()),
     )
     problems = _wrong_storage(result, rows, columns, settings)
@@ -312,9 +312,10 @@ def _wrong_storage(
     result: ModuleAudit, rows: int, columns: int, settings: WeightSettings
 ) -> list[str]:
     problems, bits = [], settings.num_bits
-    if result.levels > 2**bits:
+    if result.levels > settings.levels:
         problems.append(
-            f"{result.name}: {result.levels} levels in a group, {bits:g} bits have {2**bits:g}"
+            f"{result.name}: {result.levels} levels in a group, "
+            f"{bits:g} bits have {settings.levels}"
         )
     least, most = settings.bits_bounds(rows, columns)
     if not least <= result.bits_per_weight <= most:
