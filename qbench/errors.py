@@ -23,31 +23,19 @@ INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
 
 
 class QbenchError(Exception):
-    """Base of all errors that a user can put right. ``str(error)`` is one clear line."""
+    """Base of all errors that a user can put right: ``lines``, one clear line a problem."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 class RecipeError(QbenchError):
     """A recipe or an option says something impossible."""
 
 
-class RecipeProblems(RecipeError):
-    """All that is wrong with a recipe: one line a problem."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
-
-
 class CheckpointError(QbenchError):
     """A checkpoint cannot be read as what it claims to be."""
-
-
-class CheckpointProblems(CheckpointError):
-    """All checkpoints that cannot be read: one line each."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
 
 
 class DataError(QbenchError):
@@ -56,14 +44,6 @@ class DataError(QbenchError):
 
 class MissingDataError(DataError):
     """A task's data are not in the data folder."""
-
-
-class DataProblems(DataError):
-    """All that is wrong with tasks' data: one line a problem."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
 
 
 class ResultsError(QbenchError):

@@ -13,13 +13,15 @@ import re
 import shutil
 import socket
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from qbench.errors import OutputError
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of what a user names: it may become a folder
-NAME_BYTES = 255  # of a file name, on the usual file systems
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 
 
@@ -82,7 +84,7 @@ def require_writable(path: Path, option: str = "") -> None:
             raise OutputError(f"{location}: is {what}; name a file")
         if path.exists() and not os.access(path, os.W_OK):
             raise OutputError(f"{location}: is read-only; name another file")
-        _try(Path(os.path.realpath(path)))
+        _try(Path(os.path.realpath(path)).parent)
     except (OSError, ValueError) as error:
         raise OutputError(f"{location}: cannot be written ({reason(error)})") from None
 
@@ -92,20 +94,17 @@ def require_folder(path: Path, option: str = "") -> None:
     not exist. Nothing stays behind."""
     location = f"{option} {path}".strip()
     try:
-        if path.exists() and not path.is_dir():
+        if not _is_other_than_file(path) and path.exists():
             raise OutputError(f"{location}: is a file; name a folder")
-        _try(Path(os.path.realpath(path)) / "file")
+        _try(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
         raise OutputError(f"{location}: cannot be written to ({reason(error)})") from None
 
 
 def temporary(path: Path) -> Path:
     """Where this process makes what becomes ``path``."""
-    ending = f".{_host()}.{os.getpid()}.tmp"
-    name = path.name
-    if len(os.fsencode(name)) + len(ending) + 1 > NAME_BYTES:
-        name = digest(os.fsencode(name))[:16]
-    return path.with_name(f".{name}{ending}")
+    name = digest(os.fsencode(path.name))[:16]
+    return path.with_name(f".{name}.{_host()}.{os.getpid()}.tmp")
 
 
 def clean_temporaries(folder: Path) -> list[Path]:
@@ -116,7 +115,7 @@ def clean_temporaries(folder: Path) -> list[Path]:
     removed = []
     for path in sorted(Path(folder).rglob(".*.tmp")):
         named = TEMPORARY.fullmatch(path.name)
-        if named and named["host"] == _host() and not _alive(int(named["process"])):
+        if named and named["host"] == _host() and not psutil.pid_exists(int(named["process"])):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -136,28 +135,12 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _try(path: Path) -> None:
-    """Make a file where ``path`` would be, or in the nearest folder above that exists."""
-    folder = path.parent
+def _try(folder: Path) -> None:
+    """Make a file in ``folder``, or in the nearest one above it that exists."""
     while not os.path.lexists(folder):
-        _name_fits(folder.name)
         folder = folder.parent
-    _name_fits(path.name)
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
-    trial = temporary(folder / "trial")
-    try:
-        trial.touch(exist_ok=True)
-    finally:
-        with suppress(OSError):
-            trial.unlink(missing_ok=True)
-
-
-def _name_fits(name: str) -> None:
-    if len(os.fsencode(name)) > NAME_BYTES:
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-    if "\0" in name:
-        raise ValueError("embedded null byte")
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _is_other_than_file(path: Path) -> bool:
@@ -170,13 +153,3 @@ def _is_other_than_file(path: Path) -> bool:
 
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:63] or "localhost"
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,19 @@ from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import Shapes, linear_shapes
-from qbench.checkpoints.supported import choose_attention
+from qbench.checkpoints.supported import Chosen, choose_attention
 from qbench.code import code_digest
 from qbench.errors import (
     CheckpointError,
-    CheckpointProblems,
     DataError,
-    DataProblems,
     MissingDataError,
     QuantizationError,
     RecipeError,
-    RecipeProblems,
 )
 from qbench.evaluation.definitions import TaskGroup, expand, task_groups
 from qbench.evaluation.settings import Mode, ScoringSettings, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
-from qbench.files import file_digest
+from qbench.files import digest, file_digest
 from qbench.machine import hardware, versions
 from qbench.plugins import Plugin, loaded
 from qbench.prequantized import GGUF, find_copy
@@ -47,8 +43,8 @@ from qbench.quantizers.texts import (
     read_texts,
     require_windows,
 )
-from qbench.recipe import Column, Evaluation, Recipe, Task
-from qbench.records import Grid, GridCell
+from qbench.recipe import Column, Recipe, Task
+from qbench.records import Grid, GridCell, canonical
 
 CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
 
@@ -207,7 +203,7 @@ def plan(
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
-    """Raises CheckpointProblems with all that cannot be read, not the first of them alone."""
+    """Raises CheckpointError with all that cannot be read, not the first of them alone."""
     found: dict[str, Checkpoint] = {}
     problems: list[CheckpointError] = []
     for name, source in recipe.checkpoints.items():
@@ -223,10 +219,8 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
             problems.append(error)
             if not (recipe.folder / os.path.expanduser(source.path)).is_dir():
                 break  # the hub: what ails one ails the next, after minutes
-    if len(problems) > 1:
-        raise CheckpointProblems(list(dict.fromkeys(map(str, problems))))
-    for problem in problems:
-        raise problem
+    if problems:
+        raise CheckpointError(*dict.fromkeys(map(str, problems)))
     return found
 
 
@@ -249,16 +243,17 @@ def _cell(
     quantization, copy = find_copy(
         column.quantization, name, checkpoint, shapes, base=recipe.folder, device=device
     )
-    evaluation, fastest = recipe.evaluation, None
-    if copy is not None and copy.format == GGUF:
-        fastest = "exact"
-    elif quantization.weights is not None and quantization.weights.external:
-        fastest = "lm-eval"
-    if fastest is not None:  # a runtime that has one way to score, whatever the recipe says
-        evaluation = evaluation.model_copy(update={"scoring": "auto"})
-    quantization, chosen, reason = resolved(checkpoint, quantization, device)
-    model = model_choices(name, checkpoint, recipe.evaluation, device)
-    checkpoint, attention = model.checkpoint, model.attention
+    chosen, reason = "", None
+    try:
+        quantization, chosen = quantization.resolved(checkpoint.config, device)
+    except RecipeError as error:
+        reason = str(error)
+    evaluation, can = recipe.evaluation, checkpoint.support
+    attention = choose_attention(name, can, checkpoint.normalizer, evaluation.attention, device)
+    checkpoint = replace(checkpoint, normalizer=attention.normalizer)
+    fastest, slower = _fastest(checkpoint, evaluation.scoring)
+    if runtime := _runtime_scoring(quantization, copy):
+        fastest, evaluation = runtime, evaluation.model_copy(update={"scoring": "auto"})
     scoring = resolve(
         evaluation,
         device=device,
@@ -266,17 +261,19 @@ def _cell(
         max_length=checkpoint.max_length,
         mixes_batches=not quantization.batch_invariant,
         amplifies_rounding=quantization.amplifies_rounding,
-        fastest=fastest or model.fastest,
-        slower=f"checkpoints.{name}: {model.slower}",
+        fastest=fastest,
+        slower=f"checkpoints.{name}: {slower}",
     )
-    compiled = ("triton",) if attention == "triton" or device == "cuda" else ()
+    if device == "cpu" and scoring.mode != "lm-eval":
+        slower = ""  # as for any other model
+    compiled = ("triton",) if attention.implementation == "triton" or device == "cuda" else ()
     parts: dict[str, Any] = {
         "weights": checkpoint.digest,
         "normalizer": checkpoint.normalizer,
         "quantizer": quantization.to_dict(),
         **shared,
         "scoring": scoring.key_parts(),
-        "attention": attention,
+        "attention": attention.implementation,
         "device": device,
         "versions": {**versions((*quantization.requirements, *compiled)), "qbench": __version__},
         "code": code_digest(),
@@ -305,13 +302,13 @@ def _cell(
         checkpoint=checkpoint,
         label=column.label,
         quantization=quantization,
-        attention=attention,
+        attention=attention.implementation,
         scoring=scoring,
         key=content_key(parts),
         key_parts=parts,
         refusal=reason or refusal(checkpoint, shapes, quantization),
         notes=(
-            *model.notes(scoring.mode, device),
+            *_notes(checkpoint, attention, scoring.mode, slower),
             *([f"{column.label}: {chosen}"] if chosen else []),
         ),
     )
@@ -319,8 +316,7 @@ def _cell(
 
 def content_key(parts: dict[str, Any]) -> str:
     """SHA-256 of the canonical JSON of ``parts``: 64 hexadecimal digits."""
-    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return digest(canonical(parts))
 
 
 # --- tasks and calibration text
@@ -333,7 +329,7 @@ def find_tasks(
 
     ``checkpoints`` finds them, where tasks go by their contexts.
 
-    Raises DataProblems with all that is wrong with their data, not the first of it alone.
+    Raises DataError with all that is wrong with their data, not the first of it alone.
     """
     definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
     data = recipe.resolve(recipe.data) if recipe.data else None
@@ -359,12 +355,10 @@ def find_tasks(
                 problems.append(error)
                 if data is None:  # the hub: what ails one task ails the next, after minutes
                     break
-    if len(problems) == 1:
-        raise problems[0]
     if problems:
-        raise DataProblems([str(error) for error in problems])
+        raise DataError(*map(str, problems))
     if not found:
-        raise DataProblems([f"{', '.join(skipped)}: no data in {data}; no task is left to run"])
+        raise DataError(f"{', '.join(skipped)}: no data in {data}; no task is left to run")
     return tuple(found), tuple(skipped)
 
 
@@ -429,68 +423,40 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
 # --- what is chosen for a model, and what can never run
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelChoices:
-    """What a checkpoint's class decides: ``attention`` and, in ``checkpoint``, its normalizer;
-    the ``fastest`` mode that it can be scored in, and why that is ``slower`` than fast."""
-
-    checkpoint: Checkpoint
-    attention: str
-    native: str  # why it runs on its own attention, "" where it does not
-    fastest: Mode
-    slower: str
-    tried: bool
-
-    def notes(self, mode: Mode, device: str) -> tuple[str, ...]:
-        """What is chosen for the model that another one would not get, a line each."""
-        notes = []
-        if not self.tried:
-            notes.append(
-                f"{self.checkpoint.support.name} is none of the classes that were tried (qbench "
-                "list models); its attention is compared with transformers' own when it is loaded"
-            )
-        if self.native:
-            notes.append(f"attention native/{self.attention}: {self.native}")
-        if self.slower and (device == "cuda" or mode == "lm-eval"):
-            notes.append(f"scoring {mode}: {self.slower}")
-        return tuple(notes)
+def _runtime_scoring(quantization: QuantizationConfig, copy: Checkpoint | None) -> Mode | None:
+    """Of a runtime that has one way to score, whatever the recipe says."""
+    if copy is not None and copy.format == GGUF:
+        return "exact"
+    weights = quantization.weights
+    return "lm-eval" if weights is not None and weights.external else None
 
 
-def model_choices(
-    name: str, checkpoint: Checkpoint, evaluation: Evaluation, device: str
-) -> ModelChoices:
-    """What the class of the checkpoint ``name`` decides about its cells.
-
-    Raises RecipeError where ``evaluation`` asks for an attention that it cannot have.
-    """
+def _fastest(checkpoint: Checkpoint, asked: str) -> tuple[Mode, str]:
+    """The fastest mode that a model of this class can be scored in, and why not fast."""
     can = checkpoint.support
-    chosen = choose_attention(name, can, checkpoint.normalizer, evaluation.attention, device)
-    fastest, slower = can.scoring, can.slower
-    if chosen.normalizer == NATIVE and fastest == "fast":
-        fastest, slower = "exact", "packs need our attention"
-    if (
-        not can.tried and fastest != "lm-eval" and evaluation.scoring != "auto"
-    ):  # as asked; the scorer looks at it closely
-        fastest, slower = "fast", ""
-    return ModelChoices(
-        checkpoint=replace(checkpoint, normalizer=chosen.normalizer),
-        attention=chosen.implementation,
-        native=chosen.why,
-        fastest=fastest,
-        slower=slower,
-        tried=can.tried,
-    )
+    if not can.tried and can.scoring != "lm-eval" and asked != "auto":
+        return "fast", ""  # as asked; the scorer looks at it closely
+    if checkpoint.normalizer == NATIVE and can.scoring == "fast":
+        return "exact", "packs need our attention"
+    return can.scoring, can.slower
+
+
+def _notes(checkpoint: Checkpoint, attention: Chosen, mode: Mode, slower: str) -> Iterator[str]:
+    """What is chosen for a model that another one would not get, a line each."""
+    if not checkpoint.support.tried:
+        yield (
+            f"{checkpoint.support.name} is none of the classes that were tried (qbench list "
+            "models); its attention is compared with transformers' own when it is loaded"
+        )
+    if attention.why:
+        yield f"attention native/{attention.implementation}: {attention.why}"
+    if slower:
+        yield f"scoring {mode}: {slower}"
 
 
 def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
-    """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none.
-
-    Where classes of transformers have a say in what a tokenizer puts first, and where it seems to
-    put none, they are asked, which imports torch.
-    """
+    """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none."""
     if not add_bos:
-        return
-    if checkpoint.format != "transformers" and _file_adds_bos(checkpoint.folder):
         return
     from qbench.checkpoints import load_tokenizer
     from qbench.evaluation.scoring.requests import check_bos
@@ -514,17 +480,6 @@ def require_chat_template(name: str, checkpoint: Checkpoint, *, wanted: bool) ->
             f"evaluation.apply_chat_template: checkpoints.{name} has no chat template: it was not "
             "trained on conversations, or its files lack chat_template.jinja"
         )
-
-
-def resolved(
-    checkpoint: Checkpoint, quantization: QuantizationConfig, device: str
-) -> tuple[QuantizationConfig, str, str | None]:
-    """``quantization`` with every open choice made, a line on what was chosen, and why it cannot
-    run on ``device`` ("cpu" or "cuda"), or not with this checkpoint."""
-    try:
-        return *quantization.resolved(checkpoint.config, device), None
-    except RecipeError as error:
-        return quantization, "", str(error)
 
 
 def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig) -> str | None:
@@ -551,29 +506,14 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
 
 
 def require_runnable(cells: Iterable[Cell]) -> None:
-    """Raises RecipeProblems for cells that can never run: a line a reason, with all of them."""
+    """Raises RecipeError for cells that can never run: a line a reason, with all of them."""
     reasons: dict[str, list[str]] = {}
     for cell in cells:
         if cell.refusal is not None:
             reasons.setdefault(cell.refusal, []).append(cell.name)
     if reasons:
         lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        raise RecipeProblems([*lines, "these cells can never run; --only PATTERN runs others"])
-
-
-def _file_adds_bos(folder: Path) -> bool:
-    """Whether ``tokenizer.json`` alone says that a BOS is put first."""
-    from tokenizers import Tokenizer
-
-    try:
-        about = json.loads((folder / "tokenizer_config.json").read_bytes())
-        if "add_bos_token" in about or "add_eos_token" in about:  # replaces what the file says
-            return False
-        bos = about.get("bos_token")
-        bos = bos["content"] if isinstance(bos, dict) else bos
-        return Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a").tokens[:1] == [bos]
-    except Exception:  # whatever is wrong with the files, transformers says it
-        return False
+        raise RecipeError(*lines, "these cells can never run; --only PATTERN runs others")
 
 
 def require_room(name: str, tasks: Sequence[TaskSpec], max_length: int) -> None:

@@ -34,7 +34,7 @@ from qbench import recipe_yaml
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints.find import HUB_ID
-from qbench.errors import DataError, QbenchError, RecipeError, RecipeProblems, shown
+from qbench.errors import DataError, QbenchError, RecipeError, shown
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
 from qbench.files import reason
 from qbench.plugins import load_file, load_packages, loaded
@@ -297,7 +297,7 @@ class Recipe(Strict):
         try:
             recipe = cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
-            raise RecipeProblems(problem_lines(source, error, _known_keys)) from None
+            raise RecipeError(*problem_lines(source, error, _known_keys)) from None
         recipe._check_files(source)
         return recipe
 
@@ -689,7 +689,7 @@ def _load_plugins(source: Source, folder: Path) -> None:
         named = _Plugins.model_validate({"plugins": source.values.get("plugins", ())}).plugins
     except ValidationError as error:
         known = "known: " + ", ".join(PluginFile.model_fields)
-        raise RecipeProblems(problem_lines(source, error, lambda _: known)) from None
+        raise RecipeError(*problem_lines(source, error, lambda _: known)) from None
     for number, one in enumerate(named):
         location = f"{source.at(('plugins', number))}: plugins[{number}]"
         try:

@@ -244,6 +244,7 @@ def test_a_foreign_record_is_held_to_its_place_and_its_names(results, changes, w
 DIE_AT = """
 import os, sys
 from pathlib import Path
+from qbench import store as store_module
 from qbench.files import temporary
 
 number, folder = int(sys.argv[1]), Path(sys.argv[2])

@@ -196,8 +196,6 @@ def test_a_reason_that_several_cells_share_is_said_once(tmp_path, models):
 
 
 def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):
-    from qbench.errors import CheckpointProblems
-
     configs = {
         "t5": {"model_type": "t5", "is_encoder_decoder": True},
         "bert": {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2},
@@ -207,7 +205,7 @@ def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     path = small_recipe(tmp_path, checkpoints={**{n: str(tmp_path / n) for n in configs},
                                                "softmax": str(DEMO / "softmax")})  # fmt: skip
-    with pytest.raises(CheckpointProblems) as error:
+    with pytest.raises(CheckpointError) as error:
         plan(Recipe.load(path), device="cpu")
     second, first = sorted(error.value.lines)
     assert "is an encoder-decoder model" in first

@@ -195,7 +195,7 @@ def test_a_record_of_a_newer_qbench_is_left_alone_and_the_others_are_made(tmp_pa
 
 
 def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path, capfd):
-    from qbench.errors import DataProblems
+    from qbench.errors import DataError
     from qbench.plan import plan
 
     data = tmp_path / "data"
@@ -203,7 +203,7 @@ def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path
     file = DEMO / "data" / "demo_pages" / "test.jsonl"
     (data / "demo_pages" / "test.jsonl").write_bytes(file.read_bytes())
     path = small_recipe(tmp_path, data=str(data))
-    with pytest.raises(DataProblems) as error:
+    with pytest.raises(DataError) as error:
         plan(Recipe.load(path), device="cpu")
     assert [line.partition(":")[0] for line in error.value.lines] == [
         "demo_choice", "demo_lastword",
@@ -218,7 +218,7 @@ def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path
 
 def test_of_mmlu_everything_that_is_missing_is_said_at_once_and_the_rest_can_run(tmp_path, capsys):
     """Few-shot examples too, from a file of another name."""
-    from qbench.errors import DataProblems
+    from qbench.errors import DataError
     from qbench.plan import plan
 
     row = {"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": 2, "subject": "x"}
@@ -233,7 +233,7 @@ def test_of_mmlu_everything_that_is_missing_is_said_at_once_and_the_rest_can_run
         tmp_path, data=str(tmp_path / "data"), definitions=None,
         tasks=[{"name": "mmlu", "num_fewshot": 5, "files": files}],
     )  # fmt: skip
-    with pytest.raises(DataProblems) as error:
+    with pytest.raises(DataError) as error:
         plan(Recipe.load(path), device="cpu")
     lines = error.value.lines
     assert len(lines) == 56  # of 57 tasks

@@ -6,16 +6,11 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
 import yaml
-from small_recipe import small_recipe
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from qbench.errors import DataError, RecipeError
 from qbench.plan import plan
@@ -133,24 +128,3 @@ def test_a_task_that_generates_more_than_fits_is_refused(tmp_path, room):
         return
     with pytest.raises(RecipeError, match=f"say generates up to {longest} tokens, .* no room"):
         planned(tmp_path, **changes)
-
-
-def test_planning_with_a_bos_asks_the_tokenizers_file_and_imports_no_torch(tmp_path):
-    folder = tmp_path / "softpick"
-    shutil.copytree(DEMO / "softpick", folder)
-    file = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
-    bos = json.loads((folder / "tokenizer_config.json").read_text())["bos_token"]
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-    )
-    tokenizer.save(str(file))
-    path = small_recipe(tmp_path, checkpoints={"softpick": str(folder)},
-                        evaluation={"add_bos": True, "limit": 3})  # fmt: skip
-    code = (
-        "import sys; from qbench.plan import plan; from qbench.recipe import Recipe\n"
-        f"cells = plan(Recipe.load({str(path)!r}), device='cpu').cells\n"
-        "print(cells[0].scoring.add_bos, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]

@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from qbench.errors import CheckpointProblems, DataProblems, QbenchError, RecipeProblems, shown
+from qbench.errors import QbenchError, shown
 
 UNMAPPED = "failed to map segment"  # the loader's word for a library without room
 
@@ -36,16 +36,13 @@ def refuse(error: Exception) -> NoReturn:
     if isinstance(error, ImportError) and UNMAPPED not in str(error):
         raise error
     with suppress(OSError):  # standard error may be on the full disk, too
-        several = isinstance(error, RecipeProblems | CheckpointProblems | DataProblems)
-        for line in error.lines if several else [_said(error)]:
+        for line in error.lines if isinstance(error, QbenchError) else [_said(error)]:
             complain(line)
     sys.exit(2)
 
 
 def _said(error: Exception) -> str:
     """One line on an error that is the machine's or the input's, not this program's."""
-    if isinstance(error, QbenchError):
-        return str(error)
     if isinstance(error, MemoryError | ImportError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     if isinstance(error, UnicodeEncodeError):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import RecipeError, RecipeProblems, shown
+from qbench.errors import RecipeError, shown
 from qbench.recipe import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole
 from qbench.recipe_yaml import problem_lines, read
 from qbench.records import Name
@@ -188,7 +188,7 @@ class TrainingRecipe(Strict):
             folder = Path(os.path.realpath(path)).parent
             return cls.model_validate({**source.values, "folder": folder})
         except ValidationError as error:
-            raise RecipeProblems(problem_lines(source, error, _known_keys)) from None
+            raise RecipeError(*problem_lines(source, error, _known_keys)) from None
 
     @field_validator("normalizers")
     @classmethod
