@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -32,42 +33,21 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 NO_STDERR = "N/A"  # lm-eval's word for it
-VALUE = ("metric", "value", "weight")
 
 
-class Answer(NamedTuple):
-    """A row of the responses."""
-
-    document: int
-    request: int
-    log_likelihood: float
-    greedy: Any
-    answer: Any
-    filter: Any
-    cut: int
-
-
-def write_lm_eval(store: Store, folder: Path) -> list[Path]:
+def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
     """``<checkpoint>__<quantizer>/results_<date>.json`` and ``samples_<task>_<date>.jsonl`` below
-    ``folder``, for every good cell of the grid. Documents' texts are not kept, and so not there."""
-    paths = []
-    for record in store.records():
-        if record.status != "ok":
-            continue
-        place = folder / f"{record.checkpoint}__{record.quantizer}"
-        date = record.finished.strftime("%Y-%m-%dT%H-%M-%S.%f")
-        path = place / f"results_{date}.json"
-        write_atomically(path, (json.dumps(results(record), indent=2) + "\n").encode())
-        paths.append(path)
-        outcomes, responses = store.outcomes(record), store.responses(record)
-        for task in dict.fromkeys(score.task for score in record.scores):
-            lines = samples(
-                outcomes[outcomes["task"] == task], responses[responses["task"] == task]
-            )
-            path = place / f"samples_{task}_{date}.jsonl"
-            write_atomically(path, "".join(f"{json.dumps(one)}\n" for one in lines).encode())
-            paths.append(path)
-    return paths
+    ``folder``. Documents' texts are not kept, and so not there."""
+    place = folder / f"{record.checkpoint}__{record.quantizer}"
+    date = record.finished.strftime("%Y-%m-%dT%H-%M-%S.%f")
+    files = {f"results_{date}.json": json.dumps(results(record), indent=2) + "\n"}
+    outcomes, responses = store.outcomes(record), store.responses(record)
+    for task in dict.fromkeys(score.task for score in record.scores):
+        lines = samples(outcomes[outcomes["task"] == task], responses[responses["task"] == task])
+        files[f"samples_{task}_{date}.jsonl"] = "".join(f"{json.dumps(one)}\n" for one in lines)
+    for name, text in files.items():
+        write_atomically(place / name, text.encode())
+    return [place / name for name in files]
 
 
 def results(record: Record) -> dict[str, Any]:
@@ -118,15 +98,16 @@ def results(record: Record) -> dict[str, Any]:
 def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """One task's documents as lm-eval logs them: responses, and metrics by name; a line for each
     document and filter."""
-    given: dict[int, list[Answer]] = {}
-    for answer in _rows(responses, list(Answer._fields)):
-        given.setdefault(answer[0], []).append(Answer._make(answer))
+    given: dict[int, list[Any]] = {}
+    for answer in responses.sort_values("request", kind="stable").itertuples(index=False):
+        given.setdefault(answer.document, []).append(answer)
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for document, metric, value, weight in _rows(outcomes, ("document", *VALUE)):
+    columns = (outcomes[name].tolist() for name in ("document", "metric", "value", "weight"))
+    for document, metric, value, weight in zip(*columns, strict=True):
         of = found.setdefault((_filter(metric), document), {})
         of[metric.partition(" [")[0]] = value if weight == 1 else [value, weight]
     for (filter_, document), metrics in found.items():
-        answers = sorted(given.get(document, []), key=lambda one: one.request)
+        answers = given.get(document, [])
         generated = any(isinstance(one.answer, str) for one in answers)
         yield {
             "doc_id": document,
@@ -140,25 +121,21 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
         }
 
 
-def _rows(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    return zip(*(frame[name].tolist() for name in columns), strict=True)
-
-
-def _scored(answers: list[Answer]) -> dict[str, Any]:
+def _scored(answers: list[Any]) -> dict[str, Any]:
     given = [[str(one.log_likelihood), str(bool(one.greedy))] for one in answers]
     return {"resps": [[one] for one in given], "filtered_resps": given}
 
 
-def _texts(answers: list[Answer], filter_: str) -> dict[str, Any]:
+def _texts(answers: list[Any], filter_: str) -> dict[str, Any]:
     """Texts are kept up to a length: ``qbench_cut`` counts what was left out of them."""
     written = [one for one in answers if not isinstance(one.filter, str)]
     taken = [one for one in answers if one.filter == filter_] or written[:1]
-    found: dict[str, Any] = {
+    cut = int(sum(one.cut for one in written))
+    return {
         "resps": [[one.answer for one in written]],
         "filtered_resps": [one.answer for one in taken],
+        **({"qbench_cut": cut} if cut else {}),
     }
-    cut = int(sum(one.cut for one in written))
-    return found | ({"qbench_cut": cut} if cut else {})
 
 
 def _values(scores: list[Score]) -> dict[str, Any]:
@@ -179,16 +156,12 @@ def _filter(metric: str) -> str:
     return metric.partition(" [")[2].removesuffix("]") or "none"
 
 
-def write_model_card(store: Store, folder: Path) -> list[Path]:
-    """``<checkpoint>__<quantizer>.md`` below ``folder`` for every good cell: put its head into the
-    README.md of the model's repository."""
-    paths = []
-    for record in store.records():
-        if record.status == "ok":
-            path = folder / f"{record.checkpoint}__{record.quantizer}.md"
-            write_atomically(path, card(record).encode())
-            paths.append(path)
-    return paths
+def write_model_card(store: Store, record: Record, folder: Path) -> list[Path]:
+    """``<checkpoint>__<quantizer>.md`` below ``folder``: put its head into the README.md of the
+    model's repository."""
+    path = folder / f"{record.checkpoint}__{record.quantizer}.md"
+    write_atomically(path, card(record).encode())
+    return [path]
 
 
 def card(record: Record) -> str:
@@ -240,71 +213,25 @@ def _about(score: Score, percent: bool) -> dict[str, object]:
     return about
 
 
-def write_tensorboard(store: Store, folder: Path) -> list[Path]:
-    """Event files in ``<checkpoint>/<quantizer>`` below ``folder``, for every good cell.
+def write_tensorboard(store: Store, record: Record, folder: Path) -> list[Path]:
+    """Event files in ``<checkpoint>/<quantizer>`` below ``folder``."""
+    from tensorboard.summary import Writer
 
-    Raises UnavailableError where tensorboard is not installed.
-    """
-    try:
-        from tensorboard.summary import Writer
-    except ImportError:
-        raise UnavailableError(
-            "--to tensorboard: tensorboard is not installed; pip install tensorboard"
-        ) from None
-    paths = []
-    for record in store.records():
-        if record.status != "ok":
-            continue
-        place = folder / record.checkpoint / record.quantizer
-        writer = Writer(str(place))
-        for name, value in scalars(record).items():
-            writer.add_scalar(name, value, step=0)
-        writer.close()
-        paths.append(place)
-    return paths
+    place = folder / record.cell
+    writer = Writer(str(place))
+    for name, value in scalars(record).items():
+        writer.add_scalar(name, value, step=0)
+    writer.close()
+    return [place]
 
 
-PROJECT = "qbench"
+def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
+    """A run folder ``wandb/offline-run-<date>-<id>`` below ``folder``, which ``wandb sync`` sends.
+    A run's id is its record's key, so that a cell is there once."""
+    import wandb
 
-
-def write_wandb(store: Store, folder: Path) -> list[Path]:
-    """Run folders ``wandb/offline-run-<date>-<id>`` below ``folder``, for every good cell;
-    ``wandb sync`` sends them. A run's id is its record's key, so that a cell is there once.
-
-    Raises UnavailableError where wandb is not installed.
-    """
-    try:
-        import wandb
-    except ImportError:
-        raise UnavailableError("--to wandb: wandb is not installed; pip install wandb") from None
-    name = store.grid().name
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for record in store.records():
-        if record.status != "ok":
-            continue
-        run = wandb.init(
-            mode="offline",
-            project=PROJECT,
-            group=name,
-            name=record.cell,
-            id=record.key[:KEY_DIGITS],
-            dir=folder,
-            config=about(record),
-            reinit="finish_previous",
-            settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
-            ),
-        )
-        run.log(scalars(record))
-        paths.append(Path(run.dir).parent)
-        run.finish()
-    return paths
-
-
-def about(record: Record) -> dict[str, Any]:
-    """What a run was of: its name's parts, and all that its key is the hash of."""
-    return {
+    about = {
         "checkpoint": record.checkpoint,
         "quantizer": record.quantizer,
         "method": record.title,
@@ -314,6 +241,22 @@ def about(record: Record) -> dict[str, Any]:
         "made": record.finished.isoformat(),
         "key_parts": record.key_parts,
     }
+    run = wandb.init(
+        mode="offline",
+        project="qbench",
+        group=store.grid().name,
+        name=record.cell,
+        id=record.key[:KEY_DIGITS],
+        dir=folder,
+        config=about,
+        reinit="finish_previous",
+        settings=wandb.Settings(
+            silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
+        ),
+    )
+    run.log(scalars(record))
+    run.finish()
+    return [Path(run.dir).parent]
 
 
 WRITERS = {
@@ -322,3 +265,17 @@ WRITERS = {
     "tensorboard": write_tensorboard,
     "wandb": write_wandb,
 }
+
+
+def export(store: Store, to: str, folder: Path) -> list[Path]:
+    """Write every good cell of the grid below ``folder`` in the format ``to``, one of ``WRITERS``.
+
+    Raises UnavailableError where the format's library is not installed.
+    """
+    if to in ("tensorboard", "wandb"):
+        try:
+            importlib.import_module(to)
+        except ImportError:
+            raise UnavailableError(f"--to {to}: {to} is not installed; pip install {to}") from None
+    good = (record for record in store.records() if record.status == "ok")
+    return [path for record in good for path in WRITERS[to](store, record, folder)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -16,13 +16,11 @@ from qbench.errors import ResultsError
 from qbench.metrics import LOG_SCALE, is_percentage
 from qbench.records import (
     Audit,
-    ConfidenceBin,
     Damage,
     Grid,
     GridCell,
     Record,
     RecordModel,
-    ScoringReport,
     Unavailable,
 )
 from qbench.store import KEY_DIGITS, Store, read, run_id, runs
@@ -34,17 +32,12 @@ WIDTH = 100  # of a line; what is longer goes on below its column
 def pairs(found: Iterable[tuple[str, str]]) -> str:
     known = list(found)
     width = max((len(name) for name, _ in known), default=0)
+    room = max(20, WIDTH - width - 4)
     lines: list[str] = []
     for name, value in known:
-        pieces = list(_wrapped(value, max(20, WIDTH - width - 4))) or [""]
-        lines.append(f"  {name.ljust(width)}  {pieces[0]}")
-        lines += [f"  {'':{width}}  {piece}" for piece in pieces[1:]]
+        for start in range(0, max(1, len(value)), room):
+            lines.append(f"  {'' if start else name:{width}}  {value[start : start + room]}")
     return "\n".join(lines)
-
-
-def _wrapped(text: str, width: int) -> Iterator[str]:
-    for start in range(0, len(text), width):
-        yield text[start : start + width]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -64,17 +57,12 @@ def cell_text(record: Record) -> str:
         ("Scores", _scores(record)),
         ("Damage, against the unquantized cell", _damage(record.damage)),
         ("Stages", _stages(record)),
-        ("Scoring", _scoring(record.scoring)),
+        ("Scoring", _part(record.scoring)),
         ("Audit", _audit(record.audit)),
         ("Training", _part(record.training)),
         ("Documents, by the digest of what was asked", pairs(record.documents.items())),
-        ("Environment", _environment(record)),
-        (
-            "Files",
-            pairs(
-                (name, f"{f.bytes:,} bytes, SHA-256 {f.sha256}") for name, f in record.files.items()
-            ),
-        ),
+        ("Environment", _part(record.environment)),
+        ("Files", _files(record)),
         (f"Key {record.key}, of", pairs(flat(record.key_parts))),
     ]
     return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts if text)
@@ -133,26 +121,25 @@ def _answers(damage: Damage) -> str:
         for task, found in damage.tasks.items()
         if (said := found.answers) is not None and said.agreed.value is not None
     ]
-    if not rows:
-        return ""
-    return "\n\n" + table(("task", "same answer", "up to the first difference"), rows)
+    head = ("task", "same answer", "up to the first difference")
+    return "\n\n" + table(head, rows) if rows else ""
 
 
 def _by_confidence(damage: Damage) -> str:
     """Mean KL, and how many tokens, by what the unquantized model gives its likeliest token."""
-    rows, head = [], ["task"]
-    for task, found in damage.tasks.items():
-        bins = found.distributions.by_confidence if found.distributions else ()
-        if bins:
-            head = ["task", *(f"{one.low:g} to {one.high:g}" for one in bins)]
-            rows.append((task, *map(_bin, bins)))
-    if not rows:
+    found = {
+        task: one.distributions.by_confidence
+        for task, one in damage.tasks.items()
+        if one.distributions and one.distributions.by_confidence
+    }
+    if not found:
         return ""
+    rows = [
+        (task, *(NO_VALUE if b.kl is None else f"{significant(b.kl)} ({b.tokens})" for b in bins))
+        for task, bins in found.items()
+    ]
+    head = ("task", *(f"{one.low:g} to {one.high:g}" for one in next(iter(found.values()))))
     return "\n\nmean KL (tokens) by the unquantized model's confidence\n\n" + table(head, rows)
-
-
-def _bin(one: ConfidenceBin) -> str:
-    return NO_VALUE if one.kl is None else f"{significant(one.kl)} ({one.tokens})"
 
 
 def _stages(record: Record) -> str:
@@ -163,28 +150,22 @@ def _stages(record: Record) -> str:
     return table(("stage", "took", "memory", ""), rows)
 
 
-def _scoring(report: ScoringReport | None) -> str:
-    return _part(report)
+def _files(record: Record) -> str:
+    found = record.files.items()
+    return pairs((name, f"{file.bytes:,} bytes, SHA-256 {file.sha256}") for name, file in found)
 
 
 def _audit(audit: Audit | None) -> str:
     if audit is None:
         return ""
-    said = audit.model_dump(exclude_none=True, mode="json", exclude={"modules"})
-    text = [_said(said)]
     rows = [
-        (
-            m.name,
-            m.kind,
-            f"{m.bits_per_weight:.2f}",
-            f"{m.weight_error:.4f}",
-            m.levels,
-            m.digest[:8],
-        )
-        for m in audit.modules
-    ]
+        (one.name, one.kind, f"{one.bits_per_weight:.2f}", f"{one.weight_error:.4f}", one.levels,
+         one.digest[:8])
+        for one in audit.modules
+    ]  # fmt: skip
     head = ("layer", "class", "bits a weight", "weight error", "levels", "digest")
-    return "\n\n".join([*text, *([table(head, rows)] if rows else [])])
+    text = _said(audit.model_dump(exclude_none=True, mode="json", exclude={"modules"}))
+    return "\n\n".join([text, *([table(head, rows)] if rows else [])])
 
 
 def _part(part: RecordModel | None) -> str:
@@ -203,10 +184,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return significant(value) if isinstance(value, float) else value
-
-
-def _environment(record: Record) -> str:
-    return _part(record.environment)
 
 
 def document_text(
@@ -297,14 +274,13 @@ def _metrics(names: list[str], scored: tuple[pd.DataFrame, ...], summed: Collect
     """Of those that are ``summed`` a document has a log-likelihood, which is no perplexity."""
     values = [dict(zip(one["metric"], one["value"], strict=True)) for one in scored]
     rows = [
-        (_named(metric, summed), *(_shown(of.get(metric), "g") for of in values))
+        (
+            metric_title(metric) + (": log-likelihood" if metric in summed else ""),
+            *(_shown(of.get(metric), "g") for of in values),
+        )
         for metric in values[0]
     ]
     return table(("metric", *names), rows)
-
-
-def _named(metric: str, summed: Collection[str]) -> str:
-    return metric_title(metric) + (": log-likelihood" if metric in summed else "")
 
 
 def _requests(names: list[str], asked: list[pd.DataFrame]) -> str:

@@ -23,8 +23,8 @@ REAL = Path(__file__).parents[1] / "results" / "pair-27m"
 def exported(tmp_path_factory):
     """Cells of the committed pair in both formats."""
     folder = tmp_path_factory.mktemp("export")
-    export.write_lm_eval(some("softmax/bf16", "softpick/gptq-3bit"), folder / "lm-eval")
-    export.write_model_card(some("softpick/hqq-2bit"), folder / "model-card")
+    export.export(some("softmax/bf16", "softpick/gptq-3bit"), "lm-eval", folder / "lm-eval")
+    export.export(some("softpick/hqq-2bit"), "model-card", folder / "model-card")
     return folder
 
 
@@ -88,7 +88,7 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "events"
-    export.write_tensorboard(some("softpick/gptq-4bit"), folder)
+    export.export(some("softpick/gptq-4bit"), "tensorboard", folder)
     events = EventAccumulator(str(folder / "softpick" / "gptq-4bit"))
     events.Reload()
     (record,) = [one for one in Store(REAL).records() if one.cell == "softpick/gptq-4bit"]
@@ -118,9 +118,7 @@ def records_of(path):
 
 def test_weights_and_biases_files_are_read_back(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from qbench import export
-
-    (folder,) = export.write_wandb(some("softpick/gptq-4bit"), tmp_path)
+    (folder,) = export.export(some("softpick/gptq-4bit"), "wandb", tmp_path)
     (record,) = some("softpick/gptq-4bit").records()
     (path,) = folder.glob("run-*.wandb")
     assert path.name == f"run-{record.key[:16]}.wandb"

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
+from qbench import export as formats
 from qbench import published as papers
 from qbench.cli.options import Folder, Run, open_store, to_folder
 from qbench.comparison.explain import find_cell, find_record, text
 from qbench.comparison.lines import judge
 from qbench.errors import ResultsError
-from qbench.export import WRITERS
 from qbench.files import require_folder
 from qbench.machine import redirected
 from qbench.plan import find_tasks
@@ -150,7 +150,7 @@ def export(
         status, reason = judge(store.get(cell))
         if status != "ok":
             typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
-    paths = WRITERS[to.value](store, place)
+    paths = formats.export(store, to.value, place)
     typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
 
 
