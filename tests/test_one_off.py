@@ -36,6 +36,19 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     assert capfd.readouterr().err.count("already there") == 2
 
 
+def test_precisions_are_compared_with_the_one_that_is_named(tmp_path, capfd):
+    wrong = tmp_path / "wrong"
+    with pytest.raises(
+        RecipeError, match=r"--against rtn-5bit: .*there are softpick/fp32, softpick"
+    ):
+        qbench("run", *ONE, "--out", wrong, "--against", "rtn-5bit")
+    assert not wrong.exists()
+    three = [*ONE]
+    three[three.index("fp32,rtn-4bit")] = "fp32,rtn-4bit,bnb-4bit"
+    assert qbench("run", *three, "--out", tmp_path / "out", "--against", "bnb-4bit") == 0
+    assert re.search(r"rtn-4bit[ |]+bnb-4bit|rtn-4bit − bnb-4bit", capfd.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

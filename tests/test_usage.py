@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +82,28 @@ def test_every_command_has_examples_that_can_be_given_as_they_stand(names, tmp_p
         words = shlex.split(example.partition(">")[0])
         assert words[: len(names) + 1] == ["qbench", *names]
         command.make_context(" ".join(names), [*words[len(names) + 1 :]])
+
+
+QBENCH = Path(sys.executable).parent / "qbench"  # as pip installs it
+
+
+@pytest.mark.skipif(not (shutil.which("bash") and QBENCH.exists()), reason="completes in bash")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ru", "run"),
+        ("list qu", "quantizers"),
+        ("run --quantizers bf16,gptq-4", "bf16,gptq-4bit"),
+        ("run --quantizers gptq-4bit+int8-token-as", "gptq-4bit+int8-token-asymmetric"),
+    ],
+)
+def test_bash_completes_commands_and_names(line, expected):
+    words = shlex.split(line)
+    script = f"""
+        eval "$(_QBENCH_COMPLETE=source_bash {QBENCH})"
+        COMP_WORDS=(qbench {line}); COMP_CWORD={len(words)}
+        _qbench_completion {QBENCH}
+        echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == [expected], done.stderr

@@ -82,7 +82,11 @@ class Listing(StrEnum):
 def list_command(
     what: Annotated[
         str,
-        typer.Argument(metavar="WHAT", help="quantizers, formats, normalizers, models or tasks."),
+        typer.Argument(
+            metavar="WHAT",
+            autocompletion=lambda incomplete: [w for w in Listing if w.startswith(incomplete)],
+            help="quantizers, formats, normalizers, models or tasks.",
+        ),
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
     markdown: Annotated[

@@ -111,6 +111,14 @@ Run = Annotated[
         "the last one.",
     ),
 ]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="QUANTIZER",
+        help="Of one checkpoint: compare each other precision with this one. Default: each pair, "
+        "where they are few.",
+    ),
+]
 Published = Annotated[
     str | None,
     typer.Option(metavar="SET", help="Print a paper's numbers beside ours: softpick-340m."),

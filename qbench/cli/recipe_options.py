@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +30,15 @@ class ScoringMode(StrEnum):
     lm_eval = "lm-eval"
 
 
+def complete_quantizers(incomplete: str) -> list[str]:
+    """The shell asks: the last name of a list by commas, or the last part of one with +."""
+    from qbench.quantizers.names import COMBINATIONS, PARTS
+
+    given, last = re.fullmatch(r"(.*[,+])?([^,+]*)", incomplete).groups("")  # type: ignore[union-attr]  # fits any text
+    names = [name for registry in (*PARTS.values(), COMBINATIONS) for name in registry]
+    return [given + name for name in dict.fromkeys(names) if name.startswith(last)]
+
+
 OPTIONS: dict[str, Any] = {
     "checkpoint": Annotated[
         list[str],
@@ -50,6 +60,7 @@ OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="NAMES",
+            autocompletion=complete_quantizers,
             help="These quantizers, by commas: bf16,gptq-4bit. With +, weights and more: "
             "gptq-4bit+kv4. With a recipe, its labels keep their settings.",
         ),

@@ -17,6 +17,7 @@ import typer
 from qbench.cell import cache_folder
 from qbench.cli.messages import complain, show_written
 from qbench.cli.options import (
+    Against,
     ClusterOption,
     Device,
     DeviceOption,
@@ -77,6 +78,7 @@ def run(
     ] = None,
     cluster: ClusterOption = None,
     executor: ExecutorOption = None,
+    against: Against = None,
     save_recipe: Annotated[
         Path | None, to_file("Write what is run as a recipe, with absolute paths.")
     ] = None,
@@ -95,7 +97,15 @@ def run(
     ```
     """
     place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
-    cells = len(select(cell_names(place.recipe), only))
+    names = cell_names(place.recipe)
+    if against is not None and [name for name in names if name.endswith(f"/{against}")] != [
+        f"{next(iter(place.recipe.checkpoints))}/{against}"
+    ]:
+        raise RecipeError(
+            f"--against {against}: names a precision of a run with one checkpoint; there are "
+            f"{', '.join(names)}"
+        )
+    cells = len(select(names, only))
     with placed(
         place, device, cluster, gpus=gpus, workers=workers, own=executor, cells=cells
     ) as place:  # whose processes import what they need beside all that follows
@@ -110,7 +120,9 @@ def run(
         from qbench.cli.tables import show_tables  # pandas
         from qbench.viewer.summary import headline
 
-        comparison = show_tables(Store(place.out, grid=readable(planned.grid, store)))
+        comparison = show_tables(
+            Store(place.out, grid=readable(planned.grid, store)), against=against
+        )
     typer.echo(f"{headline(comparison)} All of it: qbench view {place.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from qbench.cli.messages import show_written
-from qbench.cli.options import Folder, Published, Run, open_store
-from qbench.comparison.changes import MOST_PAIRED, compare_cells, compare_results
+from qbench.cli.options import Against, Folder, Published, Run, open_store
+from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.lines import Comparison
 from qbench.errors import OutputError, ResultsError
@@ -21,16 +21,6 @@ from qbench.tables.changes import changes_table
 from qbench.tables.rank import ranking
 from qbench.tables.table import render as render_tables
 from qbench.tables.write import paper, render
-
-Against = Annotated[
-    str | None,
-    typer.Option(
-        "--against",
-        metavar="QUANTIZER",
-        help="Of one checkpoint: compare each other precision with this one. Default: each pair, "
-        f"of up to {MOST_PAIRED} precisions.",
-    ),
-]
 
 
 class Format(StrEnum):

@@ -35,17 +35,26 @@ class Rates:
     """Of one GPU, or of one core of a CPU in float32; as docs/speed.md has them."""
 
     score: Mapping[str, float]  # operations a second, by the mode of scoring
-    quantize: float  # seconds for 10⁹ weights
+    rounding: float  # seconds for 10⁹ weights, with their audit
+    calibrating: float  # seconds for 10⁹ weights of a method that sees text
     disk: float  # GiB a second
     fixed: float  # seconds of a cell before it computes anything
 
 
 RATES = {
     "cuda": Rates(
-        score={"fast": 2e14, "exact": 9e13, "lm-eval": 2e13}, quantize=15.0, disk=1.0, fixed=6.0
+        score={"fast": 2e14, "exact": 9e13, "lm-eval": 2e13},
+        rounding=3.0,
+        calibrating=15.0,
+        disk=1.0,
+        fixed=6.0,
     ),
     "cpu": Rates(
-        score={"fast": 3e10, "exact": 2.5e10, "lm-eval": 2e10}, quantize=60.0, disk=1.0, fixed=2.0
+        score={"fast": 3e10, "exact": 2.5e10, "lm-eval": 2e10},
+        rounding=200.0,
+        calibrating=250.0,
+        disk=1.0,
+        fixed=2.0,
     ),
 }
 
@@ -128,7 +137,8 @@ def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
     text = plan.calibration
     if cell.quantization.precision.quantized:
         memory += weights  # the audit holds the original beside
-        seconds += rates.quantize * parameters / 1e9
+        rate = rates.calibrating if cell.quantization.needs_calibration else rates.rounding
+        seconds += rate * parameters / 1e9
     if cell.quantization.needs_calibration and text is not None:
         read = text.samples * text.length
         seconds += 2 * operations * cores * read / rates.score["exact"]  # on a CPU by one core
@@ -196,12 +206,13 @@ class TimeLeft:
     ) -> None:
         self._waiting = dict.fromkeys(cells)
         self._expected, self._tasks, self._at_once = dict(expected or {}), tasks, max(1, at_once)
-        self._clock = clock
+        self._clock, self._started, self._begun = clock, clock(), False
         self._at_work: dict[str, _AtWork] = {}
         self._took: list[float] = []
 
     def begin(self, cell: str) -> None:
         self._waiting.pop(cell, None)
+        self._begun = True
         self._at_work[cell] = _AtWork(begun=self._clock(), stage=self._clock())
 
     def stage(self, cell: str, name: str) -> None:
@@ -246,7 +257,9 @@ class TimeLeft:
                 rest = own if one.scoring is not None else max(rest, own)
             rests.append(max(rest, LATE * took))
         waiting = sum(self._expected.get(name, usual) for name in self._waiting)
-        return max([*rests, (sum(rests) + waiting) / self._at_once])
+        left = max([*rests, (sum(rests) + waiting) / self._at_once])
+        waited = 0.0 if self._begun else now - self._started  # until the first worker is there
+        return max(left - waited, LATE * left)
 
     def _measured(self, one: _AtWork, now: float) -> float | None:
         """Seconds that are left, by its own speed, of all tasks or, before, of its stage."""

@@ -82,7 +82,7 @@ class Display:
                 transient=True,
                 expand=True,
             )
-            self._grid = self._bars.add_task(f"0 of {cells} cells", total=cells)
+            self._grid = self._bars.add_task("starting", total=cells)
 
     def __enter__(self) -> Display:
         if self._bars:
@@ -106,6 +106,7 @@ class Display:
         if self._estimate:
             self._estimate.begin(cell)
         if self._bars:
+            self._count()
             self._rows[cell] = self._bars.add_task(cell, total=None)
 
     def stage(self, cell: str, name: str, total: float | None = None) -> None:
@@ -134,10 +135,12 @@ class Display:
         if self._bars:
             self._bars.remove_task(self._rows.pop(cell))
             self._ended.add(cell)
-            done = len(self._ended)
-            self._bars.update(
-                self._grid, completed=done, description=f"{done} of {self._cells} cells"
-            )
+            self._count()
+
+    def _count(self) -> None:
+        assert self._bars is not None
+        done = len(self._ended)
+        self._bars.update(self._grid, completed=done, description=f"{done} of {self._cells} cells")
 
 
 @dataclass(slots=True)

@@ -102,7 +102,8 @@ def test_the_documents_state_the_rates():
         rates = rf"{gpu.score[mode] / 1e9:,.0f} \| {cpu.score[mode] / 1e9:.0f} "
         row = rf"`scoring: {mode}`[^|]*\| {rates}"
         assert re.search(row, text), mode
-    assert f"seconds | {gpu.quantize:.0f} | {cpu.quantize:.0f} |" in text
+    assert f"auditing them, seconds | {gpu.rounding:.0f} | {cpu.rounding:.0f} |" in text
+    assert f"sees text, seconds | {gpu.calibrating:.0f} | {cpu.calibrating:.0f} |" in text
     assert f"seconds | {gpu.fixed:.0f} | {cpu.fixed:.0f} |" in text
 
 
@@ -126,6 +127,16 @@ def test_earlier_records_say_what_is_left_before_anything_has_run():
     _, left = time_left(["a", "b"])
     left.begin("a")
     assert left.left() is None
+
+
+def test_what_is_left_goes_down_while_workers_start():
+    clock, left = time_left(["a", "b"], expected={"a": 40.0, "b": 20.0})
+    clock.now = 15  # on a GPU host until the first one has imported
+    assert left.left() == 45
+    clock.now = 300
+    assert left.left() == 6
+    left.begin("a")
+    assert left.left() == 60
 
 
 def test_the_first_batches_say_it_where_no_record_does():
