@@ -94,7 +94,7 @@ def require_folder(path: Path, option: str = "") -> None:
     not exist. Nothing stays behind."""
     location = f"{option} {path}".strip()
     try:
-        if not _is_other_than_file(path) and path.exists():
+        if path.exists() and not path.is_dir():
             raise OutputError(f"{location}: is a file; name a folder")
         _try(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:

@@ -35,15 +35,10 @@ def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path):
 REFUSED = {
     "a folder": (lambda folder: folder, "is a folder"),
     "below a file": (lambda folder: folder / "file" / "x", "Not a directory|is a file"),
-    "far below a file": (lambda folder: folder / "file" / "x" / "y", "Not a directory|is a file"),
     "in /proc": (lambda folder: Path("/proc/qbench/x.json"), "cannot be written"),
-    "in /sys": (lambda folder: Path("/sys/x.json"), "cannot be written"),
     "NUL": (lambda folder: folder / "a\0b", "null"),
     "long name": (lambda folder: folder / ("a" * 300), "name too long"),
-    "long folder": (lambda folder: folder / ("a" * 300) / "x", "name too long"),
-    "long path": (lambda folder: folder / ("a/" * 3000) / "x", "name too long"),
     "a loop": (lambda folder: folder / "loop", "symbolic links"),
-    "below a loop": (lambda folder: folder / "loop" / "x", "symbolic links"),
     "in a link to nowhere": (lambda folder: folder / "nowhere" / "x" / "y", "cannot be written"),
 }
 
@@ -124,7 +119,7 @@ except OutputError as error:
 """
 
 
-@pytest.mark.parametrize(("room", "code"), [(1, 2), (2999, 2), (3000, 0)])
+@pytest.mark.parametrize(("room", "code"), [(2999, 2), (3000, 0)])
 def test_a_disk_that_is_full_at_any_byte_leaves_the_old_content_and_nothing_else(
     tmp_path, room, code
 ):
@@ -134,22 +129,6 @@ def test_a_disk_that_is_full_at_any_byte_leaves_the_old_content_and_nothing_else
     assert ended.returncode == code
     assert path.read_bytes() == (b"old" if code else b"new" * 1000)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_where_the_log_is_on_a_full_disk_the_terminal_still_gets_the_last_word(tmp_path):
-    program = (
-        "import resource, sys\nfrom pathlib import Path\n"
-        "from qbench.machine import redirected\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
-        "try:\n"
-        "    with redirected(Path(sys.argv[1])):\n"
-        "        print('x' * 1000)\n"
-        "except OSError as error:\n"
-        "    print('said:', error.strerror, file=sys.stderr)\n"
-    )
-    command = [sys.executable, "-c", program, tmp_path / "log"]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    assert ended.stderr == "said: File too large\n"
 
 
 def test_temporaries_of_dead_processes_are_removed_and_no_others(tmp_path):

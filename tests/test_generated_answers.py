@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.errors import DataError, ResultsError
 from qbench.evaluation import evaluate
 from qbench.evaluation.passkey import key, scores
-from qbench.records import ANSWER_CHARACTERS, RESPONSE_DEFAULTS
+from qbench.records import ANSWER_CHARACTERS
 from qbench.store import Store
 
 # as gsm8k: two filters over one answer
@@ -117,20 +116,6 @@ def test_show_has_both_cells_answers(ran, capsys):
     assert "passkey_256, document 0" in capsys.readouterr().out
 
 
-def test_show_says_how_many_answers_are_those_of_the_unquantized_cell(ran, capsys):
-    store = Store(ran)
-    records = {record.cell: record for record in store.records()}
-    base, after = (
-        texts(store, records[f"softpick/{name}"], "sums") for name in ("fp32", "rtn-4bit")
-    )
-    same = sum(map(str.__eq__, base, after))
-    assert records["softpick/rtn-4bit"].damage.tasks["sums"].answers.identical == same
-    assert qbench("show", f"{ran}/softpick/rtn-4bit") == 0
-    shown = capsys.readouterr().out
-    assert "up to the first difference" in shown
-    assert f"{same} of 3" in shown
-
-
 def test_the_export_holds_them(ran):
     assert qbench("export", ran, "--to", "lm-eval") == 0
     store = Store(ran)
@@ -154,16 +139,6 @@ def test_a_long_answer_is_cut_and_says_so():
     assert table["answer"].str.len().tolist() == [ANSWER_CHARACTERS, 5]
     assert table["cut"].tolist() == [ANSWER_CHARACTERS, 0]
     assert table["request"].tolist() == [0, 1]
-
-
-def test_responses_of_an_earlier_version_can_be_read():
-    """The committed results were written before there were answers."""
-    store = Store(Path(__file__).parents[1] / "results" / "pair-27m")
-    record = store.records()[0]
-    table = store.responses(record)
-    assert len(table) > 1000
-    assert table["answer"].isna().all()
-    assert (table["cut"] == RESPONSE_DEFAULTS["cut"]).all()
 
 
 def test_show_makes_the_text_that_was_asked_from_the_recipe(ran, capsys):

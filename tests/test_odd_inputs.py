@@ -30,31 +30,18 @@ CHECK = ("check", "grid", "--baseline", "base.parquet")
 RUN = ("run", "good.yaml", "--device", "cpu")
 # what no output can be written to, and what the line says of it
 NOT_A_FILE = {
-    "folder": "is a folder", "": "an empty path", "file/x.json": "cannot be written",
-    "/proc/qbench.json": "cannot be written", LONG: "name too long", "loop": "symbolic links",
-    "a\0b": "null", "fifo": "is a device or a pipe", "full": "is a device or a pipe",
+    "folder": "is a folder", "": "an empty path", "/proc/qbench.json": "cannot be written",
+    "fifo": "is a device or a pipe",
 }  # fmt: skip
-NOT_A_FOLDER = {
-    "file": "is a file", "": "an empty path", "file/x": "cannot be written to",
-    "/proc/qbench": "cannot be written to", LONG: "name too long", "loop": "cannot be written to",
-    "a\0b": "null", "fifo": "is a file",
-}  # fmt: skip
+NOT_A_FOLDER = {"file": "is a file", "": "an empty path", "file/x": "cannot be written to"}
 NOT_RESULTS = {
-    "folder": "no grid.json here", "file": "no grid.json here", "nowhere": "no grid.json here",
-    "": "no grid.json here", LONG: "name too long", "fifo": "no grid.json here",
-    "loop": "symbolic links|no grid.json", "/proc": "no grid.json here",
+    "folder": "no grid.json here", "nowhere": "no grid.json here", LONG: "name too long",
     "pipe-grid": "no grid.json here", "list-grid": "not a JSON object",
-    "text-grid": "not whole JSON",
+    "text-grid": "not whole JSON", "deep-grid": "not whole JSON", "open-grid": "no checksum",
     "old-grid": "written by an older qbench .schema 1, this one reads 2.: run the recipe again",
     "new-grid": "written by a newer qbench .schema 99, this one reads 2.: update qbench",
-    "deep-grid": "not whole JSON", "digits-grid": "not whole JSON", "open-grid": "no checksum",
 }  # fmt: skip
-NOT_A_RECIPE = {
-    "nowhere.yaml": "no such recipe", "folder": "not a file", "fifo": "not a file",
-    "loop": "cannot be read", LONG: "cannot be read", "": "not a file",
-    "/dev/zero": "not a file", "a\nb": "no such recipe", "\udcff": "no such recipe",
-    "file": "a recipe is a mapping", "file/x": "cannot be read",
-}  # fmt: skip
+NOT_A_RECIPE = {"fifo": "not a file", "a\nb": "no such recipe", "file": "a recipe is a mapping"}
 ODD: list[tuple[tuple[str, ...], str]] = [
     *(((*CHECK, "--json", path), words) for path, words in NOT_A_FILE.items()),
     *(((*command, "folder"), "is a folder") for command in (
@@ -64,27 +51,21 @@ ODD: list[tuple[tuple[str, ...], str]] = [
     *((("report", "grid", "--out", path), words) for path, words in NOT_A_FOLDER.items()),
     *(((*command, "--out", "file"), "is a file") for command in (RUN, ("noise", *RUN[1:]))),
     *((("tables", path), words) for path, words in NOT_RESULTS.items()),
-    *(((*command, path, *rest), ".") for path in ("nowhere", "pipe-grid", "new-grid")
-      for command, rest in (
+    *(((*command, "new-grid", *rest), "newer qbench") for command, rest in (
         (("report",), ()), (("check",), CHECK[2:]), (("baseline",), ("--out", "new.parquet")),
-        (("compare", "grid"), ()), (("explain", "grid/softmax/bf16"), ()),
-      )),
-    *((("explain", "grid/softmax/bf16", path), ".") for path in ("", "file", "fifo", LONG)),
+        (("compare", "grid"), ()),
+    )),
+    (("explain", "grid/softmax/bf16", "file"), "not a record"),
     *((("run", path, "--device", "cpu"), words) for path, words in NOT_A_RECIPE.items()),
-    (("plan", "fifo"), "not a file"),
     *((("check", "grid", "--baseline", path), ".") for path in
-      ("folder", "file", "nowhere", "", LONG, "fifo", "loop", "/dev/zero", "cut.parquet",
-       "grid/grid.json")),
+      ("folder", "file", "nowhere", "cut.parquet", "grid/grid.json")),
     *(((*RUN, *more), words) for more, words in (
         (("--checkpoint", "softpick"), "NAME=PATH"),
         (("--checkpoint", "softpick=~nobody-here/x"), "."),
         (("--checkpoint", "softpick=a\0b"), "."),
         (("--checkpoint", "other=x"), "has no other"),
-        (("--data", "nowhere"), "no such folder"), (("--data", "fifo"), "no such folder"),
-        (("--data", LONG), "no such folder"),
-        (("--data", "loop"), "no such folder"),
-        (("--limit", "9" * 30), "less than or equal"), (("--only", "nothing"), "matches no cell"),
-        (("--only", "["), "matches no cell"),
+        (("--data", "nowhere"), "no such folder"),
+        (("--limit", "9" * 30), "less than or equal"), (("--only", "["), "matches no cell"),
     )),
 ]  # fmt: skip
 
@@ -98,12 +79,10 @@ def whole(tmp_path_factory):
     (folder / "good.yaml").write_text(RECIPE)
     (folder / "file").write_text("content")
     (folder / "folder").mkdir()
-    (folder / "loop").symlink_to(folder / "loop")
-    (folder / "full").symlink_to("/dev/full")  # not the device itself, which root could replace
     os.mkfifo(folder / "fifo")
     for name, content in {
         "list": "[]", "text": "{", "old": '{"schema_version": 1}', "new": '{"schema_version": 99}',
-        "deep": "[" * 100_000, "digits": '{"schema_version": ' + "1" * 5000 + "}",
+        "deep": "[" * 100_000,
         "open": '{"schema_version": 2, "cells": []}',
     }.items():  # fmt: skip
         (folder / f"{name}-grid").mkdir()

@@ -78,45 +78,21 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
             ["quantizers[0]", "'grup'", "group_size"],
         ),
         ({"quantizers": [{"label": "x"}]}, ["quantizers[0]", "name"]),
-        *(
-            ({"quantizers": [{"name": name, option: value}]}, ["quantizers[0]", option])
-            for name, option, value in (
-                ("rtn-4bit", "group_size", 1e21),
-                ("rtn-4bit", "group_size", 10**21),
-                ("hqq-4bit", "group_size", 10**21),
-                ("hqq-4bit", "axis", 2),
-                ("gptq-4bit", "damp", math.inf),
-                ("gptq-4bit", "damp", math.nan),
-                ("gptq-4bit", "batch_size", 10**9),
-                ("bnb-8bit", "threshold", math.inf),
-                ("bnb-8bit", "threshold", 1e21),
-                ("gptq-4bit", "symmetric", "yes"),
-            )
-        ),
+        ({"quantizers": [{"name": "rtn-4bit", "group_size": 1e21}]}, ["[0]", "group_size"]),
+        ({"quantizers": [{"name": "gptq-4bit", "damp": math.nan}]}, ["[0]", "damp"]),
         ({"quantizers": []}, ["quantizers", "list"]),
-        ({"quantizers": "bf16"}, ["quantizers", "list"]),
         ({"quantizers": ["gptq-4bit"]}, ["gptq-4bit", "calibration"]),
         ({"tasks": ["piqa", "piqa"]}, ["piqa", "twice"]),
-        ({"tasks": []}, ["tasks"]),
-        ({"checkpoints": {}}, ["checkpoints"]),
-        ({"checkpoints": {"soft max": "a/b"}}, ["checkpoints", "soft max"]),
         ({"checkpoints": {"a": {"path": "x", "normalizer": "softpik"}}}, ["softpik", "softpick"]),
         ({"checkpoints": {"a": {"path": "x", "norm": "y"}}}, ["checkpoints.a.norm", "normalizer"]),
         ({"evaluation": {"limits": 3}}, ["evaluation.limits", "unknown key", "limit"]),
-        ({"evaluation": {"limit": 0}}, ["evaluation.limit", "0"]),
         ({"evaluation": {"softmax_dtype": "bf16"}}, ["softmax_dtype", "bf16", "float32"]),
         ({"quantizer": []}, ["quantizer", "unknown key", "quantizers"]),
         ({"data": "nowhere"}, ["data", "no such folder", "nowhere"]),
         ({"calibration": {"path": "nowhere.jsonl"}}, ["calibration.path", "nowhere.jsonl"]),
-        ({"name": "a/b"}, ["name", "a/b"]),
         ({"quantizers": [4]}, ["quantizers[0]", "not 4"]),
-        ({"quantizers": [[1, 2]]}, ["quantizers[0]", "[1, 2]"]),
         ({"quantizers": [{"name": "fp32", "label": 4}]}, ["quantizers[0]", "label 4"]),
-        ({"quantizers": [{"name": "fp32", "label": "../x"}]}, ["quantizers[0]", "'../x'"]),
         ({"evaluation": {"seed": -1}}, ["evaluation.seed", "-1"]),
-        ({"evaluation": {"batch_size": 0}}, ["evaluation.batch_size", "0"]),
-        ({"evaluation": {"batch_size": True}}, ["evaluation.batch_size"]),
-        ({"tasks": [{"name": "sciq", "files": []}]}, ["tasks", "files"]),
         ({"data": "~no-such-user/x"}, ["data"]),
     ],
 )
@@ -133,11 +109,6 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     path.write_text("name: a\nname: b\n")
     with pytest.raises(RecipeError, match=r'twice\.yaml:2: found duplicate key "name"'):
         Recipe.load(path)
-
-
-def test_a_checkpoint_option_must_name_a_checkpoint_of_the_recipe(tmp_path):
-    with pytest.raises(RecipeError, match="has no other; it has softmax, softpick"):
-        Recipe.load(write(tmp_path), Overrides(checkpoints={"other": "x/y"}))
 
 
 @pytest.mark.parametrize("named", ["path/to/one", "./one", "one", "../one"])
@@ -161,25 +132,6 @@ def test_every_shipped_recipe_is_valid_and_named_like_its_file(path):
     stated = yaml.safe_load(path.read_text())["checkpoints"]
     recipe = Recipe.load(path, Overrides(checkpoints=dict.fromkeys(stated, "some/where")))
     assert recipe.name == path.stem
-
-
-@pytest.mark.parametrize("name", ["appendix-340m", "appendix-1.8b"])
-def test_the_appendix_recipes_hold_every_precision_and_task_of_the_paper(name):
-    path = Path(__file__).parent.parent / "recipes" / f"{name}.yaml"
-    recipe = Recipe.load(path, Overrides(checkpoints={"softmax": "a/b", "softpick": "c/d"}))
-    assert {q.label for q in recipe.quantizers} == {
-        "bf16", "bnb-4bit", "bnb-8bit", "gptq-2bit", "gptq-3bit", "gptq-4bit", "gptq-8bit",
-        "hqq-2bit", "hqq-3bit",
-    }  # fmt: skip
-    tasks = [task.name for task in recipe.tasks]
-    assert tasks == ["arc_easy", "lambada_openai", "piqa", "sciq", "wikitext"]
-
-
-def test_another_dtype_keeps_both_of_two_labelled_unquantized_columns(tmp_path):
-    quantizers = [{"name": "fp32", "label": "full"}, {"name": "bf16", "label": "half"}]
-    recipe = Recipe.load(write(tmp_path, quantizers=quantizers), Overrides(dtype="float32"))
-    assert [q.label for q in recipe.quantizers] == ["full", "half"]
-    assert {q.quantization.compute_dtype for q in recipe.quantizers} == {"float32"}
 
 
 def test_another_dtype_does_not_drop_one_of_two_unquantized_columns(tmp_path):
@@ -232,13 +184,6 @@ def test_another_checkpoint_must_still_have_the_normalizer_that_the_recipe_state
     recipe = Recipe.load(write(tmp_path), Overrides(checkpoints={"softpick": "e/f"}))
     assert recipe.checkpoints["softpick"].path == "e/f"
     assert recipe.checkpoints["softpick"].normalizer == "softpick"
-
-
-def test_a_scoring_mode_on_the_command_line_replaces_the_recipes(tmp_path):
-    recipe = Recipe.load(
-        write(tmp_path, evaluation={"scoring": "fast"}), Overrides(scoring="exact")
-    )
-    assert recipe.evaluation.scoring == "exact"
 
 
 @pytest.mark.parametrize(

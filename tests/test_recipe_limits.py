@@ -4,10 +4,7 @@ import itertools
 import math
 import os
 import re
-import socket
 import time
-import warnings
-from pathlib import Path
 
 import pytest
 import yaml
@@ -22,30 +19,18 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 ODD = {
     "bomb": (BOMB, r":\d+: more than 10,000 values"),
-    "bomb in tasks": (f"name: a\ntasks:\n  {BOMB.replace(chr(10), chr(10) + '  ')}", "10,000 val"),
     "holds itself": ("name: &a [*a]", "nested too deeply"),
-    "brackets": ("[" * 3000, "nested too deeply"),
     "deep": ("".join(" " * n + "a:\n" for n in range(600)), "nested too deeply"),
-    "dashes": ("- " * 5000, "nested too deeply"),
     "int foo": ("name: a\ncompute_dtype: !!int foo", ":2: 'foo' is no int"),
-    "bool x": ("name: a\nskip_missing: !!bool x", ":2: 'x' is no bool"),
     "python": ("name: !!python/object/apply:os.system [ls]", ":1: tag 'tag:yaml.org,2002:python"),
-    "binary": ("name: !!binary aGVsbG8=", ":1: tag"),
-    "own tag": ("name: !mine a", ":1: tag '!mine'"),
     "date": ("\nname: 2024-13-45", ":2: '2024-13-45' is a date"),
     "digits": ("name: a\nevaluation: {limit: " + "1" * 5000 + "}", ":2: '1111.*… is no int"),
-    "hex digits": ("name: a\nevaluation: {limit: 0x" + "1" * 5000 + "}", "too large to show"),
     "NUL": ("name: a\n\nx: a\0b", ":3: special characters are not allowed"),
-    "complex key": ("? [a, b]\n: 1", ":1: a key must be a word"),
     "number as key": ("name: a\n3: b", ":2: a key must be a word"),
     "two documents": ("name: a\n---\nname: b", "single document"),
-    "unknown alias": ("name: *b", ":1: found undefined alias 'b'"),
     "open bracket": ("name: [a", "expected"),
-    "tab": ("name: a\nb:\n\t- c", ":3: found character"),
     "empty": ("", "a recipe is a mapping"),
-    "a word": ("recipe", "a recipe is a mapping"),
     "large": ("name: a\n" + "# x\n" * 100_000, "400,008 bytes; at most 262,144"),
-    "long line": ("a" * 200_000 + ": 1", "mapping values are not allowed"),
     "surrogate": ('name: "\\ud800"', "name: "),
 }  # fmt: skip
 
@@ -72,72 +57,46 @@ def test_odd_yaml_is_one_line_within_seconds(tmp_path, odd):
     [
         (lambda path: os.mkfifo(path), "not a file"),
         (lambda path: path.mkdir(), "not a file"),
-        (lambda path: path.symlink_to("/dev/zero"), "not a file"),
         (lambda path: path.symlink_to(path), "cannot be read \\(Too many levels"),
         (lambda path: path.symlink_to("nowhere"), "no such recipe"),
-        (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "not a file"),
         (lambda path: path.write_bytes("name: a".encode("utf-16")), "not UTF-8"),
     ],
-    ids=["FIFO", "folder", "device", "loop", "dangling", "socket", "UTF-16"],
+    ids=["FIFO", "folder", "loop", "dangling", "UTF-16"],
 )
-def test_what_is_no_file_is_no_recipe(tmp_path, monkeypatch, make, words):
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
-    path = Path("odd.yaml")
-    with warnings.catch_warnings(action="ignore"):  # of the socket
-        make(path)
+def test_what_is_no_file_is_no_recipe(tmp_path, make, words):
+    path = tmp_path / "odd.yaml"
+    make(path)
     with pytest.raises(RecipeError, match=words):
         Recipe.load(path)
-
-
-@pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000, "a\0b", "\udcff", ""])
-def test_a_path_that_cannot_be_is_no_recipe(path):
-    with pytest.raises(RecipeError, match=r"no such|cannot be read|not a file"):
-        Recipe.load(Path(path))
 
 
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"evaluation": {"limit": 1e12}}, "evaluation.limit"),
         ({"evaluation": {"limit": 10**12}}, "evaluation.limit"),
         ({"evaluation": {"limit": True}}, "evaluation.limit"),
-        ({"evaluation": {"limit": "3"}}, "evaluation.limit"),
         ({"evaluation": {"max_length": 10**9}}, "evaluation.max_length"),
         ({"evaluation": {"batch_size": 10**9}}, "evaluation.batch_size"),
-        ({"evaluation": {"batch_size": 1.5}}, "evaluation.batch_size"),
         ({"evaluation": {"batch_size": "many"}}, "evaluation.batch_size"),
         ({"evaluation": {"seed": 2**32}}, "evaluation.seed"),
-        ({"evaluation": {"fewshot_seed": -1}}, "evaluation.fewshot_seed"),
         ({"evaluation": {"add_bos": "yes"}}, "evaluation.add_bos"),
-        ({"evaluation": {"damage": 1}}, "evaluation.damage"),
         ({"evaluation": {"tolerance": {"mean": math.inf}}}, "evaluation.tolerance.mean"),
-        ({"evaluation": {"tolerance": {"largest": math.nan}}}, "evaluation.tolerance.largest"),
-        ({"evaluation": {"tolerance": {"largest": 1e300}}}, "evaluation.tolerance.largest"),
-        ({"evaluation": {"tolerance": {"changed": math.nan}}}, "evaluation.tolerance.changed"),
-        ({"tasks": [{"name": "piqa", "num_fewshot": 1e12}]}, "tasks[0].num_fewshot"),
         ({"tasks": [{"name": "piqa", "num_fewshot": 10**12}]}, "tasks[0].num_fewshot"),
         ({"tasks": [{"name": "../piqa"}]}, "tasks[0].name"),
-        ({"tasks": ["a\nb"]}, "tasks[0].name"),
         ({"tasks": [3]}, "tasks[0]"),
         ({"tasks": [{"name": "sciq", "files": ["../x"]}]}, "tasks[0].files[0]"),
         (
             {"tasks": [{"name": "sciq", "files": {"fewshot": ["../x"]}}]},
             "tasks[0].files.fewshot[0]",
         ),
-        ({"tasks": [{"name": "sciq", "files": {"few": ["x"]}}]}, "tasks[0].files.few"),
         ({"tasks": [{"name": "sciq", "files": "test"}]}, "tasks[0].files"),
         ({"calibration": {"path": "x", "samples": 10**9}}, "calibration.samples"),
-        ({"calibration": {"path": "x", "length": 1e30}}, "calibration.length"),
         ({"calibration": {"path": "x", "seed": -1}}, "calibration.seed"),
         ({"calibration": {"path": "a\0b"}}, "calibration.path"),
-        ({"calibration": {"path": ""}}, "calibration.path"),
-        ({"calibration": {"path": "a" * 400}}, "calibration.path"),
         ({"checkpoints": {"a": {"path": "b\0"}}}, "checkpoints.a.path"),
         ({"checkpoints": {"a": {"path": "b", "revision": ""}}}, "checkpoints.a.revision"),
-        ({"checkpoints": {"é": "b"}}, "checkpoints.é"),
         ({"checkpoints": {"../a": "b"}}, "checkpoints.../a"),
         ({"data": "a\0b"}, "data"),
-        ({"data": "a" * 400}, "data"),
         ({"definitions": 3}, "definitions"),
         ({"name": ".."}, "name"),
     ],
