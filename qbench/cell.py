@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qbench import hub
+from qbench.checkpoints.find import elements, read_headers
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
 from qbench.machine import environment, hardware, measured, redirected
-from qbench.plan import Cell, Plan
+from qbench.plan import Cell, Plan, streamable
 from qbench.prequantized import GGUF
 from qbench.progress import Progress
 from qbench.quantizers.lm_eval_model import LmEvalModel
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from qbench.evaluation.baseline import BaselineReader
     from qbench.evaluation.definitions import TaskGroup
     from qbench.evaluation.loaded import LoadedTask
+
+
+WORKSPACE = 4 * 2**30  # bytes beside the weights, by which it is told whether these fit
 
 
 def cache_folder() -> Path:
@@ -142,9 +146,13 @@ def _run(
     with hub.announcing(progress.log):
         tasks = _prepare(cell, plan)
     result.documents = {task.name: task.digest for task in tasks}
+    from qbench.streaming import stream_of
+
     progress.stage(cell.name, "load")
-    with measured("load", plan.device, result.stages):
+    with measured("load", plan.device, result.stages) as detail:
         model, tokenizer = load(cell, plan)
+        if stream_of(model) is not None:
+            detail.append("block by block")
     _require_fast(cell, tasks, model, tokenizer, progress)
     model = quantized(cell, plan, model, tokenizer, result, progress, cache)
     baseline = _baseline(cell, plan, store, result, progress, distributions_folder(cache))
@@ -198,15 +206,25 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
+    """On the device, or block by block, as the recipe says or as there is room."""
     import torch
 
     from qbench.checkpoints import load_model
 
+    dtype = getattr(torch, cell.quantization.compute_dtype)
+    streamed = plan.recipe.evaluation.stream
+    if streamed == "auto":
+        streamed = streamable(cell.quantization, cell.copy) and plan.device == "cuda"
+        if streamed:
+            weights = elements(read_headers(cell.checkpoint.folder)) * dtype.itemsize
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            streamed = weights + WORKSPACE > torch.cuda.mem_get_info()[0] + cached
     return load_model(
         cell.checkpoint,
-        dtype=getattr(torch, cell.quantization.compute_dtype),
+        dtype=dtype,
         device=plan.device,
         attention=cell.attention,
+        streamed=streamed,
     )
 
 

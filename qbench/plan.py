@@ -306,12 +306,32 @@ def _cell(
         scoring=scoring,
         key=content_key(parts),
         key_parts=parts,
-        refusal=reason or refusal(checkpoint, shapes, quantization),
+        refusal=reason
+        or refusal(checkpoint, shapes, quantization)
+        or _unlike_a_stream(recipe, quantization, copy),
         notes=(
             *_notes(checkpoint, attention, scoring.mode, slower),
             *([f"{column.label}: {chosen}"] if chosen else []),
         ),
     )
+
+
+def _unlike_a_stream(
+    recipe: Recipe, quantization: QuantizationConfig, copy: Checkpoint | None
+) -> str | None:
+    if recipe.evaluation.stream is not True or streamable(quantization, copy):
+        return None
+    return (
+        "evaluation.stream: block by block weights alone are quantized, by rtn, bnb, hqq, gptq and "
+        "the like; say auto, or leave the column out"
+    )
+
+
+def streamable(quantization: QuantizationConfig, copy: Checkpoint | None) -> bool:
+    """Whether such a cell can be computed with its weights coming block by block."""
+    weights = quantization.weights
+    own = weights is None or not weights.prequantized
+    return copy is None and own and not quantization.beside_weights
 
 
 def content_key(parts: dict[str, Any]) -> str:

@@ -104,6 +104,7 @@ class Overrides:
     limit: int | None = None  # documents of each task
     dtype: str | None = None  # bfloat16 or float32: of all cells, unquantized ones too
     scoring: str | None = None  # auto, exact, fast or lm-eval
+    stream: bool | None = None  # weights come to the device block by block
 
 
 # --- the recipe
@@ -142,7 +143,7 @@ class CalibrationSource(Strict):
 
 
 class Evaluation(Strict):
-    """Numerics of scoring; all of it is part of every cell's key."""
+    """Numerics of scoring; part of every cell's key, where nothing else is said."""
 
     softmax_dtype: Literal["float32", "model"] = "float32"
     """In what log-probabilities are computed: float32, or the model's dtype."""
@@ -171,6 +172,9 @@ class Evaluation(Strict):
     """How far fast scoring may be from exact: nats a token, and the share of changed answers."""
     attention: Literal["auto", "reference", "triton", "native"] = "auto"
     """What computes attention: our kernels on a GPU, PyTorch, or the model's own."""
+    stream: Flag | Literal["auto"] = "auto"
+    """Weights come to the device block by block, for models that it has no room for; auto: for
+    those alone. Changes no score, so it is no part of the key."""
     damage: Flag = True
     """Measure quantized cells against the unquantized one: KL divergence, flips."""
 
@@ -507,6 +511,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
         (changed.calibration_length, "calibration", "length"),
         (changed.limit, "evaluation", "limit"),
         (changed.scoring and str(changed.scoring), "evaluation", "scoring"),
+        (changed.stream, "evaluation", "stream"),
     ):
         if value is not None:
             source.replace(value, *location)

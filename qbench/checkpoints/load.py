@@ -33,11 +33,17 @@ REPORTED = {
 
 
 def load_model(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, attention: str = "auto"
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    attention: str = "auto",
+    streamed: bool = False,
 ) -> PreTrainedModel:
     """The model in ``dtype`` on ``device``, in evaluation mode, attending with the checkpoint's
     normalizer through ``attention``: reference or triton, and where the normalizer is
     ``native``, sdpa or eager, which are the class's own; auto is what a plan would choose.
+    ``streamed``: its blocks stay on the host, see :mod:`qbench.streaming`.
 
     Raises CheckpointError where tensors are left over or missing, where weights are not finite,
     where the model is not causal or the files are no longer those that were found;
@@ -45,6 +51,7 @@ def load_model(
     """
     from qbench.attention.transformers import attend
     from qbench.checkpoints.checks import own_logits, require_causal, require_finite, require_ours
+    from qbench.streaming import stream
 
     if attention == "auto":
         chosen = choose_attention(
@@ -65,7 +72,8 @@ def load_model(
             model = _load_flash_linear_attention(checkpoint, dtype)
         else:
             model = _load_transformers(checkpoint, dtype)
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.eval().requires_grad_(False)
+        model = stream(model, device) if streamed else model.to(device)
         require_finite(model)
         if native:
             _attend_natively(model, attention)

@@ -121,6 +121,14 @@ OPTIONS: dict[str, Any] = {
             "GPU, exact on a CPU.",
         ),
     ],
+    "stream": Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Bring weights to the device block by block, or all of them at once. Default: the "
+            "recipe's, or block by block where they do not fit.",
+        ),
+    ],
     "plugin": PluginOption,
 }
 DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": []}

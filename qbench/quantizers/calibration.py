@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError
 from qbench.quantizers.texts import draw_windows, read_texts, too_little
+from qbench.streaming import Stop, decoder_blocks, storage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,10 +81,6 @@ def read_calibration(
 # The walk over blocks
 
 
-class Stop(Exception):
-    """Ends a forward once its input has been seen."""
-
-
 class BlockInputs:
     """The inputs of a model's blocks, one block after the other.
 
@@ -114,6 +111,7 @@ class BlockInputs:
             self._arguments |= {(i, size): rest for i, rest in enumerate(notes.arguments)}
             self.groups = notes.groups  # of one sample, at last
         self._states: list[Tensor] = []
+        self._device, self._storage = next(model.parameters()).device, storage(model)
         for ids in batches:
             hidden, rest = _first(model, self.blocks[0], ids)
             if not _equal(rest, self._arguments[0, len(ids)]):
@@ -121,12 +119,12 @@ class BlockInputs:
                     f"{type(model).__name__}: what its blocks receive beside hidden states depends "
                     "on the text; it cannot be calibrated block by block"
                 )
-            self._states.append(hidden)
+            self._states.append(hidden.to(self._storage))
 
     def batches(self, index: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """What block ``index`` receives: hidden states [batch, length, hidden] and the rest."""
         for hidden in self._states:
-            yield hidden, self._arguments[index, len(hidden)]
+            yield hidden.to(self._device), self._arguments[index, len(hidden)]
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor]:
@@ -161,7 +159,7 @@ class BlockInputs:
     def advance(self, index: int) -> None:
         """Take the step from block ``index`` to the next: its outputs are what that receives."""
         for number, (hidden, rest) in enumerate(self.batches(index)):
-            self._states[number] = _states(self.blocks[index](hidden, **rest))
+            self._states[number] = _states(self.blocks[index](hidden, **rest)).to(self._storage)
 
 
 def _product(x: Tensor) -> Tensor:
@@ -174,18 +172,18 @@ def _product(x: Tensor) -> Tensor:
 
 
 def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.ModuleList]:
-    """The decoder's list of blocks and its name: the heaviest ModuleList of the model."""
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    if not lists:
+    """The decoder's blocks, which must hold all ``layers``, and the name of their list."""
+    found = decoder_blocks(model)
+    if found is None:
         raise QuantizationError(f"{type(model).__name__} has no list of blocks to calibrate")
-    name = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
+    name, blocks = found
     outside = [n for n in layers if not n.startswith(f"{name}.")]
     if outside:
         raise QuantizationError(
             f"linear layers outside the blocks {name}: {', '.join(outside)}; say ignore: "
             f"[{', '.join(dict.fromkeys(n.rpartition('.')[2] for n in outside))}]"
         )
-    return name, lists[name]
+    return name, blocks
 
 
 class _Notes:

@@ -24,6 +24,7 @@ from qbench.quantizers.calibration import BlockInputs, Calibration
 from qbench.quantizers.config import WHOLE_ROW, PackedWeight, Progress
 from qbench.quantizers.linear import Plain, Tensors, linears
 from qbench.quantizers.weights import Gptq
+from qbench.streaming import storage
 
 WIDTH = 128  # columns updated at once; the others lag behind until it is done
 TRITON = find_spec("triton") is not None  # of Linux alone; without it columns take long
@@ -41,6 +42,7 @@ def quantize_model(
     walk = BlockInputs(model, linears(model, settings.ignore), calibration, settings.batch_size)
     result: dict[str, Tensors] = {}
     raised: list[float] = []
+    home = storage(model)
     for index, block in enumerate(walk.blocks):
         path, groups = f"{walk.root}.{index}", walk.groups[index]
         leaders = [group[0] for group in groups]
@@ -66,7 +68,7 @@ def quantize_model(
             for layer, part in zip(layers, solved.weight.split(heights), strict=True):
                 layer.weight.data = part.to(layer.weight.dtype)
             for name, tensors in zip(group, solved.packed(heights, settings), strict=True):
-                result[f"{path}.{name}"] = tensors
+                result[f"{path}.{name}"] = {n: t.to(home) for n, t in tensors.items()}
         walk.advance(index)
     note = f"; damp raised to {max(raised):g} in {len(raised)} layers" if raised else ""
     return result, f"our own GPTQ{note}"

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import matching
+from qbench.streaming import bring, stream_of
 
 Tensors = dict[str, Tensor]
 
@@ -57,6 +58,11 @@ def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Line
 def linearize(model: nn.Module) -> None:
     """Put linear layers in the place of every Conv1D (GPT-2's, which is one with its weight
     turned) and of experts that are kept as one parameter, in place; the LM head aside."""
+    if stream_of(model) is not None and any(map(_is_apart, model.modules())):
+        raise QuantizationError(
+            f"{type(model).__name__} keeps weights otherwise than in linear layers, which is not "
+            "quantized block by block: say evaluation.stream: false"
+        )
     split_experts(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
@@ -65,6 +71,10 @@ def linearize(model: nn.Module) -> None:
             layer.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
             layer.bias = module.bias
             model.set_submodule(name, layer)
+
+
+def _is_apart(module: nn.Module) -> bool:
+    return isinstance(module, Conv1D) or is_fused(module)
 
 
 def plain(module: nn.Linear) -> Plain:
@@ -153,11 +163,14 @@ def values(weight: Tensor) -> Tensor:
 
 def not_finite(model: nn.Module) -> list[str]:
     """Weights of ``model`` with NaN or infinite values, a line each."""
-    return [
-        f"{name}: {count:,} of {weight.numel():,} values are not finite"
-        for name, weight in model.named_parameters()
-        if weight.is_floating_point() and (count := int((~torch.isfinite(values(weight))).sum()))
-    ]
+    lines = []
+    for name, weight in list(model.named_parameters()):
+        if not weight.is_floating_point() or weight.is_meta:  # a streamed model's quantized layer
+            continue
+        bring(model, name)
+        if count := int((~torch.isfinite(values(weight))).sum()):
+            lines.append(f"{name}: {count:,} of {weight.numel():,} values are not finite")
+    return lines
 
 
 def require_matches(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from qbench.quantizers.artifacts import Artifact, Damaged, artifact
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import (
     Evidence,
+    PackedWeight,
     Progress,
     QuantizationConfig,
     Settings,
@@ -30,6 +31,7 @@ from qbench.quantizers.config import (
 )
 from qbench.quantizers.linear import Tensors, linearize, linears, not_finite, plain, require_matches
 from qbench.quantizers.names import BACKENDS
+from qbench.streaming import Stream, bring, storage, stream_of
 
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
 
@@ -175,6 +177,10 @@ def evidence_of(model: nn.Module, config: QuantizationConfig) -> Evidence:
         functions, weights = backend(config.weights), config.weights
         if hasattr(functions, "evidence"):  # of files that somebody else wrote
             found["weights"] = functions.evidence(model, weights)
+        elif (streamed := stream_of(model)) is not None:
+            found["weights"] = _InTurn(
+                streamed, lambda name: functions.unpack(model.get_submodule(name), weights)
+            )
         else:
             seen = ((n, functions.unpack(module, weights)) for n, module in model.named_modules())
             found["weights"] = {name: packed for name, packed in seen if packed is not None}
@@ -187,6 +193,26 @@ def evidence_of(model: nn.Module, config: QuantizationConfig) -> Evidence:
         if settings is not None:
             found[name] = backend(settings).evidence(model, settings)
     return Evidence(**found)
+
+
+class _InTurn(Mapping[str, PackedWeight]):
+    """What quantized layers of a streamed model store, unpacked in their turn."""
+
+    def __init__(self, streamed: Stream, unpack: Callable[[str], PackedWeight]) -> None:
+        self._streamed, self._unpack = streamed, unpack
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._streamed.replaced)
+
+    def __len__(self) -> int:
+        return len(self._streamed.replaced)
+
+    def __getitem__(self, name: str) -> PackedWeight:
+        self._streamed.bring(name)
+        return self._unpack(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._streamed.replaced
 
 
 def _calibrate(
@@ -222,7 +248,9 @@ def _quantize_weights(
     layers, result = linears(model, settings.ignore), {}
     for done, (name, layer) in enumerate(layers.items()):
         progress(name, done / len(layers))
-        result[name] = functions.quantize(name, layer, settings)
+        bring(model, name)
+        made = functions.quantize(name, layer, settings)
+        result[name] = {part: tensor.to(storage(model)) for part, tensor in made.items()}
     return result, settings.note
 
 
@@ -236,8 +264,16 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         missing = ", ".join(sorted(set(layers) ^ set(modules)))
         raise QuantizationError(f"{settings.name}: not what the model has: {missing}")
     from_packed: Callable[..., nn.Module] = backend(settings).from_packed
+    streamed, device = stream_of(model), model.device
+
+    def build(layer: nn.Linear, tensors: Tensors) -> nn.Module:
+        return from_packed(replace(plain(layer), device=device), tensors, settings)
+
     for name, layer in layers.items():
-        model.set_submodule(name, from_packed(plain(layer), modules.pop(name), settings))
+        if streamed is None:
+            model.set_submodule(name, from_packed(plain(layer), modules.pop(name), settings))
+        else:
+            streamed.replace(name, modules.pop(name), build)
 
 
 def _require_sound(model: PreTrainedModel, config: QuantizationConfig) -> None:
@@ -262,7 +298,7 @@ def _obtain(
     """Tensors by name, from disk where they are there and whole."""
     again = ""
     try:
-        found = store.read(model.device)
+        found = store.read(storage(model))
         if found is not None:
             return found[0], f"artifact reused: {found[1]}"
     except Damaged as damage:
@@ -278,7 +314,7 @@ def _obtain(
         line = (str(error).strip().splitlines() or [""])[0]
         raise QuantizationError(f"{config.name}: {type(error).__name__}: {line}") from error
     # The bits that are written: modules are made of these, not of what made them.
-    tensors = {name: t.detach().to(model.device).contiguous() for name, t in made.tensors.items()}
+    tensors = {name: t.detach().to(storage(model)).contiguous() for name, t in made.tensors.items()}
     store.write(tensors, made.note)
     return tensors, f"{again}{made.note}"
 

@@ -82,6 +82,10 @@ class PaddedBatch:
         return sum(len(g.request_indices) for g in self.groups)
 
     @property
+    def tokens(self) -> int:
+        return len(self.groups) * self.length
+
+    @property
     def longest(self) -> int:
         return self.length
 
@@ -232,6 +236,10 @@ class Pack:
     @property
     def requests(self) -> int:
         return sum(len(group.request_indices) for group in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        return sum(group.tokens for group in self.groups)
 
     @property
     def longest(self) -> int:

@@ -39,6 +39,7 @@ from qbench.attention.masks import Mask
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memory
 from qbench.evaluation.scoring.requests import check_tokens, encode
+from qbench.streaming import stream_of
 
 CACHE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
 PROMPT_TOKENS = {"cuda": 131_072, "cpu": 4_096}  # read at once
@@ -506,7 +507,8 @@ def takes_graphs(model: Any) -> bool:
     cache may ask on the host where sequences begin."""
     attention = model.config._attn_implementation or ""
     ours = attention.startswith("qbench-") and attention.endswith("-triton")
-    return model.device.type == "cuda" and ours and not needs_sequences(model)
+    apart = needs_sequences(model) or stream_of(model) is not None
+    return model.device.type == "cuda" and ours and not apart
 
 
 def _no_mask() -> Tensor:

@@ -79,6 +79,10 @@ class BatchPlan(Protocol):
         """How many it scores."""
 
     @property
+    def tokens(self) -> int:
+        """How many it computes, padding included."""
+
+    @property
     def longest(self) -> int:
         """Tokens of its longest sequence."""
 

@@ -4,16 +4,19 @@ top to bottom.
 1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
 2. ``_score`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, and splits it where it does not fit the device;
-4. ``_rows`` makes its hidden states (``forward``) and, of the rows that are scored, the
+4. ``_scores`` makes of its hidden states (``forward``), of the rows that are scored, the
    log-probabilities (``logits``), which ``in_order`` adds up, request by request.
+
+Where the model is streamed (``qbench.streaming``), ``_streamed`` stands for ``_run``.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any
 
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 
 from qbench.errors import EvaluationError, RecipeError, UnavailableError
 from qbench.evaluation.scoring.batching import Packing, Padding
@@ -60,9 +64,11 @@ from qbench.evaluation.scoring.requests import (
 from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
 from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
+from qbench.streaming import stream_of
 
 Progress = Callable[[int, int], None]  # requests (or windows) done, and how many there are
 
+STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
 SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored tokens
 
 
@@ -218,6 +224,8 @@ class Scorer(LM):
         self._rows_at_once = rows_at_once(vocabulary)
         self._product = try_out(self.head, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
+        self._stream = stream_of(model)
+        self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
         self._counts = Counts()
         self.exact = exact_backend(settings, decoder, self._device, shuffle=settings.shuffle)
         self.fast: Backend | None = None
@@ -389,12 +397,58 @@ class Scorer(LM):
         results: list[tuple[Batch, RowScores]] = []
         done = 0
         with backend.forward.ready():
-            for planned in backend.batching.plan(requests, windows=windows):
+            plans = backend.batching.plan(requests, windows=windows)
+            if self._stream is not None:
+                plans, results = [], self._streamed(plans, backend, requests, counts, observer)
+            for planned in plans:
                 results += self._run(backend, planned, requests, counts, observer)
                 done += planned.requests
                 if self._progress is not None and counts is self._counts:
                     self._progress(done, len(requests))
         return in_order(results, len(requests), backend.total)
+
+    def _streamed(
+        self,
+        plans: Sequence[BatchPlan],
+        backend: Backend,
+        requests: Sequence[Request],
+        counts: Counts,
+        observer: Observer | None,
+    ) -> list[tuple[Batch, RowScores]]:
+        """Scores of batches that go through a streamed model's blocks together, as many as the host
+        keeps hidden states of. Where one does not fit the device, all are split."""
+        assert self._stream is not None
+        results: list[tuple[Batch, RowScores]] = []
+        for part in _parts(plans, self._state_bytes):
+            batches = [planned.collate(requests) for planned in part]
+            calls = [partial(backend.forward, batch) for batch in batches]
+            before, count = len(results), sum(planned.requests for planned in part)
+
+            def say(share: float, count: int = count) -> None:
+                if self._progress is not None and counts is self._counts:
+                    self._progress(round(share * count), count)
+
+            try:
+                with torch.no_grad():
+                    for batch, hidden in zip(
+                        batches, self._stream.in_step(calls, say), strict=True
+                    ):
+                        results.append((batch, self._scores(backend, batch, hidden, observer)))
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                halves = [half for planned in part for half in planned.split() or (planned,)]
+                if len(halves) == len(part):
+                    raise _too_large(max(planned.longest for planned in part)) from error
+            else:
+                counts.batches += len(batches)
+                counts.tokens += sum(batch.ids.size for batch in batches)
+                continue
+            del results[before:]
+            free_cached_memory(self._device)
+            counts.halvings += len(halves) - len(part)
+            results += self._streamed(halves, backend, requests, counts, observer)
+        return results
 
     def _run(
         self,
@@ -408,15 +462,13 @@ class Scorer(LM):
         batch = planned.collate(requests)
         halves = planned.split()
         try:
-            result = self._rows(backend, batch, observer)
+            with torch.no_grad():
+                result = self._scores(backend, batch, backend.forward(batch), observer)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             if halves is None:
-                raise EvaluationError(
-                    f"out of memory on one document of {planned.longest} tokens; "
-                    "lower evaluation.max_length or use a larger device"
-                ) from error
+                raise _too_large(planned.longest) from error
         else:
             counts.batches += 1
             counts.tokens += batch.ids.size
@@ -427,23 +479,45 @@ class Scorer(LM):
         parts = (self._run(backend, half, requests, counts, observer) for half in halves)
         return [scores for part in parts for scores in part]
 
-    def _rows(self, backend: Backend, batch: Batch, observer: Observer | None) -> RowScores:
-        with torch.no_grad():
-            hidden = backend.forward(batch)
-            rows = to_device(batch.rows, self._device)
-            projection = Projection()
-            if backend.as_whole:
-                projection = self._product.projection(batch.ids.size, rows, self._logits_bytes)
-            return score_rows(
-                self.head,
-                hidden.index_select(0, rows),
-                batch.scored,
-                projection,
-                read=batch.read,
-                softmax_dtype=self.hflm.softmax_dtype,
-                at_once=self._rows_at_once,
-                observer=observer,
-            )
+    def _scores(
+        self, backend: Backend, batch: Batch, hidden: Tensor, observer: Observer | None
+    ) -> RowScores:
+        """Of the batch's ``hidden`` states [tokens, H]."""
+        rows = to_device(batch.rows, self._device)
+        projection = Projection()
+        if backend.as_whole:
+            projection = self._product.projection(batch.ids.size, rows, self._logits_bytes)
+        return score_rows(
+            self.head,
+            hidden.index_select(0, rows),
+            batch.scored,
+            projection,
+            read=batch.read,
+            softmax_dtype=self.hflm.softmax_dtype,
+            at_once=self._rows_at_once,
+            observer=observer,
+        )
+
+
+def _too_large(tokens: int) -> EvaluationError:
+    return EvaluationError(
+        f"out of memory on one document of {tokens} tokens; lower evaluation.max_length or use a "
+        "larger device"
+    )
+
+
+def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchPlan]]:
+    """Batches whose hidden states, of ``token_bytes`` each, fit ``STATES_BYTES`` together."""
+    part: list[BatchPlan] = []
+    held = 0
+    for planned in plans:
+        held += planned.tokens * token_bytes
+        if part and held > STATES_BYTES:
+            yield part
+            part, held = [], planned.tokens * token_bytes
+        part.append(planned)
+    if part:
+        yield part
 
 
 class BeyondTolerance(EvaluationError):

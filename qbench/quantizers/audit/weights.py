@@ -20,6 +20,7 @@ from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSet
 from qbench.quantizers.linear import Matrix, matrices, values
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import Audit, ModuleAudit
+from qbench.streaming import bring
 
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
 ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
@@ -27,37 +28,39 @@ MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be s
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 FEW = 16  # levels that a GPU counts one by one, in a tenth of the time of sorting
-THREADS = 8  # that compute digests beside a GPU's work
 
 
 def audit_weights(
+    original: nn.Module,
     wanted: Mapping[str, Matrix],
     quantized: nn.Module,
     config: QuantizationConfig,
     moved: float,
     problems: list[str],
 ) -> Audit:
-    """The weights of ``quantized`` against the ``wanted`` matrices of the original; ``problems``
+    """The weights of ``quantized`` against ``wanted``, the matrices of ``original``; ``problems``
     are those that are known already, and get more."""
     if config.weights is None:
-        return _audit_unquantized(wanted, quantized, config, moved, problems)
+        return _audit_unquantized(original, wanted, quantized, config, moved, problems)
     stored = evidence_of(quantized, config).weights
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
     problems += _uncovered(remaining, wanted.values(), config)
-    problems += _unasked(stored.keys(), remaining, wanted, quantized, config)
+    problems += _unasked(original, stored.keys(), remaining, wanted, quantized, config)
     measured: list[Measured] = []
     rescaled = 0
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(1) as pool:
         names = [name for name in wanted if name in stored]
-        digests = {name: pool.submit(digest, stored[name].tensors) for name in names}
         for name in names:
             try:
+                packed = stored[name]
+                sha256 = pool.submit(digest, packed.tensors)
+                bring(original, name)
                 module = quantized.get_submodule(name)
-                one = measure(wanted[name], module, stored[name], config.weights)
+                one = measure(wanted[name], module, packed, config.weights)
                 if one.factor is not None:  # the original, which is consumed, with the same factors
                     wanted[name].weight.data.mul_(one.factor)
                     rescaled, one = rescaled + 1, replace(one, factor=None)
-                about = one.module.model_copy(update={"digest": digests[name].result()})
+                about = one.module.model_copy(update={"digest": sha256.result()})
                 measured.append(replace(one, module=about))
                 problems += one.problems
             except Exception as error:  # whatever a broken layer raises is what is wrong with it
@@ -116,6 +119,7 @@ def _because(remaining: list[Matrix], config: QuantizationConfig) -> dict[str, s
 
 
 def _unasked(
+    original: nn.Module,
     stored: Iterable[str],
     remaining: list[Matrix],
     wanted: Mapping[str, Matrix],
@@ -127,12 +131,12 @@ def _unasked(
     ignored = matching(wanted, config.ignore)
     more = [name for name in stored if name not in wanted or name in ignored]
     problems = [f"{name}: quantized, though the settings leave it out" for name in more]
-    after = matrices(quantized)
-    changed = [
-        matrix.name
-        for matrix in remaining
-        if matrix.name not in after or not _same(after[matrix.name].weight, matrix.weight)
-    ]
+    after, changed = matrices(quantized), []
+    for matrix in remaining:
+        bring(original, matrix.name)
+        bring(quantized, matrix.name)
+        if matrix.name not in after or not _same(after[matrix.name].weight, matrix.weight):
+            changed.append(matrix.name)
     return problems + [f"{name}: neither quantized nor the original" for name in changed]
 
 
@@ -145,6 +149,7 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _audit_unquantized(
+    original: nn.Module,
     wanted: Mapping[str, Matrix],
     quantized: nn.Module,
     config: QuantizationConfig,
@@ -156,6 +161,8 @@ def _audit_unquantized(
     after = matrices(quantized)
     error_squared = norm_squared = 0.0
     for name, matrix in wanted.items():
+        bring(original, name)
+        bring(quantized, name)
         found = after[name].weight if name in after else None
         plain = found is not None and type(found.data) is Tensor
         if not plain or found.dtype != dtype or found.shape != matrix.weight.shape:
@@ -283,7 +290,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        total.update(plain.numpy().tobytes())
+        total.update(plain.numpy())
     return total.hexdigest()
 
 

@@ -1,0 +1,248 @@
+"""A model that does not fit its device: decoder blocks lie on the host and come to it in turn.
+
+What is not in a block (embeddings, last norm, LM head) stays on the device. A block's weights lie
+where transformers put them, which for safetensors is the mapped file: nothing of them is read
+before their turn, and the host may forget them after it. Every forward of a streamed model works,
+at the price of reading all weights once; :meth:`Stream.in_step` takes many forwards through one
+block after the other, and so reads them once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qbench.errors import UnavailableError
+
+ATTRIBUTE = "qbench_stream"  # of a streamed model
+Tensors = dict[str, Tensor]
+Build = Callable[[nn.Linear, Tensors], nn.Module]
+
+
+class Stop(Exception):
+    """Ends a forward once what it was for is known."""
+
+
+def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The decoder's list of blocks and its name: the heaviest ModuleList of the model."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    if not lists:
+        return None
+    name = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
+    return name, lists[name]
+
+
+def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
+    """``model``, which lies on the host, as one that is computed on ``device`` block by block.
+    Raises UnavailableError where it has no list of blocks."""
+    setattr(model, ATTRIBUTE, Stream(model, torch.device(device)))
+    return model
+
+
+def stream_of(model: Any) -> Stream | None:
+    """None for a model that lies on its device as a whole."""
+    return getattr(model, ATTRIBUTE, None)
+
+
+def bring(model: nn.Module, name: str) -> None:
+    """Have the weights of module or parameter ``name`` on the device, until those of another block
+    are asked for; what was changed of them is forgotten then."""
+    found = stream_of(model)
+    if found is not None:
+        found.bring(name)
+
+
+def storage(model: Any) -> torch.device:
+    """Where tensors wait that are as many as the model's weights."""
+    return model.device if stream_of(model) is None else torch.device("cpu")
+
+
+@dataclass(slots=True)
+class _Step:
+    """The forward at work goes through block ``index`` alone, which is given ``state``; None: the
+    first block's input. Of the number of blocks: through what follows the last one."""
+
+    index: int
+    state: Tensor | None
+    output: Any = None
+
+
+@dataclass(slots=True)
+class _Replacement:
+    """What takes the place of the linear layer ``name`` of a block in its turn."""
+
+    name: str
+    layer: nn.Linear
+    tensors: Tensors
+    build: Build
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block's parameters, where they lie on the host, and its quantized layers."""
+
+    parameters: list[nn.Parameter]
+    host: list[Tensor]
+    replaced: list[_Replacement] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.host, *(t for one in self.replaced for t in one.tensors.values())]
+
+
+class Stream:
+    """Blocks in turn: one is on the device, the next on its way there."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        found = decoder_blocks(model)
+        if found is None:
+            raise UnavailableError(
+                f"{type(model).__name__} has no list of blocks; it cannot be computed block by "
+                "block: say evaluation.stream: false"
+            )
+        self.device = device
+        self.root, self.blocks = found
+        self._blocks = []
+        inside = {id(p) for p in self.blocks.parameters()}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in inside:
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+        for index, block in enumerate(self.blocks):
+            parameters = list(block.parameters())
+            self._blocks.append(_Block(parameters, [p.data for p in parameters]))
+            # The instance's own, so that hooks and transformers' wrappers stay around it.
+            block.forward = partial(self._forward, index, block.forward)
+        self._at: int | None = None  # the block that is on the device
+        self._coming: tuple[int, Future[list[Tensor]]] | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="qbench-stream")
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._step: _Step | None = None
+        self._gives_tuples = False
+
+    def bring(self, name: str) -> None:
+        """See :func:`bring`."""
+        if name.startswith(f"{self.root}."):
+            self._turn(int(name.removeprefix(f"{self.root}.").partition(".")[0]))
+
+    def replace(self, name: str, tensors: Tensors, build: Build) -> None:
+        """From now on ``build(layer, tensors)`` stands for the linear layer ``name`` in its turn;
+        ``tensors`` lie on the host, and come to the device before. The layer's own weight goes."""
+        self._leave()
+        self._coming = None
+        index, _, local = name.removeprefix(f"{self.root}.").partition(".")
+        block = self._blocks[int(index)]
+        layer = self.blocks[int(index)].get_submodule(local)
+        at = next(i for i, p in enumerate(block.parameters) if p is layer.weight)
+        del block.parameters[at], block.host[at]
+        layer.weight = nn.Parameter(torch.empty_like(layer.weight, device="meta"), False)
+        block.replaced.append(_Replacement(local, layer, tensors, build))
+
+    @property
+    def replaced(self) -> list[str]:
+        """Names of the layers that are quantized, in the model's order."""
+        return [
+            f"{self.root}.{index}.{one.name}"
+            for index, block in enumerate(self._blocks)
+            for one in block.replaced
+        ]
+
+    def in_step(
+        self, calls: Sequence[Callable[[], Tensor]], progress: Callable[[float], None]
+    ) -> Iterator[Tensor]:
+        """What each of ``calls`` gives, which run the decoder once each: all of them go through
+        one block after the other, hidden states waiting on the host. ``progress`` is told how far
+        they are, 0 to 1."""
+        states: list[Tensor | None] = [None] * len(calls)
+        for index in range(len(self.blocks)):
+            for number, call in enumerate(calls):
+                step = _Step(index, states[number])
+                self._run(call, step)
+                states[number] = self._park(step.output, states[number])
+            progress((index + 1) / len(self.blocks))
+        for number, call in enumerate(calls):
+            yield self._run(call, _Step(len(self.blocks), states[number]))
+            states[number] = None
+
+    def _run(self, call: Callable[[], Any], step: _Step) -> Any:
+        self._step = step
+        try:
+            return call()
+        except Stop:
+            return None
+        finally:
+            self._step = None
+
+    def _park(self, output: Any, buffer: Tensor | None) -> Tensor:
+        """Hidden states on the host, into the ``buffer`` of the block before where there is one;
+        copies wait for nothing, since one stream makes them in order."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.device.type != "cuda":
+            return hidden
+        if buffer is None:
+            buffer = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+        return buffer.copy_(hidden, non_blocking=True)
+
+    def _forward(self, index: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = self._step
+        if step is None:
+            self._turn(index)
+            output = own(*args, **kwargs)
+            self._gives_tuples = isinstance(output, tuple)
+            return output
+        hidden, *rest = args
+        if index < step.index:
+            if index == len(self.blocks) - 1 and step.state is not None:
+                hidden = step.state.to(self.device, non_blocking=True)
+            return (hidden,) if self._gives_tuples else hidden
+        if step.state is not None:
+            hidden = step.state.to(self.device, non_blocking=True)
+        self._turn(index)
+        step.output = own(hidden, *rest, **kwargs)
+        raise Stop
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _turn(self, index: int) -> None:
+        if self._at == index:
+            return
+        self._leave()
+        coming, self._coming = self._coming, None
+        tensors = coming[1].result() if coming and coming[0] == index else self._read(index)
+        if self._copies is not None:
+            for tensor in tensors:  # its memory is given back to the stream that copied it
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        block, found = self._blocks[index], iter(tensors)
+        for parameter in block.parameters:
+            parameter.data = next(found)
+        for one in block.replaced:
+            parts = {name: next(found) for name in one.tensors}
+            self.blocks[index].set_submodule(one.name, one.build(one.layer, parts))
+        self._at, after = index, (index + 1) % len(self.blocks)
+        self._coming = after, self._reader.submit(self._read, after)
+
+    def _leave(self) -> None:
+        if self._at is None:
+            return
+        block, modules = self._blocks[self._at], self.blocks[self._at]
+        for parameter, host in zip(block.parameters, block.host, strict=True):
+            parameter.data = host
+        for one in block.replaced:
+            modules.set_submodule(one.name, one.layer)
+        self._at = None
+
+    def _read(self, index: int) -> list[Tensor]:
+        host = self._blocks[index].tensors()
+        if self._copies is None:
+            return [tensor.to(self.device, copy=True) for tensor in host]
+        with torch.cuda.stream(self._copies):
+            found = [t.pin_memory().to(self.device, non_blocking=True) for t in host]
+        self._copies.synchronize()
+        return found

@@ -1,0 +1,104 @@
+"""Weights that come to the device block by block: the same numbers, read once for all batches."""
+
+from functools import partial
+
+import pytest
+import torch
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.errors import RecipeError, UnavailableError
+from qbench.store import Store
+from qbench.streaming import bring, stream, stream_of
+
+CALIBRATION = {"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128}
+QUICK = ["fp32", {"name": "gptq-4bit", "group_size": 64}]
+OTHERS = [
+    "fp32", {"name": "rtn-4bit", "group_size": 64}, "bnb-4bit", "bnb-8bit", "hqq-4bit",
+    {"name": "int8-row"}, {"name": "gptq-3bit", "group_size": 64, "true_sequential": False},
+]  # fmt: skip
+
+
+def results(folder, monkeypatch, option, *options, **changes):
+    """Records, outcomes and responses of a run with a cache of its own."""
+    monkeypatch.setenv("QBENCH_CACHE", str(folder / f"cache{option}"))
+    path, out = small_recipe(folder, calibration=CALIBRATION, **changes), folder / f"out{option}"
+    only = ("--only", "softpick/*", "--device", "cpu", *options)
+    assert qbench("run", path, "--out", out, option, *only) in (0, 1)  # 1: softmax was left out
+    store = Store(out)
+    return [(r, store.outcomes(r), store.responses(r)) for r in store.records()]
+
+
+@pytest.mark.parametrize(
+    ("quantizers", "scoring", "dtype"),
+    [
+        (QUICK, "exact", "float32"),
+        pytest.param(OTHERS, "exact", "float32", marks=pytest.mark.slow),
+        pytest.param(["bf16", "bnb-4bit", "hqq-4bit"], "exact", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(QUICK, "fast", "float32", marks=pytest.mark.slow),
+        pytest.param(QUICK, "lm-eval", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_streamed_run_gives_the_bits_of_a_resident_one(
+    tmp_path, monkeypatch, quantizers, scoring, dtype
+):
+    settings = {"quantizers": quantizers, "compute_dtype": dtype, "evaluation": {"limit": 3}}
+    find = partial(results, tmp_path, monkeypatch, **settings)
+    resident, streamed = (find(o, "--scoring", scoring) for o in ("--no-stream", "--stream"))
+    assert len(resident) == len(streamed) == len(quantizers)
+    for (a, *tables), (b, *others) in zip(resident, streamed, strict=True):
+        assert b.status == "ok", b.error
+        assert {stage.name: stage.detail for stage in b.stages}["load"] == "block by block"
+        assert (a.key, a.scores, a.damage, a.audit) == (b.key, b.scores, b.damage, b.audit)
+        assert all(x.equals(y) for x, y in zip(tables, others, strict=True))
+
+
+def test_what_is_not_computed_block_by_block_is_refused_before_anything_runs(tmp_path):
+    path = small_recipe(tmp_path, quantizers=["fp32", {"kv": "int3-token", "label": "kv3"}])
+    with pytest.raises(RecipeError, match="stream: block by block weights alone"):
+        qbench("plan", path, "--stream", "--device", "cpu")
+
+
+def tiny():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def test_many_forwards_read_each_block_once():
+    model = tiny()
+    texts = [torch.randint(0, 50, (2, n), generator=torch.Generator().manual_seed(n))
+             for n in (3, 9, 5)]  # fmt: skip
+    plain = [model.model(text)[0] for text in texts]
+    streamed = stream_of(stream(model, "cpu"))
+    reads = []
+    read = streamed._read
+    streamed._read = lambda index: (reads.append(index), read(index))[1]
+    assert all(torch.equal(model.model(t)[0], p) for t, p in zip(texts, plain, strict=True))
+    assert sorted(reads) == sorted([0, 1, 2, 3] * 3 + [0])  # the last is of a pass to come
+    reads.clear()
+    calls = [lambda text=text: model.model(text)[0] for text in texts]
+    told = []
+    found = list(streamed.in_step(calls, told.append))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert sorted(reads) == [0, 1, 2, 3]
+    assert told == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_changes_to_a_block_are_forgotten_when_its_turn_is_over():
+    model = stream(tiny(), "cpu")
+    layer = model.model.layers[1].mlp.up_proj
+    before = layer.weight.data.clone()
+    bring(model, "model.layers.1.mlp.up_proj")
+    layer.weight.data.zero_()
+    bring(model, "model.layers.2.mlp.up_proj.weight")
+    assert torch.equal(layer.weight.data, before)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(UnavailableError, match="no list of blocks"):
+        stream(torch.nn.Linear(2, 2), "cpu")
