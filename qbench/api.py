@@ -8,13 +8,9 @@ change without notice. Importing this imports no torch.
 
 from __future__ import annotations
 
-import io
-import sys
-from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from qbench.machine import choose_device, settle, terminal
 from qbench.plan import Plan
@@ -60,7 +56,7 @@ def run(
     from qbench.runner.progress import Display
 
     cells = planned.select(only)
-    with _screen() as screen, Display(screen, len(cells)) as display:
+    with terminal() as screen, Display(screen, len(cells)) as display:
         return run_cells(
             planned, out=Path(out), cells=cells, executor=executor, progress=display, force=force
         )
@@ -124,16 +120,3 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
     from qbench.attention.transformers import attend as set_attention
 
     return set_attention(model, normalizer=normalizer, implementation=implementation)
-
-
-@contextmanager
-def _screen() -> Iterator[TextIO]:
-    """Standard error, out of reach of what is redirected while a cell is at work; in a notebook
-    it has no file descriptor, and is out of reach anyway."""
-    try:
-        screen = terminal()
-    except (io.UnsupportedOperation, AttributeError, OSError):
-        yield sys.stderr
-        return
-    with screen:
-        yield screen

@@ -1,19 +1,6 @@
 """The errors that a user can meet. Each message gives location, value and remedy.
 
-QbenchError                 anything a user can put right; the command line prints one line
-├── RecipeError             a recipe or an option says something impossible        (exit 2)
-├── CheckpointError         a checkpoint cannot be read as what it claims to be    (exit 2)
-├── DataError               task or calibration data is missing or malformed       (exit 2)
-├── ResultsError            a results folder or baseline cannot be read            (exit 2)
-│   ├── DamagedError        a file is not what was written; a run makes it again
-│   └── SchemaError         a file was written by an older or newer qbench
-├── OutputError             a file or folder cannot be written                     (exit 2)
-├── UnavailableError        a library, backend or device that was asked for is not there
-│                                                                                  (exit 2)
-├── QuantizationError       a quantizer refused or broke on this model       (failed cell)
-├── AuditError              a model was not quantized as its cell says       (failed cell)
-├── EvaluationError         scoring broke or left its stated tolerance       (failed cell)
-└── TrainingError           a training broke off, or cannot go on                  (exit 2)
+Quantization, audit and evaluation errors fail their cell; the others end a command with code 2.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
@@ -219,22 +219,19 @@ def hardware(device: str) -> str:
 
 @functools.cache
 def git_revision() -> str | None:
-    """Commit of the qbench that runs, ``+`` where its tree was changed. Outside git, as in a
-    container, the environment variable QBENCH_REVISION, or None."""
-    root = Path(__file__).parents[1]
-    if not (root / ".git").exists():
-        return os.environ.get("QBENCH_REVISION")
+    """Commit of the qbench that runs, ``+`` where its tree was changed; None outside git."""
+    if not (Path(__file__).parents[1] / ".git").exists():
+        return None
+    git = ["git", "-C", str(Path(__file__).parent)]
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", "."]
     try:
-        revision = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "qbench")
+        commit, changed = (
+            subprocess.run([*git, *asked], capture_output=True, text=True, check=True).stdout
+            for asked in (["rev-parse", "HEAD"], changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return revision + ("+" if changed else "")
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return commit.strip() + ("+" if changed else "")
 
 
 @contextmanager
@@ -319,9 +316,13 @@ def settle() -> None:
         os.environ.setdefault(name, value)
 
 
-def terminal() -> TextIO:
-    """Standard error as it is now, out of reach of later redirections. The caller closes it."""
-    return os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, encoding="utf-8")
+def terminal() -> AbstractContextManager[TextIO]:
+    """Standard error as it is now, out of reach of later redirections; in a notebook it has no file
+    descriptor, and is out of reach anyway."""
+    try:
+        return os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, encoding="utf-8")
+    except (OSError, AttributeError):
+        return nullcontext(sys.stderr)
 
 
 @contextmanager

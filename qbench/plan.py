@@ -11,7 +11,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,6 @@ class Plan:
     groups: tuple[TaskGroup, ...] = ()  # of these tasks, where lm-eval gives them scores
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
     plugins: tuple[Plugin, ...] = ()  # files that whoever unpickles the plan must load first
-    _named: dict[str, Cell] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_named", {cell.name: cell for cell in self.cells})
 
     @property
     def grid(self) -> Grid:
@@ -115,7 +111,7 @@ class Plan:
 
     def cell(self, name: str) -> Cell:
         """The cell ``<checkpoint>/<quantizer label>``; KeyError where there is none."""
-        return self._named[name]
+        return {cell.name: cell for cell in self.cells}[name]
 
     def select(self, pattern: str | None) -> tuple[Cell, ...]:
         """Cells whose name matches the glob ``pattern``; RecipeError where none does."""
@@ -351,8 +347,7 @@ def find_tasks(
 
     Raises DataError with all that is wrong with their data, not the first of it alone.
     """
-    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
-    data = recipe.resolve(recipe.data) if recipe.data else None
+    definitions, data = recipe.resolve(recipe.definitions), recipe.resolve(recipe.data)
     found, skipped, problems = [], [], []
     groups = {task.name for task in recipe.tasks}
     trained = _trained(recipe, checkpoints().values()) if passkey.GROUP in groups else 0
@@ -384,7 +379,7 @@ def find_tasks(
 
 def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
     """Groups with scores of their own, but for those that lack a task whose data are missing."""
-    definitions = recipe.resolve(recipe.definitions) if recipe.definitions else None
+    definitions = recipe.resolve(recipe.definitions)
     found = {
         group.name: group
         for task in recipe.tasks
@@ -427,8 +422,7 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
     source = recipe.calibration
     if source is None or not any(c.quantization.needs_calibration for c in recipe.quantizers):
         return None
-    data = recipe.resolve(recipe.data) if recipe.data else None
-    path = find_text(source.path, base=recipe.folder, data=data)
+    path = find_text(source.path, base=recipe.folder, data=recipe.resolve(recipe.data))
     read_texts(path, most=CALIBRATION_LINES)  # raises for a malformed beginning
     return CalibrationText(
         path=path,

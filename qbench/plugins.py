@@ -9,11 +9,12 @@ groups ``qbench.quantizers``, ``qbench.normalizers`` and ``qbench.executors``.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import linecache
 import os
 import re
 import sys
 import traceback
+import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -146,13 +147,13 @@ def load_packages() -> None:
 
 
 def _execute(plugin: Plugin, path: str, location: str) -> None:
-    """Run the file as a module that classes can be pickled from."""
-    spec = importlib.util.spec_from_loader(plugin.module, _Loader(plugin, path))
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    """Run the file as a module that classes can be pickled from, and whose source ``inspect``
+    finds where the file lies on another host."""
+    module = sys.modules[plugin.module] = types.ModuleType(plugin.module)
     module.__file__ = path
-    sys.modules[plugin.module] = module
     try:
+        lines = plugin.source.decode().splitlines(keepends=True)
+        linecache.cache[path] = (len(plugin.source), None, lines, path)
         exec(compile(plugin.source, path, "exec"), module.__dict__)
     except KeyboardInterrupt:
         raise
@@ -162,22 +163,6 @@ def _execute(plugin: Plugin, path: str, location: str) -> None:
         raise RecipeError(
             f"{location} {path}: line {line}: {type(error).__name__}: {_first_line(error)}"
         ) from error
-
-
-class _Loader:
-    """Gives ``inspect`` the source of a plug-in, which may lie on another host."""
-
-    def __init__(self, plugin: Plugin, location: str) -> None:
-        self.plugin, self.location = plugin, location
-
-    def create_module(self, spec: object) -> None:
-        return None
-
-    def exec_module(self, module: object) -> None:
-        """``_execute`` does it."""
-
-    def get_source(self, name: str) -> str:
-        return self.plugin.source.decode()
 
 
 def _first_line(error: BaseException) -> str:

@@ -57,17 +57,10 @@ FROM_OPTIONS = Path("options")  # where messages say that a problem lies, withou
 # --- what fields are made of
 
 
-def _is_text(value: object) -> object:
-    if isinstance(value, str) and not all(c.isprintable() for c in value):
-        raise ValueError(f"a path is printable text (it is {shown(value)})")
-    return value
-
-
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Seed = Annotated[Whole, Field(ge=0, lt=2**32)]
 Text = Annotated[Line, Field(min_length=1)]
-FilePath = Annotated[Path, BeforeValidator(_is_text)]
 
 
 class Strict(BaseModel):
@@ -228,7 +221,7 @@ class Task(Strict):
 class PluginFile(Strict):
     """A Python file, and where stated the SHA-256 that it must have."""
 
-    path: FilePath
+    path: Text
     """Registers quantizers, normalizers or executors of one's own."""
     sha256: Digest | None = None
     """Of the file, which must have it."""
@@ -273,11 +266,11 @@ class Recipe(Strict):
     """Names of lm-eval, or mappings."""
     calibration: CalibrationSource | None = None
     """Text that calibrated quantizers see."""
-    data: FilePath | None = None
+    data: Text | None = None
     """A folder of TASK/SPLIT.jsonl files. Default: the hub."""
     skip_missing: Flag = False
     """Leave out tasks that the data folder lacks; tables name them."""
-    definitions: FilePath | None = None
+    definitions: Text | None = None
     """A folder of further lm-eval tasks: YAML files."""
     evaluation: Evaluation = Evaluation()
     """Numerics of scoring; all of it is part of every cell's key."""
@@ -326,14 +319,6 @@ class Recipe(Strict):
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
         dtype = known.data.get("compute_dtype") or unquantized_dtype(value)
         return tuple(_column(index, entry, dtype) for index, entry in enumerate(value))
-
-    @field_validator("folder", "data", "definitions", mode="after")
-    @classmethod
-    def _expand_user(cls, value: Path | None) -> Path | None:
-        try:
-            return value.expanduser() if value else value
-        except RuntimeError as error:  # ~nobody
-            raise ValueError(str(error)) from None
 
     @field_validator("replicates")
     @classmethod
@@ -400,24 +385,22 @@ class Recipe(Strict):
         order = {name: index for index, name in enumerate(self.compared)}
         return dict(sorted(self.replicates.items(), key=lambda group: order[group[1][0]]))
 
-    def resolve(self, path: Path) -> Path:
+    def resolve(self, path: str | None) -> Path | None:
         """``path`` as the recipe means it: relative to the recipe's folder."""
-        return Path(os.path.realpath(self.folder / path))
+        return None if path is None else Path(_absolute(self.folder, path))
 
     def _check_files(self, source: Source) -> None:
-        for what in ("data", "definitions"):
-            folder = getattr(self, what)
-            if folder is not None and not os.path.isdir(self.resolve(folder)):
-                raise RecipeError(
-                    f"{source.at((what,))}: {what}: no such folder: {self.resolve(folder)}"
-                )
+        for what, stated in (("data", self.data), ("definitions", self.definitions)):
+            folder = self.resolve(stated)
+            if folder is not None and not folder.is_dir():
+                raise RecipeError(f"{source.at((what,))}: {what}: no such folder: {folder}")
         text = self.calibration
         if text is None or text.path.startswith(HUB_FILE):
             return
-        if not os.path.isfile(self.resolve(Path(text.path))):
+        path = self.resolve(text.path)
+        if not os.path.isfile(path):
             raise RecipeError(
-                f"{source.at(('calibration', 'path'))}: calibration.path: no such file: "
-                f"{self.resolve(Path(text.path))}; "
+                f"{source.at(('calibration', 'path'))}: calibration.path: no such file: {path}; "
                 "name a JSON Lines file with a text field, here or with --calibration"
             )
 
@@ -485,7 +468,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     """The recipe ``path`` with parts of it replaced; None: what ``changed`` says alone."""
     source = _one_off(changed) if path is None else recipe_yaml.read(path)
     try:
-        found = {name: _found(source.path, path) for name, path in changed.checkpoints.items()}
+        found = {name: _found(path) for name, path in changed.checkpoints.items()}
         _replace_checkpoints(source, found)
         for what, folder in (("data", changed.data), ("definitions", changed.definitions)):
             if folder is not None:
@@ -526,7 +509,7 @@ def _folder(path: Path | None) -> Path:
 
 
 def _absolute(folder: Path, path: str) -> str:
-    return os.path.realpath(folder / Path(path).expanduser())
+    return os.path.realpath(folder / os.path.expanduser(path))
 
 
 def _located(folder: Path, stated: Any) -> Any:
@@ -564,7 +547,7 @@ def _one_off(changed: Overrides) -> Source:
 def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> None:
     """Columns of checkpoints that are quantized already; where no original is named, they are the
     checkpoints themselves, and are scored alone."""
-    found = {label: _found(source.path, one) for label, one in changed.quantized.items()}
+    found = {label: _found(one) for label, one in changed.quantized.items()}
     if path is None and not changed.checkpoints:
         source.values.update(checkpoints=found, quantizers=["checkpoint"])
         return
@@ -611,18 +594,12 @@ def _parts_of(label: str) -> Any:
     return {**parts, "label": label}
 
 
-def _found(recipe: Path, source: str) -> str:
+def _found(source: str) -> str:
     """An absolute path for a folder, and for what is no hub id either: a command line's paths
     are relative to where it is given, not to the recipe. A hub id as it is."""
     path = os.path.expanduser(source)
-    if os.path.isdir(path) or not HUB_ID.fullmatch(source):
-        return os.path.realpath(path)
-    if os.path.isdir(os.path.join(os.path.dirname(os.path.realpath(recipe)), source)):
-        raise RecipeError(
-            f"--checkpoint {source}: no such folder here, but one beside {recipe}; name it "
-            "by its path from here"
-        )
-    return source
+    is_hub_id = HUB_ID.fullmatch(source) and not os.path.isdir(path)
+    return source if is_hub_id else os.path.realpath(path)
 
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
@@ -697,10 +674,7 @@ def _load_plugins(source: Source, folder: Path) -> None:
         raise RecipeError(*problem_lines(source, error, lambda _: known)) from None
     for number, one in enumerate(named):
         location = f"{source.at(('plugins', number))}: plugins[{number}]"
-        try:
-            plugin = load_file(folder / one.path.expanduser(), location=location)
-        except RuntimeError as error:  # ~nobody
-            raise RecipeError(f"{location}: {error}") from None
+        plugin = load_file(folder / os.path.expanduser(one.path), location=location)
         if one.sha256 not in (None, plugin.digest):
             raise RecipeError(
                 f"{location}: {plugin.path} is another file than the recipe states, its SHA-256 is "

@@ -151,15 +151,6 @@ def test_the_baseline_is_the_checkpoint_that_a_recipe_names(tmp_path):
         Recipe.load(small_recipe(tmp_path, baseline="nosuch"))
 
 
-def test_a_folder_that_is_beside_the_recipe_and_not_here_is_said(tmp_path, monkeypatch):
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    path = small_recipe(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(RecipeError, match="models/mine: no such folder here, but one beside"):
-        Recipe.load(path, Overrides(checkpoints={"softmax": "models/mine"}))
-
-
 @pytest.mark.slow
 def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, shown
-from qbench.recipe import MOST_TOKENS, FilePath, Flag, Seed, Strict, Whole
+from qbench.recipe import MOST_TOKENS, Flag, Seed, Strict, Text, Whole
 from qbench.recipe_yaml import problem_lines, read
 from qbench.records import Name
 
@@ -94,7 +94,7 @@ class Data(Strict):
     """``tokens``: the folder that ``qbench tokenize`` wrote. Sequences are cut from the documents
     in a row, without masks between them; ``bos_first`` puts a BOS before each."""
 
-    tokens: FilePath
+    tokens: Text
     bos_first: Flag = False
 
 
@@ -256,7 +256,7 @@ class TrainingRecipe(Strict):
 
     @property
     def token_folder(self) -> Path:
-        return Path(os.path.realpath(self.folder / self.data.tokens.expanduser()))
+        return Path(os.path.realpath(self.folder / os.path.expanduser(self.data.tokens)))
 
     def runs(self) -> list[tuple[str, int]]:
         """(normalizer, seed) of every run: seed by seed, so that pairs are whole early."""
