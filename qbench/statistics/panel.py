@@ -207,17 +207,38 @@ class Studentized:
     Where what is summed depends on the weight of a document (damage on the length of a page), both
     estimate and standard error miss what the longest documents carry, and Student's t is short:
     too often the truth lies beyond one end. ``quantiles`` are those of the rounds at ``NORMAL``.
-    The percentiles are moved outwards as in :func:`bootstrap_interval`, and neither end is nearer
-    than Student's t has it: skewness from some dozens of documents is noise.
+    The percentiles are moved outwards as in :func:`bootstrap_interval`, for as many degrees of
+    ``freedom`` as the documents' own spread leaves, and neither end is nearer than Student's t has
+    it: skewness from some dozens of documents is noise.
+
+    Coverage in percent of 95 % intervals, of 2,000 simulations each; lengths are lognormal:
+
+    ================================== ======== ======== ========
+    Damage of a token                  16 pages 62 pages 200 pages
+    ================================== ======== ======== ========
+    not by length, lengths' spread 0.5    99.0     96.6     96.7
+    not by length, spread 1.0             99.5     97.4     97.2
+    not by length, t(3), spread 1.0       99.5     98.3     97.0
+    by log of length, spread 0.5          97.7     97.0     96.3
+    by log of length, spread 0.74         96.7     96.8     96.0
+    by log of length, spread 1.0          95.0     94.8     95.6
+    the same with t(3), spread 1.0        97.0     95.3     96.1
+    falls by log of length, spread 1.0    95.0     94.5     95.4
+    in proportion to length, spread 0.5   95.5     95.9     95.9
+    HQQ-2bit on WikiText, pages drawn     98.3     94.2     95.4
+    ================================== ======== ======== ========
+
+    Where a token's damage grows in proportion to length and lengths differ more, no interval from
+    so few pages holds: 91.5, 93.2 and 93.6 % at a spread of 0.74.
     """
 
     estimate: float
     stderr: float
     quantiles: Floats
-    documents: float  # equally long ones
+    freedom: float
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        reach = float(special.stdtrit(self.documents - 1, (1 + confidence) / 2))
+        reach = float(special.stdtrit(self.freedom, (1 + confidence) / 2))
         low = min(-reach, self._quantile(-reach * self._stretch))
         high = max(reach, self._quantile(reach * self._stretch))
         return self.estimate - high * self.stderr, self.estimate - low * self.stderr
@@ -229,7 +250,7 @@ class Studentized:
             normal = abs(float(np.interp(seen, self.quantiles, NORMAL)))
         else:
             normal = FARTHEST * abs(seen / self.quantiles[-1 if seen > 0 else 0])
-        return float(2 * special.stdtr(self.documents - 1, -min(abs(seen), normal / self._stretch)))
+        return float(2 * special.stdtr(self.freedom, -min(abs(seen), normal / self._stretch)))
 
     def _quantile(self, normal: float) -> float:
         if abs(normal) <= FARTHEST:
@@ -238,7 +259,20 @@ class Studentized:
 
     @property
     def _stretch(self) -> float:
-        return math.sqrt(self.documents / (self.documents - 1))
+        return math.sqrt((self.freedom + 1) / self.freedom)
+
+
+def degrees_of_freedom(values: Floats, weights: Floats) -> float:
+    """Of the standard error of Σ ``values`` / Σ ``weights``, both [documents]; at least 1.
+
+    1/ν = 1/(m − 1) + (k − 1)/2n: m as many equally long documents, and k the kurtosis of the n
+    documents' shares, since the variance of a variance is (k − 1)/n of its square (Satterthwaite
+    1946, Biometrics Bulletin 2: 110–114; Box 1953, Biometrika 40: 318–335).
+    """
+    terms = _shares(values[:, None], weights[:, None], np.ones(1), 1.0)[:, 0]
+    kurtosis = float(np.mean(terms**4) / np.mean(terms**2) ** 2)
+    of_lengths = 1 / (effective_documents(weights[:, None]) - 1)
+    return max(1.0, 1 / (of_lengths + (kurtosis - 1) / (2 * len(terms))))
 
 
 NORMAL = np.linspace(-FARTHEST, FARTHEST, 121)
@@ -265,10 +299,8 @@ def studentize(
     found = np.quantile(sums[0] / spread, special.ndtr(NORMAL), method="median_unbiased")
     if not found[0] < 0 < found[-1]:
         return None
-    return Studentized(
-        estimate=estimate, stderr=stderr, quantiles=found,
-        documents=effective_documents(weights[:, None]),
-    )  # fmt: skip
+    freedom = degrees_of_freedom(values, weights)
+    return Studentized(estimate=estimate, stderr=stderr, quantiles=found, freedom=freedom)
 
 
 def bootstrap_interval(
