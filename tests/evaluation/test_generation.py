@@ -74,6 +74,7 @@ def test_answers_to_a_task_are_hflms_text_by_text(demo, name, looks, tmp_path, m
     """Four slots for nine prompts: slots are filled again, and move to the left. What was said is
     looked at after each token, or as on a GPU after several."""
     monkeypatch.setitem(generation.LOOK_EVERY, "cpu", looks)
+    monkeypatch.setattr(generation, "CHUNK", 50 if name == "trivia" else 8192)
     monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
     monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
     settings = ScoringSettings(mode="exact", max_length=256, batch_size=3, window_batch_size=1)
@@ -97,6 +98,7 @@ def test_answers_to_a_task_are_hflms_text_by_text(demo, name, looks, tmp_path, m
 )
 def test_a_cache_of_few_bits_is_read_alike_in_slots_and_by_hflm(cache, tmp_path, monkeypatch):
     """What stays unquantized depends on where in its sequence a token stands, not on its column."""
+    monkeypatch.setattr(generation, "CHUNK", 11)
     monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
     monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
     checkpoint = find(str(DEMO / "softpick"))
@@ -110,9 +112,10 @@ def test_a_cache_of_few_bits_is_read_alike_in_slots_and_by_hflm(cache, tmp_path,
     assert answers == lm.hflm.generate_until(task.task.instances, disable_tqdm=True)
 
 
-@pytest.mark.parametrize("max_length", [16, 128])
-def test_prompts_of_all_lengths_are_answered_as_by_hflm(max_length):
+@pytest.mark.parametrize(("max_length", "chunk"), [(16, 8192), (128, 8192), (128, 3)])
+def test_prompts_of_all_lengths_are_answered_as_by_hflm(max_length, chunk, monkeypatch):
     """Some are longer than the context has room for, and lose their oldest tokens."""
+    monkeypatch.setattr(generation, "CHUNK", chunk)
     model = llama()
     requests = [request(text(i, 1 + 3 * i), i, max_gen_toks=1 + i) for i in range(7)]
     lm = scorer(model, "exact", max_length=max_length)

@@ -43,6 +43,7 @@ from qbench.streaming import stream_of
 
 CACHE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
 PROMPT_TOKENS = {"cuda": 131_072, "cpu": 4_096}  # read at once
+CHUNK = 8_192  # tokens of each prompt that go through the model together
 LOOK_EVERY = {"cuda": 8, "cpu": 1}  # steps between two looks at what was said: each waits
 SPARE_COLUMNS = 1 / 4  # of the longest prompt with its answer: how seldom slots move to the left
 REFILL = 1 / 8  # of the slots: prompts are read side by side, not one after another
@@ -356,14 +357,18 @@ class _Decoding:
         columns = torch.arange(width, device=self.device)[None]
         first = torch.tensor(missing, device=self.device)[:, None]
         cache = DynamicCache(config=self.model.config)
-        logits = self.model(
-            input_ids=torch.tensor(ids, device=self.device),
-            attention_mask=(columns >= first).long() if any(missing) else None,
-            position_ids=(columns - first).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        seen = (columns >= first).long() if any(missing) else None
+        positions, tokens = (columns - first).clamp(min=0), torch.tensor(ids, device=self.device)
+        for start in range(0, width, CHUNK):
+            end = start + CHUNK
+            logits = self.model(
+                input_ids=tokens[:, start:end],
+                attention_mask=None if seen is None else seen[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
         where = torch.tensor(slots, device=self.device)
         for kept, read in zip(self.cache.layers, cache.layers, strict=True):
             kept.put(where, read.keys, read.values)
