@@ -75,7 +75,7 @@ def read(path: Path) -> Source:
             raise RecipeError(
                 f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
             )
-        lines = _lines(path, root, yaml.constructor)
+        lines = _lines(path, root)
         return Source(path, yaml.constructor.construct_document(root), lines)
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply") from None
@@ -87,7 +87,7 @@ def read(path: Path) -> Source:
         context = "" if (error.context or "while").startswith("while") else f"{error.context} "
         message = " ".join(f"{context}{error.problem or 'not YAML'}".split())
         raise RecipeError(f"{path}:{mark.line + 1 if mark else 1}: {message}") from None
-    except YAMLError as error:
+    except (YAMLError, ValueError, KeyError) as error:  # the last two: !!int foo, !!bool x
         raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
 
 
@@ -139,8 +139,8 @@ def _text(path: Path) -> str:
         raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
 
 
-def _lines(path: Path, root: MappingNode, constructor: Any) -> dict[Location, int]:
-    """The line of every value. Raises RecipeError for a tag, key or value that no recipe has."""
+def _lines(path: Path, root: MappingNode) -> dict[Location, int]:
+    """The line of every value. Raises RecipeError for a tag or key that no recipe has."""
     lines: dict[Location, int] = {}
     count = 0
 
@@ -156,26 +156,19 @@ def _lines(path: Path, root: MappingNode, constructor: Any) -> dict[Location, in
             raise wrong(node, f"{shown(node.value)} is a date; put text into quotes")
         if node.tag not in PLAIN:
             raise wrong(node, f"tag {shown(str(node.tag))}: only plain values are read")
-        if isinstance(node, ScalarNode):
-            try:
-                constructor.construct_object(node)
-            except (ValueError, KeyError):
-                kind = str(node.tag).rpartition(":")[2]
-                raise wrong(node, f"{shown(node.value)} is no {kind}") from None
-        elif isinstance(node, SequenceNode):
+        if isinstance(node, SequenceNode):
             for number, part in enumerate(node.value):
                 lines[*location, number] = part.start_mark.line + 1
                 look(part, (*location, number))
-        elif isinstance(node, MappingNode):
-            for key, value in node.value:
-                if key.tag == f"{TAG}merge":
-                    for merged in value.value if isinstance(value, SequenceNode) else [value]:
-                        look(merged, location)
-                elif not isinstance(key, ScalarNode) or key.tag != f"{TAG}str":
-                    raise wrong(key, "a key must be a word; put others into quotes")
-                else:
-                    lines[*location, key.value] = key.start_mark.line + 1
-                    look(value, (*location, key.value))
+        for key, value in node.value if isinstance(node, MappingNode) else ():
+            if key.tag == f"{TAG}merge":
+                for merged in value.value if isinstance(value, SequenceNode) else [value]:
+                    look(merged, location)
+            elif not isinstance(key, ScalarNode) or key.tag != f"{TAG}str":
+                raise wrong(key, "a key must be a word; put others into quotes")
+            else:
+                lines[*location, key.value] = key.start_mark.line + 1
+                look(value, (*location, key.value))
 
     look(root, ())
     return lines

@@ -54,6 +54,7 @@ class RecordModel(BaseModel):
 
 # --- checksums
 
+SCHEMA_VERSION = 2
 CHECKSUM = "checksum"
 AGAIN = "run the recipe again"
 
@@ -73,42 +74,36 @@ def dump_with_checksum(values: dict[str, Any]) -> bytes:
     return ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass")
 
 
-def load_with_checksum(
-    path: Path, payload: bytes, *, schema: int, again: str = AGAIN
-) -> dict[str, Any]:
-    """What ``dump_with_checksum`` was given, from the content ``payload`` of ``path``.
+def load_with_checksum(path: Path, again: str = AGAIN) -> dict[str, Any]:
+    """What ``dump_with_checksum`` was given, from the file ``path``.
 
-    Raises SchemaError for another ``schema_version`` than ``schema``, DamagedError for any change
-    of content; ``again`` is the remedy that both name.
+    Raises SchemaError for another ``schema_version`` than ours, DamagedError for any change of
+    content; ``again`` is the remedy that both name.
     """
+
+    def damaged(what: str) -> DamagedError:
+        return DamagedError(f"{path}: damaged: {what}; {again}")
+
     try:
-        values = json.loads(payload)
+        values = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise DamagedError(f"{path}: damaged: not whole JSON; {again}") from None
+        raise damaged("not whole JSON") from None
     if not isinstance(values, dict):
-        raise DamagedError(f"{path}: damaged: not a JSON object; {again}")
-    check_schema(path, values.get("schema_version"), schema, again)
+        raise damaged("not a JSON object")
+    version = values.get("schema_version")
+    if type(version) is not int:
+        raise damaged("it has no schema_version")
+    told = f"qbench (schema {version}, this one reads {SCHEMA_VERSION})"
+    if version > SCHEMA_VERSION:
+        raise NewerSchemaError(f"{path}: written by a newer {told}: update qbench")
+    if version < SCHEMA_VERSION:
+        raise SchemaError(f"{path}: written by an older {told}: {again}")
     stated = values.pop(CHECKSUM, None)
     if stated is None:
-        raise DamagedError(f"{path}: damaged: it has no checksum; {again}")
+        raise damaged("it has no checksum")
     if stated != digest(canonical(values)):
-        raise DamagedError(f"{path}: damaged: its content is not what was written; {again}")
+        raise damaged("its content is not what was written")
     return values
-
-
-def check_schema(path: Path, found: object, schema: int, again: str = AGAIN) -> None:
-    """Raise SchemaError where the version ``found`` in ``path`` is not ``schema``."""
-    if type(found) is not int:
-        raise DamagedError(f"{path}: damaged: it has no schema_version; {again}")
-    if found > schema:
-        raise NewerSchemaError(
-            f"{path}: written by a newer qbench (schema {found}, this one reads {schema}): "
-            "update qbench"
-        )
-    if found < schema:
-        raise SchemaError(
-            f"{path}: written by an older qbench (schema {found}, this one reads {schema}): {again}"
-        )
 
 
 class Environment(RecordModel):
@@ -555,8 +550,6 @@ class Training(RecordModel):
 
 
 # --- the record and the grid
-
-SCHEMA_VERSION = 2
 
 OUTCOME_COLUMNS = ("task", "document", "metric", "value", "weight")
 RESPONSE_COLUMNS = (

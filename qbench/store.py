@@ -38,7 +38,6 @@ from qbench.records import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     RESPONSE_DEFAULTS,
-    SCHEMA_VERSION,
     Analysis,
     AnalysisGrid,
     CellKey,
@@ -327,7 +326,7 @@ def _parquet(table: pd.DataFrame) -> bytes:
 
 def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
     """What ``write`` wrote. Raises DamagedError or SchemaError, with the remedy ``again``."""
-    values = load_with_checksum(path, path.read_bytes(), schema=SCHEMA_VERSION, again=again)
+    values = load_with_checksum(path, again)
     try:
         return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:

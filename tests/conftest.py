@@ -37,7 +37,6 @@ LONGEST = (
     "test_dask.py", "test_commands.py", "test_run.py", "test_grid.py", "test_breakages.py",
     "test_ci.py", "test_analyze.py", "test_startup.py", "test_one_off.py", "test_loop.py",
     "test_resume.py", "test_faults.py", "test_repair.py", "test_compiled.py",
-    "test_processors.py",
 )  # fmt: skip
 
 

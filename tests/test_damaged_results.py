@@ -190,12 +190,6 @@ def test_a_grid_of_a_newer_qbench_is_not_replaced_and_a_damaged_one_is(results):
     assert store.grid() == grid
 
 
-def test_what_is_no_number_for_a_schema_is_damage(results):
-    rewrite(the_file(results, "grid"), schema_version="2")
-    with pytest.raises(DamagedError, match="no schema_version"):
-        Store(results / "grid").grid()
-
-
 OUTSIDE = [
     ("checkpoint", "../../elsewhere"), ("checkpoint", "/etc"), ("checkpoint", "a\x00b"),
     ("checkpoint", "a\n\\input{x}"), ("checkpoint", ""), ("quantizer", ".."), ("quantizer", "a/b"),

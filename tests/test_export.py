@@ -73,16 +73,6 @@ def test_the_hubs_library_reads_the_card_back(exported):
     assert acc.metric_args == {"documents": 2376, "stderr": pytest.approx(100 * score.stderr)}
 
 
-def test_a_mean_that_is_no_accuracy_is_no_per_cent():
-    (record,) = some("softpick/hqq-2bit").records()
-    brier = record.scores[0].model_copy(
-        update={"metric": "brier_score", "aggregation": "mean", "value": 0.2134}
-    )
-    card = export.card(record.model_copy(update={"scores": (brier,)}))
-    assert "value: 0.2134" in card
-    assert "| brier_score | 0.21 |" in card
-
-
 def test_tensorboard_reads_the_scalars_back(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

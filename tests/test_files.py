@@ -74,15 +74,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, make, words):
         require_folder(make(tmp_path), "--out")
 
 
-def test_what_can_be_written_leaves_no_trace_of_the_question(tmp_path):
-    for path in (tmp_path / "a" / "b" / "c.json", tmp_path / ("x" * 250)):
-        require_writable(path)
-    require_folder(tmp_path / "a" / "b")
-    assert list(tmp_path.iterdir()) == []
-    write_atomically(tmp_path / ("x" * 250), b"a name that has no room for an ending")
-    assert [path.name for path in tmp_path.iterdir()] == ["x" * 250]
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_file_or_folder_is_refused(tmp_path):
     (tmp_path / "file").touch(0o444)

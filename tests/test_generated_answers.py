@@ -10,7 +10,6 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, ResultsError
 from qbench.evaluation import evaluate
-from qbench.evaluation.passkey import key, scores
 from qbench.records import ANSWER_CHARACTERS
 from qbench.store import Store
 
@@ -90,16 +89,6 @@ def test_what_was_written_is_what_the_model_generates(ran):
     assert all(part in whole for part, whole in zip(taken, continued(QUESTIONS, 12), strict=True))
     # no second copy of what a filter takes whole
     assert texts(store, records["softpick/fp32"], "sums", "as-written") == []
-
-
-def test_passkey_keeps_what_was_compared_with_the_key(ran):
-    store = Store(ran)
-    for record in store.records():
-        answers = texts(store, record, "passkey_256")
-        assert len(answers) == 3
-        outcomes = store.outcomes(record)
-        digits = outcomes[outcomes["metric"] == "acc_digits"]["value"].tolist()
-        assert scores(answers, [key(256, n) for n in range(3)])[1] == pytest.approx(digits)
 
 
 def test_show_has_both_cells_answers(ran, capsys):

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.cli.recipe_options import Dtype
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
 from qbench.recipe import Overrides, Recipe, save
@@ -97,13 +96,6 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
     assert kept["evaluation"] == {"limit": 3}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_recipe_is_kept_with_another_dtype(tmp_path, dtype):
-    changed = Overrides(dtype=Dtype(dtype), checkpoints={"softmax": "a/b"})
-    save(small_recipe(tmp_path), changed, tmp_path / "kept.yaml")
-    assert Recipe.load(tmp_path / "kept.yaml").compute_dtype == dtype
-
-
 @pytest.mark.parametrize("label", ["12e4", "0o17", "08", "1_000", "no", "null", "1+1"])
 def test_every_label_of_a_kept_recipe_comes_back(tmp_path, label):
     path = tmp_path / "kept.yaml"
@@ -140,15 +132,6 @@ def test_an_unknown_part_of_a_label_is_said():
     changed = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), quantizers=("bf16+int9",))
     with pytest.raises(RecipeError, match=r"unknown quantizer 'bf16\+int9'"):
         Recipe.load(None, changed)
-
-
-def test_the_baseline_is_the_checkpoint_that_a_recipe_names(tmp_path):
-    from qbench.plan import plan
-
-    recipe = Recipe.load(small_recipe(tmp_path, baseline="softpick"))
-    assert plan(recipe, device="cpu").grid.checkpoints == ("softpick", "softmax")
-    with pytest.raises(RecipeError, match="baseline: nosuch is no checkpoint; there is softmax, s"):
-        Recipe.load(small_recipe(tmp_path, baseline="nosuch"))
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import pytest
 from small_recipe import qbench, small_recipe
 
 from qbench import plugins
-from qbench.cli.place import Place, placed
 from qbench.errors import RecipeError
 from qbench.recipe import Recipe
 from qbench.store import Store
@@ -40,10 +39,6 @@ def run_in_a_process(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
 
 
-def test_the_example_is_as_short_as_promised():
-    assert len([line for line in CODE.splitlines() if line.strip()]) <= 30
-
-
 def test_the_example_runs_in_worker_processes_and_beats_round_to_nearest(tmp_path, example):
     path = small_recipe(tmp_path, checkpoints={"softmax": str(ROOT / "recipes/demo/softmax")},
                         tasks=["demo_lastword"], quantizers=["fp32", "rtn-4bit"])  # fmt: skip
@@ -61,26 +56,6 @@ def test_the_example_runs_in_worker_processes_and_beats_round_to_nearest(tmp_pat
     assert clipped.key_parts["quantizer"]["source"] == digest
     assert clipped.key_parts["quantizer"]["steps"] == 20
     assert qbench("tables", tmp_path / "out") == 0  # which knows nothing of the file
-
-
-@pytest.mark.slow
-def test_an_executor_of_a_file_runs_the_cells(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "from qbench.runner.workers import register\n"
-        "register('mine', lambda device: ThreadPoolExecutor(1))\n"
-    )
-    recipe = small_recipe(tmp_path, tasks=["demo_lastword"])
-    arguments = ("run", recipe, "--plugin", path, "--out", tmp_path / "out", "--only", "*/fp32")
-    done = run_in_a_process(*arguments, "--executor", "mine")
-    assert done.returncode == 0, done.stderr
-    assert "executor mine" in done.stderr
-    here = Place(recipe=Recipe.load(recipe), out=tmp_path / "out", device="cpu")
-    for own, workers, words in (("mine", 2, "leave --workers out"), ("other", None, "unknown exe")):
-        where = placed(here, "cpu", None, gpus=None, workers=workers, own=own, cells=1)
-        with pytest.raises(RecipeError, match=words), where:
-            pass
 
 
 NAMED = "from qbench.quantizers.names import Unquantized, register\nregister("

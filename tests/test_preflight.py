@@ -105,11 +105,6 @@ def test_a_pipe_in_place_of_data_or_a_definition_is_refused_and_not_waited_for(t
         planned(tmp_path, data=str(tmp_path / "data"), definitions=str(tmp_path / "tasks"))
 
 
-def test_a_good_calibration_text_is_not(tmp_path):
-    assert calibrated(tmp_path, 2 * LONG).calibration.samples == 2
-    assert calibrated(tmp_path, gzip.compress(2 * LONG)).calibration.samples == 2
-
-
 def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_path):
     with pytest.raises(RecipeError, match=r"checkpoints\.softpick: evaluation\.add_bos: true"):
         planned(tmp_path, evaluation={"add_bos": True})

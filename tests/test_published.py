@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qbench.errors import RecipeError
-from qbench.published import printed, sets, show, table, tables
+from qbench.published import printed, table, tables
 from qbench.published.check import check, summary
 
 PAPER = Path(__file__).parents[2] / "shared" / "papers" / "softpick.txt"
@@ -55,12 +55,6 @@ def test_a_printed_number_is_found_by_our_words(name, row, softmax, delta):
     found = printed(name)[row]
     assert found.values["softmax"] == Decimal(softmax)
     assert found.delta == Decimal(delta)
-
-
-def test_a_set_has_all_precisions_of_the_paper():
-    assert sets() == ("softpick-340m", "softpick-1.8b")
-    for name in sets():
-        assert len(printed(name)) == 9 + 18 + 36 + 18
 
 
 def test_table_13_is_found_to_repeat_itself_and_to_equal_table_3():
@@ -118,12 +112,6 @@ def test_what_the_paper_tells_wrongly_is_found_once(kind, where, text, grave):
     found = [finding for finding in check() if finding.kind == kind]
     assert [(one.where, one.text, one.grave) for one in found] == [(where, text, grave)]
     assert text in summary()
-
-
-def test_a_table_is_shown_with_its_source_and_caption():
-    text = show(table("softpick-table-10"))
-    assert "Table 10. Comparison of softpick vs softmax performance for HQQ" in text
-    assert "21857842.67" in text
 
 
 @pytest.mark.parametrize("ask", [table, printed])

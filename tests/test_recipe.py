@@ -162,31 +162,6 @@ def test_an_option_on_top_of_a_malformed_part_is_refused_with_the_part(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"name: \xff\xfe", "not UTF-8"), (b"[a, b]: 1", "a key must be a word")]
-)
-def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path, content, words):
-    path = tmp_path / "odd.yaml"
-    path.write_bytes(content)
-    with pytest.raises(RecipeError, match=words):
-        Recipe.load(path)
-
-
-def test_yaml_merge_keys_work(tmp_path):
-    path = tmp_path / "merged.yaml"
-    text = yaml.safe_dump({k: v for k, v in GOOD.items() if k != "quantizers"})
-    path.write_text(
-        text + "quantizers:\n- &a {name: rtn-4bit, group_size: 64}\n- {<<: *a, name: rtn-3bit}\n"
-    )
-    assert [q.quantization.weights.group_size for q in Recipe.load(path).quantizers] == [64, 64]
-
-
-def test_another_checkpoint_must_still_have_the_normalizer_that_the_recipe_states(tmp_path):
-    recipe = Recipe.load(write(tmp_path), Overrides(checkpoints={"softpick": "e/f"}))
-    assert recipe.checkpoints["softpick"].path == "e/f"
-    assert recipe.checkpoints["softpick"].normalizer == "softpick"
-
-
-@pytest.mark.parametrize(
     ("tolerance", "words"),
     [
         (0.05, r"evaluation\.tolerance: must be a mapping; known: mean, largest, changed"),

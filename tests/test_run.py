@@ -113,17 +113,6 @@ def test_worker_processes_give_the_scores_of_one_process(tmp_path):
     assert len(scores[0]) == 2
 
 
-def test_plan_says_what_is_there_and_writes_nothing(tmp_path, capfd):
-    path, out = small_recipe(tmp_path), tmp_path / "out"
-    before = sorted(tmp_path.rglob("*"))
-    qbench("plan", path, "--out", out, "--device", "cpu")
-    shown = capfd.readouterr()
-    assert "to run    softpick/rtn-4bit" in shown.out
-    assert "demo_choice: 3 of" in shown.out
-    assert shown.err == ""
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_a_run_prints_its_own_tables_though_another_has_written_there(tmp_path, capfd, monkeypatch):
     """The other run, of other documents, comes between this one's last cell and its tables."""
     from qbench.cli import run as command

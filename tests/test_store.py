@@ -79,14 +79,6 @@ def test_an_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old"
 
 
-def test_a_damaged_record_is_named_with_its_place(tmp_path):
-    store = Store(tmp_path)
-    store.put(make_record(), OUTCOMES, RESPONSES)
-    next(tmp_path.rglob("0000000000000000.json")).write_text('{"key": 3}')
-    with pytest.raises(ResultsError, match=r"0000000000000000\.json: damaged: .*recipe again"):
-        store.get(CELL)
-
-
 def test_a_folder_without_a_grid_is_no_results_folder(tmp_path):
     with pytest.raises(ResultsError, match=r"no grid\.json here"):
         Store(tmp_path).grid()

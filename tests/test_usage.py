@@ -40,14 +40,6 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, arguments, words):
     assert said.out == ""
 
 
-def test_help_is_no_error(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["qbench", "run", "--help"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0
-    assert "--save-recipe" in capsys.readouterr().out
-
-
 def every_command():
     for name in cli.COMMANDS:
         yield from [(name, of) for of in getattr(cli.load(name), "commands", ())] or [(name,)]

@@ -55,7 +55,7 @@ def read_noise(store: Store) -> dict[str, Any] | None:
     path = store.directory / FILE
     if not path.is_file():
         return None
-    return load_with_checksum(path, path.read_bytes(), schema=SCHEMA_VERSION, again=AGAIN)
+    return load_with_checksum(path, AGAIN)
 
 
 def read_floors(store: Store, grid: Grid) -> Floors:

@@ -8,7 +8,6 @@ from safetensors import safe_open
 
 PAIR = {"softmax": "parallel_attn", "softpick": "parallel_softpick_attn"}
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 128, 512, 4, 1024
-LIMIT = 5_000_000  # bytes a checkpoint
 
 
 def expected_shapes() -> dict[str, list[int]]:
@@ -39,13 +38,6 @@ def test_a_checkpoint_has_the_upstream_names_and_shapes_in_bfloat16(demo, name):
         assert all(torch.isfinite(file.get_tensor(key)).all() for key in slices)
 
 
-@pytest.mark.parametrize("name", PAIR)
-def test_a_checkpoint_says_its_normalizer_and_is_small(demo, name):
-    config = json.loads((demo / name / "config.json").read_text())
-    assert (config["model_type"], config["attn_impl"]) == ("transformer", PAIR[name])
-    assert sum(file.stat().st_size for file in (demo / name).iterdir()) < LIMIT
-
-
 @pytest.mark.parametrize("file", ["config.json", "training.json"])
 def test_the_pair_differs_only_in_its_attention(demo, file):
     first, second = (json.loads((demo / name / file).read_text()) for name in PAIR)
@@ -53,58 +45,11 @@ def test_the_pair_differs_only_in_its_attention(demo, file):
     assert different == {"config.json": {"attn_impl"}, "training.json": {"attention", "loss"}}[file]
 
 
-def test_the_pair_shares_one_tokenizer(demo):
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        first, second = ((demo / name / file).read_bytes() for name in PAIR)
-        assert first == second
-
-
-@pytest.mark.parametrize("name", PAIR)
-def test_training_says_how_it_was_done_and_that_the_loss_fell(demo, name):
-    training = json.loads((demo / name / "training.json").read_text())
-    assert training["command"].startswith("python recipes/demo/make.py --seed 0 ")
-    assert training["attention"] == f"{name}/reference"
-    schedule = training["schedule"]
-    assert training["trained_tokens"] == schedule["steps"] * schedule["rows"] * 256
-    assert training["loss"][-1][0] == schedule["steps"]
-    assert training["loss"][-1][1] < training["loss"][0][1] / 2
-
-
 @pytest.fixture(scope="module")
 def tokenizer(demo):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(demo / "softpick")
-
-
-def test_the_special_tokens_are_where_the_config_says(tokenizer):
-    special = tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"])
-    assert special == [0, 1, 2, 3]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 3)
-    assert len(tokenizer) == VOCABULARY
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["Where does Bela live?\nAnswer: Kelp Bay", " two  spaces, 1,024 ", "naïve — Δ ≤ 3 ✓", ""],
-)
-def test_text_survives_the_tokenizer_unchanged_and_without_special_tokens(tokenizer, text):
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert not {0, 1, 2, 3} & set(ids)
-
-
-def test_each_calibration_document_fills_a_context(demo, tokenizer):
-    with open(demo / "calibration.jsonl", encoding="utf-8") as lines:
-        lengths = [len(tokenizer(json.loads(line)["text"])["input_ids"]) for line in lines]
-    assert len(lengths) == 96
-    assert min(lengths) >= 256
-
-
-def test_some_pages_are_longer_than_the_context_so_that_windows_are_used(demo, tokenizer):
-    with open(demo / "data/demo_pages/test.jsonl", encoding="utf-8") as lines:
-        lengths = [len(tokenizer(json.loads(line)["page"])["input_ids"]) for line in lines]
-    assert min(lengths) < 256 < max(lengths)
 
 
 @pytest.mark.parametrize("name", PAIR)
