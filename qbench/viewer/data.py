@@ -29,9 +29,9 @@ from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, judge, redundant
 from qbench.errors import QbenchError, ResultsError
-from qbench.records import Damage, GridCell, Record
+from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
-from qbench.tables.scores import bits_per_weight
+from qbench.tables.scores import bits_per_weight, gib
 from qbench.text import metric_title
 from qbench.viewer.summary import headline, summary
 
@@ -187,6 +187,17 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "by_group": [
             _seed_line(one) for one in comparison.seeds if not redundant(one.line, comparison.lines)
         ],
+        "pairs": [
+            {
+                "task": one.label,
+                "metric": metric_title(one.metric),
+                "percent": one.percent,
+                "pair": one.told,
+                "documents": one.documents,
+                **({} if one.effect is None else {"effect": _effect(one.effect)}),
+            }
+            for one in comparison.pairs
+        ],
         "headline": headline(comparison),
         "summary": [*summary(comparison), *training_notes(comparison)] if tested else [],
         "problems": [*comparison.problems(), *unreadable(store).values()],
@@ -208,6 +219,7 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
         "method": cell.method,
         "precision": cell.precision.name,
         "quantized": cell.quantized,
+        "floor": bool((inputs := cell.precision.activations) and inputs.bits == UNQUANTIZED_BITS),
         "key": cell.key,
         "status": status,
         "reason": unreadable(store).get(cell.cell, reason),
@@ -217,6 +229,7 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
     tasks = record.damage.tasks if isinstance(record.damage, Damage) else {}
     return found | {
         "bits": bits_per_weight(record),
+        "gib": gib(record),
         "weight_error": record.audit.weight_error if record.audit and record.quantized else None,
         "seconds": (record.finished - record.started).total_seconds(),
         "memory_gib": max((stage.peak_memory_gib for stage in record.stages), default=None),
@@ -224,6 +237,7 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
         "kl": {
             task: {
                 "mean": one.distributions.kl.mean,
+                "stderr": one.distributions.kl.mean_stderr,
                 "p99": one.distributions.kl.p99,
                 "tokens": one.distributions.tokens,
                 "agreement": one.distributions.top1_agreement,

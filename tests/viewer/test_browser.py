@@ -121,6 +121,16 @@ def test_a_cell_its_audit_and_what_differs_from_another(opened, page):
     page.wait_for_selector("text=out of memory")
 
 
+def test_quality_against_size_has_a_dot_a_cell(opened, page):
+    figure = page.locator("figure:has(h3:has-text('against bits'))")
+    before = figure.locator("h3").inner_text()
+    page.locator("label:has-text('Quality') select").select_option(index=1)
+    page.wait_for_url("**metric=*")
+    assert figure.locator("h3").inner_text() != before
+    figure.locator("svg a path").first.click()
+    page.wait_for_selector("h3:has-text('What ran')")
+
+
 def test_tables_sort_by_keyboard_and_are_saved(opened, page, tmp_path):
     page.goto(f"{opened.address}#view=scores")
     page.wait_for_selector(".tabulator-row")

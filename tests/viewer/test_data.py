@@ -13,6 +13,7 @@ from http import HTTPStatus
 import pytest
 from hostile_results import HOSTILE, SIZES, fill
 from small_recipe import qbench
+from synthetic import make_store
 
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
@@ -50,6 +51,14 @@ def test_over_seeds_too_each_question_stands_once(tmp_path):
     shown = Results(WholeStore(tmp_path / "grid")).payload("overview", wait=True)
     assert {one["metric"] for one in shown["by_group"]} == {one["metric"] for one in shown["lines"]}
     assert "byte_perplexity" not in {one["metric"] for one in shown["by_group"]}
+
+
+def test_one_checkpoints_precisions_are_compared_among_themselves(tmp_path):
+    quantizers = ("bf16", "hqq-4bit", "gptq-4bit")
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=quantizers)
+    pairs = Results(store).payload("overview", wait=True)["pairs"]
+    assert {one["pair"] for one in pairs} == {"gptq-4bit − hqq-4bit"}
+    assert all(one["effect"]["p_holm"] >= one["effect"]["p"] for one in pairs)
 
 
 def test_scores_are_there_before_intervals(folder, monkeypatch):
@@ -98,7 +107,7 @@ def test_a_name_that_there_is_none_of_is_refused(folder, name):
 def test_a_damaged_record_is_named_and_takes_nothing_from_the_others(tmp_path):
     store = fill(tmp_path / "grid")
     cell = next(c for c in store.grid().cells if c.cell == "softpick/gptq-4bit")
-    path = store.path(cell.cell, cell.key)
+    path = store.path(cell)
     path.write_text(path.read_text().replace('"seconds"', '"secunds"', 1))
     shown = Results(WholeStore(store.directory)).payload("overview", wait=True)
     states = {one["cell"]: one["status"] for one in shown["cells"]}

@@ -16,19 +16,20 @@ export interface Line {
   scores: Record<string, Score>;
   deltas: Record<string, Effect>; damages: Record<string, Effect>; differences: Record<string, Effect>;
 }
-export interface Kl { mean: number; p99: number; tokens: number; agreement: number }
+export interface Kl { mean: number; stderr: number | null; p99: number; tokens: number; agreement: number }
 export interface Cell {
   cell: string; checkpoint: string; quantizer: string; title: string; method: string; precision: string;
-  quantized: boolean; key: string; status: "ok" | "failed" | "missing"; reason: string;
-  bits?: number | null; weight_error?: number | null; seconds?: number; memory_gib?: number | null;
+  quantized: boolean; floor: boolean; key: string; status: "ok" | "failed" | "missing"; reason: string;
+  bits?: number | null; gib?: number | null; weight_error?: number | null; seconds?: number; memory_gib?: number | null;
   attention?: string; kl?: Record<string, Kl>; documents?: string[];
 }
 export interface Overview {
   error?: string; ready: boolean; name: string; folder: string; run: Text; program: string;
   checkpoints: string[]; groups: Record<string, string[]>; seeds: boolean; unquantized: Text;
   tasks: { name: string; label: string }[]; skipped: string[]; limit: number | null; cells: Cell[];
-  lines: Line[]; by_group: Line[]; headline: string; summary: string[]; problems: string[];
+  lines: Line[]; by_group: Line[]; pairs: Pair[]; headline: string; summary: string[]; problems: string[];
 }
+export interface Pair { task: string; metric: string; percent: boolean; pair: string; documents: number; effect?: Effect }
 export interface Index { folders: { name: string }[] }
 export type Column = (number | string | boolean | null)[];
 export interface Documents {

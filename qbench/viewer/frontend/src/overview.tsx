@@ -1,7 +1,7 @@
 // The first screen: the answer with its certainty, then what it is made of.
 import * as Plot from "@observablehq/plot";
 import { useMemo } from "preact/hooks";
-import type { Cell, Effect, Line, Overview } from "./data";
+import type { Cell, Effect, Line, Overview, Pair } from "./data";
 import type { Row } from "./download";
 import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
@@ -44,7 +44,8 @@ export function OverviewPage({ found, state }: { found: Overview; state: State }
       )}
       <Forest found={found} lines={lines} base={base} other={other} all={state.all === "forest"} />
       <HeatMaps found={found} lines={lines} />
-      <Divergence found={found} task={state.task} />
+      <Quality found={found} lines={found.lines} state={state} />
+      <Pairs found={found} />
       <Cells found={found} />
     </>
   );
@@ -163,35 +164,108 @@ function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind:
     rows={squares.map(({ told, href, ...rest }) => rest)} note="More is worse; blue is better than unquantized. A click shows the documents." />;
 }
 
-function Divergence({ found, task }: { found: Overview; task: string }) {
-  const dots = useMemo(() => found.cells.flatMap((cell) => {
-    const mean = kl(cell, task);
-    return mean && cell.bits ? [{
-      cell: cell.cell, checkpoint: cell.checkpoint, method: cell.title, precision: cell.precision, bits: cell.bits, kl: mean,
-      told: `${cell.cell}: KL ${number(mean)} nats a token at ${number(cell.bits)} bits a weight`,
-      href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }),
-    }] : [];
-  }), [found, task]);
-  const draw = useMemo(() => (width: number) => plot({
-    width, height: 360, marginLeft: 60, marginBottom: 44, marginTop: 28,
-    x: { label: "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
-    y: { type: "log", label: "↑ KL, nats a token", ticks: 5, tickFormat: (value: number) => number(value, 2) },
-    color: { legend: true, domain: found.checkpoints, scheme: "observable10" }, symbol: { legend: true },
-    marks: [Plot.dot(dots, { x: "bits", y: "kl", stroke: "checkpoint", symbol: "method", r: 5, strokeWidth: 2, href: "href", ariaLabel: "told", title: "told", tip: { href: undefined, fill: "var(--paper)" } })],
-  }), [dots]);
-  if (!found.cells.some((cell) => cell.kl && Object.keys(cell.kl).length)) return null;
+interface Dot { cell: string; checkpoint: string; method: string; precision: string; size: number; value: number; low: number; high: number; best: boolean; told: string; href: string }
+
+/** Quality against size: KL or a score, over bits or GiB; a line a method, the best at each size marked. */
+function Quality({ found, lines, state }: { found: Overview; lines: Line[]; state: State }) {
+  const diverges = found.cells.some((cell) => kl(cell));
+  const line = lines.find((one) => `${one.task} ${one.metric}` === state.metric) ?? (diverges ? undefined : lines[0]);
+  const sized = found.cells.some((cell) => cell.gib); // not in older records
+  const gib = sized && state.size === "gib";
+  const [dots, floor] = useMemo(() => {
+    const made = found.cells.flatMap((cell): Dot[] => {
+      const size = gib ? cell.gib : cell.bits;
+      const value = line ? scoreOf(lines, line, cell) : klOf(cell, state.task);
+      if (!size || !value || !(value.value > 0 || line) || (!line && !cell.quantized)) return [];
+      return [{
+        cell: cell.cell, checkpoint: cell.checkpoint, method: cell.title, precision: cell.quantizer, size, ...value, best: false,
+        told: `${cell.cell}: ${line ? `${named(line)} ${score(value.value / (line.percent ? 100 : 1), line)}` : `KL ${number(value.value)} nats a token`} [${number(value.low)}, ${number(value.high)}] at ${number(size)} ${gib ? "GiB" : "bits a weight"}`,
+        href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }),
+      }];
+    });
+    const noise = found.cells.filter((cell) => cell.floor);
+    const shown = made.filter((dot) => line || !noise.some((cell) => cell.cell === dot.cell));
+    const up = line?.higher_is_better;
+    for (const dot of shown) dot.best = !shown.some((one) => one.checkpoint === dot.checkpoint && one !== dot && one.size <= dot.size && (up ? one.value >= dot.value : one.value <= dot.value));
+    const levels = line ? [] : noise.flatMap((cell) => kl(cell, state.task)?.mean ?? []);
+    return [shown, levels.length ? Math.max(...levels) : null] as const;
+  }, [found, lines, line, state.task, gib]);
+  const draw = useMemo(() => (width: number) => {
+    const tip = { href: undefined, fill: "var(--paper)" } as any;
+    const group = (dot: Dot) => `${dot.checkpoint} ${dot.method}`;
+    const shared = { x: "size", y: "value", stroke: "checkpoint" } as const;
+    const figure = (labels: Plot.Markish[]) => plot({
+      width, height: 400, marginLeft: 60, marginBottom: 44, marginTop: 28, marginRight: 40,
+      x: { label: gib ? "GiB of all weights →" : "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
+      y: line ? { label: `↑ ${named(line)}`, grid: true } : { type: "log", label: "↑ KL, nats a token", ticks: 5, tickFormat: (value: number) => number(value, 2) },
+      color: { legend: true, domain: found.checkpoints, scheme: "observable10" }, symbol: { legend: true, range: ["circle", "square", "triangle", "diamond", "star", "wye", "cross"] },
+      marks: [
+        ...(floor ? [Plot.ruleY([floor], { stroke: "currentColor", strokeDasharray: "2,4" }), Plot.text([floor], { y: (value) => value, text: () => "noise floor", frameAnchor: "right", dy: -6 })] : []),
+        Plot.line(dots, { ...shared, z: group, sort: "size", strokeOpacity: 0.35 }),
+        Plot.ruleX(dots, { x: "size", y1: "low", y2: "high", stroke: "checkpoint", strokeOpacity: 0.5 }),
+        ...[false, true].map((best) => Plot.dot(dots.filter((dot) => dot.best === best), { ...shared, symbol: "method", fill: best ? "checkpoint" : "var(--paper)", r: 5, strokeWidth: 2, href: "href", ariaLabel: "told", title: "told", tip })),
+        ...labels,
+      ],
+    });
+    const bare = figure([]);
+    const [x, y] = [bare.scale("x")!, bare.scale("y")!];
+    const taken = dots.map((dot) => [x.apply(dot.size) - 6, y.apply(dot.value) - 6, 12, 12]);
+    const placed: [string, number, number][] = [];
+    return figure(dots.filter((dot) => dot.best).flatMap((dot) => {
+      const near = placed.some(([name, l, t]) => name === dot.precision && Math.hypot(l - x.apply(dot.size), t - y.apply(dot.value)) < 30);
+      const [w, left, top] = [6.6 * dot.precision.length, x.apply(dot.size), y.apply(dot.value)];
+      const places = [[8, -9], [-w / 2, -18], [-w / 2, 16], [8, 12], [-w - 8, 12], [-w - 8, -9]];
+      const place = places.find(([dx, dy]) => left + dx >= 60 && left + dx + w <= width && top + dy > 34 && top + dy < 350 && taken.every(([l, t, ww, h]) => left + dx + w < l || left + dx > l + ww || top + dy + 7 < t || top + dy - 7 > t + h));
+      if (near || !place) return []; // its tooltip says it
+      placed.push([dot.precision, left, top]);
+      taken.push([left + place[0], top + place[1] - 7, w, 14]);
+      return [Plot.text([dot], { x: "size", y: "value", text: "precision", textAnchor: "start", dx: place[0], dy: place[1] })];
+    }));
+  }, [dots, floor]);
+  if (!found.cells.some((cell) => cell.bits)) return null;
+  const scored = lines.filter((one, at) => lines.findIndex((two) => two.task === one.task && two.metric === one.metric) === at);
   return (
     <>
-      <label class="choice">Divergence on{" "}
-        <select value={task} onChange={(event) => change({ task: event.currentTarget.value })}>
-          <option value="">all tasks, by token</option>
-          {found.tasks.map((one) => <option value={one.name}>{one.label}</option>)}
-        </select>
-      </label>
-      <Figure title="KL divergence against bits" name="kl" method="kl" draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
-        note="Lower is closer to the unquantized model. A click shows the cell." />
+      <p class="choice">
+        <label>Quality{" "}
+          <select value={line ? `${line.task} ${line.metric}` : `kl ${state.task}`} onChange={(event) => { const value = event.currentTarget.value; change(value.startsWith("kl ") ? { task: value.slice(3), metric: "" } : { task: "", metric: value }); }}>
+            {diverges && <option value="kl ">KL on all tasks, by token</option>}
+            {diverges && found.tasks.map((one) => <option value={`kl ${one.name}`}>KL on {one.label}</option>)}
+            {scored.map((one) => <option value={`${one.task} ${one.metric}`}>{named(one)}</option>)}
+          </select></label>{" "}
+        {sized && <label>against <select value={gib ? "gib" : ""} onChange={(event) => change({ size: event.currentTarget.value })}><option value="">bits a weight</option><option value="gib">GiB</option></select></label>}
+      </p>
+      <Figure title={`${line ? named(line) : "KL divergence"} against ${gib ? "GiB" : "bits"}`} name="quality-size" method={line ? "interval" : "kl"} draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
+        note={`A line is a method; bars are 95 % intervals. Filled and named: no precision of that checkpoint is as small and as good. ${line ? "" : "Lower is closer to the unquantized model. "}A click shows the cell.`} />
     </>
   );
+}
+
+function klOf(cell: Cell, task: string) {
+  const of = kl(cell, task);
+  return of && { value: of.mean, low: Math.max(of.mean - 1.96 * of.stderr, of.mean / 10), high: of.mean + 1.96 * of.stderr };
+}
+
+function scoreOf(lines: Line[], line: Line, cell: Cell) {
+  const own = lines.find((one) => one.task === line.task && one.metric === line.metric && one.quantizer === cell.quantizer)?.scores[cell.checkpoint];
+  if (typeof own?.value !== "number") return null;
+  const factor = line.percent ? 100 : 1;
+  return { value: factor * own.value, low: factor * (own.low ?? own.value), high: factor * (own.high ?? own.value) };
+}
+
+/** One checkpoint's quantized precisions among themselves. */
+function Pairs({ found }: { found: Overview }) {
+  const columns = useMemo((): GridColumn[] => [
+    { title: "Task", value: (pair: Pair) => pair.task, width: 120 },
+    { title: "Metric", value: (pair: Pair) => pair.metric, width: 100 },
+    { title: "Pair", value: (pair: Pair) => pair.pair, width: 180, grow: 2 },
+    { title: "Difference", value: (pair: Pair) => pair.effect?.estimate, align: "right", show: (pair: Pair) => pair.effect ? effect(pair.effect.estimate, pair.effect.kind, pair.percent) + pair.effect.mark : "–" },
+    { title: "95 % interval", value: (pair: Pair) => pair.effect?.low, align: "right", width: 150, show: (pair: Pair) => pair.effect ? interval(pair.effect, pair.percent) : "–" },
+    { title: "p (Holm)", value: (pair: Pair) => pair.effect?.p_holm, align: "right", show: (pair: Pair) => p(pair.effect?.p_holm) },
+    { title: "Documents", value: (pair: Pair) => pair.documents, align: "right" },
+  ], [found]);
+  if (!found.pairs.length) return null;
+  return <Grid title="Precisions among themselves" name="pairs" method="holm" rows={found.pairs} columns={columns} note="The first minus the second precision, paired by document." />;
 }
 
 function Cells({ found }: { found: Overview }) {

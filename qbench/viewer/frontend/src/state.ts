@@ -4,9 +4,9 @@ import { useEffect, useState } from "preact/hooks";
 export type View = "overview" | "scores" | "cell" | "documents" | "document" | "why" | "methods";
 export interface State {
   view: View; folder: string; cells: string[]; task: string; document: string;
-  metric: string; show: string; search: string; other: string; sort: string; all: string;
+  metric: string; show: string; search: string; other: string; sort: string; all: string; size: string;
 }
-const NAMES = ["view", "folder", "task", "document", "metric", "show", "search", "other", "sort", "all"] as const;
+const NAMES = ["view", "folder", "task", "document", "metric", "show", "search", "other", "sort", "all", "size"] as const;
 
 export function read(hash: string = location.hash): State {
   const found = new URLSearchParams(hash.replace(/^#/, ""));

@@ -48,9 +48,11 @@ export const p = (value: number | null | undefined) =>
 export const duration = (seconds: number | undefined) =>
   seconds === undefined ? "–" : seconds < 90 ? `${seconds.toFixed(1)} s` : `${(seconds / 60).toFixed(1)} min`;
 
-/** Mean KL over scored tokens, of all tasks or one; null where none was measured. */
-export function kl(cell: Cell, task = ""): number | null {
+/** Mean KL over scored tokens, of all tasks or one, with its standard error over documents; null where none was measured. */
+export function kl(cell: Cell, task = ""): { mean: number; stderr: number } | null {
   const parts = Object.entries(cell.kl ?? {}).filter(([name]) => !task || name === task).map(([, part]) => part);
   const tokens = parts.reduce((sum, part) => sum + part.tokens, 0);
-  return tokens ? parts.reduce((sum, part) => sum + part.mean * part.tokens, 0) / tokens : null;
+  const over = (value: (part: (typeof parts)[0]) => number) => parts.reduce((sum, part) => sum + value(part) * part.tokens, 0) / tokens;
+  if (!tokens) return null;
+  return { mean: over((part) => part.mean), stderr: Math.hypot(...parts.map((part) => ((part.stderr ?? 0) * part.tokens) / tokens)) };
 }

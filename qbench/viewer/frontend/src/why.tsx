@@ -36,7 +36,7 @@ export function WhyPage({ found, state, folder, round }: Props) {
 function Measures({ found, cells }: { found: Overview; cells: any[] }) {
   const rows = useMemo(() => cells.map((one) => {
     const cell: Cell | undefined = found.cells.find((other) => other.cell === one.cell);
-    return { one, measured: one.measured, kl: cell ? kl(cell) : null };
+    return { one, measured: one.measured, kl: cell ? kl(cell)?.mean ?? null : null };
   }), [found, cells]);
   const columns = useMemo((): GridColumn[] => {
     const value = (title: string, of: (measured: any) => any, note = ""): GridColumn => ({ title, note, align: "right", value: ({ measured }) => of(measured), show: ({ measured }) => number(of(measured)) });
@@ -65,7 +65,7 @@ function Damages({ found, cells }: { found: Overview; cells: any[] }) {
     { title: "Checkpoint", value: (row) => row.checkpoint, width: 120 },
     ...[...new Set(rows.flatMap((row) => row.cells.map((cell) => cell.quantizer)))].map((quantizer): GridColumn => {
       const of = (row: (typeof rows)[0]) => row.cells.find((cell) => cell.quantizer === quantizer);
-      const value = (row: (typeof rows)[0]) => (of(row) ? kl(of(row)!) : null);
+      const value = (row: (typeof rows)[0]) => (of(row) ? kl(of(row)!)?.mean ?? null : null);
       return { title: quantizer, align: "right", value, show: (row) => of(row) ? { text: number(value(row)), href: link({ view: "cell", folder: found.folder, cells: [of(row)!.cell] }) } : "–" };
     }),
   ], [rows]);
