@@ -22,7 +22,6 @@ READERS = (
     "comparison.effects",
     "comparison.explain",
     "published",
-    "published.check",
     "viewer.export",
     "viewer.figures",
     "statistics",

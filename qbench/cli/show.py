@@ -19,7 +19,6 @@ from qbench.errors import ResultsError
 from qbench.files import require_folder
 from qbench.machine import redirected
 from qbench.plan import find_tasks
-from qbench.published.check import summary
 from qbench.recipe import Overrides, Recipe
 from qbench.records import Record
 from qbench.show import cell_text, document_text, folder_text
@@ -159,7 +158,7 @@ def published(
         str | None, typer.Argument(metavar="NAME", help="One table; default: a list of all.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Recompute what can be recomputed; flag the rest.")
+        bool, typer.Option("--check", help="What is wrong with them, and every Δ recomputed.")
     ] = False,
 ) -> None:
     """List or print the papers' tables, or check that they add up.
@@ -171,7 +170,9 @@ def published(
     ```
     """
     if check:
-        typer.echo(summary())
+        printed, off = papers.deltas()
+        typer.echo("\n".join([*(f"GRAVE  {one}" for one in papers.doubts()), *off]))
+        typer.echo(f"{printed} Δ recomputed: {len(off)} are off in the last digit, by rounding.")
     elif name:
         typer.echo(papers.show(papers.table(name)))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Collection
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
@@ -59,29 +60,6 @@ class Printed:
     source: str  # e.g. "Table 9"
     values: dict[str, Decimal]  # model → value
     delta: Decimal
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
-    """What a paper's text says that its tables show: one model better than another."""
-
-    paper: str
-    source: str  # e.g. "Section 5, Quantization"
-    text: str  # as printed
-    tables: tuple[str, ...]
-    of: str  # those tables, in words
-    better: str
-    than: str
-
-
-def claims() -> list[Claim]:
-    """The papers' claims that can be held against their tables."""
-    index = _index()
-    return [
-        Claim(**{**about, "paper": index["papers"][about["paper"]],
-                 "tables": tuple(about["tables"])})
-        for about in index["claims"]
-    ]  # fmt: skip
 
 
 def tables() -> list[PublishedTable]:
@@ -154,6 +132,29 @@ def show(one: PublishedTable) -> str:
         "r" if any(map(_is_number, cells)) else "l" for cells in zip(*rows, strict=True)
     )
     return "\n\n".join([f"### {one.name}", about, text.table(one.columns, rows, align=align)])
+
+
+def doubts(sources: Collection[str] | None = None) -> list[str]:
+    """What is wrong with the tables at ``sources`` (such as "Table 13"), a line each; None: of all,
+    and of what the paper's text says of them."""
+    return [
+        f"{one['where']}: {one['text']}"
+        for one in _index()["doubts"]
+        if sources is None or one["where"].split(",")[0] in sources
+    ]
+
+
+def deltas() -> tuple[int, list[str]]:
+    """How many Δ are printed, and those that are not the difference of the printed scores."""
+    rows = [(one, row) for one in tables() for row in one.rows if "delta" in row]
+    found = []
+    for one, row in rows:
+        again = Decimal(row["softpick"]) - Decimal(row["softmax"])
+        if again != Decimal(row["delta"]):
+            parts = (one.source, row["task"], row["metric"], row.get("quantization", ""))
+            where = ", ".join(part for part in parts if part)
+            found.append(f"{where}: Δ is printed as {row['delta']}, the scores give {again:+}")
+    return len(rows), found
 
 
 def _is_number(text: str) -> bool:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 
 from qbench.comparison.lines import Comparison, Line
-from qbench.published import Printed
-from qbench.published.check import doubts
+from qbench.published import Printed, doubts
 from qbench.text import MINUS, NO_VALUE
 
 

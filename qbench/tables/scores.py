@@ -1,11 +1,11 @@
-"""Comparison → tables of scores: Δ, damage, what quantization changed, its parts, pairs, groups.
+"""Comparison → tables of scores: Δ, damage, what quantization changed, pairs, groups.
 
 Laid out as the softpick paper's tables 8 to 13: one table a quantization method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def tables_of(part: Part, published: str | None) -> list[Table]:
     made = [_deltas(part, published)]
     if damaged:
         made.append(_damages(part))
-    return [*made, *_by_part(part)]
+    return made
 
 
 def _with_the_first(part: Part) -> list[Part]:
@@ -369,81 +369,6 @@ def bits_per_weight(record: Record) -> float | None:
 def gib(record: Record | None) -> float | None:
     """Of all weights, as they are stored; None in records of earlier versions."""
     return record.audit.size.gib if record and record.audit and record.audit.size else None
-
-
-PART_HEADS = {"weights": "weights", "activations": "activations", "kv": "KV cache"}
-TREATMENT = "outliers"
-Labels = Mapping[str, Mapping[str, Any]]
-
-
-def _by_part(part: Part) -> list[Table]:
-    """The damage of each part of a cell alone beside that of all together; nothing where no cell
-    has several parts whose own cells the grid has too."""
-    labels = {r.quantizer: _settings(r) for r in part.comparison.records.values()}
-    found = [(line, _alone(part.comparison, labels, line)) for line in part.lines]
-    kinds = [kind for kind in PART_HEADS if any(kind in alone for _, alone in found)]
-    rows = []
-    for line, alone in found:
-        if not alone:
-            continue
-        effects = (
-            one.damages.get(checkpoint) if one else None
-            for checkpoint in part.checkpoints
-            for one in (*(alone.get(kind) for kind in kinds), line)
-        )
-        texts = (effect_text(effect, percent=line.percent) for effect in effects)
-        rows.append((*line_names(line), *texts))
-    if not rows:
-        return []
-    columns = [*(PART_HEADS[kind] for kind in kinds), "together"]
-    return [
-        Table(
-            title=f"{part.name}: damage by part",
-            head=(
-                *NAMES,
-                *(f"{name}: {column}" for name in part.checkpoints for column in columns),
-            ),
-            rows=tuple(rows),
-            notes=(
-                "Damage of cells that quantize one of these parts alone, with the same settings, "
-                "and of all together.",
-                *ratio_notes(effect for line in part.lines for effect in line.damages.values()),
-                *precision_notes(part.lines),
-            ),
-            words=len(NAMES),
-            grouped=True,
-        )
-    ]
-
-
-def _alone(comparison: Comparison, labels: Labels, line: Line) -> dict[str, Line]:
-    """By part: the line of the same metric whose quantizer is that part of ``line``'s and nothing
-    else, with equal settings. Empty where ``line`` has one part, or the grid has fewer than two."""
-    own = labels.get(line.quantizer, {})
-    kinds = [kind for kind in PART_HEADS if kind in own]
-    treated = {TREATMENT: own[TREATMENT]} if TREATMENT in own else {}
-    found = {}
-    for kind in kinds if len(kinds) > 1 else []:
-        wanted = {kind: own[kind], **treated}
-        label = next((name for name, settings in labels.items() if settings == wanted), "")
-        for other in comparison.lines:
-            if (other.quantizer, other.task, other.metric) == (label, line.task, line.metric):
-                found[kind] = other
-    return found if len(found) > 1 else {}
-
-
-def _settings(record: Record) -> Mapping[str, Any]:
-    """The settings of what a cell quantizes, by part; of its outlier treatment, too."""
-    settings = record.key_parts.get("quantizer")
-    if not isinstance(settings, Mapping) or not record.quantized:
-        return {}
-    if not isinstance(settings.get("weights"), Mapping):
-        return {"weights": settings}
-    kinds = (*PART_HEADS, TREATMENT)
-    found = {kind: settings[kind] for kind in kinds if settings.get(kind) is not None}
-    if record.precision.weights is None:
-        del found["weights"]
-    return found
 
 
 def pair_tables(comparison: Comparison) -> list[Table]:

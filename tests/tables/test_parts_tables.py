@@ -11,7 +11,6 @@ from synthetic import make_store
 
 from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
-from qbench.comparison.wording import effect_text
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
 from qbench.records import ActivationAudit, InputAudit, Leak, Part, Precision
@@ -120,28 +119,7 @@ def test_tables_of_weights_alone_stay_as_they_were(tmp_path):
     )
     found = compare(store)
     assert "In brackets" not in render(found)
-    assert "by part" not in render(found)
     assert "precision" not in render(found, format="csv").splitlines()[0]
-
-
-def test_the_damage_of_each_part_alone_stands_beside_that_of_all(comparison):
-    text = render(comparison)
-    (part,) = [p for p in text.split("\n### ") if "damage by part" in p.splitlines()[0]]
-    head = [cell.strip() for cell in part.splitlines()[2].split("|")[1:-1]]
-    assert head == ["Task", "Metric", "Quantization",
-                    "softmax: weights", "softmax: activations", "softmax: together",
-                    "softpick: weights", "softpick: activations", "softpick: together"]  # fmt: skip
-    row = dict(zip(head, (c.strip() for c in part.splitlines()[4].split("|")[1:-1]), strict=True))
-    assert row["Quantization"] == "hqq-3bit (W4A8KV4, simulated)"
-    assert row["Metric"] == "Acc Norm ↑"
-    alone = {"weights": "gptq-4bit", "activations": "hqq-2bit", "together": "hqq-3bit"}
-    for column, label in alone.items():
-        asked = ("arc_easy", "acc_norm", label)
-        (line,) = [
-            one for one in comparison.lines if (one.task, one.metric, one.quantizer) == asked
-        ]
-        told = effect_text(line.damages["softpick"], percent=True)
-        assert row[f"softpick: {column}"] == told
 
 
 def test_precisions_sort_by_weights_then_activations_then_cache():
