@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qbench.errors import UnavailableError
 
 ATTRIBUTE = "qbench_stream"  # of a streamed model
+READERS = 4  # threads that copy weights: one alone is slower than the bus
 Tensors = dict[str, Tensor]
 Build = Callable[[nn.Linear, Tensors], nn.Module]
 
@@ -121,8 +122,8 @@ class Stream:
             # The instance's own, so that hooks and transformers' wrappers stay around it.
             block.forward = partial(self._forward, index, block.forward)
         self._at: int | None = None  # the block that is on the device
-        self._coming: tuple[int, Future[list[Tensor]]] | None = None
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="qbench-stream")
+        self._coming: tuple[int, list[Future[Tensor]]] | None = None
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qbench-stream")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: _Step | None = None
         self._gives_tuples = False
@@ -215,7 +216,8 @@ class Stream:
             return
         self._leave()
         coming, self._coming = self._coming, None
-        tensors = coming[1].result() if coming and coming[0] == index else self._read(index)
+        reads = coming[1] if coming and coming[0] == index else self._read(index)
+        tensors = [read.result() for read in reads]
         if self._copies is not None:
             for tensor in tensors:  # its memory is given back to the stream that copied it
                 tensor.record_stream(torch.cuda.current_stream(self.device))
@@ -226,7 +228,7 @@ class Stream:
             parts = {name: next(found) for name in one.tensors}
             self.blocks[index].set_submodule(one.name, one.build(one.layer, parts))
         self._at, after = index, (index + 1) % len(self.blocks)
-        self._coming = after, self._reader.submit(self._read, after)
+        self._coming = after, self._read(after)
 
     def _leave(self) -> None:
         if self._at is None:
@@ -238,11 +240,14 @@ class Stream:
             modules.set_submodule(one.name, one.layer)
         self._at = None
 
-    def _read(self, index: int) -> list[Tensor]:
-        host = self._blocks[index].tensors()
+    def _read(self, index: int) -> list[Future[Tensor]]:
+        """The block's tensors on their way to the device, beside its work."""
+        return [self._readers.submit(self._copy, t) for t in self._blocks[index].tensors()]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
         if self._copies is None:
-            return [tensor.to(self.device, copy=True) for tensor in host]
+            return tensor.to(self.device, copy=True)
         with torch.cuda.stream(self._copies):
-            found = [t.pin_memory().to(self.device, non_blocking=True) for t in host]
-        self._copies.synchronize()
+            found = tensor.pin_memory().to(self.device, non_blocking=True)
+            self._copies.record_event().synchronize()
         return found
