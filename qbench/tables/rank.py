@@ -1,5 +1,5 @@
-"""Which precision is best under a size: of each score the best one, and which others cannot be told
-apart from it."""
+"""Which precision is best under a size: of each score the best one, and which others are not
+significantly worse."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from qbench.text import NO_VALUE, metric_title, significant
 ALPHA = 0.05
 NOTES = (
     "Best: the best score of the quantized precisions.",
+    "Points a GiB: what a GiB saved against the unquantized model changes the score by.",
     "Worse: significantly, paired by document, at 5 % after Holm's correction over this table.",
 )
 
@@ -43,7 +44,7 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
         alike = [one for one in others if one not in apart]
         cell = f"{checkpoint}/{best}"
         size = gib(comparison.records[cell])
-        entry = next(one for one in _entries(comparison, line, checkpoint) if one[0] == best)[1]
+        entry = dict(_entries(comparison, line, checkpoint))[best]
         rows.append(
             (
                 line.label,
@@ -52,6 +53,7 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
                 best,
                 NO_VALUE if size is None else significant(size),
                 entry_text(entry, line),
+                _points_a_gib(comparison, line, checkpoint, best),
                 ", ".join(alike) or NO_VALUE,
                 ", ".join(apart) or NO_VALUE,
             )
@@ -59,15 +61,28 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
     return Table(
         title="Best precision" + ("" if max_gib is None else f" under {max_gib:g} GiB"),
         head=(
-            *("Task", "Metric", "Checkpoint", "Best", "GiB", "Score"),
-            *("Cannot be told apart from it", "Worse"),
+            *("Task", "Metric", "Checkpoint", "Best", "GiB", "Score", "Points a GiB"),
+            *("Not significantly worse", "Worse"),
         ),
         rows=tuple(rows),
         notes=NOTES,
         words=4,
-        also_words=("Cannot be told apart from it", "Worse"),
+        also_words=("Not significantly worse", "Worse"),
         grouped=True,
     )
+
+
+def _points_a_gib(comparison: Comparison, line: Line, checkpoint: str, best: str) -> str:
+    """Of accuracies, which have points."""
+    values = dict(_entries(comparison, line, checkpoint))
+    whole = comparison.unquantized
+    if not line.percent or whole not in values:
+        return NO_VALUE
+    sizes = [gib(comparison.records.get(f"{checkpoint}/{one}")) for one in (whole, best)]
+    scores = [values[one].value for one in (whole, best)]
+    if None in (*sizes, *scores) or sizes[0] <= sizes[1]:
+        return NO_VALUE
+    return f"{100 * (scores[1] - scores[0]) / (sizes[0] - sizes[1]):+.3g}".replace("-", "−")
 
 
 def _fits(comparison: Comparison, cell: str, max_gib: float | None) -> bool:

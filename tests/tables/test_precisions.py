@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from synthetic import make_store
@@ -11,8 +12,10 @@ from qbench.cli import tables as command
 from qbench.comparison.changes import compare_cells
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
+from qbench.store import Store
 from qbench.tables import render
 from qbench.tables.rank import ranking
+from qbench.tables.scores import gib
 
 SIZES = {"arc_easy": 60}
 QUANTIZERS = ("bf16", "bnb-8bit", "bnb-4bit", "gptq-4bit", "hqq-2bit")
@@ -83,12 +86,28 @@ def test_two_cells_of_a_folder_are_compared(store, capsys):
         command.compare(folder / "bnb-4bit", folder / "gptq-2bit")
 
 
-def test_the_best_precision_is_named_with_those_that_cannot_be_told_apart(store):
+def test_the_best_precision_is_named_with_those_that_are_not_significantly_worse(store):
     layout = ranking(compare(store), store)
     (row,) = [row for row in layout.rows if row[1].startswith("Acc ↑")]
-    best, alike, worse = row[3], row[6], row[7]
+    best, alike, worse = row[3], row[7], row[8]
     assert worse == "hqq-2bit"
     assert {best, *re.split(", ", alike)} == {"bnb-8bit", "bnb-4bit", "gptq-4bit"}
+
+
+def test_points_a_gib_are_those_lost_for_what_is_saved():
+    store = Store(Path(__file__).parents[2] / "results" / "published-27m-gguf")
+    table = ranking(compare(store), store, 0.018)  # Q4_0 and Q3_K_M, of 0.0161 and 0.0158 GiB
+    row = next(row for row in table.rows if row[:2] == ("arc_easy", "Acc Norm ↑"))
+    comparison = compare(store)
+    sizes = {name: gib(comparison.records[f"softmax/{name}"]) for name in ("bf16", row[3])}
+    scores = {
+        one.quantizer: one.entry("softmax").value
+        for one in comparison.lines
+        if (one.label, one.metric) == ("arc_easy", "acc_norm")
+    }
+    lost = 100 * (scores[row[3]] - scores["bf16"])
+    expected = lost / (sizes["bf16"] - sizes[row[3]])
+    assert float(row[6].replace("−", "-")) == pytest.approx(expected, rel=1e-2)
 
 
 def test_nothing_that_small_is_said(store):
