@@ -112,10 +112,7 @@ def cuda_problem() -> str | None:
 def cpu_flags() -> frozenset[str]:
     """What this host's processor can do, in Linux's words (avx512_vnni); none where it does not
     say, as on ARM."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.is_file() else ""
-    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    return frozenset(_proc("cpuinfo", "flags").split())
 
 
 def fast_bf16() -> bool:
@@ -211,10 +208,7 @@ def hardware(device: str) -> str:
     """Name of the processor or GPU that computes."""
     if device == "cuda":
         return visible_gpus()[0].name
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 @functools.cache
@@ -262,9 +256,8 @@ def peak_memory_gib(device: str) -> float:
         import torch
 
         return torch.cuda.max_memory_allocated() / GIB
-    for line in _lines(Path("/proc/self/status")):
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024 / GIB
+    if peak := _proc("self/status", "VmHWM"):
+        return int(peak.split()[0]) * 1024 / GIB
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -291,8 +284,12 @@ def reset_peak_memory(device: str) -> None:
         return  # not Linux: the peak is then that of the whole process
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
+def _proc(file: str, name: str) -> str:
+    """What Linux says of ``name`` in a file of /proc; "" where there is none."""
+    path = Path("/proc") / file
+    text = path.read_text() if path.is_file() else ""
+    found = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 ENVIRONMENT = {

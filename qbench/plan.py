@@ -7,10 +7,9 @@ can be pickled: whoever runs a cell, in this process or on another host, gets it
 from __future__ import annotations
 
 import fnmatch
-import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,13 +146,10 @@ def plan(
     this host's; ``only`` a glob over the names of cells that are to run. Raises a QbenchError for
     what cannot work; for those of the cells that can never run, too, unless it is to ``show`` them.
     """
-    found = functools.cache(lambda: _checkpoints(recipe))
-    if recipe.data is None:
-        found()  # a hub that does not answer is asked for them first
-    tasks, skipped = find_tasks(recipe, found)  # else data that are missing are said at once
+    checkpoints = _checkpoints(recipe)
+    tasks, skipped = find_tasks(recipe, checkpoints.values())
     groups = find_groups(recipe, skipped)
     calibration = find_calibration(recipe)
-    checkpoints = found()
     if calibration is not None:
         for folder in {checkpoint.folder: None for checkpoint in checkpoints.values()}:
             require_windows(calibration, folder)
@@ -339,18 +335,16 @@ def content_key(parts: dict[str, Any]) -> str:
 
 
 def find_tasks(
-    recipe: Recipe, checkpoints: Callable[[], Mapping[str, Checkpoint]]
+    recipe: Recipe, checkpoints: Iterable[Checkpoint]
 ) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     """The tasks, and with ``skip_missing`` the names of those whose data are missing.
-
-    ``checkpoints`` finds them, where tasks go by their contexts.
 
     Raises DataError with all that is wrong with their data, not the first of it alone.
     """
     definitions, data = recipe.resolve(recipe.definitions), recipe.resolve(recipe.data)
     found, skipped, problems = [], [], []
     groups = {task.name for task in recipe.tasks}
-    trained = _trained(recipe, checkpoints().values()) if passkey.GROUP in groups else 0
+    trained = _trained(recipe, checkpoints) if passkey.GROUP in groups else 0
     for task in _leaf_tasks(recipe.tasks, definitions, trained):
         try:
             found.append(

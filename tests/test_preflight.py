@@ -89,12 +89,6 @@ def test_too_little_calibration_text_is_refused_before_anything_is_loaded(tmp_pa
         calibrated(tmp_path, LONG + GOOD)
 
 
-def test_missing_data_are_said_before_weights_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("qbench.plan.find", lambda *_, **__: pytest.fail("reads a checkpoint"))
-    with pytest.raises(DataError, match=r"demo_choice: no test.jsonl in .*nothing there"):
-        planned(tmp_path, data=str(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["data/demo_choice/test.jsonl", "tasks/demo_choice.yaml"])
 def test_a_pipe_in_place_of_data_or_a_definition_is_refused_and_not_waited_for(tmp_path, name):
     for folder in ("data", "tasks"):
