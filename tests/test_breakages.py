@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
+from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.gate import baseline
 from qbench.gate.check import check
@@ -13,48 +13,27 @@ from qbench.gate.layers import Gate
 from qbench.quantizers import bnb
 from qbench.store import Store
 
-DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 RTN, GPTQ, HQQ = "softpick/rtn-4bit", "softpick/gptq-4bit", "softpick/hqq-3bit"
 TASK = "demo_pages"
+ONE = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "tasks": [TASK]}
 LAYER = "model.layers.1.self_attn.v_proj"
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    path = tmp_path_factory.mktemp("recipe") / "gate.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "gate",
-                "checkpoints": {"softpick": str(DEMO / "softpick")},
-                "compute_dtype": "float32",
-                "quantizers": [
-                    "fp32",
-                    {"name": "rtn-4bit", "group_size": 64},
-                    {"name": "gptq-4bit", "group_size": 64},
-                    {"name": "hqq-3bit", "group_size": 64},
-                ],
-                "calibration": {
-                    "path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128, "seed": 0,
-                },
-                "tasks": [TASK],
-                "definitions": str(DEMO / "tasks"),
-                "data": str(DEMO / "data"),
-                "evaluation": {"damage": False, "limit": 8},
-            }
-        )
+    return small_recipe(
+        tmp_path_factory.mktemp("recipe"), **ONE,
+        quantizers=["fp32", *({"name": name.partition("/")[2], "group_size": 64}
+                              for name in (RTN, GPTQ, HQQ))],
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128},
+        evaluation={"damage": False, "limit": 8},
     )  # fmt: skip
-    return path
 
 
 def run_recipe(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, only: str = "*") -> Store:
     """Run the cells into ``folder``, with a store of quantized weights of its own."""
-    from qbench.cli.app import app
-
     monkeypatch.setenv("QBENCH_CACHE", str(folder / "cache"))
-    arguments = ["run", path, "--out", folder, "--device", "cpu", "--only", only]
-    code = app([str(one) for one in arguments], standalone_mode=False)
-    assert code in (None, 0, 1)
+    assert qbench("run", path, "--out", folder, "--device", "cpu", "--only", only) in (0, 1)
     return Store(folder)
 
 
@@ -148,18 +127,10 @@ def test_a_skipped_layer_fails(gates_of, monkeypatch):
 def bitsandbytes(tmp_path_factory):
     """A recipe with bitsandbytes' layers, and the baseline of its results."""
     folder = tmp_path_factory.mktemp("bnb")
-    content = {
-        "name": "bnb",
-        "checkpoints": {"softpick": str(DEMO / "softpick")},
-        "compute_dtype": "float32",
-        "quantizers": ["fp32", "bnb-4bit", "bnb-8bit"],
-        "tasks": [TASK],
-        "definitions": str(DEMO / "tasks"),
-        "data": str(DEMO / "data"),
-        "evaluation": {"damage": False, "limit": 4},
-    }
-    path = folder / "bnb.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path = small_recipe(
+        folder, **ONE, quantizers=["fp32", "bnb-4bit", "bnb-8bit"],
+        evaluation={"damage": False, "limit": 4},
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as monkeypatch:
         store = run_recipe(path, folder / "good", monkeypatch)
     baseline.make(store, folder / "baseline.parquet")

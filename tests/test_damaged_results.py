@@ -102,17 +102,15 @@ def test_one_changed_byte_is_noticed_or_changes_nothing(results, kind):
 
 COMMANDS = {
     "tables": ["tables", "{grid}"],
-    "report": ["report", "{grid}"],
     "check": ["check", "{grid}", "--baseline", "{baseline}"],
     "compare": ["compare", "{grid}", "{good}"],
     "explain": ["explain", "{grid}/softpick/gptq-4bit", "{good}/softmax/bf16"],
-    "baseline": ["baseline", "{grid}", "--out", "{out}"],
 }
 READ_BY = {
-    "record": list(COMMANDS),
-    "outcomes": ["tables", "report", "check", "compare", "baseline"],
-    "grid": list(COMMANDS),
-    "noise": ["tables", "report"],
+    "record": ["tables", "explain"],
+    "outcomes": ["tables", "check", "compare"],
+    "grid": ["tables", "compare"],
+    "noise": ["tables"],
 }
 
 
@@ -132,8 +130,8 @@ def test_a_command_that_reads_a_damaged_file_says_so_in_one_line(
     index = damaged.index(b'"key"') if path.suffix == ".json" else len(damaged) // 2
     damaged[index + 2] ^= 1
     path.write_bytes(damaged)
-    paths = {"grid": results / "grid", "good": whole / "grid", "out": results / "new.parquet",
-              "baseline": whole / "base.parquet"}  # fmt: skip
+    baseline = whole / "base.parquet"
+    paths = {"grid": results / "grid", "good": whole / "grid", "baseline": baseline}
     assert main(monkeypatch, [part.format(**paths) for part in COMMANDS[command]]) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()

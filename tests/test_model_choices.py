@@ -63,12 +63,6 @@ def test_the_attention_is_chosen_for_the_class(
     assert any("native/" in note for note in found.notes) == (normalizer == "native")
 
 
-def test_a_checkpoint_may_ask_for_its_own_attention(tmp_path, models):
-    source = {"path": models["llama"], "normalizer": "native"}
-    found = cell(recipe(tmp_path, {"a": source}))
-    assert (found.checkpoint.normalizer, found.attention) == ("native", "sdpa")
-
-
 @pytest.mark.parametrize(
     ("source", "attention", "words"),
     [
@@ -110,14 +104,6 @@ def test_auto_is_the_fastest_scoring_that_works_for_the_model(
     assert found.scoring.mode == mode
     shown = any(note.startswith(f"scoring {mode}") for note in found.notes)
     assert shown == (mode != "fast" and (device == "cuda" or mode == "lm-eval"))
-
-
-@pytest.mark.parametrize(("kind", "asked"), [("bloom", "fast"), ("granite", "exact")])
-def test_a_scoring_that_the_model_cannot_have_is_refused_with_the_reason(
-    tmp_path, models, kind, asked
-):
-    with pytest.raises(RecipeError, match=rf"scoring: {asked}: .*checkpoints\.a: .*say scoring"):
-        cell(recipe(tmp_path, {"a": models[kind]}, scoring=asked))
 
 
 def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, monkeypatch, capfd):

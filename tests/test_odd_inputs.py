@@ -9,22 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from small_recipe import DEMO, small_recipe
 from synthetic import make_store
 
 from qbench.cli import app as cli
 from qbench.gate import baseline
 
-DEMO = Path(__file__).parent.parent / "recipes" / "demo"
-RECIPE = f"""
-name: small
-checkpoints: {{softpick: {DEMO / "softpick"}}}
-compute_dtype: float32
-quantizers: [fp32, {{name: rtn-4bit, group_size: 64}}]
-tasks: [demo_lastword]
-definitions: {DEMO / "tasks"}
-data: {DEMO / "data"}
-evaluation: {{limit: 3}}
-"""
 LONG = "x" * 300
 CHECK = ("check", "grid", "--baseline", "base.parquet")
 RUN = ("run", "good.yaml", "--device", "cpu")
@@ -76,7 +66,8 @@ def whole(tmp_path_factory):
     store = make_store(folder / "grid", quantizers=("bf16", "gptq-4bit"), sizes={"arc_easy": 40})
     baseline.make(store, folder / "base.parquet")
     (folder / "cut.parquet").write_bytes((folder / "base.parquet").read_bytes()[:-30])
-    (folder / "good.yaml").write_text(RECIPE)
+    alone = {"softpick": str(DEMO / "softpick")}
+    small_recipe(folder, checkpoints=alone, tasks=["demo_lastword"]).rename(folder / "good.yaml")
     (folder / "file").write_text("content")
     (folder / "folder").mkdir()
     os.mkfifo(folder / "fifo")

@@ -3,19 +3,15 @@
 import importlib
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find, load_model
-from qbench.cli.app import app
 from qbench.plugins import source_digest
 from qbench.store import Store
-
-DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -31,37 +27,17 @@ def results(tmp_path_factory):
         shutil.copy(DEMO / "softpick" / name, toy / name)
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
-    recipe = folder / "plugins.yaml"
-    recipe.write_text(
-        yaml.safe_dump(
-            {
-                "name": "plugins",
-                "checkpoints": {"softmax": str(DEMO / "softmax"), "toy": str(toy)},
-                "compute_dtype": "float32",
-                "quantizers": [
-                    "fp32",
-                    {"name": "sign-1bit", "gain": 0.9, "label": "signs"},
-                    {"name": "gptq-4bit", "group_size": 64},
-                ],
-                "calibration": {
-                    "path": str(DEMO / "calibration.jsonl"),
-                    "samples": 2,
-                    "length": 32,
-                },
-                "tasks": ["demo_choice", "demo_pages"],
-                "definitions": str(DEMO / "tasks"),
-                "data": str(DEMO / "data"),
-                "evaluation": {"limit": 3},
-            }
-        )
-    )
+    recipe = small_recipe(
+        folder, checkpoints={"softmax": str(DEMO / "softmax"), "toy": str(toy)},
+        quantizers=["fp32", {"name": "sign-1bit", "gain": 0.9, "label": "signs"},
+                    {"name": "gptq-4bit", "group_size": 64}],
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32},
+        tasks=["demo_choice", "demo_pages"],
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QBENCH_CACHE", str(folder / "cache"))
-        for command in (
-            ["run", recipe, "--out", folder / "out", "--device", "cpu"],
-            ["report", folder / "out"],
-        ):
-            assert not app([str(part) for part in command], standalone_mode=False)
+        assert qbench("run", recipe, "--out", folder / "out", "--device", "cpu") == 0
+        assert qbench("report", folder / "out") == 0
     return folder / "out"
 
 

@@ -7,17 +7,15 @@ import json
 import os
 import shutil
 import tracemalloc
-from pathlib import Path
 
 import pytest
-import yaml
+from small_recipe import DEMO, small_recipe
 
 from qbench.errors import DataError, RecipeError
 from qbench.plan import plan
 from qbench.quantizers import texts
 from qbench.recipe import Recipe
 
-DEMO = Path(__file__).parents[1] / "recipes" / "demo"
 GENERATE = """
 task: {name}
 dataset_path: json
@@ -31,18 +29,8 @@ metric_list: [{{metric: exact_match}}]
 
 
 def planned(folder, **changes):
-    content = {
-        "name": "small",
-        "checkpoints": {"softpick": str(DEMO / "softpick")},
-        "compute_dtype": "float32",
-        "quantizers": ["fp32"],
-        "tasks": ["demo_choice"],
-        "definitions": str(DEMO / "tasks"),
-        "data": str(DEMO / "data"),
-        **changes,
-    }
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(content))
+    alone = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "quantizers": ["fp32"]}
+    path = small_recipe(folder, **{**alone, "tasks": ["demo_choice"], **changes})
     return plan(Recipe.load(path), device="cpu")
 
 

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from small_recipe import DEMO, small_recipe
 
 from qbench.cli import app as cli
 from qbench.store import Store
-
-DEMO = Path(__file__).parent.parent / "recipes" / "demo"
-RECIPE = f"""
-name: small
-checkpoints: {{softpick: {DEMO / "softpick"}}}
-compute_dtype: float32
-quantizers: [fp32, {{name: rtn-4bit, group_size: 64}}]
-tasks: [demo_lastword]
-definitions: {DEMO / "tasks"}
-data: {DEMO / "data"}
-evaluation: {{limit: 3, damage: false}}
-"""
 
 
 @pytest.fixture
 def qbench(tmp_path, monkeypatch, capfd):
     """Runs a command on the results folder; its exit code and what it said."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "small.yaml").write_text(RECIPE)
+    alone = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "tasks": ["demo_lastword"]}
+    path = small_recipe(tmp_path, **alone, evaluation={"limit": 3, "damage": False})
 
     def call(command: str) -> tuple[int | str | None, str]:
-        more = ["--device", "cpu"]
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            ["qbench", command, f"{tmp_path}/small.yaml", "--out", f"{tmp_path}/out", *more],
-        )
+        arguments = ["qbench", command, str(path), "--out", f"{tmp_path}/out", "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", arguments)
         code = 0
         try:
             cli.main()
@@ -77,7 +62,7 @@ def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tm
 
 def test_a_damaged_base_is_told_of_and_made_again(qbench, tmp_path):
     recipe = tmp_path / "small.yaml"
-    recipe.write_text(recipe.read_text().replace(", damage: false", ""))
+    recipe.write_text(recipe.read_text().replace("damage: false", "damage: true"))
     assert qbench("run")[0] == 0
     (record,) = tmp_path.glob("out/records/softpick/rtn-4bit/*.json")
     whole = json.loads(record.read_bytes())
@@ -112,9 +97,9 @@ def test_a_cache_that_cannot_be_written_to_is_refused_before_work_begins(
 
 def test_a_plan_under_a_tightened_tolerance_says_what_is_run_again(qbench, tmp_path):
     recipe = tmp_path / "small.yaml"
-    text = recipe.read_text().replace("limit: 3", "limit: 3, scoring: fast")
+    text = recipe.read_text().replace("limit: 3", "limit: 3\n  scoring: fast")
     recipe.write_text(text)
     assert qbench("run")[0] == 0
     assert qbench("plan")[1].count("there     softpick/") == 2
-    recipe.write_text(text.replace("limit: 3", "limit: 3, tolerance: {mean: 1.0e-12}"))
+    recipe.write_text(text.replace("limit: 3", "limit: 3\n  tolerance: {mean: 1.0e-12}"))
     assert qbench("plan")[1].count("to retry  softpick/") == 2
