@@ -17,7 +17,7 @@ from qbench.checkpoints.find import elements, read_headers
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
 from qbench.machine import environment, hardware, measured, redirected
-from qbench.plan import Cell, Plan, streamable
+from qbench.plan import WORKSPACE, Cell, Plan, streamable
 from qbench.prequantized import GGUF
 from qbench.progress import Progress
 from qbench.quantizers.lm_eval_model import LmEvalModel
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from qbench.evaluation.baseline import BaselineReader
     from qbench.evaluation.definitions import TaskGroup
     from qbench.evaluation.loaded import LoadedTask
-
-
-WORKSPACE = 4 * 2**30  # bytes beside the weights, by which it is told whether these fit
 
 
 def cache_folder() -> Path:

@@ -308,6 +308,9 @@ def _cell(
     )
 
 
+WORKSPACE = 4 * 2**30  # bytes beside the weights, by which it is told whether these fit a GPU
+
+
 def _unlike_a_stream(
     recipe: Recipe, quantization: QuantizationConfig, copy: Checkpoint | None
 ) -> str | None:

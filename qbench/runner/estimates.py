@@ -13,9 +13,10 @@ from statistics import fmean
 from typing import Any
 
 from qbench.checkpoints.find import elements, read_headers
-from qbench.machine import fast_bf16, hardware
+from qbench.evaluation.settings import hidden_size
+from qbench.machine import fast_bf16, hardware, memory_gib
 from qbench.passkey import task_length
-from qbench.plan import Cell, Plan
+from qbench.plan import WORKSPACE, Cell, Plan, streamable
 
 MOST = 2_000  # records that are looked at, the youngest first
 EVALUATE = "evaluate"  # the stage that grows with the documents
@@ -28,6 +29,11 @@ BYTES_A_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
 BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
 SLOW_BF16 = 10.0
+# Weights that come block by block: how often they are read, in all and for each task; GiB a second
+# where the host keeps the files in memory; hidden states that wait at most.
+PASSES, TASK_PASSES = 10, 3
+HOST_RATE = 8.0
+WAITING_GIB = 16.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +74,15 @@ class Estimate:
     seconds: float
     memory_gib: float
     measured: bool = True  # by an earlier record; else from shapes and usual rates
+    host_gib: float | None = None  # where weights come block by block: what waits on the host
+    disk_gib: float = 0.0  # beside it, of quantized weights that are kept
 
     def __str__(self) -> str:
-        return f"about {duration(self.seconds)}, {self.memory_gib:.1f} GiB"
+        line = f"about {duration(self.seconds)}, {self.memory_gib:.1f} GiB"
+        if self.host_gib is None:
+            return line
+        rest = f"{self.host_gib:.1f} GiB of host memory, {self.disk_gib:.1f} GiB of disk"
+        return f"{line}; block by block, {rest}"
 
 
 def earlier(folder: Path) -> list[Written]:
@@ -135,6 +147,8 @@ def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
     seconds += operations * tokens / rates.score[cell.scoring.mode]
     memory = BASE_GIB[plan.device] + weights
     text = plan.calibration
+    token = hidden_size(cell.checkpoint.config) * BYTES[dtype] / GIB
+    calibration = 0.0
     if cell.quantization.precision.quantized:
         memory += weights  # the audit holds the original beside
         rate = rates.calibrating if cell.quantization.needs_calibration else rates.rounding
@@ -142,8 +156,33 @@ def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
     if cell.quantization.needs_calibration and text is not None:
         read = text.samples * text.length
         seconds += 2 * operations * cores * read / rates.score["exact"]  # on a CPU by one core
-        memory += read * getattr(cell.checkpoint.config, "hidden_size", 0) * BYTES[dtype] / GIB
-    return Estimate(seconds=seconds, memory_gib=memory, measured=False)
+        calibration = read * token
+    if not _streamed(cell, plan, weights):
+        return Estimate(seconds=seconds, memory_gib=memory + calibration, measured=False)
+    config = cell.checkpoint.config
+    ends = 2 * config.get("vocab_size", 0) * token  # embeddings and LM head
+    blocks = 4 * weights / max(1, config.get("num_hidden_layers", 1))  # two, of two models
+    bits = cell.quantization.precision.weights.bits if cell.quantization.weights else 0.0
+    packed = parameters * bits / 8 / GIB
+    cached = weights < memory_gib("cpu")
+    passes = PASSES + TASK_PASSES * len(plan.tasks)
+    return Estimate(
+        seconds=seconds + passes * weights / (HOST_RATE if cached else rates.disk),
+        memory_gib=BASE_GIB[plan.device] + ends + blocks,
+        measured=False,
+        host_gib=min(tokens * token, WAITING_GIB) + packed + calibration,
+        disk_gib=packed,
+    )
+
+
+def _streamed(cell: Cell, plan: Plan, weights: float) -> bool:
+    """Whether its weights, so many GiB, will come block by block."""
+    asked = plan.recipe.evaluation.stream
+    if asked != "auto":
+        return asked
+    if plan.device != "cuda" or not streamable(cell.quantization, cell.copy):
+        return False
+    return weights + WORKSPACE / GIB > memory_gib("cuda")
 
 
 def _tokens(cell: Cell, plan: Plan) -> float | None:

@@ -185,3 +185,15 @@ def test_lines_without_a_terminal_say_it_too():
         display.begin("a/fp32")
         display.stage("a/fp32", "load")
     assert shown.getvalue().endswith("[1/1] a/fp32: load (about 5 min left)\n")
+
+
+def test_weights_that_come_block_by_block_need_the_host_instead(planned):
+    cell = planned.cell("softmax/rtn-4bit")
+    evaluation = planned.recipe.evaluation.model_copy(update={"stream": True})
+    streamed = replace(planned, recipe=planned.recipe.model_copy(update={"evaluation": evaluation}))
+    resident, found = expected(cell, planned, []), expected(cell, streamed, [])
+    assert found.memory_gib < resident.memory_gib
+    assert found.seconds > resident.seconds
+    assert found.disk_gib == pytest.approx(1.31e6 / 2 / 2**30, rel=0.01)  # 4 bits a weight
+    assert found.host_gib > found.disk_gib
+    assert "block by block, 0.0 GiB of host memory, 0.0 GiB of disk" in str(found)
