@@ -24,6 +24,7 @@ from qbench.attention.kernels.common import (
     key_ranges,
     load_sequence,
     load_tile,
+    store_tile,
     to_int64,
 )
 from qbench.attention.kernels.formulas import (
@@ -35,6 +36,7 @@ from qbench.attention.kernels.formulas import (
     cap_gradient,
     cast_p,
     cast_saturate,
+    column,
     forward_terms,
     load_s,
     load_sink,
@@ -63,7 +65,6 @@ def precise_delta(
     see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
     batch, head, kv_head = index
     stop_k = limits[1]
-    qk_scale, inv_softcap, slope = shaping[0], shaping[1], shaping[2]
     delta = tl.zeros([BLOCK_Q], tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     highest = tl.zeros([BLOCK_Q], tl.float32)
@@ -82,8 +83,7 @@ def precise_delta(
         if RESHAPED & FLAGS:
             own = rows[:, None] + (limits[2] - start)
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tl.arange(0, BLOCK_K)[None, :], own, qk_scale, inv_softcap, slope, None,
-                FLAGS, FAST,
+                scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
             )  # fmt: skip
         allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
@@ -99,7 +99,7 @@ def precise_delta(
 @triton.jit
 def attn_bwd_dq_inner(
     dq, dparam, dslopes, q, g, lse, delta, rows, begin, end, k_source, v_source, mask, scale,
-    shaping, k_strides, v_strides, mask_strides, index, limits,
+    shaping, plain, k_strides, v_strides, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_K: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -109,11 +109,11 @@ def attn_bwd_dq_inner(
     dq [BLOCK_Q, BLOCK_D]; and to ``dparam`` [BLOCK_Q], where the gradient of sigmoid's bias or of s
     is asked for, those of the scores, for s times the scores without s · log n; to ``dslopes``
     [BLOCK_Q], where that of slopes is, those of the scores times how far the key is ahead.
-    ``index``: batch row, query head and key head; ``shaping``: what formulas.scores_of takes after
-    the positions, then qk_scale and slope without s · log n."""
+    ``index``: batch row, query head and key head; ``shaping``: what formulas.scores_of takes;
+    ``plain``: its qk_scale and slope without s · log n."""
     batch, head, kv_head = index
     stop_k = limits[1]
-    qk_scale, inv_softcap, slope, plain_scale, plain_slope = shaping
+    plain_scale, plain_slope = plain
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = load_tile(  # [BLOCK_K, BLOCK_D]
             k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
@@ -130,9 +130,7 @@ def attn_bwd_dq_inner(
         ahead = tl.arange(0, BLOCK_K)[None, :]
         own = rows[:, None] + (limits[2] - start)
         if RESHAPED & FLAGS:
-            scores, tanhs = scores_of(
-                scores, ahead, own, qk_scale, inv_softcap, slope, None, FLAGS, FAST
-            )
+            scores, tanhs = scores_of(scores, ahead, own, shaping, FLAGS, FAST)
         # [BLOCK_Q, BLOCK_K]
         e = recompute_e(scores * scale - lse[:, None], scores, NORM, FAST, False)
         ds = score_gradient(e, scores, dp, delta[:, None], NORM, False)  # [BLOCK_Q, BLOCK_K]
@@ -144,10 +142,10 @@ def attn_bwd_dq_inner(
             ds = tl.where(allowed, ds, 0.0)
         if DPARAM & FLAGS:
             if SCALED & FLAGS:
-                plain = tanhs * plain_scale
+                unscaled = tanhs * plain_scale
                 if SLOPED & FLAGS:
-                    plain = alibi(plain, ahead, own, plain_slope, None)
-                dparam += tl.sum(ds * plain, 1)  # [BLOCK_Q]
+                    unscaled = alibi(unscaled, ahead, own, plain_slope, None)
+                dparam += tl.sum(ds * unscaled, 1)  # [BLOCK_Q]
             if BIASED & FLAGS:
                 dparam += tl.sum(ds, 1)  # [BLOCK_Q]
         if DSLOPES & FLAGS:
@@ -210,10 +208,7 @@ def attn_bwd_dq(
     plain_slope = load_slope(head, slopes, FLAGS)
     qk_scale = times_s_log_n(log2_scale, s, length, FLAGS)
     slope = times_s_log_n(plain_slope, s, length, FLAGS)
-    if SCALED & FLAGS:
-        qk_scale = qk_scale[:, None]
-        slope = slope[:, None]
-    shaping = (qk_scale, inv_softcap, slope, log2_scale, plain_slope)
+    shaping = (column(qk_scale), inv_softcap, column(slope), None)
     unit = log2_scale
     if RESHAPED & FLAGS:
         unit = 1.0
@@ -239,9 +234,9 @@ def attn_bwd_dq(
         if (part == 0 and WINDOW) or (part == 1 and mask is None) or part == 2:
             dq, dparam, dslopes = attn_bwd_dq_inner(
                 dq, dparam, dslopes, q, g, lse, delta, rows, ranges[part], ranges[part + 1],
-                k_source, v_source, mask, unit, shaping, k_strides, v_strides, mask_strides, index,
-                limits, NORM, FLAGS, CAUSAL, WINDOW, part != 1, TMA, FAST, BLOCK_K, HEAD_DIM,
-                BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+                k_source, v_source, mask, unit, shaping, (log2_scale, plain_slope), k_strides,
+                v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, part != 1,
+                TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
             )  # fmt: skip
     if DPARAM & FLAGS:
         if SCALED & FLAGS:
@@ -254,14 +249,11 @@ def attn_bwd_dq(
         dslopes = times_s_log_n(dslopes, s, length, FLAGS)
         tl.store(dslopes_rows + offset + rows, dslopes, mask=rows < stop_q)
     if SCALED & FLAGS:
-        dq = dq * (qk_scale / log2_scale)
-    pointers = dq_out + to_int64(batch) * dq_strides[0] + to_int64(head) * dq_strides[1]
-    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    tl.store(
-        pointers + to_int64(rows)[:, None] * dq_strides[2] + columns[None, :],
-        cast_saturate(dq * scale, dq_out.dtype.element_ty),
-        mask=(rows[:, None] < stop_q) & (columns[None, :] < HEAD_DIM),
-    )
+        dq = dq * (column(qk_scale) / log2_scale)
+    store_tile(
+        dq_out, cast_saturate(dq * scale, dq_out.dtype.element_ty), batch, head, first, stop_q,
+        dq_strides, BLOCK_Q, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -310,8 +302,8 @@ def attn_bwd_dkdv_inner(
                 row_slope = times_s_log_n(slope, s, length, FLAGS)[None, :]  # [1, BLOCK_Q]
             ahead = keys[:, None] - (start + limits[2])
             scores, tanhs = scores_of(
-                scores, ahead, tl.arange(0, BLOCK_Q)[None, :], qk_scale, inv_softcap, row_slope,
-                None, FLAGS, FAST,
+                scores, ahead, tl.arange(0, BLOCK_Q)[None, :],
+                (qk_scale, inv_softcap, row_slope, None), FLAGS, FAST,
             )  # fmt: skip
         y = scores * unit
         e = recompute_e(y - lse[None, :], scores, NORM, FAST, False)  # [BLOCK_K, BLOCK_Q]
@@ -422,17 +414,11 @@ def attn_bwd_dkdv(
                         V_HEAD_DIM, BLOCK_DV, STAGES,
                     )  # fmt: skip
 
-    pointers = dk_out + to_int64(batch) * dk_strides[0] + to_int64(kv_head) * dk_strides[1]
-    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    tl.store(
-        pointers + to_int64(keys)[:, None] * dk_strides[2] + columns[None, :],
-        cast_saturate(dk * scale, dk_out.dtype.element_ty),
-        mask=(keys[:, None] < stop_k) & (columns[None, :] < HEAD_DIM),
-    )
-    pointers = dv_out + to_int64(batch) * dv_strides[0] + to_int64(kv_head) * dv_strides[1]
-    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    tl.store(
-        pointers + to_int64(keys)[:, None] * dv_strides[2] + columns[None, :],
-        cast_saturate(dv, dv_out.dtype.element_ty),
-        mask=(keys[:, None] < stop_k) & (columns[None, :] < V_HEAD_DIM),
-    )
+    store_tile(
+        dk_out, cast_saturate(dk * scale, dk_out.dtype.element_ty), batch, kv_head, first, stop_k,
+        dk_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    store_tile(
+        dv_out, cast_saturate(dv, dv_out.dtype.element_ty), batch, kv_head, first, stop_k,
+        dv_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+    )  # fmt: skip

@@ -87,6 +87,20 @@ def load_tile(
 
 
 @triton.jit
+def store_tile(
+    target, tile, batch, head, row, stop, strides,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK_WIDTH] from ``row`` on, up to ``stop``, to a pointer."""
+    rows = tl.arange(0, ROWS)  # [ROWS]
+    columns = tl.arange(0, BLOCK_WIDTH)  # [BLOCK_WIDTH]
+    pointers = target + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
+    pointers += to_int64(row) * strides[2]
+    inside = (rows[:, None] + row < stop) & (columns[None, :] < WIDTH)
+    tl.store(pointers + rows[:, None] * strides[2] + columns[None, :], tile, mask=inside)
+
+
+@triton.jit
 def attn_mask(
     rows, keys, limits, mask, mask_strides, batch, head, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):

@@ -13,9 +13,7 @@ import triton.language as tl
 from qbench.attention.kernels.common import (
     BIASED,
     ELEMENTWISE,
-    SCALED,
     SHAPED,
-    SLOPED,
     attn_mask,
     load_sequence,
     load_tile,
@@ -25,17 +23,13 @@ from qbench.attention.kernels.formulas import (
     cast_p,
     finalize,
     finite_max,
-    forward_terms,
     initial_max,
-    load_bias,
-    load_s,
     load_sink,
-    load_slope,
-    log2_length,
     masked_score,
+    online_softmax,
+    row_shaping,
     scores_of,
     sigmoid,
-    times_s_log_n,
 )
 
 
@@ -91,19 +85,11 @@ def attn_decode(
     known = tl.where(real, heads, kv_head * group)  # a head that is there
     value_row = (to_int64(batch) * kv_heads * group + known) * queries  # [BLOCK_R]
     row_limits = (stop_q, stop_k, shift, window)
-    # [BLOCK_R]
-    length = log2_length(rows, value_row, row_limits, start_k, counts, FLAGS, CAUSAL, WINDOW)
-    s = load_s(known, s, FLAGS)
-    qk_scale = times_s_log_n(scale, s, length, FLAGS)
-    slope = times_s_log_n(load_slope(known, slopes, FLAGS), s, length, FLAGS)
-    if SCALED & FLAGS:
-        qk_scale = qk_scale[:, None]
-    level = load_bias(length, known, bias, FLAGS)  # [BLOCK_R]
-    if SLOPED & FLAGS:
-        slope = slope[:, None]
-    unit = scale
-    if SHAPED & FLAGS:
-        unit = 1.0
+    qk_scale, slope, level, unit = row_shaping(
+        known, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s,
+        FLAGS, CAUSAL, WINDOW,
+    )  # fmt: skip
+    shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
 
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
@@ -123,25 +109,16 @@ def attn_decode(
             CAUSAL, WINDOW,
         )  # fmt: skip
         if SHAPED & FLAGS:
-            row_bias = None
-            if BIASED & FLAGS:
-                row_bias = level[:, None]
             last = stop_q - 1 + shift  # positions count from it
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tile[None, :] - last, rows[:, None] + shift - last, qk_scale, inv_softcap,
-                slope, row_bias, FLAGS, FAST,
+                scores, tile[None, :] - last, rows[:, None] + shift - last, shaping,
+                FLAGS, FAST,
             )  # fmt: skip
         scores = tl.where(allowed, scores, masked_score(NORM))
         if ELEMENTWISE & FLAGS:
             p = sigmoid(scores, FAST, False)
         else:
-            raised = tl.maximum(m_i, tl.max(scores, 1) * unit)  # [BLOCK_R]
-            shift_m = finite_max(raised, NORM)  # [BLOCK_R]
-            p, below = forward_terms(scores * unit, shift_m[:, None], NORM, True)
-            lower = tl.math.exp2(m_i - shift_m)  # [BLOCK_R]
-            l_i = l_i * lower + tl.sum(below, 1)  # [BLOCK_R]
-            acc = acc * lower[:, None]
-            m_i = raised
+            p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True)
         wanted = tile < end  # [BLOCK_K]
         if SKIP:
             wanted = wanted & (tl.max(p, 0) > 0)

@@ -25,6 +25,7 @@ from qbench.attention.kernels.common import (
     LOG_N1,
     RESHAPED,
     SCALED,
+    SHAPED,
     SINK,
     SINK_LEARNED,
     SLOPED,
@@ -167,6 +168,18 @@ def finalize(acc, l_i, m_i, sink, NORM: tl.constexpr, FLAGS: tl.constexpr):
         return acc / safe[:, None], lse
     else:
         tl.static_assert(False, NO_FORMULA)
+
+
+@triton.jit
+def online_softmax(acc, l_i, m_i, scores, scale, NORM: tl.constexpr, PRECISE: tl.constexpr):
+    """What a tile of scores [R, K] adds above the fraction line, and the running output [R, D], sum
+    and maximum [R], rescaled to the new maximum; the sum has the tile's, the output has not."""
+    raised = tl.maximum(m_i, tl.max(scores, 1) * scale)  # [R]
+    shift = finite_max(raised, NORM)  # [R]
+    p, below = forward_terms(scores * scale, shift[:, None], NORM, PRECISE)
+    lower = tl.math.exp2(m_i - shift)  # [R]
+    l_i = l_i * lower + tl.sum(below, 1)  # [R]
+    return p, acc * lower[:, None], l_i, raised
 
 
 # The score functions: backward pass.
@@ -343,6 +356,33 @@ def load_slope(head, slopes, FLAGS: tl.constexpr):
 
 
 @triton.jit
+def column(number):
+    """[R, 1] of what each row has its own of, a number as it is."""
+    if isinstance(number, tl.tensor) and len(number.shape) == 1:
+        return number[:, None]
+    else:
+        return number
+
+
+@triton.jit
+def row_shaping(
+    head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
+    FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Of a forward pass qk_scale, slope, each row's bias [R], and what scores are still to be
+    multiplied by. ``head``: of all rows, or [R]."""
+    length = log2_length(rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)  # [R]
+    s = load_s(head, s, FLAGS)
+    qk_scale = times_s_log_n(scale, s, length, FLAGS)
+    slope = times_s_log_n(load_slope(head, slopes, FLAGS), s, length, FLAGS)
+    level = load_bias(length, head, bias, FLAGS)
+    unit = scale
+    if SHAPED & FLAGS:
+        unit = 1.0
+    return column(qk_scale), column(slope), level, unit
+
+
+@triton.jit
 def load_sink(head, sinks, FLAGS: tl.constexpr):
     """In log2 units."""
     if SINK_LEARNED & FLAGS:
@@ -365,13 +405,13 @@ def alibi(y, keys, own, slope, bias):
 
 @triton.jit
 def scores_of(
-    products, keys, own, qk_scale, inv_softcap, slope, bias,
-    FLAGS: tl.constexpr, FAST: tl.constexpr,
+    products, keys, own, shaping, FLAGS: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """Scores in log2 units, and what :func:`cap_gradient` takes where they are capped, else the
     products. Products, ``keys`` and ``own`` (the queries' positions), both from the same origin,
-    broadcast against each other. ``inv_softcap``: what products are multiplied by before the tanh;
-    ``bias``: of sigmoid's forward pass, else None."""
+    broadcast against each other. ``shaping``: what makes log2 units, what products are multiplied
+    by before the tanh, the slope, and the bias of sigmoid's forward pass, else None."""
+    qk_scale, inv_softcap, slope, bias = shaping
     tanhs = products
     if CAPPED & FLAGS and FAST and TANH_POLY & FLAGS:  # neither SLOPED nor SCALED
         y = ptx.tanh_mostly_small(products, inv_softcap, qk_scale)
@@ -412,7 +452,7 @@ def scores_minus_lse(
     elif RESHAPED & FLAGS:
         qk_scale = times_s_log_n_of(qk_scale, s_log_n, FLAGS)
         slope = times_s_log_n_of(slope, s_log_n, FLAGS)
-        y, tanhs = scores_of(products, keys, own, qk_scale, inv_softcap, slope, None, FLAGS, True)
+        y, tanhs = scores_of(products, keys, own, (qk_scale, inv_softcap, slope, None), FLAGS, True)
         return y - lse, y, tanhs
     else:
         return products * qk_scale - lse, products, products

@@ -15,12 +15,12 @@ import triton.language as tl
 from qbench.attention.kernels.common import (
     BIASED,
     ELEMENTWISE,
-    SCALED,
     SHAPED,
     attn_mask,
     key_ranges,
     load_sequence,
     load_tile,
+    store_tile,
     to_int64,
 )
 from qbench.attention.kernels.formulas import (
@@ -28,19 +28,15 @@ from qbench.attention.kernels.formulas import (
     SMALL_MAX,
     cast_p,
     finalize,
-    finite_max,
     forward_terms,
     initial_max,
-    load_bias,
-    load_s,
     load_sink,
-    load_slope,
-    log2_length,
     masked_score,
+    online_softmax,
+    row_shaping,
     scores_of,
     sigmoid,
     sum_lost_bits,
-    times_s_log_n,
 )
 
 
@@ -68,7 +64,6 @@ def attn_fwd_inner(
     after the positions; ``scale`` is 1 where it has been applied. ``flags``: of each CHUNK of keys,
     set where one of the rows that are ``tiny`` has a positive score there; both may be None."""
     batch, head, kv_head = index
-    qk_scale, inv_softcap, slope, level = shaping
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = load_tile(  # [BLOCK_K, BLOCK_D]
@@ -79,13 +74,9 @@ def attn_fwd_inner(
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if SHAPED & FLAGS:
             # From the tile's first key: what slopes take from keys is the same in all tiles.
-            bias = None
-            if BIASED & FLAGS:
-                bias = level
             own = rows[:, None] + (limits[2] - start)
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tl.arange(0, BLOCK_K)[None, :], own, qk_scale, inv_softcap, slope, bias,
-                FLAGS, FAST,
+                scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
             )  # fmt: skip
         if MASKED:
             allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
@@ -106,13 +97,7 @@ def attn_fwd_inner(
                 highest = tl.max(tl.reshape(scores, [BLOCK_Q, BLOCK_K // 8, 8]), 1)
                 m_i = tl.maximum(m_i, highest)  # [BLOCK_Q, 8]
         else:
-            raised = tl.maximum(m_i, tl.max(scores, 1) * scale)  # [BLOCK_Q]
-            shift = finite_max(raised, NORM)  # [BLOCK_Q]
-            p, below = forward_terms(scores * scale, shift[:, None], NORM, PRECISE)
-            lower = tl.math.exp2(m_i - shift)  # [BLOCK_Q]
-            l_i = l_i * lower + tl.sum(below, 1)  # [BLOCK_Q]
-            acc = acc * lower[:, None]
-            m_i = raised
+            p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, scale, NORM, PRECISE)
         v = load_tile(  # [BLOCK_K, BLOCK_DV]
             v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM,
             BLOCK_DV, MASKED, TMA,
@@ -159,20 +144,12 @@ def attn_fwd(
     )
     ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
 
-    unit = scale
     value_row = (to_int64(batch) * heads + head) * queries
-    # [BLOCK_Q]
-    length = log2_length(rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)
-    s = load_s(head, s, FLAGS)
-    qk_scale = times_s_log_n(scale, s, length, FLAGS)
-    slope = times_s_log_n(load_slope(head, slopes, FLAGS), s, length, FLAGS)
-    if SCALED & FLAGS:
-        qk_scale = qk_scale[:, None]
-        slope = slope[:, None]
-    level = load_bias(length, head, bias, FLAGS)  # [BLOCK_Q]
-    shaping = (qk_scale, inv_softcap, slope, level[:, None])
-    if SHAPED & FLAGS:
-        unit = 1.0
+    qk_scale, slope, level, unit = row_shaping(
+        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
+        FLAGS, CAUSAL, WINDOW,
+    )  # fmt: skip
+    shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
 
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     if NO_MAX:
@@ -219,13 +196,8 @@ def attn_fwd(
             m_i = tl.zeros([BLOCK_Q], tl.float32)
     sink = load_sink(head, sinks, FLAGS)
     out, lse = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, BLOCK_DV], [BLOCK_Q]
-    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    pointers = output + to_int64(batch) * o_strides[0] + to_int64(head) * o_strides[1]
-    pointers += to_int64(first) * o_strides[2]
-    inside = (rows[:, None] < stop_q) & (columns[None, :] < V_HEAD_DIM)  # [BLOCK_Q, BLOCK_DV]
-    tl.store(
-        pointers + tl.arange(0, BLOCK_Q)[:, None] * o_strides[2] + columns[None, :],
-        out.to(output.dtype.element_ty),
-        mask=inside,
-    )
+    store_tile(
+        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides,
+        BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
+    )  # fmt: skip
     tl.store(lse_out + value_row + rows, lse, mask=rows < stop_q)

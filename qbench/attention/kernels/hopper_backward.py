@@ -189,8 +189,10 @@ def precise_delta(
     k_tiles, v_tiles, full, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     scale, inv_softcap, slope = shaping
-    qk_scale = times_s_log_n_of(scale, factor, FLAGS)
-    slope = times_s_log_n_of(slope, factor, FLAGS)
+    shaping = (
+        times_s_log_n_of(scale, factor, FLAGS), inv_softcap, times_s_log_n_of(slope, factor, FLAGS),
+        None,
+    )  # fmt: skip
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))  # [ROWS]
     delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
@@ -205,8 +207,7 @@ def precise_delta(
         mbarrier.arrive(empty.index(stage), count=1)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         y, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
-            s, keys[None, :] - first, rows[:, None] - first, qk_scale, inv_softcap, slope, None,
-            FLAGS, True,
+            s, keys[None, :] - first, rows[:, None] - first, shaping, FLAGS, True
         )  # fmt: skip
         y = gl.where(keys[None, :] <= rows[:, None], y, 0.0)
         above = gl.where(gl.abs(y) < 0.25, expm1_near_zero(y), exp2_ftz(y) - 1)

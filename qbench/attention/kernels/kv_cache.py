@@ -14,28 +14,23 @@ import triton.language as tl
 from qbench.attention.kernels.common import (
     BIASED,
     ELEMENTWISE,
-    SCALED,
     SHAPED,
     attn_mask,
     load_sequence,
     load_tile,
+    store_tile,
     to_int64,
 )
 from qbench.attention.kernels.formulas import (
     cast_p,
     finalize,
-    finite_max,
-    forward_terms,
     initial_max,
-    load_bias,
-    load_s,
     load_sink,
-    load_slope,
-    log2_length,
     masked_score,
+    online_softmax,
+    row_shaping,
     scores_of,
     sigmoid,
-    times_s_log_n,
 )
 
 FAR = tl.constexpr(2**30)
@@ -100,18 +95,11 @@ def quantized_kv_fwd(
     if WINDOW:
         begin = tl.maximum(begin, first + shift - window + 1)
     value_row = (to_int64(batch) * heads + head) * queries
-    # [BLOCK_Q]
-    length = log2_length(rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)
-    s = load_s(head, s, FLAGS)
-    qk_scale = times_s_log_n(scale, s, length, FLAGS)
-    slope = times_s_log_n(load_slope(head, slopes, FLAGS), s, length, FLAGS)
-    if SCALED & FLAGS:
-        qk_scale = qk_scale[:, None]
-        slope = slope[:, None]
-    level = load_bias(length, head, bias, FLAGS)  # [BLOCK_Q]
-    unit = scale
-    if SHAPED & FLAGS:
-        unit = 1.0
+    qk_scale, slope, level, unit = row_shaping(
+        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
+        FLAGS, CAUSAL, WINDOW,
+    )  # fmt: skip
+    shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)
@@ -144,13 +132,10 @@ def quantized_kv_fwd(
                 written[None, :] & (at[None, :] < key_bound[:, None]), quantized, scores
             )
         if SHAPED & FLAGS:
-            row_bias = None
-            if BIASED & FLAGS:
-                row_bias = level[:, None]
             origin = first + shift
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tile[None, :] - origin, rows[:, None] + shift - origin,
-                qk_scale, inv_softcap, slope, row_bias, FLAGS, FAST,
+                scores, tile[None, :] - origin, rows[:, None] + shift - origin, shaping,
+                FLAGS, FAST,
             )  # fmt: skip
         allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], tile[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
@@ -160,13 +145,7 @@ def quantized_kv_fwd(
         if ELEMENTWISE & FLAGS:
             p = sigmoid(scores, FAST, False)
         else:
-            raised = tl.maximum(m_i, tl.max(scores, 1) * unit)  # [BLOCK_Q]
-            shift_m = finite_max(raised, NORM)
-            p, below = forward_terms(scores * unit, shift_m[:, None], NORM, True)
-            lower = tl.math.exp2(m_i - shift_m)
-            l_i = l_i * lower + tl.sum(below, 1)
-            acc = acc * lower[:, None]
-            m_i = raised
+            p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True)
         if SKIP:
             some = tl.max(p) > 0
             from_plain_v = from_plain_v & some
@@ -189,12 +168,7 @@ def quantized_kv_fwd(
 
     sink = load_sink(head, sinks, FLAGS)
     out, _ = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, BLOCK_DV]
-    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    pointers = output + to_int64(batch) * o_strides[0] + to_int64(head) * o_strides[1]
-    pointers += to_int64(first) * o_strides[2]
-    inside = (rows[:, None] < stop_q) & (columns[None, :] < V_HEAD_DIM)
-    tl.store(
-        pointers + tl.arange(0, BLOCK_Q)[:, None] * o_strides[2] + columns[None, :],
-        out.to(output.dtype.element_ty),
-        mask=inside,
-    )
+    store_tile(
+        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides,
+        BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
+    )  # fmt: skip
