@@ -28,6 +28,7 @@ states their SHA-256, and its own file carries one of the record (``dump_with_ch
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -373,6 +374,15 @@ class Ratio(RecordModel):
     value: float | None
     stderr: float | None
     documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Of one document: each request's texts, context and continuation, and the right answer, a
+    choice's number or a text, where the task has one."""
+
+    texts: tuple[tuple[str, ...], ...]
+    target: int | str | None
 
 
 class Divergence(RecordModel):

@@ -20,7 +20,7 @@ from qbench.files import require_folder
 from qbench.machine import redirected
 from qbench.plan import find_tasks
 from qbench.recipe import Overrides, Recipe
-from qbench.records import Record
+from qbench.records import Question, Record
 from qbench.show import cell_text, document_text, folder_text
 from qbench.store import Store
 
@@ -89,7 +89,7 @@ def show(
         texts = None
         if recipe is not None:
             asked = asked_texts(record, recipe, data, document + 1, task)
-            texts = {name: of[document] for name, of in asked.items() if document in of}
+            texts = {name: of[document].texts for name, of in asked.items() if document in of}
         typer.echo(document_text(store, record, document, task, texts))
         return
     typer.echo(cell_text(record))
@@ -97,7 +97,7 @@ def show(
 
 def asked_texts(
     record: Record, recipe: Path | None, data: Path | None, documents: int, task: str | None
-) -> dict[str, dict[int, tuple[tuple[str, ...], ...]]]:
+) -> dict[str, dict[int, Question]]:
     """What a record's cell was asked, as ``rebuild_requests`` gives it. Without a ``recipe``:
     lm-eval's own ``task``, of ``data`` or the hub.
 

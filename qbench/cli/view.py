@@ -22,9 +22,8 @@ from qbench.viewer.export import write_report, write_site
 from qbench.viewer.server import Server
 
 if TYPE_CHECKING:
-    from qbench.records import Record
+    from qbench.records import Question, Record
 
-Asked = dict[int, tuple[tuple[str, ...], ...]]
 _MAKING = threading.Lock()
 
 
@@ -83,7 +82,9 @@ def view(
             server.serve_forever()
 
 
-def _texts(recipe: Path | None, data: Path | None, record: Record, task: str) -> Asked:
+def _texts(
+    recipe: Path | None, data: Path | None, record: Record, task: str
+) -> dict[int, Question]:
     """What the record's cell was asked of a task, by document; nothing comes from the network."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     documents = max(score.documents for score in record.scores if score.task == task)

@@ -7,7 +7,8 @@ import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from qbench.records import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     GroupScore,
+    Question,
     Record,
     Score,
 )
@@ -141,10 +143,10 @@ def _require_system_role(renderer: Any, instruction: str | None) -> None:
 
 def rebuild_requests(
     record: Record, specs: Sequence[TaskSpec], documents: int, task: str | None = None
-) -> dict[str, dict[int, tuple[tuple[str, ...], ...]]]:
-    """By task and document, of the first ``documents``, each request's texts: context and
-    continuation. Records do not keep them; they are made again from the recipe and its data. Left
-    out are prompts that are made for a tokenizer: passkey retrieval, and conversations.
+) -> dict[str, dict[int, Question]]:
+    """By task and document, of the first ``documents``, what was asked. Records do not keep it; it
+    is made again from the recipe and its data. Left out are prompts that are made for a tokenizer:
+    passkey retrieval, and conversations.
 
     Raises DataError where recipe and data ask something else than the record's cell was asked.
     """
@@ -171,11 +173,34 @@ def rebuild_requests(
                 "asked; name those that it was run with"
             )
         build_requests(loaded.task, settings)
-        asked: dict[int, list[tuple[str, ...]]] = defaultdict(list)
+        asked: dict[int, list[Any]] = defaultdict(list)
         for one in loaded.task.instances:
-            asked[one.doc_id].append(tuple(text for text in one.args if isinstance(text, str)))
-        found[spec.name] = {document: tuple(texts) for document, texts in asked.items()}
+            asked[one.doc_id].append(one)
+        found[spec.name] = {
+            document: Question(
+                tuple(tuple(t for t in one.args if isinstance(t, str)) for one in requests),
+                _target(loaded.task, requests[0].doc),
+            )
+            for document, requests in asked.items()
+        }
     return found
+
+
+def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
+    """As lm-eval's ``process_results`` looks it up; None where it is not one choice or text."""
+    with suppress(Exception):  # a task's own code, for display alone
+        if task.OUTPUT_TYPE == "multiple_choice":
+            of = task.doc_to_text if task.multiple_input else task.doc_to_target
+            target = of(document)
+            return (
+                task.doc_to_choice(document).index(target)
+                if isinstance(target, str)
+                else (target if isinstance(target, int) else None)
+            )
+        if task.OUTPUT_TYPE == "generate_until":
+            target = task.doc_to_target(document)
+            return target if isinstance(target, str) else " | ".join(map(str, target))
+    return None
 
 
 def _answer(model: Any, instances: Sequence[Any]) -> None:

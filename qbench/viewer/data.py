@@ -29,7 +29,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, judge, redundant
 from qbench.errors import QbenchError, ResultsError
-from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Record
+from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.tables.scores import bits_per_weight, gib
 from qbench.text import metric_title
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from qbench.statistics import Effect, Interval, SeedEffect
 
 Json = dict[str, Any]
-# Of a record and one of its tasks: by document, the texts of each request.
-Texts = Callable[[Record, str], Mapping[int, Sequence[Sequence[str]]]]
+# Of a record and one of its tasks: by document, the texts of each request and the right answer.
+Texts = Callable[[Record, str], Mapping[int, Question]]
 NO_TEXTS = (
     "The texts of these documents are not at hand: name the recipe that asked them with --recipe, "
     "and its --data where it had one."
@@ -412,17 +412,23 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
 
 
 def task_texts(results: Results, task: int) -> Json:
-    """By document the texts of its requests: context and continuation."""
+    """By document the texts of its requests, context and continuation, and the right answer."""
     name = _task(results.store, task)
+    empty: Json = {"task": name, "texts": {}, "targets": {}}
     if results.texts is None:
-        return {"task": name, "missing": NO_TEXTS, "texts": {}}
+        return {**empty, "missing": NO_TEXTS}
     for record in results.store.records():
         if name in record.documents:
             try:
-                return {"task": name, "texts": results.texts(record, name)}
+                asked = results.texts(record, name)
             except QbenchError as error:
-                return {"task": name, "missing": str(error), "texts": {}}
-    return {"task": name, "missing": "No cell has scored this task yet.", "texts": {}}
+                return {**empty, "missing": str(error)}
+            return {
+                "task": name,
+                "texts": {document: one.texts for document, one in asked.items()},
+                "targets": {document: one.target for document, one in asked.items()},
+            }
+    return {**empty, "missing": "No cell has scored this task yet."}
 
 
 # --- why

@@ -310,7 +310,24 @@ def test_text_that_was_drawn_is_shown_as_it_was_asked(folder, name, seed):
     found = rebuild_requests(record, [spec], 7)[name]
     assert found.keys() == set(range(7))
     for document in range(7):
-        assert found[document] == tuple(model.arguments[2 * document : 2 * document + 2])
+        assert found[document].texts == tuple(model.arguments[2 * document : 2 * document + 2])
     record.documents[name] = "0"
     with pytest.raises(DataError, match="ask something else than softpick/bf16 was asked"):
         rebuild_requests(record, [spec], 1)
+
+
+@pytest.mark.parametrize("name", ["zero_shot", "shuffled"])
+def test_the_right_answer_is_the_one_that_lm_eval_counts(folder, name):
+    """A model that finds each document's target likeliest is always right."""
+    spec = plan_task(name, data=folder / "data", definitions=folder / "own")
+    task = load_task(spec)
+    record = SimpleNamespace(cell="a/b", documents={name: task.digest}, key_parts={})
+    asked = rebuild_requests(record, [spec], 7)[name]
+    assert all(isinstance(one.target, int) for one in asked.values())
+    model = Listener()
+    targets = [i == one.target for one in asked.values() for i in range(len(one.texts))]
+    model.loglikelihood = lambda requests, **_: [
+        (0.0 if right else -9.0, right) for right, _ in zip(targets, requests, strict=True)
+    ]
+    found = evaluate(model, task, settings("exact", limit=7))
+    assert {s.metric: s.value for s in found.scores}["acc"] == 1.0

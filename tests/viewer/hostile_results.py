@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from synthetic import make_store
 
+from qbench.records import Question
 from qbench.viewer.data import Results, WholeStore
 from qbench.viewer.server import Server
 
@@ -45,11 +46,15 @@ def fill(folder, **changes):
 
 
 def texts(record, task):
-    """What was asked; of one task nothing is at hand."""
+    """What was asked; of one task nothing is at hand. The second choice is right."""
     if task == "lambada_openai":
         return {}
-    return {d: ((f"Question {d}: {HOSTILE}", f" yes {d}"), (f"Question {d}: {HOSTILE}", " no"))
-            for d in range(90)}  # fmt: skip
+    return {
+        d: Question(
+            ((f"Question {d}: {HOSTILE}", f" yes {d}"), (f"Question {d}: {HOSTILE}", " no")), 1
+        )
+        for d in range(90)
+    }
 
 
 class Running:

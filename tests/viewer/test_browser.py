@@ -99,6 +99,7 @@ def test_a_document_side_by_side_with_its_text_as_text(opened, page):
     page.wait_for_selector("tbody tr >> text=yes 7")
     assert f"Question 7: {HOSTILE}" in page.inner_text("pre.text")
     assert page.locator("thead th.n").count() == 6
+    assert page.locator("tr.right").inner_text().startswith("no right answer")
     page.goto(f"{opened.address}#view=document&task=lambada_openai&document=3&{cells}")
     page.wait_for_selector("text=softpick/gptq-2bit wrote")
     assert page.locator("del").first.inner_text() == "bf16"

@@ -37,7 +37,7 @@ export interface Documents {
   outcomes: Record<string, Column>; responses: Record<string, Column> | null;
   kl: { document: number[]; kl: number[] } | null; by_token: number[];
 }
-export interface Texts { error?: string; task: string; missing?: string; texts: Record<string, string[][]> }
+export interface Texts { error?: string; task: string; missing?: string; texts: Record<string, string[][]>; targets: Record<string, number | string | null> }
 export interface Tokens { error?: string; cell: string; texts: string[]; kl: number[]; change: number[] }
 export interface Analyses { error?: string; problems: string[]; cells: any[]; long: any[]; sensitivities: any[] }
 

@@ -166,7 +166,7 @@ export function DocumentPage(props: Props) {
       {!row ? <Failure text={`There is no document ${state.document} here.`} /> : (
         <>
           <div class="columns">{row.pairs.map((one, index) => <Fates key={index} cell={cells[index].cell} of={one} />)}</div>
-          <Asked row={row} cells={cells.map((cell) => cell.cell)} texts={texts?.texts?.[document]} missing={texts ? texts.missing ?? texts.error : "Reading the texts…"} />
+          <Asked row={row} cells={cells.map((cell) => cell.cell)} texts={texts?.texts?.[document]} target={texts?.targets?.[document] ?? null} missing={texts ? texts.missing ?? texts.error : "Reading the texts…"} />
           {row.pairs.map((one, index) => <Answers key={index} cell={cells[index].cell} of={one} />)}
           {cells.filter((_, index) => after[index]?.by_token.includes(document)).map((cell) => <TokenView key={cell.cell} found={found} cell={cell.cell} folder={folder} task={task} document={state.document} round={round} />)}
         </>
@@ -184,23 +184,23 @@ const Fates = ({ cell, of }: { cell: string; of: Pair }) => (
 );
 
 /** Prompt and choices with log-likelihoods before and after; a shared prompt stands once. */
-function Asked({ row, cells, texts, missing }: { row: DocumentRow; cells: string[]; texts?: string[][]; missing?: string }) {
+function Asked({ row, cells, texts, target, missing }: { row: DocumentRow; cells: string[]; texts?: string[][]; target: number | string | null; missing?: string }) {
   const scored = [...new Set(row.pairs.flatMap((one) => [...(one.after?.requests ?? []), ...(one.before?.requests ?? [])]).filter((one) => one.logLikelihood !== null).map((one) => one.request))].sort((a, b) => a - b);
   const shared = texts && texts.length > 0 && texts.every((one) => one[0] === texts[0][0]) ? texts[0][0] : null;
   const own = (request: number) => texts?.[request] && (shared === null ? texts[request] : texts[request].slice(1)).join(" ⟶ ");
-  const right = row.pairs.map((one) => one.after?.right === true && one.after.requests.length > 1 ? likeliest(one.after) : one.before?.right === true && one.before.requests.length > 1 ? likeliest(one.before) : undefined).find((one) => one !== undefined);
   const mark = (side: Side | null, request: number) => (side && side.requests.length > 1 && likeliest(side) === request ? " likeliest" : "");
   return (
     <section class="card">
       <h3>What was asked</h3>
       {shared !== null && <pre class="text">{shared}</pre>}
       {missing && <p class="note">{missing}</p>}
+      {typeof target === "string" && <><p class="note">right answer</p><pre class="text kept">{target}</pre></>}
       {scored.length > 0 && (
         <div class="scroll"><table>
           <thead><tr><th>{texts ? "Continuation" : "Request"}</th>{cells.map((cell) => <><th class="n">{cell}: before</th><th class="n">after</th><th class="n">change</th></>)}</tr></thead>
           <tbody>{scored.map((request) => (
-            <tr class={request === right ? "right" : ""}>
-              <td>{own(request) || (shared === null ? `request ${request}` : "the whole text")}{request === right && <span class="kept"> right answer</span>}</td>
+            <tr class={request === target ? "right" : ""}>
+              <td>{own(request) || (shared === null ? `request ${request}` : "the whole text")}{request === target && <span class="kept"> right answer</span>}</td>
               {row.pairs.map((one) => {
                 const at = (side: Side | null) => side?.requests.find((asked) => asked.request === request && asked.logLikelihood !== null)?.logLikelihood ?? null;
                 const [before, after] = [at(one.before), at(one.after)];
