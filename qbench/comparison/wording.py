@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 TIMES = "×"
+MOSTLY_SEEDS = "§"
 RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on logarithms."
 
 
@@ -21,48 +22,46 @@ def arrow(line: Line) -> str:
     return "↑" if line.higher_is_better else "↓"
 
 
-def effect_text(effect: Effect | None, *, percent: bool) -> str:
-    """``+1.04‡`` points, or ``× 1.032‡``: a ratio, for a difference-in-differences of ratios."""
+def effect_text(effect: Effect | SeedEffect | None, *, percent: bool) -> str:
+    """``+1.04‡`` points, or ``× 1.032‡``: a ratio, for a difference-in-differences of ratios; with
+    § where most of the uncertainty comes of the seeds."""
     if effect is None:
         return NO_VALUE
-    if effect.kind == "log ratio":
-        return f"{TIMES} {ratio(effect.estimate, decimals=_decimals(effect))}{effect.mark}"
-    return number(effect.estimate, percent=percent, signed=True) + effect.mark
+    text = _sign(effect) + _value(effect, effect.estimate, percent=percent)
+    return text + effect.mark + (MOSTLY_SEEDS if mostly_seeds(effect) else "")
 
 
-def interval_text(effect: Effect | None, *, percent: bool) -> str:
+def interval_text(effect: Effect | SeedEffect | None, *, percent: bool) -> str:
     """``[−1.98, +1.09]`` or ``× [0.996, 1.069]``."""
     if effect is None:
         return NO_VALUE
-    ends = effect.interval.low, effect.interval.high
-    if effect.kind == "log ratio":
-        places = _decimals(effect)
-        low, high = (ratio(end, decimals=places) for end in ends)
-        return f"{TIMES} [{low}, {high}]"
-    return f"[{', '.join(number(end, percent=percent, signed=True) for end in ends)}]"
+    ends = (effect.interval.low, effect.interval.high)
+    return f"{_sign(effect)}[{', '.join(_value(effect, end, percent=percent) for end in ends)}]"
 
 
-def detectable_text(effect: Effect | None, *, percent: bool) -> str:
-    """The smallest effect that as many documents show: ``1.84`` points, or ``× 1.021``."""
-    if effect is None:
+def each_text(effect: SeedEffect | None, *, percent: bool) -> str:
+    """The effect of every training, or pair of trainings: ``+0.8, +1.4, −0.2``; none where the
+    trainings are no pairs."""
+    if effect is None or not effect.paired:
         return NO_VALUE
-    if effect.kind == "log ratio":
-        return f"{TIMES} {ratio(effect.detectable, decimals=_decimals(effect))}"
-    return number(effect.detectable, percent=percent)
+    return _sign(effect) + ", ".join(_value(effect, one, percent=percent) for one in effect.each)
 
 
-def _decimals(effect: Effect) -> int:
-    return decimals(effect.interval.stderr)
+def _sign(effect: Effect | SeedEffect) -> str:
+    return f"{TIMES} " if effect.kind == "log ratio" else ""
 
 
-def decimals(stderr: float) -> int:
-    """Of a ratio: three, or as many as show two digits of its logarithm's standard error, up to
-    six."""
-    return 3 if stderr == 0 else min(6, max(3, 1 - math.floor(math.log10(stderr))))
+def _value(effect: Effect | SeedEffect, value: float, *, percent: bool) -> str:
+    """Of a ratio three decimals, or as many as show two digits of its logarithm's standard error,
+    up to six."""
+    if effect.kind != "log ratio":
+        return number(value, percent=percent, signed=True)
+    stderr = effect.interval.stderr
+    return ratio(
+        value, decimals=3 if stderr == 0 else min(6, max(3, 1 - math.floor(math.log10(stderr))))
+    )
 
 
-HALF = 0.5
-MOSTLY_SEEDS = "§"
 SEED_NOTES = (
     "Means over trainings that differ in their seed.",
     "Brackets: 95 % intervals over documents and seeds (Banerjee 1960).",
@@ -77,9 +76,8 @@ SHARE = "Seeds’ share"
 SHARE_NOTE = f"{SHARE}: how much of the variance of the effect’s mean comes of the seeds."
 
 
-def share_text(effect: SeedEffect | None) -> str:
-    """How much of the mean's variance comes of the seeds: ``34 %``."""
-    return NO_VALUE if effect is None else f"{100 * effect.of_seeds:.0f} %"
+def mostly_seeds(effect: Effect | SeedEffect) -> bool:
+    return getattr(effect, "of_seeds", 0.0) > 0.5
 
 
 def order_note(comparison: Comparison) -> str:
@@ -94,43 +92,6 @@ def order_note(comparison: Comparison) -> str:
         for members in comparison.grid.replicates.values()
     )
     return f"Each, in this order: {'; '.join(told)}."
-
-
-def mostly_seeds(effect: SeedEffect | None) -> bool:
-    return effect is not None and effect.of_seeds > HALF
-
-
-def mean_text(effect: SeedEffect | None, *, percent: bool) -> str:
-    """``+1.04‡`` points or ``× 1.032‡``, with the sign of uncertainty that comes of seeds."""
-    if effect is None:
-        return NO_VALUE
-    if effect.kind == "log ratio":
-        text = f"{TIMES} {ratio(effect.estimate, decimals=decimals(effect.stderr))}"
-    else:
-        text = number(effect.estimate, percent=percent, signed=True)
-    return text + effect.mark + (MOSTLY_SEEDS if mostly_seeds(effect) else "")
-
-
-def ends_text(effect: SeedEffect | None, *, percent: bool) -> str:
-    """``[−1.98, +1.09]`` or ``× [0.996, 1.069]``."""
-    if effect is None:
-        return NO_VALUE
-    ends = effect.low, effect.high
-    if effect.kind == "log ratio":
-        places = decimals(effect.stderr)
-        return f"{TIMES} [{', '.join(ratio(end, decimals=places) for end in ends)}]"
-    return f"[{', '.join(number(end, percent=percent, signed=True) for end in ends)}]"
-
-
-def each_text(effect: SeedEffect | None, *, percent: bool) -> str:
-    """The effect of every training, or pair of trainings: ``+0.8, +1.4, −0.2``; none where the
-    trainings are no pairs."""
-    if effect is None or not effect.paired:
-        return NO_VALUE
-    if effect.kind == "log ratio":
-        places = decimals(effect.stderr)
-        return f"{TIMES} " + ", ".join(ratio(one, decimals=places) for one in effect.each)
-    return ", ".join(number(one, percent=percent, signed=True) for one in effect.each)
 
 
 def values_text(values: tuple[float | None, ...], *, percent: bool) -> str:

@@ -213,30 +213,20 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Effect:
-    """A contrast of scores on the same documents, on the one scale on which it is tested.
+class Tested:
+    """A contrast of scores, on the one scale on which it is tested.
 
-    ``kind`` says what ``interval``, ``bounds`` and ``detectable`` are: a ``difference`` in the
-    units of the score, or, for perplexities, a ``log ratio``. That is the same contrast of
-    ln(perplexity): Δ and damage are the logarithm of a ratio, a difference-in-differences that
-    of a ratio of ratios. A perplexity in the millions has no useful error of its own, so there
-    is no interval of its raw difference.
-
-    ``difference`` is the contrast of the scores in their own units, as papers print it: a number
-    without an interval, and equal to the estimate for the kind ``difference``. ``detectable`` is
-    the smallest effect that a two-sided 5 % test on as many documents finds with 80 % power.
+    ``kind`` says what ``interval`` is of: a ``difference`` in the units of the score, or, for
+    perplexities, a ``log ratio``. That is the same contrast of ln(perplexity): Δ and damage are
+    the logarithm of a ratio, a difference-in-differences that of a ratio of ratios. A perplexity in
+    the millions has no useful error of its own, so there is no interval of its raw difference.
     """
 
     kind: Kind
     interval: Interval
-    difference: float
-    method: Method  # of ``interval``
-    bounds: tuple[float, float]  # one-sided, of at least 95 %
-    test: Test
     p: float
     p_holm: float | None = None
     p_bh: float | None = None
-    detectable: float
     documents: int
 
     @property
@@ -249,6 +239,23 @@ class Effect:
         if self.p_holm is not None and self.p_holm < 1 - CONFIDENCE:
             return "‡"
         return "†" if self.p_bh is not None and self.p_bh < 1 - CONFIDENCE else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect(Tested):
+    """A contrast of scores on the same documents.
+
+    ``difference`` is the contrast of the scores in their own units, as papers print it: a number
+    without an interval, and equal to the estimate for the kind ``difference``. ``detectable`` is
+    the smallest effect that a two-sided 5 % test on as many documents finds with 80 % power, on
+    the scale of ``interval``, as ``bounds`` are.
+    """
+
+    difference: float
+    method: Method  # of ``interval``
+    bounds: tuple[float, float]  # one-sided, of at least 95 %
+    test: Test
+    detectable: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -509,10 +516,10 @@ def _paired_t(interval: Interval, documents: float) -> float:
     return float(2 * special.stdtr(documents - 1, -abs(interval.estimate / interval.stderr)))
 
 
-Tested = TypeVar("Tested")  # an Effect or a SeedEffect
+AnEffect = TypeVar("AnEffect", bound=Tested)
 
 
-def adjust(effects: Sequence[Tested]) -> list[Tested]:
+def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
     """The same effects with p adjusted over all of them, in the same order."""
     if not effects:
         return []

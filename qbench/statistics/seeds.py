@@ -15,7 +15,7 @@ import numpy as np
 from scipy import optimize, special
 
 from qbench.metrics import LOG_SCALE
-from qbench.statistics.effect import CONFIDENCE, FEW_CHANGES, Kind, score_interval
+from qbench.statistics.effect import CONFIDENCE, FEW_CHANGES, Interval, Tested, score_interval
 from qbench.statistics.panel import (
     SLOPES,
     Floats,
@@ -89,34 +89,17 @@ LEAST_CONFIDENCE = 1e-4  # p above one less this is 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeedEffect:
-    """The mean of one contrast over trainings, on the scale on which it is tested (``kind``, as of
-    ``Effect``), with its 95 % interval over documents and seeds.
+class SeedEffect(Tested):
+    """The mean of one contrast over trainings, with its 95 % interval over documents and seeds.
 
     ``each``: the contrast of every training, by group where they are not pairs. ``of_seeds``: the
     share of the mean's variance that comes of the seeds, from 0 to 1.
     """
 
-    kind: Kind
-    estimate: float
-    low: float
-    high: float
-    stderr: float
-    p: float
-    p_holm: float | None = None
-    p_bh: float | None = None
     each: tuple[float, ...]
     paired: bool = True  # whether ``each`` holds contrasts of the estimate's own kind
     of_seeds: float
     seeds: int  # trainings of the smallest group
-    documents: int
-
-    @property
-    def mark(self) -> str:
-        """``‡`` significant at 5 % after Holm, ``†`` after Benjamini–Hochberg only."""
-        if self.p_holm is not None and self.p_holm < 1 - CONFIDENCE:
-            return "‡"
-        return "†" if self.p_bh is not None and self.p_bh < 1 - CONFIDENCE else ""
 
 
 def over_seeds(
@@ -173,10 +156,7 @@ def over_seeds(
     seeds_alone = max(0.0, sum(by_seeds) - rest)
     return SeedEffect(
         kind="log ratio" if aggregation in LOG_SCALE else "difference",
-        estimate=estimate,
-        low=low,
-        high=high,
-        stderr=math.sqrt(variance),
+        interval=Interval(estimate=estimate, low=low, high=high, stderr=math.sqrt(variance)),
         p=_p(estimate, ends),
         paired=len(groups) == 1,
         each=tuple(float(value) for one in estimates for value in one),

@@ -10,9 +10,8 @@ from qbench.comparison.wording import (
     RATIO_NOTE,
     SEED_NOTES,
     SEEDS_NOTE,
-    ends_text,
+    effect_text,
     interval_text,
-    mean_text,
 )
 from qbench.metrics import is_percentage
 from qbench.tables.table import Table, markdown
@@ -63,8 +62,8 @@ def _seed_texts(one: SeedChange) -> tuple[str, ...]:
         f"{one.group}/{one.quantizer}",
         score.label,
         f"{metric_title(score.metric)} {'↑' if score.higher_is_better else '↓'}",
-        mean_text(one.effect, percent=percent),
-        ends_text(one.effect, percent=percent),
+        effect_text(one.effect, percent=percent),
+        interval_text(one.effect, percent=percent),
         f"{one.effect.p:.2g}",
         f"{one.effect.seeds} × {one.effect.documents}",
     )

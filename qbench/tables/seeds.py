@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
 from qbench.comparison.changes import training_notes
 from qbench.comparison.lines import QUESTIONS, Comparison, SeedLine, redundant
 from qbench.comparison.wording import (
@@ -11,16 +14,18 @@ from qbench.comparison.wording import (
     SHARE,
     SHARE_NOTE,
     each_text,
-    ends_text,
-    mean_text,
+    effect_text,
+    interval_text,
     mostly_seeds,
     order_note,
-    share_text,
     values_text,
 )
 from qbench.tables.scores import INTERVAL, NAMES, Part, line_names, precision_notes
 from qbench.tables.table import Table, as_csv
 from qbench.text import MINUS, NO_VALUE, number
+
+if TYPE_CHECKING:
+    from qbench.statistics import SeedEffect
 
 
 def seed_tables(part: Part) -> list[Table]:
@@ -50,20 +55,15 @@ def _delta(part: Part, lines: list[SeedLine]) -> Table:
     head.append("Documents")
     rows = []
     for one in lines:
-        line = one.line
+        shown = {"percent": one.line.percent}
         cells = [*line_names(one.line)]
         for group in (base, *others):
-            mean = one.means.get(group)
-            cells.append(number(mean, percent=line.percent))
-            cells.append(values_text(one.values[group], percent=line.percent))
-        for group in others:
-            effect = one.deltas.get(group)
             cells += [
-                mean_text(effect, percent=line.percent),
-                ends_text(effect, percent=line.percent),
-                each_text(effect, percent=line.percent),
-                share_text(effect),
+                number(one.means.get(group), **shown),
+                values_text(one.values[group], **shown),
             ]
+        for group in others:
+            cells += _texts(one.deltas.get(group), **shown)
         rows.append((*cells, _documents([*one.deltas.values(), *one.scores.values()])))
     against = ", ".join(f"{group} {MINUS} {base}" for group in others)
     counts = ", ".join(f"{len(m)} of {g}" for g, m in comparison.grid.replicates.items())
@@ -92,20 +92,12 @@ def _damage(part: Part, lines: list[SeedLine]) -> Table:
     head.append("Documents")
     rows = []
     for one in lines:
+        shown = {"percent": one.line.percent}
         cells = [*line_names(one.line)]
         for group in (base, *others):
-            effect = one.damages.get(group)
-            cells += [
-                mean_text(effect, percent=one.line.percent),
-                ends_text(effect, percent=one.line.percent),
-            ]
+            cells += _texts(one.damages.get(group), **shown)[:2]
         for group in others:
-            effect = one.differences.get(group)
-            cells += [
-                mean_text(effect, percent=one.line.percent),
-                ends_text(effect, percent=one.line.percent),
-            ]
-            cells += [each_text(effect, percent=one.line.percent), share_text(effect)]
+            cells += _texts(one.differences.get(group), **shown)
         rows.append((*cells, _documents([*one.damages.values(), *one.differences.values()])))
     claim = ", ".join(f"{group}’s {MINUS} {base}’s" for group in others)
     return Table(
@@ -116,6 +108,13 @@ def _damage(part: Part, lines: list[SeedLine]) -> Table:
         words=len(NAMES),
         grouped=True,
     )
+
+
+def _texts(effect: SeedEffect | None, *, percent: bool) -> list[str]:
+    """An effect, its interval, that of each training, and the seeds' share of its variance."""
+    share = NO_VALUE if effect is None else f"{100 * effect.of_seeds:.0f} %"
+    texts = (text(effect, percent=percent) for text in (effect_text, interval_text, each_text))
+    return [*texts, share]
 
 
 def _notes(
@@ -137,6 +136,7 @@ def _documents(effects: list) -> str:
 
 
 ANSWERS = {"scores": "score", "deltas": "delta", "damages": "damage", "differences": "did"}
+OF_EFFECTS = ("kind", "p", "p_holm", "p_bh", "of_seeds", "seeds", "documents")
 COLUMNS = (
     *("task", "label", "metric", "direction", "quantizer", "method", "group", "question", "kind"),
     *("estimate", "stderr", "low", "high", "p", "p_holm", "p_bh", "of_seeds", "seeds"),
@@ -153,16 +153,19 @@ def seeds_csv(comparison: Comparison) -> str:
         line = one.line
         for question in QUESTIONS:
             for group, effect in getattr(one, question).items():
-                row = {
-                    "task": line.task,
-                    "label": line.label,
-                    "metric": line.metric,
-                    "direction": "up" if line.higher_is_better else "down",
-                    "quantizer": line.quantizer,
-                    "method": line.method,
-                    "group": group,
-                    "question": ANSWERS[question],
-                    "each": " ".join(map(repr, effect.each)),
-                }
-                rows.append(row | {n: getattr(effect, n) for n in COLUMNS if n not in row})
+                rows.append(
+                    {
+                        "task": line.task,
+                        "label": line.label,
+                        "metric": line.metric,
+                        "direction": "up" if line.higher_is_better else "down",
+                        "quantizer": line.quantizer,
+                        "method": line.method,
+                        "group": group,
+                        "question": ANSWERS[question],
+                        **asdict(effect.interval),
+                        **{name: getattr(effect, name) for name in OF_EFFECTS},
+                        "each": " ".join(map(repr, effect.each)),
+                    }
+                )
     return as_csv(rows, COLUMNS, numbers=("each",))

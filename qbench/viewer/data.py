@@ -305,18 +305,17 @@ def _ends(interval: Interval | None) -> Json:
 def _seed_ends(effect: SeedEffect | None) -> Json:
     if effect is None or effect.kind == "log ratio":
         return {}
-    return {"low": effect.low, "high": effect.high, "stderr": effect.stderr}
+    return _ends(effect.interval)
 
 
 def _effect(found: Effect | SeedEffect) -> Json:
     """``kind`` says whether numbers are in units of the score or logarithms of ratios."""
     seeds = getattr(found, "seeds", None)
-    interval = found if seeds else found.interval
     values = {
         "kind": found.kind,
         "estimate": found.estimate,
-        "low": interval.low,
-        "high": interval.high,
+        "low": found.interval.low,
+        "high": found.interval.high,
         "p": found.p,
         "p_holm": found.p_holm,
         "mark": found.mark,

@@ -11,9 +11,9 @@ from synthetic import make_store
 
 from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
-from qbench.comparison.wording import each_text, ends_text, mean_text
+from qbench.comparison.wording import each_text, effect_text, interval_text
 from qbench.records import Trained
-from qbench.statistics import SeedEffect
+from qbench.statistics import Interval, SeedEffect
 from qbench.tables import render, write_tables
 
 SIZES = {"arc_easy": 120, "wikitext": 30}
@@ -105,11 +105,12 @@ def test_tables_name_the_trainings_in_the_order_of_their_values(tmp_path):
 
 def test_small_ratios_are_written_with_as_many_digits_as_their_error_has():
     effect = SeedEffect(
-        kind="log ratio", estimate=1.6e-4, low=1e-5, high=3.1e-4, stderr=4e-5, p=0.01,
+        kind="log ratio", p=0.01,
+        interval=Interval(estimate=1.6e-4, low=1e-5, high=3.1e-4, stderr=4e-5),
         each=(1.5e-4, 1.7e-4), of_seeds=0.2, seeds=2, documents=62,
     )  # fmt: skip
-    assert mean_text(effect, percent=False) == "× 1.000160"
-    assert ends_text(effect, percent=False) == "× [1.000010, 1.000310]"
+    assert effect_text(effect, percent=False) == "× 1.000160"
+    assert interval_text(effect, percent=False) == "× [1.000010, 1.000310]"
 
 
 def test_trainings_that_are_no_pairs_have_no_difference_each(tmp_path):
