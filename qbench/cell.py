@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qbench import hub
 from qbench.checkpoints.find import elements, read_headers
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
@@ -140,8 +139,7 @@ def _run(
     cell: Cell, plan: Plan, store: Store, result: CellResult, progress: Progress, cache: Path
 ) -> None:
     progress.stage(cell.name, "prepare")
-    with hub.announcing(progress.log):
-        tasks = _prepare(cell, plan)
+    tasks = _prepare(cell, plan)
     result.documents = {task.name: task.digest for task in tasks}
     from qbench.streaming import stream_of
 

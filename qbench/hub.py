@@ -1,7 +1,8 @@
 """Everything that comes from the Hugging Face hub, and one clear line where it does not come.
 
-huggingface_hub keeps a download in its cache only when it is complete, and takes up a broken one
-where it stopped, so what comes back here is always whole. Imports no torch.
+huggingface_hub shows its progress in a terminal, keeps a download in its cache only when it is
+complete, and takes up a broken one where it stopped, so what comes back here is always whole.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,11 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from qbench.errors import CheckpointError, DataError
 
@@ -43,19 +41,6 @@ STATUSES = {
 }
 
 
-_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
-
-
-@contextmanager
-def announcing(say: Callable[[str], None]) -> Iterator[None]:
-    """Within the body, ``say`` gets a line for everything that is about to be downloaded."""
-    token = _listener.set(say)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
-
-
 def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Folder with the files of a model repository that match ``patterns``.
 
@@ -63,13 +48,8 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
     """
     from huggingface_hub import snapshot_download
 
-    def download(dry_run: bool) -> Any:
-        return snapshot_download(
-            hub_id, revision=revision, allow_patterns=list(patterns), dry_run=dry_run
-        )
-
     try:
-        return _get(hub_id, download)
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -82,13 +62,8 @@ def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
     """One file of a data-set repository. Raises DataError where the hub does not give it."""
     from huggingface_hub import hf_hub_download
 
-    def download(dry_run: bool) -> Any:
-        return hf_hub_download(
-            dataset, name, repo_type="dataset", revision=revision, dry_run=dry_run
-        )
-
     try:
-        return _get(f"{name} of {dataset}", download)
+        return Path(hf_hub_download(dataset, name, repo_type="dataset", revision=revision))
     except Exception as error:
         raise DataError(f"the hub did not give {name} of {dataset}: {reason(error)}") from error
 
@@ -127,24 +102,6 @@ def _cached_dataset(dataset: str, name: str | None) -> str | None:
 def _out_of_reach(error: BaseException) -> bool:
     kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
     return bool(kinds & {"OfflineModeIsEnabled", "TimeoutException", "NetworkError"})
-
-
-def _get(what: str, download: Callable[[bool], Any]) -> Path:
-    """Download ``what``; where somebody listens, say how much of it, or that it is not anew."""
-    say = _listener.get()
-    if say is None:
-        return Path(download(False))
-    try:
-        found = download(True)
-    except Exception as error:  # the download itself ends in it too, or takes the cache's copy
-        path = Path(download(False))
-        say(f"{what}: the copy in the cache is used ({reason(error)})")
-        return path
-    files = [f for f in (found if isinstance(found, list) else [found]) if f.will_download]
-    if files:
-        size = sum(f.file_size or 0 for f in files) / 1e6
-        say(f"downloading {what}: {len(files)} file{'s'[: len(files) > 1]}, {size:,.1f} MB")
-    return Path(download(False))
 
 
 def failed(error: BaseException) -> bool:

@@ -297,7 +297,6 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",
     "DATASETS_VERBOSITY": "error",
     "GPTQMODEL_DISABLE_GIL_WARNING": "1",
@@ -311,6 +310,8 @@ def settle() -> None:
     """Set what libraries read when they are imported. What the user set stays."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def terminal() -> AbstractContextManager[TextIO]:

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 
-import typer
-
-from qbench import hub
 from qbench.cell import cache_folder
 from qbench.errors import RecipeError, UnavailableError
 from qbench.machine import choose_device, gpu_slots
@@ -37,10 +34,9 @@ class Place:
     at_once: int = 1  # cells side by side
 
     def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
-        """The plan, with what is downloaded for it said on standard error. Raises RecipeError
-        where a cell like ``only`` can never run, unless it is to ``show`` that."""
-        with hub.announcing(lambda line: typer.echo(line, err=True)):
-            return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
+        """Raises RecipeError where a cell like ``only`` can never run, unless it is to ``show``
+        that."""
+        return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
 
     def end(self) -> None:
         """No cell comes any more: processes of this host end from now on, beside what follows."""

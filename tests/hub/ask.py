@@ -13,12 +13,11 @@ from qbench.errors import QbenchError  # noqa: E402
 
 def main(kind: str, name: str, detail: str) -> None:
     try:
-        with hub.announcing(lambda line: print(line, file=sys.stderr)):
-            if kind == "checkpoint":
-                checkpoint = find(name, revision=detail or None)
-                found = f"{checkpoint.digest} {checkpoint.folder.name}"
-            else:
-                found = str(hub.dataset_file(name, detail))
+        if kind == "checkpoint":
+            checkpoint = find(name, revision=detail or None)
+            found = f"{checkpoint.digest} {checkpoint.folder.name}"
+        else:
+            found = str(hub.dataset_file(name, detail))
     except QbenchError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -27,8 +27,7 @@ class Ended:
     def line(self) -> str:
         """What it complained of. Fails where that is more or less than one line, or no refusal."""
         assert self.code == 2, f"exit code {self.code}\n{self.output}\n{self.errors}"
-        lines = [line for line in self.errors.splitlines() if line.strip()]
-        (line,) = [line for line in lines if not line.startswith("downloading ")]
+        (line,) = [line for line in self.errors.splitlines() if line.strip()]
         return line
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hub.content import C4, DOCUMENTS, SHARD, SOFTMAX, SOFTPICK
+from hub.content import C4, DOCUMENTS, SHARD, SOFTPICK
 from hub.server import Fault
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -32,8 +32,7 @@ def test_the_shipped_recipes_are_planned_from_the_hub(hub, qbench, recipe, cells
         assert f"task  {task}: all documents of {data} at {commit[:12]}" in ended.output
     assert ended.output.count("to run") == cells
     assert f"datasets--{C4.replace('/', '--')}" in ended.output
-    said = [line.split(":")[0] for line in ended.errors.splitlines()]
-    assert said == [f"downloading {what}" for what in (SOFTMAX, SOFTPICK, f"{SHARD} of {C4}")]
+    assert ended.errors == ""  # progress is shown in a terminal alone
 
 
 def cells_of(folder):

@@ -19,7 +19,6 @@ def blobs(tmp_path):
 def test_a_checkpoint_comes_with_what_it_reads_and_nothing_else(hub, ask, tmp_path):
     ended = ask("checkpoint", SOFTPICK)
     assert ended.code == 0, ended.errors
-    assert ended.errors.startswith(f"downloading {SOFTPICK}: 7 files, ")
     assert ended.output.split()[1] == hub.model(SOFTPICK).names["main"]
     asked = " ".join(hub.requests)
     assert "README" not in asked
@@ -80,7 +79,6 @@ def test_a_broken_download_is_no_checkpoint_and_is_taken_up_again(hub, ask, tmp_
     hub.requests.clear()
     ended = ask("checkpoint", SOFTPICK)
     assert ended.code == 0, ended.errors
-    assert ended.errors.startswith(f"downloading {SOFTPICK}: 1 file, ")
     whole = hub.model(SOFTPICK).commits[hub.model(SOFTPICK).names["main"]]
     assert {path.read_bytes() for path in blobs(tmp_path)} <= set(whole.values())
 
@@ -104,11 +102,9 @@ def test_a_checkpoint_of_the_cache_serves_without_the_hub(hub, ask):
     hub.requests.clear()
     offline = ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1")
     assert offline.output.strip() == first
-    assert "the copy in the cache is used (HF_HUB_OFFLINE is set" in offline.errors
     assert hub.requests == []
     down = ask("checkpoint", SOFTPICK, HF_ENDPOINT="http://127.0.0.1:9")
     assert down.output.strip() == first
-    assert "the copy in the cache is used (it cannot be reached" in down.errors
 
 
 def test_a_first_run_without_the_hub_is_one_line(ask):
