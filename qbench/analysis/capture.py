@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qbench.attention.kv_cache import KV_CACHE, read_apart, rotate
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.attention.transformers import parameters_of
 from qbench.errors import UnavailableError
 
 NAME = "qbench-measured"
@@ -87,7 +88,7 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
             query=seen_query,
             key=seen_key,
             normalizer=normalizer.name,
-            parameters=_parameters(normalizer, module, options),
+            parameters=parameters_of(normalizer, module, options),
             scale=scaling,
             softcap=options.get("softcap"),
             mask=mask,
@@ -115,19 +116,6 @@ def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tu
             "other keys; analyze a cell whose cache quantizes every token at once"
         )
     return query, found[0]
-
-
-def _parameters(
-    normalizer: Normalizer, module: nn.Module, options: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """The normalizer's parameters; the attention function that ran has refused any others."""
-    found = {}
-    for parameter in normalizer.parameters:
-        tensor = options.get(parameter.keyword) if parameter.keyword else None
-        tensor = getattr(module, parameter.attribute, None) if tensor is None else tensor
-        if tensor is not None:
-            found[parameter.name] = tensor
-    return found
 
 
 @contextmanager

@@ -177,11 +177,10 @@ def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, T
     cache = getattr(module, KV_CACHE, None)
     if cache is None or _needs_positions(cache) or cache.watch is not None:
         return None
-    kept = cache.as_kept(module, key, value)
-    if cache.paused:
-        return key, kept.value
-    quantized, quantized_value = cache.rounded(kept.key, kept.value, None)
-    return kept.ready(quantized), quantized_value
+    sources, _ = read(
+        cache, module, key, value, queries=0, mask=None, position_ids=None, cu_seqlens_k=None
+    )
+    return sources.quantized_key, sources.quantized_value
 
 
 def find_positions(
@@ -233,11 +232,7 @@ def attention(
     positions: Tensor,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
+    **settings: Any,
 ) -> Tensor:
     """``reference.attention`` where each query reads each key and value from its source.
 
@@ -246,15 +241,15 @@ def attention(
     """
     chosen = NORMALIZERS.get(normalizer)
     key, value, quantized_key, quantized_value = sources
-    reference.check(query, key, value, mask)
+    reference.check(query, key, value, settings.get("mask"))
     given = chosen.checked(parameters, query.shape[1])
-    settings = (chosen, given, scale, softcap, mask, causal, window)
     own = positions[:, key.shape[2] - query.shape[2] :]
     values, quantized_values = (reference.wide(v).contiguous() for v in (value, quantized_value))
     outputs, start = [], 0
-    plain_chunks = reference.chunks(query, key, *settings)
-    quantized_chunks = reference.chunks(query, quantized_key, *settings)
-    for plain, quantized in zip(plain_chunks, quantized_chunks, strict=True):
+    both = (
+        reference.chunks(query, each, chosen, given, **settings) for each in (key, quantized_key)
+    )
+    for plain, quantized in zip(*both, strict=True):
         stop = start + plain.scores.shape[2]
         at, keys = own[:, None, start:stop, None], positions[:, None, None, plain.keys]
         written = keys >= residual.keep_first
@@ -346,24 +341,20 @@ def packed_attention(
     implementation: str,
     residual: Residual,
     positions: Tensor,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    causal: bool = True,
+    **settings: Any,
 ) -> Tensor:
     """:func:`attention` of sequences laid in a row, see ``reference.packed_attention``."""
     if implementation == "triton":
         from qbench.attention.kernels.varlen import packed_spans
 
         return kernel_attention(
-            query, sources, residual=residual, positions=positions, normalizer=normalizer,
-            parameters=parameters, scale=scale, softcap=softcap, causal=causal,
-            spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q,
+            query, sources, residual=residual, positions=positions, causal=causal,
+            spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q, **settings,
         )  # fmt: skip
     output = sources.value.new_zeros(*query.shape[:3], sources.value.shape[3])
     for rows, keys in reference.sequences(cu_seqlens_q, cu_seqlens_k):
@@ -372,10 +363,7 @@ def packed_attention(
             Sources(*(tensor[:, :, keys] for tensor in sources)),
             residual=residual,
             positions=positions[:, keys],
-            normalizer=normalizer,
-            parameters=parameters,
-            scale=scale,
-            softcap=softcap,
             causal=causal,
+            **settings,
         )
     return output

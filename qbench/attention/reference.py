@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,11 +54,18 @@ def attention(
     it does not have or that is missing, ValueError for shapes that do not fit.
     """
     query, key, value = autocast(query, key, value)
+    chosen = NORMALIZERS.get(normalizer)
+    check(query, key, value, mask)
+    given = chosen.checked(parameters, query.shape[1])
+    settings = {"scale": scale, "softcap": softcap, "mask": mask, "causal": causal}
     with torch.autocast(query.device.type, enabled=False):
-        return _attention(
-            query, key, value, NORMALIZERS.get(normalizer), parameters, scale, softcap, mask,
-            causal, window,
-        )  # fmt: skip
+        if not window and not softcap and not given:
+            output = chosen.attention(
+                query, key, value, scale=_scale(query, scale), mask=mask, causal=causal
+            )
+            if output is not None:
+                return output
+        return _in_chunks(query, key, value, chosen, given, window=window, **settings)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -71,41 +78,27 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def _attention(
+def _in_chunks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     chosen: Normalizer,
-    parameters: Mapping[str, Tensor] | None,
-    scale: float | None,
-    softcap: float | None,
-    mask: Tensor | None,
-    causal: bool,
-    window: int | None,
+    given: Mapping[str, Tensor],
+    **settings: Any,
 ) -> Tensor:
-    check(query, key, value, mask)
-    given = chosen.checked(parameters, query.shape[1])
-    if not window and not softcap and not given:
-        output = chosen.attention(
-            query, key, value, scale=_scale(query, scale), mask=mask, causal=causal
-        )
-        if output is not None:
-            return output
     values = wide(value).contiguous()  # products round by layout, see chunks
     learning = torch.is_grad_enabled() and any(p.requires_grad for p in given.values())
     outputs = []
-    for scores, allowed, distances, keys in chunks(
-        query, key, chosen, given, scale, softcap, mask, causal, window
-    ):
-        settings = {"allowed": allowed, "parameters": given, "distances": distances}
+    for scores, allowed, distances, keys in chunks(query, key, chosen, given, **settings):
+        seen = {"allowed": allowed, "parameters": given, "distances": distances}
         # A faster way may look at what it computes, which a compiler cannot follow.
         inference = not (scores.requires_grad or learning or torch.compiler.is_compiling())
-        fraction = chosen.fraction(scores, **settings) if inference else None
+        fraction = chosen.fraction(scores, **seen) if inference else None
         if fraction is not None:
             above, below = fraction
             outputs.append(mix(above, values[:, :, keys]).div_(below))
         else:
-            outputs.append(mix(chosen.weights(scores, **settings), values[:, :, keys]))
+            outputs.append(mix(chosen.weights(scores, **seen), values[:, :, keys]))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.to(query.dtype)
 
@@ -116,23 +109,17 @@ def weights(
     *,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
+    **settings: Any,
 ) -> Tensor:
     """The attention weights [B, Hq, Tq, Tk], in float32 (float64 for float64 inputs).
 
     Arguments and errors as in :func:`attention`. Memory grows with Tq · Tk.
     """
     chosen = NORMALIZERS.get(normalizer)
-    check(query, key, key, mask)
+    check(query, key, key, settings.get("mask"))
     given = chosen.checked(parameters, query.shape[1])
     rows = []
-    for scores, allowed, distances, keys in chunks(
-        query, key, chosen, given, scale, softcap, mask, causal, window
-    ):
+    for scores, allowed, distances, keys in chunks(query, key, chosen, given, **settings):
         chunk = chosen.weights(scores, allowed=allowed, parameters=given, distances=distances)
         after = key.shape[2] - keys.stop
         rows.append(torch.nn.functional.pad(chunk, (keys.start, after)))
@@ -175,13 +162,14 @@ def chunks(
     key: Tensor,
     chosen: Normalizer,
     given: Mapping[str, Tensor],
-    scale: float | None,
-    softcap: float | None,
-    mask: Tensor | None,
-    causal: bool,
-    window: int | None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Iterator[Chunk]:
-    """The scores in chunks of queries, capped and sloped."""
+    """The scores in chunks of queries, capped and sloped; settings as in :func:`attention`."""
     slopes = given.get(SLOPES.name) if SLOPES in chosen.parameters else None
     measured = chosen.uses_distances or slopes is not None
     batch, heads, queries, _ = query.shape
@@ -242,36 +230,23 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     *,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    causal: bool = True,
+    **settings: Any,
 ) -> Tensor:
     """:func:`attention` of sequences laid in a row in [1, H, T, D], none of which sees another.
 
     Sequence s has the queries ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]``, and so its keys;
     both are integer tensors [S + 1]. Queries outside every sequence give 0. The most rows of one
-    sequence are for kernels to know.
+    sequence are for kernels to know. Other arguments and errors as in :func:`attention`.
     """
     output = value.new_zeros(*query.shape[:3], value.shape[3])
     for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        output[:, :, rows] = attention(
-            query[:, :, rows],
-            key[:, :, keys],
-            value[:, :, keys],
-            normalizer=normalizer,
-            parameters=parameters,
-            scale=scale,
-            softcap=softcap,
-            causal=causal,
-            window=window,
-        )
+        parts = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
+        output[:, :, rows] = attention(*parts, causal=causal, **settings)
     return output
 
 

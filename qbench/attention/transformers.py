@@ -19,7 +19,7 @@ normalizer's parameters are taken from the attention module, or from what transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -106,7 +106,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         max_length_k: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        parameters = _parameters(chosen, module, options)
+        parameters = parameters_of(chosen, module, options)
         if dropout:
             raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -175,11 +175,11 @@ def _of_kept_heads(module: torch.nn.Module, output: Tensor) -> Tensor:
     return output if kept is None else output * kept[:, None, None].to(output.dtype)
 
 
-def _parameters(
-    chosen: Normalizer, module: torch.nn.Module, options: dict[str, Any]
+def parameters_of(
+    chosen: Normalizer, module: torch.nn.Module, options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The normalizer's parameters by name. Raises UnavailableError where something is handed over
-    that changes the weights and is none of them."""
+    """The normalizer's parameters by name, of ``module`` or handed over. Raises UnavailableError
+    where something is handed over that changes the weights and is none of them."""
     found = {}
     for parameter in chosen.parameters:
         tensor = options.get(parameter.keyword) if parameter.keyword else None

@@ -9,7 +9,7 @@ nor Triton.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
 from qbench.errors import UnavailableError
@@ -122,23 +122,13 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     *,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    **settings: Any,
 ) -> Tensor:
     """Sequences laid in a row in [1, H, T, D]; arguments as ``reference.packed_attention``."""
     from qbench.attention.kernels.varlen import packed_spans
 
-    return attention(
-        query, key, value, normalizer=normalizer, parameters=parameters, scale=scale,
-        softcap=softcap, causal=causal, window=window,
-        spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
+    spans = packed_spans(cu_seqlens_q, cu_seqlens_k)
+    return attention(query, key, value, spans=spans, causal=causal, **settings)
