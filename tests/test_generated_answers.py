@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, ResultsError
@@ -60,35 +59,6 @@ def texts(store, record, task, filter_=None):
     rows = rows[(rows["task"] == task) & rows["answer"].notna()]
     kept = rows["filter"].isna() if filter_ is None else rows["filter"] == filter_
     return rows[kept]["answer"].tolist()
-
-
-def continued(prompts, tokens):
-    """What transformers itself generates from the unquantized model."""
-    from qbench.checkpoints import find, load_model, load_tokenizer
-
-    checkpoint = find(str(DEMO / "softpick"))
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    tokenizer = load_tokenizer(checkpoint)
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
-        mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False,
-                             pad_token_id=0)  # fmt: skip
-        text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        found.append(text.partition("\n\n")[0])
-    return found
-
-
-def test_what_was_written_is_what_the_model_generates(ran):
-    store = Store(ran)
-    records = {record.cell: record for record in store.records()}
-    assert texts(store, records["softpick/fp32"], "sums") == continued(QUESTIONS, 12)
-    taken = texts(store, records["softpick/fp32"], "sums", "last-word")
-    assert len(taken) == 3
-    assert all(part in whole for part, whole in zip(taken, continued(QUESTIONS, 12), strict=True))
-    # no second copy of what a filter takes whole
-    assert texts(store, records["softpick/fp32"], "sums", "as-written") == []
 
 
 def test_show_has_both_cells_answers(ran, capsys):

@@ -49,19 +49,6 @@ def test_a_cell_is_shown_whole():
     assert all(version in text for version in record.environment.versions.values())
 
 
-def test_what_was_measured_has_few_digits_and_the_units_of_the_tables():
-    _, record = find_cell(CELL)
-    brier = record.scores[0].model_copy(
-        update={"metric": "brier_score", "aggregation": "mean", "value": 0.2134, "stderr": 0.01}
-    )
-    text = cell_text(record.model_copy(update={"scores": (*record.scores, brier)}))
-    assert re.search(r"Brier Score +0\.21 +0\.01 ", text)
-    before, _, key = text.partition("\nKey ")
-    assert re.search(r"^  passed +yes$", before, re.MULTILINE)
-    assert not re.search(r"\d\.\d{6,}|True|False|None", before)
-    assert "None" in key  # a key's parts are shown as they are hashed
-
-
 def test_what_a_cell_took_is_one_word_and_one_number_in_the_list_and_on_its_own_page(capsys):
     (own,) = re.findall(r"^  took +(\S+ s)$", show(capsys, CELL), re.MULTILINE)
     text = show(capsys, REAL)
