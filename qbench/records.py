@@ -4,25 +4,9 @@ A results folder may be somebody else's: names that become paths, and texts that
 line, are held to patterns when they are read. JSON objects carry their own checksum under
 ``checksum``: SHA-256 of the canonical JSON of all else, so that a changed byte is noticed.
 
-Beside each record lie Parquet files, one row a fact; every statistic is built on them. The record
-states their SHA-256, and its own file carries one of the record (``dump_with_checksum``):
-
-``outcomes``   task, document, metric, value, weight
-    What lm-eval aggregates into a score. ``value`` is 0/1 for accuracies, the log-likelihood in
-    nats for perplexities; ``weight`` is 1, or the words or bytes of the page where the
-    aggregation divides by them (see ``Score.aggregation``). Of metrics over all documents at once
-    (f1, mcc) ``value`` is the right answer and ``weight`` the prediction.
-``responses``  task, document, request, log_likelihood, greedy, answer, filter, cut
-    Every scored continuation: ``request`` is its index among the document's requests,
-    ``greedy`` whether it was the most likely one token by token. Of tasks that generate, every
-    text: ``answer`` is what the model wrote, or, where ``filter`` names one of lm-eval's filters,
-    what that took from it (no row where it took all); ``log_likelihood`` is NaN there. Of each
-    text the first ``ANSWER_CHARACTERS`` are kept, and ``cut`` says how many more it had.
-``divergences``  task, document, request, tokens, text, kl, change
-    Of a quantized cell whose damage was measured: by request how many tokens were scored, their
-    mean KL divergence and mean change of log-probability, in nats with float16's precision. Texts
-    that are scored whole have a row a token, with its ``text``, for the first ``TOKENS_KEPT``
-    tokens of a task, in whole documents.
+Beside each record lie Parquet files, one row a fact: ``outcomes``, which every statistic is built
+on, ``responses`` and ``divergences``. docs/records.md says what their columns hold. The record
+states their SHA-256, and its own file carries one of the record (``dump_with_checksum``).
 """
 
 from __future__ import annotations
