@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -141,13 +141,15 @@ def _run(
     progress.stage(cell.name, "prepare")
     tasks = _prepare(cell, plan)
     result.documents = {task.name: task.digest for task in tasks}
-    from qbench.streaming import stream_of
+    from qbench.streaming import is_spread, stream_of
 
     progress.stage(cell.name, "load")
     with measured("load", plan.device, result.stages) as detail:
         model, tokenizer = load(cell, plan)
         if stream_of(model) is not None:
             detail.append("block by block")
+        elif is_spread(model):
+            detail.append("over several GPUs")
     _require_fast(cell, tasks, model, tokenizer, progress)
     model = quantized(cell, plan, model, tokenizer, result, progress, cache)
     baseline = _baseline(cell, plan, store, result, progress, distributions_folder(cache))
@@ -201,26 +203,41 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
-    """On the device, or block by block, as the recipe says or as there is room."""
     import torch
 
     from qbench.checkpoints import load_model
 
     dtype = getattr(torch, cell.quantization.compute_dtype)
-    streamed = plan.recipe.evaluation.stream
-    if streamed == "auto":
-        streamed = streamable(cell.quantization, cell.copy) and plan.device == "cuda"
-        if streamed:
-            weights = elements(read_headers(cell.checkpoint.folder)) * dtype.itemsize
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            streamed = weights + WORKSPACE > torch.cuda.mem_get_info()[0] + cached
     return load_model(
         cell.checkpoint,
         dtype=dtype,
         device=plan.device,
         attention=cell.attention,
-        streamed=streamed,
+        place=_elsewhere(cell, plan, dtype.itemsize),
     )
+
+
+def _elsewhere(
+    cell: Cell, plan: Plan, itemsize: int
+) -> Callable[[PreTrainedModel], PreTrainedModel] | None:
+    """What puts a model over several GPUs, or lets it come block by block, as the recipe says or
+    where there is no room; None where it lies on its device."""
+    import torch
+
+    from qbench.streaming import spread, stream
+
+    asked = plan.recipe.evaluation
+    if asked.device_map is not None:
+        count = torch.cuda.device_count() if plan.device == "cuda" else 1
+        return partial(spread, devices=[f"{plan.device}:{index}" for index in range(count)])
+    streamed = asked.stream
+    if streamed == "auto":
+        streamed = plan.device == "cuda" and streamable(cell.quantization, cell.copy)
+        if streamed:
+            weights = elements(read_headers(cell.checkpoint.folder)) * itemsize
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            streamed = weights + WORKSPACE > torch.cuda.mem_get_info()[0] + cached
+    return partial(stream, device=plan.device) if streamed else None
 
 
 def _require_fast(

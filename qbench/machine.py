@@ -251,11 +251,13 @@ def measured(name: str, device: str, stages: list[Stage]) -> Iterator[list[str]]
 
 
 def peak_memory_gib(device: str) -> float:
-    """CUDA: peak of PyTorch's allocator; CPU: peak resident set of this process. In GiB."""
+    """CUDA: peak of PyTorch's allocator, of the fullest GPU; CPU: peak resident set of this
+    process. In GiB."""
     if device == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated() / GIB
+        each = map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
+        return max(each) / GIB
     if peak := _proc("self/status", "VmHWM"):
         return int(peak.split()[0]) * 1024 / GIB
     import resource
@@ -276,7 +278,8 @@ def reset_peak_memory(device: str) -> None:
     if device == "cuda":
         import torch
 
-        torch.cuda.reset_peak_memory_stats()
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
         return
     try:
         Path("/proc/self/clear_refs").write_text("5")

@@ -314,11 +314,13 @@ WORKSPACE = 4 * 2**30  # bytes beside the weights, by which it is told whether t
 def _unlike_a_stream(
     recipe: Recipe, quantization: QuantizationConfig, copy: Checkpoint | None
 ) -> str | None:
-    if recipe.evaluation.stream is not True or streamable(quantization, copy):
+    asked = recipe.evaluation
+    what = "device_map" if asked.device_map else "stream" if asked.stream is True else None
+    if what is None or streamable(quantization, copy):
         return None
     return (
-        "evaluation.stream: block by block weights alone are quantized, by rtn, bnb, hqq, gptq and "
-        "the like; say auto, or leave the column out"
+        f"evaluation.{what}: block by block weights alone are quantized, by rtn, bnb, hqq, gptq "
+        "and the like; leave it out, or the column"
     )
 
 

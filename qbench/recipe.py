@@ -168,6 +168,9 @@ class Evaluation(Strict):
     stream: Flag | Literal["auto"] = "auto"
     """Weights come to the device block by block, for models that it has no room for; auto: for
     those alone. Changes no score, so it is no part of the key."""
+    device_map: Literal["auto"] | None = None
+    """auto: blocks lie on all GPUs of this host that can be seen, and cells run one after the
+    other. Changes no score."""
     damage: Flag = True
     """Measure quantized cells against the unquantized one: KL divergence, flips."""
 

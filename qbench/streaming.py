@@ -1,4 +1,5 @@
-"""A model that does not fit its device: decoder blocks lie on the host and come to it in turn.
+"""A model that does not fit its device: decoder blocks lie on several GPUs, or on the host, from
+where they come to it in turn.
 
 What is not in a block (embeddings, last norm, LM head) stays on the device. A block's weights lie
 where transformers put them, which for safetensors is the mapped file: nothing of them is read
@@ -11,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from qbench.errors import UnavailableError
 
 ATTRIBUTE = "qbench_stream"  # of a streamed model
+SPREAD = "qbench_spread"  # of one whose blocks lie on several devices
 READERS = 4  # threads that copy weights: one alone is slower than the bus
 Tensors = dict[str, Tensor]
 Build = Callable[[nn.Linear, Tensors], nn.Module]
@@ -46,6 +50,60 @@ def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
     return model
 
 
+def spread(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
+    """``model``, which lies on the host, with its blocks in order on ``devices``, about alike many
+    bytes on each; what is in no block is on the first, where hidden states go back to after the
+    last one. Raises UnavailableError where it has no list of blocks."""
+    _, blocks = _blocks_of(model)
+    places = [torch.device(device) for device in devices]
+    _move_rest(model, blocks, places[0])
+    total = sum(p.nbytes for p in model.parameters())
+    before = total - sum(p.nbytes for p in blocks.parameters())
+    for index, block in enumerate(blocks):
+        size = sum(p.nbytes for p in block.parameters())
+        place = places[int((before + size / 2) / total * len(places))]
+        before += size
+        after = places[0] if index == len(blocks) - 1 else place
+        block.to(place)
+        block.forward = partial(_forward_at, block.forward, place, after)
+    setattr(model, SPREAD, True)
+    return model
+
+
+def _forward_at(
+    own: Callable[..., Any], place: torch.device, after: torch.device, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        output = own(*send_to_device(args, place), **send_to_device(kwargs, place))
+    return send_to_device(output, after)
+
+
+def is_spread(model: Any) -> bool:
+    """Whether its blocks lie on several devices."""
+    return hasattr(model, SPREAD)
+
+
+def _blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    found = decoder_blocks(model)
+    if found is None:
+        raise UnavailableError(
+            f"{type(model).__name__} has no list of blocks; it cannot be computed block by block: "
+            "say evaluation.stream: false, and no device_map"
+        )
+    return found
+
+
+def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) -> None:
+    """What is in no block, and all buffers, to ``device``."""
+    inside = {id(p) for p in blocks.parameters()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in inside:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
 def stream_of(model: Any) -> Stream | None:
     """None for a model that lies on its device as a whole."""
     return getattr(model, ATTRIBUTE, None)
@@ -61,7 +119,8 @@ def bring(model: nn.Module, name: str) -> None:
 
 def storage(model: Any) -> torch.device:
     """Where tensors wait that are as many as the model's weights."""
-    return model.device if stream_of(model) is None else torch.device("cpu")
+    whole = stream_of(model) is None and not is_spread(model)
+    return model.device if whole else torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -100,22 +159,10 @@ class Stream:
     """Blocks in turn: one is on the device, the next on its way there."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        found = decoder_blocks(model)
-        if found is None:
-            raise UnavailableError(
-                f"{type(model).__name__} has no list of blocks; it cannot be computed block by "
-                "block: say evaluation.stream: false"
-            )
         self.device = device
-        self.root, self.blocks = found
+        self.root, self.blocks = _blocks_of(model)
         self._blocks = []
-        inside = {id(p) for p in self.blocks.parameters()}
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in inside:
-                    parameter.data = parameter.data.to(device)
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)
+        _move_rest(model, self.blocks, device)
         for index, block in enumerate(self.blocks):
             parameters = list(block.parameters())
             self._blocks.append(_Block(parameters, [p.data for p in parameters]))

@@ -102,3 +102,40 @@ def test_changes_to_a_block_are_forgotten_when_its_turn_is_over():
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UnavailableError, match="no list of blocks"):
         stream(torch.nn.Linear(2, 2), "cpu")
+
+
+def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch):
+    """Two that are both the CPU: what is moved where, a test on two GPUs shows."""
+    from qbench import streaming
+
+    places = []
+    spread, at = streaming.spread, streaming._forward_at
+    monkeypatch.setattr(
+        streaming, "spread", lambda model, devices: spread(model, ["cpu", torch.device("cpu", 0)])
+    )
+    monkeypatch.setattr(
+        streaming, "_forward_at",
+        lambda own, place, after, *args, **kwargs: (
+            places.append(place), at(own, place, after, *args, **kwargs))[1],
+    )  # fmt: skip
+    found = []
+    for number, more in enumerate(({"stream": False}, {"device_map": "auto"})):
+        monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / f"cache{number}"))
+        path = small_recipe(
+            tmp_path, quantizers=QUICK, calibration=CALIBRATION, evaluation={"limit": 3, **more}
+        )
+        only = ("--only", "softpick/*", "--device", "cpu")
+        qbench("run", path, "--out", tmp_path / f"out{number}", *only)
+        found.append(Store(tmp_path / f"out{number}").records())
+    for one, over in zip(*found, strict=True):
+        assert over.status == "ok", over.error
+        assert (one.key, one.scores, one.damage, one.audit) == (
+            over.key, over.scores, over.damage, over.audit,
+        )  # fmt: skip
+    assert len(set(map(str, places))) == 2
+
+
+def test_a_recipe_that_has_all_gpus_takes_no_workers(tmp_path):
+    path = small_recipe(tmp_path, evaluation={"device_map": "auto"})
+    with pytest.raises(RecipeError, match="one process has all GPUs; leave --workers out"):
+        qbench("run", path, "--workers", 2, "--device", "cpu", "--out", tmp_path / "out")

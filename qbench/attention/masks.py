@@ -10,7 +10,7 @@ where kernels attend, which sequences there are is found when the compiled graph
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,15 @@ class Mask:
             if self.padding is not None:  # with causality, where spans cannot say it
                 found["mask"] = self.padding[:, None, None].expand(-1, 1, queries, -1)
         return found
+
+    def to(self, device: torch.device, **options: Any) -> Mask:
+        """For a block that lies on another device."""
+        tensors = (self.spans, self.span_count, self.padding)
+        spans, count, padding = (t if t is None else t.to(device, **options) for t in tensors)
+        return replace(
+            self, make=lambda: self.dense().to(device, **options), made=[],
+            spans=spans, span_count=count, padding=padding,
+        )  # fmt: skip
 
     def dense(self) -> Tensor:
         if not self.made:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +38,12 @@ def load_model(
     dtype: torch.dtype,
     device: str,
     attention: str = "auto",
-    streamed: bool = False,
+    place: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """The model in ``dtype`` on ``device``, in evaluation mode, attending with the checkpoint's
     normalizer through ``attention``: reference or triton, and where the normalizer is
     ``native``, sdpa or eager, which are the class's own; auto is what a plan would choose.
-    ``streamed``: its blocks stay on the host, see :mod:`qbench.streaming`.
+    ``place`` puts the model, which lies on the host, elsewhere (see :mod:`qbench.streaming`).
 
     Raises CheckpointError where tensors are left over or missing, where weights are not finite,
     where the model is not causal or the files are no longer those that were found;
@@ -51,7 +51,6 @@ def load_model(
     """
     from qbench.attention.transformers import attend
     from qbench.checkpoints.checks import own_logits, require_causal, require_finite, require_ours
-    from qbench.streaming import stream
 
     if attention == "auto":
         chosen = choose_attention(
@@ -73,7 +72,7 @@ def load_model(
         else:
             model = _load_transformers(checkpoint, dtype)
         model = model.eval().requires_grad_(False)
-        model = stream(model, device) if streamed else model.to(device)
+        model = place(model) if place else model.to(device)
         require_finite(model)
         if native:
             _attend_natively(model, attention)

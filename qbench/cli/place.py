@@ -72,6 +72,13 @@ def placed(
             raise RecipeError(f"--executor {own}: leave {also[0]} out, one or the other runs cells")
         with EXECUTORS.get(own)(place.device) as executor:
             yield dataclasses.replace(place, executor=executor, description=f"executor {own}")
+    elif place.recipe.evaluation.device_map is not None:
+        stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
+        if also := [option for option, value in stated.items() if value is not None]:
+            raise RecipeError(
+                f"evaluation.device_map: one process has all GPUs; leave {also[0]} out"
+            )
+        yield place
     elif cluster is not None:
         with on_cluster(
             place, device, cluster, gpus=gpus, workers=workers, cells=cells

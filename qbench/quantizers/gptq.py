@@ -244,7 +244,8 @@ def _block(
     if work.is_cuda and TRITON:
         from qbench.quantizers import gptq_columns  # imports Triton
 
-        return gptq_columns.block(work, upper, scale, zero, group, bits)
+        with torch.cuda.device(work.device):  # Triton launches on the current one
+            return gptq_columns.block(work, upper, scale, zero, group, bits)
     work = work.clone()
     codes, errors = torch.empty_like(work), torch.empty_like(work)
     for i, number in enumerate(group.tolist()):

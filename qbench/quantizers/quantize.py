@@ -271,7 +271,8 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
 
     for name, layer in layers.items():
         if streamed is None:
-            model.set_submodule(name, from_packed(plain(layer), modules.pop(name), settings))
+            own = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
+            model.set_submodule(name, from_packed(plain(layer), own, settings))
         else:
             streamed.replace(name, modules.pop(name), build)
 

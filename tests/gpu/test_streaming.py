@@ -24,26 +24,42 @@ def llama(folder):
     return folder
 
 
+def runs(folder, monkeypatch, scoring, *ways):
+    """Records of a run for each of ``ways``: what it says of evaluation."""
+    llama(folder / "llama")
+    found = []
+    for number, way in enumerate(ways):
+        path = small_recipe(
+            folder,
+            checkpoints={"llama": str(folder / "llama")},
+            quantizers=["bf16", "bnb-4bit", "bnb-8bit", "hqq-4bit", "rtn-4bit", "gptq-4bit"],
+            compute_dtype="bfloat16",
+            calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 256},
+            evaluation={"limit": 20, "scoring": scoring, "tolerance": {"mean": 1, "largest": 10}}
+            | way,
+        )
+        monkeypatch.setenv("QBENCH_CACHE", str(folder / f"cache{number}"))
+        out = folder / f"out{number}"
+        assert qbench("run", path, "--out", out, "--device", "cuda") == 0
+        found.append(Store(out).records())
+    for resident, other in zip(*found, strict=True):
+        assert other.status == "ok", other.error
+        assert other.scores == resident.scores
+        assert other.damage == resident.damage
+        assert other.audit == resident.audit
+    return found
+
+
 @pytest.mark.parametrize("scoring", ["fast", "exact"])
 def test_a_streamed_run_gives_the_bits_of_a_resident_one(tmp_path, monkeypatch, scoring):
-    path = small_recipe(
-        tmp_path,
-        checkpoints={"llama": str(llama(tmp_path / "llama"))},
-        quantizers=["bf16", "bnb-4bit", "bnb-8bit", "hqq-4bit", "rtn-4bit", "gptq-4bit"],
-        compute_dtype="bfloat16",
-        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 256},
-        evaluation={"limit": 20, "scoring": scoring, "tolerance": {"mean": 1, "largest": 10}},
-    )
-    found = []
-    for option in ("--no-stream", "--stream"):
-        monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / f"cache{option}"))
-        out = tmp_path / f"out{option}"
-        assert qbench("run", path, "--out", out, option, "--device", "cuda") == 0
-        found.append(Store(out).records())
-    for resident, streamed in zip(*found, strict=True):
-        assert streamed.status == "ok", streamed.error
-        assert streamed.scores == resident.scores
-        assert streamed.damage == resident.damage
-        assert streamed.audit == resident.audit
+    found = runs(tmp_path, monkeypatch, scoring, {"stream": False}, {"stream": True})
     peaks = [{s.name: s.peak_memory_gib for s in records[0].stages} for records in found]
     assert peaks[1]["audit"] < 0.6 * peaks[0]["audit"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("scoring", ["fast", "exact"])
+def test_blocks_on_two_gpus_give_the_bits_of_one(tmp_path, monkeypatch, scoring):
+    found = runs(tmp_path, monkeypatch, scoring, {"stream": False}, {"device_map": "auto"})
+    details = {stage.name: stage.detail for stage in found[1][0].stages}
+    assert details["load"] == "over several GPUs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,12 @@ class Segments:
     longest_q: int
     longest_k: int
     keys: Tensor | None
+
+    def to(self, device: torch.device, **options: Any) -> Segments:
+        """For a block that lies on another device."""
+        tensors = (self.cu_seqlens_q, self.cu_seqlens_k, self.keys)
+        q, k, keys = (None if t is None else t.to(device, **options) for t in tensors)
+        return replace(self, cu_seqlens_q=q, cu_seqlens_k=k, keys=keys)
 
 
 def make_segments(pack: PackedBatch, device: torch.device) -> Segments:

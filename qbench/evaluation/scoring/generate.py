@@ -39,7 +39,7 @@ from qbench.attention.masks import Mask
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memory
 from qbench.evaluation.scoring.requests import check_tokens, encode
-from qbench.streaming import stream_of
+from qbench.streaming import is_spread, stream_of
 
 CACHE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
 PROMPT_TOKENS = {"cuda": 131_072, "cpu": 4_096}  # read at once
@@ -157,6 +157,8 @@ def unlike_greedy(model: Any, asked: Sequence[Mapping[str, Any]]) -> str | None:
     strange |= set(model.generation_config.to_diff_dict()) - NO_EFFECT
     if strange:
         return f"it sets {', '.join(sorted(strange))}"
+    if is_spread(model):
+        return "its blocks lie on several GPUs"
     return None if takes_slots(model) else f"{type(model).__name__} keeps more than keys and values"
 
 
@@ -164,7 +166,8 @@ def takes_slots(model: Any) -> bool:
     """Whether all layers of a model keep keys and values of all tokens, and it can be told where a
     token stands."""
     plain = all(type(one) is DynamicLayer for one in DynamicCache(config=model.config).layers)
-    return plain and "position_ids" in inspect.signature(model.forward).parameters
+    told = "position_ids" in inspect.signature(model.forward).parameters
+    return plain and told and not is_spread(model)
 
 
 def at_once(model: Any, length: int) -> int:
