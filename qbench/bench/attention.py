@@ -8,7 +8,6 @@ CUDA-event timings after a warm-up.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -26,9 +25,15 @@ from qbench.attention import kernels
 from qbench.attention.kernels import require, supported
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.checks import check_kernels
-from qbench.bench.timing import captured, given, milliseconds, random_tensor, sparse_keys
+from qbench.bench.timing import (
+    captured,
+    given,
+    milliseconds,
+    random_tensor,
+    sparse_keys,
+    write_page,
+)
 from qbench.errors import UnavailableError
-from qbench.files import write_atomically
 from qbench.runner.workers import Workers
 
 CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention 2", "FlexAttention"  # torch's
@@ -133,9 +138,9 @@ def bench_attention(
         for row in rows:
             results[part].append(row)
             if out is not None and out.suffix:
-                _write(out, results)
+                write_page(out, results, table(results))
     if out is not None:
-        _write(out, results)
+        write_page(out, results, table(results))
     return results
 
 
@@ -143,12 +148,6 @@ def require_gpu(device: str = "cuda") -> None:
     """Raises UnavailableError without a CUDA device."""
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
-
-
-def _write(out: Path, results: dict[str, Any]) -> None:
-    write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
-    if out.suffix:  # /dev/stdout has nothing beside it
-        write_atomically(out.with_suffix(".md"), table(results).encode())
 
 
 def _timed(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape, str, str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from pydantic import TypeAdapter
 
 from qbench import text
@@ -19,8 +20,6 @@ from qbench.machine import environment
 from qbench.records import Environment, ScoringReport
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from qbench.evaluation.kl import BaselineWriter
     from qbench.evaluation.loaded import LoadedTask
     from qbench.evaluation.scoring import Observer
@@ -100,7 +99,7 @@ def compare(
 
     rows: list[Row] = []
     reports: dict[str, ScoringReport] = {}
-    yardstick: dict[str, tuple[Row, pd.DataFrame]] = {}
+    runs: dict[str, list[Timed]] = {}
     kept: BaselineWriter | None = None
     for name, chosen, watch in _runs(settings):
         scorer = language_model(model, tokenizer, chosen, observer=watch(kept))
@@ -111,12 +110,13 @@ def compare(
         observer = watch(kept)
         if chosen.mode != "lm-eval":  # the same HFLM: its first call is none of its speed
             scorer = language_model(model, tokenizer, chosen, observer=observer)
-        for task in tasks:
-            row = _measure(scorer, name, task, chosen, yardstick)
-            rows.append(row)
+        runs[name] = []
+        for index, task in enumerate(tasks):
+            runs[name].append(_timed(scorer, task, chosen))
+            rows.append(_row(task.name, name, runs[name][-1:], runs["lm-eval"][index : index + 1]))
             if say is not None:
-                say(f"{task.name} {name}: {row.seconds:.2f} s")
-        rows.append(_together([row for row in rows if row.mode == name], rows))
+                say(f"{task.name} {name}: {rows[-1].seconds:.2f} s")
+        rows.append(_row("all", name, runs[name], runs["lm-eval"]))
         reports[name] = scorer.report()
         kept = observer if isinstance(observer, BaselineWriter) else kept
     return Comparison(
@@ -173,37 +173,33 @@ def _or_dash(value: float | None, form: str) -> str:
     return "—" if value is None else form.format(value)
 
 
-def _measure(
-    scorer: Any,
-    name: str,
-    task: LoadedTask,
-    settings: ScoringSettings,
-    yardstick: dict[str, tuple[Row, pd.DataFrame]],
-) -> Row:
-    seconds, inside, responses = _timed(scorer, task, settings)
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A mode's run over a task: seconds in all, seconds in the language model, its responses."""
+
+    seconds: float
+    inside: float
+    responses: pd.DataFrame
+
+
+def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
+    """Of one task, or of all together; beside what HFLM took and gave for the same."""
+    responses = pd.concat([one.responses for one in timed], keys=range(len(timed)), names=["run"])
+    seconds = sum(one.seconds for one in timed)
     row = Row(
-        task=task.name,
-        mode=name,
-        documents=responses["document"].nunique(),
-        requests=len(responses),
-        seconds=seconds,
-        scoring_seconds=inside,
-        speed=None,
-        largest_difference=None,
-        mean_difference=None,
-        largest_relative=None,
+        task=name, mode=mode, documents=int(responses.groupby("run")["document"].nunique().sum()),
+        requests=len(responses), seconds=seconds, scoring_seconds=sum(one.inside for one in timed),
+        speed=None, largest_difference=None, mean_difference=None, largest_relative=None,
         changed_answers=None,
-    )
-    if settings.mode == "lm-eval":
-        yardstick[task.name] = row, responses
+    )  # fmt: skip
+    if mode == "lm-eval":
         return row
-    theirs, expected = yardstick[task.name]
-    ours = responses["log_likelihood"].to_numpy()
+    expected = pd.concat([one.responses for one in hflm], keys=range(len(hflm)), names=["run"])
     reference = expected["log_likelihood"].to_numpy()
-    difference = np.abs(ours - reference)
+    difference = np.abs(responses["log_likelihood"].to_numpy() - reference)
     return dataclasses.replace(
         row,
-        speed=theirs.seconds / seconds,
+        speed=sum(one.seconds for one in hflm) / seconds,
         largest_difference=float(difference.max()),
         mean_difference=float(difference.mean()),
         largest_relative=float((difference / np.abs(reference).clip(min=1e-30)).max()),
@@ -211,10 +207,7 @@ def _measure(
     )
 
 
-def _timed(
-    scorer: Any, task: LoadedTask, settings: ScoringSettings
-) -> tuple[float, float, pd.DataFrame]:
-    """Seconds in all, seconds in the language model, and its responses."""
+def _timed(scorer: Any, task: LoadedTask, settings: ScoringSettings) -> Timed:
     import torch
 
     from qbench.evaluation.evaluate import evaluate
@@ -240,7 +233,7 @@ def _timed(
             torch.cuda.synchronize()
         start = time.perf_counter()
         result = evaluate(scorer, task, settings)
-        return time.perf_counter() - start, inside, result.responses
+        return Timed(time.perf_counter() - start, inside, result.responses)
     finally:
         for name in methods:
             delattr(scorer, name)
@@ -255,27 +248,4 @@ def _answers(responses: pd.DataFrame) -> pd.Series:
         return int(rows["request"].to_numpy()[rows["log_likelihood"].to_numpy().argmax()])
 
     columns = ["request", "log_likelihood", "greedy"]
-    return responses.groupby("document", sort=True)[columns].apply(answer)
-
-
-def _together(rows: Sequence[Row], before: Sequence[Row]) -> Row:
-    """All tasks of one mode. ``before`` holds lm-eval's total, once there is one."""
-    seconds = sum(row.seconds for row in rows)
-    measured = rows[0].mode != "lm-eval"
-    total = next((r.seconds for r in before if r.task == "all" and r.mode == "lm-eval"), None)
-    requests = sum(row.requests for row in rows)
-    return Row(
-        task="all",
-        mode=rows[0].mode,
-        documents=sum(row.documents for row in rows),
-        requests=requests,
-        seconds=seconds,
-        scoring_seconds=sum(row.scoring_seconds for row in rows),
-        speed=total / seconds if measured and total else None,
-        largest_difference=max(r.largest_difference for r in rows) if measured else None,
-        mean_difference=(
-            sum(r.mean_difference * r.requests for r in rows) / requests if measured else None
-        ),
-        largest_relative=max(r.largest_relative for r in rows) if measured else None,
-        changed_answers=sum(r.changed_answers for r in rows) if measured else None,
-    )
+    return responses.groupby(["run", "document"], sort=True)[columns].apply(answer)

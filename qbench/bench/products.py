@@ -7,7 +7,6 @@ CUDA-event timings after a warm-up, in one run on one GPU.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qbench import text
-from qbench.bench.timing import milliseconds
+from qbench.bench.timing import milliseconds, write_page
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.files import write_atomically
 from qbench.quantizers import scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.int8_kernel import TILES, int8_product
 from qbench.quantizers.linear import plain
 
 WIDTHS = {"340M": (1024, 2816), "1.8B": (2048, 5632)}  # hidden and intermediate size
@@ -67,9 +64,7 @@ def bench_products(out: Path | None, quick: bool) -> dict[str, Any]:
         "profile": [row for model in models for row in _profile(model, TOKENS[-1], repeat_ms)],
     }
     if out is not None:
-        write_atomically(out, (json.dumps(results, indent=1) + "\n").encode())
-        if out.suffix:  # /dev/stdout has nothing beside it
-            write_atomically(out.with_suffix(".md"), table(results).encode())
+        write_page(out, results, table(results))
     return results
 
 
@@ -225,17 +220,3 @@ def _parts(layer: nn.Linear, tokens: int) -> Iterator[tuple[str, Callable[[], An
         if form.type == "int":
             run = partial(torch._int_mm, coded[0], scaled.codes.T)
             yield "torch._int_mm, sums left as int32", run, read + 4 * made, flops
-            scale, columns = coded[1], scaled.scale
-            for tile in TILES:
-                run = partial(
-                    int8_product,
-                    coded[0],
-                    scale,
-                    scaled.codes,
-                    columns,
-                    None,
-                    x.dtype,
-                    tile,
-                )
-                name = "×".join(map(str, tile[:3]))
-                yield f"{arithmetic} product in tiles of {name}", run, read + 2 * made, flops

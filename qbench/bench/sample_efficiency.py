@@ -304,18 +304,8 @@ def table(rows: list[Row]) -> str:
         first = rate(sizes, [row.loss_1 for row in group]) if gating == "softmax" else "–"
         ends = [f"{np.mean(row.loss):.3g}" for row in (group[0], group[-1])]
         printed = f"{PRINTED[gating, expert]:.2f}"
-        lines.append(
-            [
-                expert,
-                gating,
-                str(fitted),
-                str(loss),
-                printed,
-                " → ".join(ends),
-                str(first),
-                str(error),
-            ]
-        )
+        names = [expert, gating, str(fitted)]
+        lines.append([*names, str(loss), printed, " → ".join(ends), str(first), str(error)])
     head = ["experts", "gates", "fitted", "rate of the loss", "printed", "mean loss"]
     head += ["rate of L_1", "rate of ‖f_Ĝ − f_G*‖"]
     sizes = sorted({row.size for row in rows})

@@ -6,13 +6,11 @@ attention (see ``flops_per_token``); the share is of the GPU's measured bf16 mat
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCau
 
 from qbench import text
 from qbench.errors import RecipeError
-from qbench.files import write_atomically
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
 from qbench.training.loop import Processes, Step, attention_kernels, deterministic, peak_tflops
@@ -44,16 +41,6 @@ TORCHS_NAME = "qbench-bench-torch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What is measured. ``sequences`` None: as many as the shape says."""
-
-    shapes: tuple[str, ...]
-    contenders: tuple[str, ...]
-    compute: Compute
-    sequences: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One shape with one attention. ``tokens_per_s`` is of all GPUs together."""
 
@@ -70,25 +57,33 @@ class Row:
 
 
 def bench_training(
-    choice: Choice, processes: Processes, *, say: Callable[[str], None]
+    shapes: Sequence[str],
+    contenders: Sequence[str],
+    compute: Compute,
+    processes: Processes,
+    *,
+    sequences: int | None,
+    say: Callable[[str], None],
 ) -> list[Row]:
-    """Measure every shape with every contender, one after the other. ``say`` gets a line as each
-    part of it begins, and one with what each row gave. Raises RecipeError for an unknown one."""
+    """Measure every shape with every contender, one after the other. ``sequences`` None: as many as
+    the shape says. ``say`` gets a line as each part of it begins, and one with what each row gave.
+    Raises RecipeError for an unknown one."""
     for what, known, named in (
-        ("--shape", SHAPES, choice.shapes),
-        ("--attention", CONTENDERS, choice.contenders),
+        ("--shape", SHAPES, shapes),
+        ("--attention", CONTENDERS, contenders),
     ):
         for name in named:
             if name not in known:
                 raise RecipeError(f"{what} {name}: unknown; possible: {', '.join(known)}")
     rows = []
-    for shape in choice.shapes:
-        for contender in choice.contenders:
+    for shape in shapes:
+        for contender in contenders:
             # cuDNN's attention has no deterministic gradient
-            same = choice.compute.deterministic and contender != CUDNN
+            same = compute.deterministic and contender != CUDNN
             only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()
+            recipe = _recipe(shape, sequences, compute, processes)
             with deterministic(same), only:
-                row = _measured(shape, contender, choice, processes, say)
+                row = _measured(shape, contender, recipe, processes, say)
             row = replace(row, deterministic=same)
             rows.append(row)
             share = "" if row.share is None else f", {row.share:.1%} of peak"
@@ -99,16 +94,20 @@ def bench_training(
 
 
 def _measured(
-    name: str, contender: str, choice: Choice, processes: Processes, say: Callable[[str], None]
+    name: str,
+    contender: str,
+    recipe: TrainingRecipe,
+    processes: Processes,
+    say: Callable[[str], None],
 ) -> Row:
-    recipe = _recipe(name, choice, processes)
+    compute = recipe.compute
     which = f"{name} {contender}"
-    begins = "compiling the step" if choice.compute.compile else "a first step"
+    begins = "compiling the step" if compute.compile else "a first step"
     say(f"{which}: {begins}, {recipe.batch.tokens:,} tokens")
     normalizer = contender.partition(",")[0]
     model, attention = initial_model(
         recipe.model, normalizer=normalizer, seed=0, device=processes.device,
-        attention=choice.compute.attention,
+        attention=compute.attention,
     )  # fmt: skip
     if contender in (TORCHS, CUDNN):
         _attend_with_torch(model)
@@ -147,7 +146,7 @@ def _measured(
     return Row(
         shape=name,
         attention=attention,
-        deterministic=choice.compute.deterministic,
+        deterministic=compute.deterministic,
         tokens_per_s=speed,
         ms=1000 * seconds,
         share=None if peak is None else used / peak,
@@ -158,9 +157,11 @@ def _measured(
     )
 
 
-def _recipe(name: str, choice: Choice, processes: Processes) -> TrainingRecipe:
-    hidden, layers, heads, vocabulary, context, sequences = SHAPES[name]
-    sequences = choice.sequences or sequences
+def _recipe(
+    name: str, sequences: int | None, compute: Compute, processes: Processes
+) -> TrainingRecipe:
+    hidden, layers, heads, vocabulary, context, usual = SHAPES[name]
+    sequences = sequences or usual
     batch = sequences * context * processes.count
     return TrainingRecipe(
         name="bench",
@@ -174,7 +175,7 @@ def _recipe(name: str, choice: Choice, processes: Processes) -> TrainingRecipe:
         batch={"tokens": batch, "sequences": sequences},
         optimizer={"learning_rate": 1e-4},
         schedule={"warmup_steps": 1},
-        compute=choice.compute,
+        compute=compute,
     )  # fmt: skip
 
 
@@ -263,19 +264,10 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
     )
 
 
-def write(out: Path, rows: list[Row], lines: str, processes: Processes) -> list[Path]:
-    """JSON to ``out``, its table ``lines`` beside it in Markdown."""
-    about = environment(processes.device.type, ("triton",))
-    values = {
-        "environment": about.model_dump(mode="json"),
+def to_json(rows: list[Row], processes: Processes) -> dict[str, Any]:
+    return {
+        "environment": environment(processes.device.type, ("triton",)).model_dump(mode="json"),
         "processes": processes.count,
         "shapes": {row.shape: SHAPES[row.shape] for row in rows},
         "rows": [asdict(row) for row in rows],
     }
-    write_atomically(out, (json.dumps(values, indent=1) + "\n").encode())
-    written = [out]
-    if out.suffix:  # /dev/stdout has nothing beside it
-        beside = out.with_suffix(".md")
-        write_atomically(beside, lines.encode())
-        written.append(beside)
-    return written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -198,11 +197,9 @@ def evaluation(
 
 
 def _write(out: Path, found: object, table: str) -> None:
-    """JSON, and the table beside it."""
-    files = {out: json.dumps(found, indent=1), out.with_suffix(".md"): table}
-    for path, text in files.items():
-        write_atomically(path, f"{text}\n".encode())
-    show_written(list(files))
+    from qbench.bench.timing import write_page
+
+    show_written(write_page(out, found, table))
 
 
 @bench.command("training")
@@ -274,32 +271,29 @@ def training(
         CONTENDERS,
         CUDNN,
         SHAPES,
-        Choice,
         bench_training,
         table,
-        write,
+        to_json,
     )
     from qbench.training.loop import joined
 
-    choice = Choice(
-        shapes=tuple(shape) or tuple(SHAPES),
-        contenders=tuple(attention)
-        or tuple(c for c in CONTENDERS if where == "cuda" or c != CUDNN),
-        compute=compute,
-        sequences=sequences,
-    )
     with joined(where) as processes:
         first = processes.is_main_process
         with terminal() as screen, redirected(NOWHERE):
             rows = bench_training(
-                choice, processes, say=lambda line: print(line, file=screen) if first else None
+                shape or list(SHAPES),
+                attention or [c for c in CONTENDERS if where == "cuda" or c != CUDNN],
+                compute,
+                processes,
+                sequences=sequences,
+                say=lambda line: print(line, file=screen) if first else None,
             )
         if not first:
             return
         lines = table(rows, processes, compute)
         typer.echo(lines)
         if out is not None:
-            show_written(write(out, rows, lines, processes))
+            _write(out, to_json(rows, processes), lines)
 
 
 @bench.command("sample-efficiency")

@@ -45,9 +45,11 @@ def test_it_says_what_it_does_before_it_does_it(tiny, monkeypatch, capfd):
     told = []
     real = bench.bench_training
 
-    def listened(choice, processes, *, say):
+    def listened(*choice, sequences, say):
         return real(
-            choice, processes, say=lambda line: (told.append((len(taken), line)), say(line))
+            *choice,
+            sequences=sequences,
+            say=lambda line: (told.append((len(taken), line)), say(line)),
         )
 
     monkeypatch.setattr(bench, "Step", Counted)
