@@ -202,7 +202,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     return model, load_tokenizer(cell.checkpoint)
 
 
-def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
+def _original(cell: Cell, plan: Plan, *, verify: bool = True) -> PreTrainedModel:
     import torch
 
     from qbench.checkpoints import load_model
@@ -214,6 +214,7 @@ def _original(cell: Cell, plan: Plan) -> PreTrainedModel:
         device=plan.device,
         attention=cell.attention,
         place=_elsewhere(cell, plan, dtype.itemsize),
+        verify=verify,
     )
 
 
@@ -315,7 +316,8 @@ def _audit(
         return  # there is nothing to hold against anything: the record is not audited
     progress.stage(cell.name, "audit")
     with measured("audit", plan.device, result.stages):
-        original = _original(cell, plan)  # read from disk again, for unquantized cells too
+        # Read from disk again, for unquantized cells too.
+        original = _original(cell, plan, verify=cell.copy is not None)
         probe = probe_of(original.config.vocab_size).to(plan.device)
         wrong: list[str] = []
         if cell.copy is not None and cell.copy.format == GGUF:

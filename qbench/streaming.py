@@ -117,6 +117,15 @@ def bring(model: nn.Module, name: str) -> None:
         found.bring(name)
 
 
+def together(model: Any, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    """What each of ``calls`` gives, which run the decoder of ``model`` once each; a streamed one
+    reads its weights once for all of them."""
+    found = stream_of(model)
+    if found is None:
+        return [call() for call in calls]
+    return list(found.in_step(calls, lambda share: None))
+
+
 def storage(model: Any) -> torch.device:
     """Where tensors wait that are as many as the model's weights."""
     whole = stream_of(model) is None and not is_spread(model)
@@ -254,6 +263,7 @@ class Stream:
             hidden = step.state.to(self.device, non_blocking=True)
         self._turn(index)
         step.output = own(hidden, *rest, **kwargs)
+        self._gives_tuples = isinstance(step.output, tuple)
         raise Stop
 
     @torch.inference_mode(False)

@@ -11,6 +11,7 @@ import torch
 
 from qbench.checkpoints.find import Header
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
+from qbench.streaming import bring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,15 +33,23 @@ def require_finite(model: PreTrainedModel) -> None:
     One sum a tensor, in its own dtype, which is fastest: it is not finite where a value is not,
     so only such tensors are counted.
     """
-    weights = {n: t for n, t in model.state_dict().items() if t.is_floating_point() and t.numel()}
+    buffers = dict(model.named_buffers())  # of which masks may hold -inf
+    weights = {
+        n: t
+        for n, t in (*model.named_parameters(), *buffers.items())
+        if t.is_floating_point() and t.numel()
+    }
     if not weights:
         return
-    device = next(iter(weights.values())).device
-    sums = torch.stack([t.sum().float().to(device) for t in weights.values()])
-    suspects = [n for n, ok in zip(weights, sums.isfinite().tolist(), strict=True) if not ok]
-    buffers = {name for name, _ in model.named_buffers()}  # of which masks may hold -inf
+    sums = []
+    for name, tensor in weights.items():
+        bring(model, name)
+        sums.append(tensor.sum().float().to(model.device))
+    finite = torch.stack(sums).isfinite().tolist()
+    suspects = [n for n, ok in zip(weights, finite, strict=True) if not ok]
     found = []
     for name in suspects:
+        bring(model, name)
         bad = weights[name].isnan() if name in buffers else ~weights[name].isfinite()
         if count := int(bad.sum()):
             found.append(f"{name} ({count} of {bad.numel()} values)")

@@ -39,11 +39,13 @@ def load_model(
     device: str,
     attention: str = "auto",
     place: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
+    verify: bool = True,
 ) -> PreTrainedModel:
     """The model in ``dtype`` on ``device``, in evaluation mode, attending with the checkpoint's
     normalizer through ``attention``: reference or triton, and where the normalizer is
     ``native``, sdpa or eager, which are the class's own; auto is what a plan would choose.
     ``place`` puts the model, which lies on the host, elsewhere (see :mod:`qbench.streaming`).
+    Without ``verify`` the weights, which have been loaded before, are not looked at.
 
     Raises CheckpointError where tensors are left over or missing, where weights are not finite,
     where the model is not causal or the files are no longer those that were found;
@@ -73,10 +75,11 @@ def load_model(
             model = _load_transformers(checkpoint, dtype)
         model = model.eval().requires_grad_(False)
         model = place(model) if place else model.to(device)
-        require_finite(model)
+        if verify:
+            require_finite(model)
         if native:
             _attend_natively(model, attention)
-        logits = None if fla_format else own_logits(model)
+        logits = own_logits(model) if verify and not fla_format else None
         if logits is not None:
             require_causal(model, logits)
         model.config.qbench_normalizer = checkpoint.normalizer

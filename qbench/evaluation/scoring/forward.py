@@ -8,8 +8,9 @@ prefix and suffix is a sequence of its own with its own keys, for attention that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import PackedBatch, Packing
 from qbench.evaluation.scoring.logits import is_out_of_memory, to_device
 from qbench.evaluation.scoring.requests import Batch, Request
+from qbench.streaming import together
 
 NAME = "qbench-packed"
 
@@ -188,18 +190,20 @@ class PackedForward:
         (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
         batch = pack.collate(requests)
         rows = [batch.rows[batch.scored.row[list(batch.scored.request).index(i)]] for i in range(3)]
+
+        def in_a_pack() -> Tensor:
+            with self.ready():
+                return self(batch)[rows].float()
+
+        def alone(ids: Sequence[int]) -> Tensor:
+            text = torch.tensor([ids], device=self.device)
+            return self.decoder(text, use_cache=False)[0][0, -1].float()
+
         try:
             with torch.no_grad(), unquantized_activations(self.model):
-                with self.ready():
-                    found = self(batch)[rows].float()
-                plain = torch.stack(
-                    [
-                        self.decoder(torch.tensor([ids], device=self.device), use_cache=False)[0][
-                            0, -1
-                        ].float()
-                        for ids in PROBE
-                    ]
-                )
+                each = [partial(alone, ids) for ids in PROBE]
+                found, *single = together(self.model, [in_a_pack, *each])
+                plain = torch.stack(single)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -230,10 +234,14 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
             "use scoring: lm-eval"
         )
     probe = torch.arange(1, 9, device=model.device)[None]
+    calls = [
+        lambda: model(probe, use_cache=False).logits,
+        lambda: decoder(probe, use_cache=False)[0],
+    ]
     with torch.no_grad():
-        whole = model(probe, use_cache=False).logits
+        whole, hidden = together(model, calls)
         try:
-            parts = head(decoder(probe, use_cache=False)[0])
+            parts = head(hidden)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from qbench.quantizers.config import QuantizationConfig
 from qbench.records import Leak
+from qbench.streaming import together
 
 RowByRow = Callable[[Any], AbstractContextManager[None]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many
@@ -48,15 +50,21 @@ def _independence(
     original: nn.Module, quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[Leak, Leak, list[str]]:
     ids = probe.to(next(quantized.parameters()).device)
-    base = _logits(quantized, ids)
-    repeated = _moved(base, _logits(quantized, ids))
+    vocabulary = int(ids.max()) + 1
+    futures, mates = (list(change(ids, vocabulary)) for change in (_futures, _mates))
+    base, again, *changed = _logits(quantized, [ids, ids, *futures, *mates])
+    repeated = _moved(base, again)
     found = []
-    for changes, watched in ((_futures, _before_last), (_mates, _first_row)):
+    for texts, watched, logits in (
+        (futures, _before_last, changed[: len(futures)]),
+        (mates, _first_row, changed[len(futures) :]),
+    ):
         allowed = 0.0
         # the unquantized model only where it can decide
-        moved = _most(quantized, ids, changes, watched, base)
+        moved = _most(base, logits, watched)
         if moved > ROUNDING * float(base.abs().max()):
-            allowed = _most(original, ids, changes, watched, _logits(original, ids))
+            unchanged, *others = _logits(original, [ids, *texts])
+            allowed = _most(unchanged, others, watched)
         tolerance = LEEWAY * (allowed + repeated) + ROUNDING * float(base.abs().max())
         found.append((moved, tolerance))
     (future, allow_future), (mates, allow_mates) = found
@@ -98,23 +106,18 @@ def _first_row(logits: Tensor) -> Tensor:
     return logits[:1]
 
 
-def _most(
-    model: nn.Module,
-    ids: Tensor,
-    changes: Callable[[Tensor, int], Iterator[Tensor]],
-    watched: Callable[[Tensor], Tensor],
-    base: Tensor,
-) -> float:
+def _most(base: Tensor, changed: list[Tensor], watched: Callable[[Tensor], Tensor]) -> float:
     """Largest movement of a watched logit over all changes."""
-    vocabulary = int(ids.max()) + 1
-    return max(
-        _moved(watched(base), watched(_logits(model, changed)))
-        for changed in changes(ids, vocabulary)
-    )
+    return max(_moved(watched(base), watched(logits)) for logits in changed)
 
 
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, use_cache=False).logits.float()
+def _logits(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
+    """Of each of ``texts``, token ids [B, T]."""
+
+    def of(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, use_cache=False).logits.float()
+
+    return together(model, [partial(of, ids) for ids in texts])
 
 
 def _moved(before: Tensor, after: Tensor) -> float:
