@@ -4,6 +4,7 @@ are decided when planned, audited, and equal to their simulation."""
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,7 +212,8 @@ def test_auto_is_decided_when_planned_and_says_why(entry, device, dtype, config,
     ],
 )
 def test_fp8_asks_the_gpu(here, says, monkeypatch):
-    monkeypatch.setattr("qbench.machine.capability", lambda: here)
+    gpu = SimpleNamespace(capability=here)
+    monkeypatch.setattr("qbench.machine.visible_gpus", lambda: [gpu])
     assert resolved("w8a8-fp8", "cuda", "bfloat16")[1] == f"fp8-row: arithmetic auto: {says}"
 
 
