@@ -21,7 +21,6 @@ from pydantic import (
     ConfigDict,
     Field,
     InstanceOf,
-    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -61,6 +60,11 @@ Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Seed = Annotated[Whole, Field(ge=0, lt=2**32)]
 Text = Annotated[Line, Field(min_length=1)]
+
+
+def _short(key: str, kind: type = str) -> BeforeValidator:
+    """A value of this ``kind`` stands for a mapping with ``key`` alone."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, kind) else value)
 
 
 class Strict(BaseModel):
@@ -198,24 +202,12 @@ class Files(Strict):
     """For the split that few-shot examples are drawn from."""
 
 
-def _of_evaluation(value: Any) -> Any:
-    """A list alone is of the evaluation split."""
-    if isinstance(value, list):
-        return Files(evaluation=TypeAdapter(Stems).validate_python(value))
-    if not isinstance(value, dict | Files):
-        raise ValueError(
-            "must be a list of file names without .jsonl, or {evaluation: […], fewshot: […]} "
-            f"(it is {shown(value)})"
-        )
-    return value
-
-
 class Task(Strict):
     """A task by its lm-eval name."""
 
     name: TaskName
     """A task, group or tag of lm-eval, or `passkey`."""
-    files: Annotated[Files, BeforeValidator(_of_evaluation)] = Files()
+    files: Annotated[Files, _short("evaluation", list)] = Files()
     """File names without .jsonl that may stand for its splits in the data folder."""
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
     """Examples in each prompt. Default: as the task says."""
@@ -230,11 +222,7 @@ class PluginFile(Strict):
     """Of the file, which must have it."""
 
 
-def _with_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-PluginFiles = tuple[Annotated[PluginFile, BeforeValidator(_with_path)], ...]
+PluginFiles = tuple[Annotated[PluginFile, _short("path")], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +240,7 @@ class Recipe(Strict):
     """Results go to results/NAME."""
     plugins: PluginFiles = ()
     """Python files that are loaded first."""
-    checkpoints: dict[Name, CheckpointSource] = Field(min_length=1)
+    checkpoints: dict[Name, Annotated[CheckpointSource, _short("path")]] = Field(min_length=1)
     """By name: a folder or hub id, or a mapping. A list, or a path with `*`: trainings of one
     kind."""
     baseline: Name | None = None
@@ -265,7 +253,7 @@ class Recipe(Strict):
     """Of quantized cells. Default: that of the unquantized quantizer."""
     quantizers: tuple[Column, ...]
     """Names, or mappings: a name with its options and a label, or parts."""
-    tasks: tuple[Task, ...] = Field(min_length=1)
+    tasks: tuple[Annotated[Task, _short("name")], ...] = Field(min_length=1)
     """Names of lm-eval, or mappings."""
     calibration: CalibrationSource | None = None
     """Text that calibrated quantizers see."""
@@ -300,20 +288,6 @@ class Recipe(Strict):
             raise RecipeError(*problem_lines(source, error, _known_keys)) from None
         recipe._check_files(source)
         return recipe
-
-    @field_validator("checkpoints", mode="before")
-    @classmethod
-    def _expand_checkpoints(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: {"path": v} if isinstance(v, str) else v for k, v in value.items()}
-        return value
-
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _expand_tasks(cls, value: Any) -> Any:
-        if isinstance(value, list):
-            return [{"name": task} if isinstance(task, str) else task for task in value]
-        return value
 
     @field_validator("quantizers", mode="wrap")
     @classmethod

@@ -84,7 +84,7 @@ def test_what_is_no_file_is_no_recipe(tmp_path, make, words):
         ({"tasks": [{"name": "piqa", "num_fewshot": 10**12}]}, "tasks[0].num_fewshot"),
         ({"tasks": [{"name": "../piqa"}]}, "tasks[0].name"),
         ({"tasks": [3]}, "tasks[0]"),
-        ({"tasks": [{"name": "sciq", "files": ["../x"]}]}, "tasks[0].files[0]"),
+        ({"tasks": [{"name": "sciq", "files": ["../x"]}]}, "tasks[0].files.evaluation[0]"),
         (
             {"tasks": [{"name": "sciq", "files": {"fewshot": ["../x"]}}]},
             "tasks[0].files.fewshot[0]",
