@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from scipy import stats
 
 from qbench import published as papers
 from qbench.errors import ResultsError
 from qbench.passkey import task_length
-from qbench.records import Analysis, Damage, LinearInput, Measured, Record, Score, Sensitivity
+from qbench.records import Analysis, Damage, Measured, Record, Score, Sensitivity
 from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.tables import table
 from qbench.tables.notes import AT_CHANCE, at_chance
@@ -86,13 +87,6 @@ def _replicates(store: Store) -> Mapping[str, tuple[str, ...]]:
     return stated or (store.grid().replicates if store.has_grid() else {})
 
 
-def sections(why: Why) -> list[Table]:
-    """Those that there are rows for, the paper's table first."""
-    whole = why.cells
-    found = [_section(*one, whole) for one in (PAPER, OTHERS, HEADS, INPUTS)] if whole else []
-    return [*found, *_massive(whole)]
-
-
 def _percent(value: float | None) -> str:
     return number(value, percent=True)
 
@@ -104,10 +98,6 @@ def _plain(value: float | None) -> str:
 def _mean(values: Iterator[float]) -> float | None:
     every = list(values)
     return math.fsum(every) / len(every) if every else None
-
-
-def _worst(measured: Measured) -> LinearInput | None:
-    return max(measured.inputs, key=lambda one: one.largest_to_rms or 0.0, default=None)
 
 
 def paper_values(one: Measured) -> dict[str, tuple[float | None, bool]]:
@@ -154,7 +144,7 @@ def _heads(one: Measured) -> dict[str, str]:
 
 
 def _inputs(one: Measured) -> dict[str, str]:
-    worst = _worst(one)
+    worst = max(one.inputs, key=lambda given: given.largest_to_rms or 0.0, default=None)
     errors = {
         f"{bits}-bit error %, a scale a {kind}": _percent(_mean(getattr(i, f"error_{kind}")[bits]
                                                                 for i in one.inputs))
@@ -168,60 +158,64 @@ def _inputs(one: Measured) -> dict[str, str]:
     }
 
 
-Columns = Callable[[Measured], dict[str, str]]
-PAPER = (
-    "table-4",
-    "Sinks, hidden states, sparsity: the softpick paper's table 4",
-    _paper,
-    (
-        "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε.",
-        "Kurtosis of all hidden states at once. Sparsity: exact zeros in the lower triangle.",
-    ),
-)
-OTHERS = (
-    "definitions",
-    "Other definitions",
-    _others,
-    (
-        "Gu et al. 2024: the first 64 tokens, mean over the queries that see the key.",
-        "Delimiter: the same of any full stop, comma or the like after the first token.",
-        "Kurtosis a text: Bondarenko et al. 2023; a token: OSP 2025.",
-        "Largest / median of |x|: the most over layers and texts.",
-        "Massive: |x| > 100, ≥ 1,000 × the median (Sun et al. 2024).",
-    ),
-)
-HEADS = (
-    "heads",
-    "Heads",
-    _heads,
-    (
-        "Means over heads, texts and queries.",
-        "Dormant on a text: a head whose output's mean norm is below 1 % of its layer's mean.",
-    ),
-)
-INPUTS = (
-    "inputs",
-    "Inputs of linear layers",
-    _inputs,
-    (
-        "‖Q(x) − x‖ / ‖x‖ of a symmetric grid, mean over linear layers.",
-        "Largest / rms of the layer where it is the most.",
-    ),
-)
+def sections(why: Why) -> list[Table]:
+    """A row a cell, the paper's table first."""
+    found = [
+        Table(
+            name=name,
+            title=title,
+            notes=notes,
+            head=("Cell", *columns(why.cells[0].measured)),
+            rows=tuple((one.cell, *columns(one.measured).values()) for one in why.cells),
+            also_words=("in",),
+        )
+        for name, title, columns, notes in SECTIONS
+        if why.cells
+    ]
+    return [*found, *_massive(why.cells)]
 
 
-def _section(
-    name: str, title: str, columns: Columns, notes: tuple[str, ...], whole: Cells
-) -> Table:
-    rows = [columns(one.measured) for one in whole if one.measured is not None]
-    return Table(
-        name=name,
-        title=title,
-        notes=notes,
-        head=("Cell", *rows[0]),
-        rows=tuple((one.cell, *row.values()) for one, row in zip(whole, rows, strict=True)),
-        also_words=("in",),
-    )
+SECTIONS = (
+    (
+        "table-4",
+        "Sinks, hidden states, sparsity: the softpick paper's table 4",
+        _paper,
+        (
+            "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε.",
+            "Kurtosis of all hidden states at once. Sparsity: exact zeros in the lower triangle.",
+        ),
+    ),
+    (
+        "definitions",
+        "Other definitions",
+        _others,
+        (
+            "Gu et al. 2024: the first 64 tokens, mean over the queries that see the key.",
+            "Delimiter: the same of any full stop, comma or the like after the first token.",
+            "Kurtosis a text: Bondarenko et al. 2023; a token: OSP 2025.",
+            "Largest / median of |x|: the most over layers and texts.",
+            "Massive: |x| > 100, ≥ 1,000 × the median (Sun et al. 2024).",
+        ),
+    ),
+    (
+        "heads",
+        "Heads",
+        _heads,
+        (
+            "Means over heads, texts and queries.",
+            "Dormant on a text: a head whose output's mean norm is below 1 % of its layer's mean.",
+        ),
+    ),
+    (
+        "inputs",
+        "Inputs of linear layers",
+        _inputs,
+        (
+            "‖Q(x) − x‖ / ‖x‖ of a symmetric grid, mean over linear layers.",
+            "Largest / rms of the layer where it is the most.",
+        ),
+    ),
+)
 
 
 def texts(whole: Cells) -> list[str]:
@@ -267,43 +261,42 @@ def _massive(whole: Cells) -> list[Table]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pruned:
-    """A cell of which nothing but heads was cut out: how large a share of them, and its KL
-    divergence from the whole model, nats a token, mean over all scored tokens of all tasks."""
-
-    record: Record
-    share: float
-    kl: float
-
-
-def pruned_alone(records: Sequence[Record]) -> list[Pruned]:
-    """By checkpoint in the order of ``records``, then by share."""
-    found = []
+def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
+    """Cells of which nothing but heads was cut out, by checkpoint in the order of ``records``, then
+    by share; KL divergence in nats a token, mean over all scored tokens of all tasks."""
+    rows = []
     for record in records:
         only = (record.precision.weights, record.precision.activations, record.precision.kv_cache)
         heads = record.audit.heads if record.audit else None
         if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
             continue
-        divergence = kl(record)
-        if divergence is not None:
-            found.append(Pruned(record=record, share=heads.share, kl=divergence))
-    names = list(dict.fromkeys(one.record.checkpoint for one in found))
-    return sorted(found, key=lambda one: (names.index(one.record.checkpoint), one.share))
+        if (divergence := kl(record)) is not None:
+            rows.append(
+                {
+                    "checkpoint": record.checkpoint,
+                    "quantizer": record.quantizer,
+                    "heads": len(heads.pruned),
+                    "share": heads.share,
+                    "kl": divergence,
+                    "ln_perplexity_ratio": _perplexity_change(record),
+                    "key": record.key,
+                }
+            )
+    names = [row["checkpoint"] for row in rows]
+    return sorted(rows, key=lambda row: (names.index(row["checkpoint"]), row["share"]))
 
 
 def pruned(records: Sequence[Record]) -> Iterator[Table]:
     """How much of a model can go."""
     rows = tuple(
         (
-            one.record.cell,
-            str(len(one.record.audit.heads.pruned)),
-            number(one.share, percent=True),
-            value_text(one.kl, "{:.4g}"),
-            *(per_cent_text(change) for change in [_perplexity_change(one.record)]),
+            f"{row['checkpoint']}/{row['quantizer']}",
+            str(row["heads"]),
+            number(row["share"], percent=True),
+            value_text(row["kl"], "{:.4g}"),
+            per_cent_text(row["ln_perplexity_ratio"]),
         )
-        for one in pruned_alone(records)
-        if one.record.audit is not None and one.record.audit.heads is not None
+        for row in pruned_rows(records)
     )
     if rows:
         yield Table(
@@ -316,23 +309,6 @@ def pruned(records: Sequence[Record]) -> Iterator[Table]:
             head=("Cell", "Heads", "% of all", "KL", "Perplexity"),
             rows=rows,
         )
-
-
-def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
-    """The same in full precision, for a CSV file."""
-    return [
-        {
-            "checkpoint": one.record.checkpoint,
-            "quantizer": one.record.quantizer,
-            "heads": len(one.record.audit.heads.pruned),
-            "share": one.share,
-            "kl": one.kl,
-            "ln_perplexity_ratio": _perplexity_change(one.record),
-            "key": one.record.key,
-        }
-        for one in pruned_alone(records)
-        if one.record.audit is not None and one.record.audit.heads is not None
-    ]
 
 
 def _perplexity_change(record: Record) -> float | None:
@@ -351,9 +327,9 @@ KL = (
 
 def beside(why: Why) -> list[Table]:
     """Each unquantized model's outliers beside what quantization did to the same weights."""
-    rows = [{"Cell": one.cell, **_text([one], why)} for one in _whole(why)]
+    rows = [{"Cell": one.cell, **_text([one], why)} for one in _whole(why) if _labels(why)]
     note = f"Table 4's row beside the damage of the same weights quantized: {KL}."
-    return _section_beside_damage("beside", "Beside the damage", note, rows) if _labels(why) else []
+    return _of_rows("beside", "Beside the damage", note, rows)
 
 
 def over_seeds(why: Why) -> list[Table]:
@@ -370,12 +346,10 @@ def over_seeds(why: Why) -> list[Table]:
         "Means over trainings that differ in their seed; in brackets the lowest and the highest of "
         f"them. Table 4's columns are those of the next table, and the last ones {KL}."
     )
-    return _section_beside_damage("seeds", "Over seeds: table 4 beside the damage", note, rows)
+    return _of_rows("seeds", "Over seeds: table 4 beside the damage", note, rows)
 
 
-def _section_beside_damage(
-    name: str, title: str, note: str, rows: Sequence[Mapping[str, str]]
-) -> list[Table]:
+def _of_rows(name: str, title: str, note: str, rows: Sequence[Mapping[str, str]]) -> list[Table]:
     if not rows:
         return []
     told = tuple(tuple(row.values()) for row in rows)
@@ -394,7 +368,7 @@ def _labels(why: Why) -> list[str]:
 def _text(cells: Sequence[Analysis], why: Why) -> dict[str, str]:
     measured = [paper_values(one.measured) for one in cells if one.measured is not None]
     row = {
-        name: _spread([values[name][0] for values in measured], lambda v, s=share: _number(v, s))
+        name: _spread([values[name][0] for values in measured], partial(number, percent=share))
         for name, (_, share) in measured[0].items()
         if name != "Perplexity"
     }
@@ -402,10 +376,6 @@ def _text(cells: Sequence[Analysis], why: Why) -> dict[str, str]:
     for label in _labels(why):
         row[f"KL {label}"] = _spread([found.get(label) for found in damages], "{:.4f}".format)
     return row
-
-
-def _number(value: float, share: bool) -> str:
-    return number(value, percent=share)
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
@@ -446,20 +416,6 @@ def kl(record: Record) -> float | None:
 
 LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
 NORMAL = 1.96  # standard errors either side: 95 %
-
-
-def sections_along(why: Why) -> list[Table]:
-    return [
-        *stretches(why),
-        *sensitivity(why),
-        *correlations(why),
-        *of_records(why.records),
-    ]
-
-
-def of_records(records: Sequence[Record]) -> list[Table]:
-    """Those that need no analysis."""
-    return [*pruned(records), *passkeys(records)]
 
 
 def stretches(why: Why) -> Iterator[Table]:
@@ -527,20 +483,11 @@ def sensitivity(why: Why) -> Iterator[Table]:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """One part of a model: its inputs' largest |x| over their rms, and the KL divergence when it
-    is quantized alone."""
-
-    name: str
-    layer: int | None
-    outliers: float
-    kl: float
-
-
-def pairs(one: Sensitivity, cells: Sequence[Analysis]) -> list[Pair]:
-    """Parts of which both is known. The outliers are those of the unquantized model of the same
-    checkpoint; those of a decoder layer are the most that one of its linear layers receives."""
+def outliers_and_damage(one: Sensitivity, cells: Sequence[Analysis]) -> list[tuple[float, float]]:
+    """Of each part of a model of which both is known: its inputs' largest |x| over their rms, and
+    the KL divergence when it is quantized alone. The outliers are those of the unquantized model of
+    the same checkpoint; those of a decoder layer the most that one of its linear layers receives.
+    """
     analysis = next(
         (a for a in cells if a.checkpoint == one.checkpoint and not a.precision.quantized), None
     )
@@ -549,57 +496,37 @@ def pairs(one: Sensitivity, cells: Sequence[Analysis]) -> list[Pair]:
     known = {given.name: given.largest_to_rms or 0.0 for given in analysis.measured.inputs}
     found = []
     for unit in one.units:
-        inside = [v for name, v in known.items() if name == unit.name
-                  or name.startswith(f"{unit.name}.")]  # fmt: skip
+        inside = [v for name, v in known.items() if f"{name}.".startswith(f"{unit.name}.")]
         if inside and unit.kl.value is not None:
-            pair = Pair(name=unit.name, layer=unit.layer, outliers=max(inside), kl=unit.kl.value)
-            found.append(pair)
+            found.append((max(inside), unit.kl.value))
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Correlation:
-    """Spearman's rank correlation with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-    pairs: int
-
-
-def correlation(found: Sequence[Pair]) -> Correlation | None:
-    """Of outliers with KL; None of fewer than five pairs, or where all of one are equal.
+def correlation(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
+    """Spearman's rank correlation of pairs, and the ends of its 95 % interval; None of fewer than
+    five, or where all of one are equal.
 
     The interval is on Fisher's z = artanh ρ with standard error √((1 + ρ²/2) / (n − 3)), which
     holds for ranks (Bonett and Wright 2000, Psychometrika 65, 23–28). Layers of one model are
     not independent draws: it says how far chance among so many layers could reach, no more.
     """
-    if len(found) < 5:
+    if len(pairs) < 5 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
         return None
-    x, y = [one.outliers for one in found], [one.kl for one in found]
-    if len(set(x)) == 1 or len(set(y)) == 1:
-        return None
-    rho = float(stats.spearmanr(x, y).statistic)
+    rho = float(stats.spearmanr(*zip(*pairs, strict=True)).statistic)
     if abs(rho) >= 1:
-        return Correlation(value=rho, low=rho, high=rho, pairs=len(found))
-    reach = NORMAL * math.sqrt((1 + rho**2 / 2) / (len(found) - 3))
+        return rho, rho, rho
+    reach = NORMAL * math.sqrt((1 + rho**2 / 2) / (len(pairs) - 3))
     low, high = (math.tanh(math.atanh(rho) + side * reach) for side in (-1, 1))
-    return Correlation(value=rho, low=low, high=high, pairs=len(found))
+    return rho, low, high
 
 
 def correlations(why: Why) -> Iterator[Table]:
     rows = []
     for one in why.sensitivities:
-        found = correlation(pairs(one, why.cells))
-        if found is not None:
-            rows.append(
-                (
-                    one.cell,
-                    value_text(found.value, "{:+.2f}"),
-                    f"{value_text(found.low, '{:+.2f}')} to {value_text(found.high, '{:+.2f}')}",
-                    str(found.pairs),
-                )
-            )
+        pairs = outliers_and_damage(one, why.cells)
+        if (found := correlation(pairs)) is not None:
+            rho, low, high = (value_text(value, "{:+.2f}") for value in found)
+            rows.append((one.cell, rho, f"{low} to {high}", str(len(pairs))))
     if rows:
         yield Table(
             name="correlation",
@@ -667,7 +594,16 @@ MEASURES = {
 
 
 def all_sections(why: Why) -> list[Table]:
-    return [*over_seeds(why), *sections(why), *beside(why), *sections_along(why)]
+    return [
+        *over_seeds(why),
+        *sections(why),
+        *beside(why),
+        *stretches(why),
+        *sensitivity(why),
+        *correlations(why),
+        *pruned(why.records),
+        *passkeys(why.records),
+    ]
 
 
 def markdown(why: Why) -> str:

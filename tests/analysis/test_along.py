@@ -13,13 +13,12 @@ from qbench.passkey import CHANCE
 from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
 from qbench.store import Analyses
 from qbench.tables.analyses import (
-    Pair,
     Why,
     all_sections,
     beside_paper,
     correlation,
     gather,
-    pairs,
+    outliers_and_damage,
     passkey_text,
     passkeys,
 )
@@ -30,22 +29,17 @@ def some(count, noise, seed=0):
     draw = np.random.default_rng(seed)
     x = draw.lognormal(size=count)
     y = x * np.exp(noise * draw.normal(size=count))
-    return [
-        Pair(name=str(i), layer=i, outliers=a, kl=b)
-        for i, (a, b) in enumerate(zip(x, y, strict=True))
-    ]
+    return list(zip(x, y, strict=True))
 
 
 def test_the_rank_correlation_is_scipys_and_its_interval_holds_it():
     found = correlation(some(84, 1.0))
-    x, y = zip(*[(one.outliers, one.kl) for one in some(84, 1.0)], strict=True)
-    assert found.value == pytest.approx(stats.spearmanr(x, y).statistic)
-    assert found.low < found.value < found.high
-    assert found.pairs == 84
+    x, y = zip(*some(84, 1.0), strict=True)
+    assert found[0] == pytest.approx(stats.spearmanr(x, y).statistic)
+    assert found[1] < found[0] < found[2]
     assert correlation(some(4, 1.0)) is None
-    same = [Pair(name=str(i), layer=i, outliers=1.0, kl=float(i)) for i in range(9)]
-    assert correlation(same) is None
-    assert correlation(some(9, 0.0)).value == pytest.approx(1.0)
+    assert correlation([(1.0, float(i)) for i in range(9)]) is None
+    assert correlation(some(9, 0.0))[0] == pytest.approx(1.0)
 
 
 def test_the_interval_covers_the_truth_about_95_times_of_100():
@@ -56,9 +50,8 @@ def test_the_interval_covers_the_truth_about_95_times_of_100():
     for _ in range(tries):
         x = draw.normal(size=60)
         y = r * x + math.sqrt(1 - r * r) * draw.normal(size=60)
-        known = [Pair(name="", layer=0, outliers=a, kl=b) for a, b in zip(x, y, strict=True)]
-        found = correlation(known)
-        hits += found.low <= truth <= found.high
+        _, low, high = correlation(list(zip(x, y, strict=True)))
+        hits += low <= truth <= high
     assert 0.91 < hits / tries < 0.985
 
 
@@ -133,11 +126,12 @@ def test_outliers_are_those_of_the_unquantized_model_and_a_layers_are_its_most(a
         checkpoint="softmax", quantizer="rtn-4bit", unit="block", units=units
     )
     inputs = {i.name: i.largest_to_rms for i in cells[0].measured.inputs}
-    for pair in pairs(one, cells):
-        inside = [v for name, v in inputs.items() if name.startswith(f"{pair.name}.")]
-        assert pair.outliers == max(inside)
-    assert len(pairs(one, cells)) == len(names)
-    assert pairs(one.model_copy(update={"checkpoint": "other"}), cells) == []
+    found = outliers_and_damage(one, cells)
+    assert len(found) == len(names)
+    for unit, (outliers, _) in zip(one.units, found, strict=True):
+        inside = [v for name, v in inputs.items() if name.startswith(f"{unit.name}.")]
+        assert outliers == max(inside)
+    assert outliers_and_damage(one.model_copy(update={"checkpoint": "other"}), cells) == []
     why = Why(cells=tuple(cells), long=(), sensitivities=(), records=(), problems=())
     assert [section.name for section in all_sections(why)] == [
         "table-4", "definitions", "heads", "inputs", "stretches",
