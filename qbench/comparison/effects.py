@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from qbench.comparison.lines import QUESTIONS as SEED_QUESTIONS
 from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, redundant
 from qbench.statistics import (
     Column,
@@ -31,110 +30,18 @@ from qbench.statistics import (
 from qbench.statistics.seeds import Signs
 from qbench.store import Store
 
-
-def seed_lines(
-    comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]]
-) -> tuple[SeedLine, ...]:
-    """A line for each of the comparison's that all groups have; ``columns`` as ``read_columns``
-    gives them. p-values are adjusted over the grid within each question."""
-    if not comparison.grid.replicates:
-        return ()
-    made = [_line(comparison, line, columns.get(line.task, {})) for line in comparison.lines]
-    found = [line for line in made if line is not None]
-    for question in TESTED:
-        places = [
-            (index, group)
-            for index, one in enumerate(found)
-            for group in getattr(one, question)
-            if not redundant(one.line, comparison.lines)
-        ]
-        answers = adjust([getattr(found[i], question)[group] for i, group in places])
-        for (index, group), answer in zip(places, answers, strict=True):
-            changed = {**getattr(found[index], question), group: answer}
-            found[index] = dataclasses.replace(found[index], **{question: changed})
-    return tuple(found)
-
-
-def _line(
-    comparison: Comparison, line: Line, columns: Mapping[tuple[str, str], Column]
-) -> SeedLine | None:
-    groups = comparison.grid.replicates
-    values = {
-        group: tuple(line.entry(member).value for member in members)
-        for group, members in groups.items()
-    }
-    found: dict[str, dict[str, SeedEffect]] = {question: {} for question in SEED_QUESTIONS}
-    means = {}
-    for question, group, asked in _seed_questions(comparison, line):
-        names = {name: None for part in asked for signs in part for name in signs}
-        if not all(name in columns for name in names):
-            continue
-        panel = Panel.of({name: columns[name] for name in names})
-        answer = over_seeds(panel, asked, line.aggregation)
-        if answer is not None:
-            found[question][group] = answer
-            if question == "scores":
-                means[group] = mean_score(panel, list(names), line.aggregation)
-    return SeedLine(line=line, values=values, means=means, **found) if means else None
-
-
-def _seed_questions(
-    comparison: Comparison, line: Line
-) -> Iterator[tuple[str, str, list[list[Signs]]]]:
-    """Question, group, and the contrasts of its trainings."""
-    groups = comparison.grid.replicates
-    base, *others = groups
-    whole = comparison.unquantized_of(line.quantizer)
-
-    def signs(member: str, sign: int) -> dict[tuple[str, str], int]:
-        return {(f"{member}/{line.quantizer}", line.metric): sign}
-
-    def damage(member: str, sign: int) -> dict[tuple[str, str], int]:
-        return signs(member, sign) | {(f"{member}/{whole}", line.metric): -sign}
-
-    for group, members in groups.items():
-        yield "scores", group, [[signs(member, 1) for member in members]]
-    for group in others:
-        yield "deltas", group, _against(groups[group], groups[base], signs)
-    if not line.quantized or whole is None:
-        return
-    comparable = {
-        group: all(
-            comparison.same_weights(f"{member}/{line.quantizer}", f"{member}/{whole}")
-            for member in members
-        )
-        for group, members in groups.items()
-    }
-    for group, members in groups.items():
-        if comparable[group]:
-            yield "damages", group, [[damage(member, 1) for member in members]]
-            if group != base and comparable[base]:
-                yield "differences", group, _against(members, groups[base], damage)
-
-
-def _against(
-    members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], dict]
-) -> list[list[Signs]]:
-    """One group minus another: pair by pair where there are as many of both."""
-    if len(members) == len(base):
-        return [
-            [signs(one, 1) | signs(other, -1) for one, other in zip(members, base, strict=True)]
-        ]
-    return [[signs(one, 1) for one in members], [signs(other, -1) for other in base]]
-
-
 Name = tuple[str, str]  # cell, metric
-QUESTIONS = ("deltas", "damages", "differences")
+Asked = tuple[int, str, str]  # index of the line, question, checkpoint or group
 
 
 def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparison:
-    """Add Δ, damages and differences-in-differences to every line.
+    """Add Δ, damages and differences-in-differences to every line, and the lines over seeds.
 
     p-values are adjusted over the grid within each question. Raises ResultsError where
     a record has lost its outcomes.
     """
     columns = read_columns(comparison, store)
-    found: dict[tuple[int, str, str], Effect] = {}  # index of the line, question, checkpoint
+    found: dict[Asked, Effect] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
     for task in comparison.grid.tasks:
         panels = _Panels(columns.get(task, {}), seed=seed)
@@ -148,18 +55,68 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
                     interval = panels.score((entry.cell, line.metric), line.aggregation)
                     if interval is not None:
                         intervals[index][entry.checkpoint] = interval
-    found |= _adjusted(comparison, found)
-    answers: dict[tuple[int, str], dict[str, Effect]] = defaultdict(dict)
-    for (index, question, checkpoint), answer in found.items():
-        answers[index, question][checkpoint] = answer
+    answers = _by_line(comparison, found)
     lines = tuple(
-        dataclasses.replace(
-            line, intervals=intervals[index], **{name: answers[index, name] for name in QUESTIONS}
-        )
+        dataclasses.replace(line, intervals=intervals[index], **answers[index])
         for index, line in enumerate(comparison.lines)
     )
     found_lines = dataclasses.replace(comparison, lines=lines)
-    return dataclasses.replace(found_lines, seeds=seed_lines(found_lines, columns))
+    return dataclasses.replace(found_lines, seeds=_seed_lines(found_lines, columns))
+
+
+def _seed_lines(
+    comparison: Comparison, columns: Mapping[str, Mapping[Name, Column]]
+) -> tuple[SeedLine, ...]:
+    """A line for each of the comparison's that all groups have; ``columns`` as ``read_columns``
+    gives them."""
+    groups = comparison.grid.replicates
+    found: dict[Asked, SeedEffect] = {}
+    means: dict[int, dict[str, float]] = defaultdict(dict)
+    for index, line in enumerate(comparison.lines if groups else ()):
+        known = columns.get(line.task, {})
+        for question, group, asked in _seed_questions(comparison, line):
+            names = {name: None for part in asked for signs in part for name in signs}
+            if not all(name in known for name in names):
+                continue
+            panel = Panel.of({name: known[name] for name in names})
+            answer = over_seeds(panel, asked, line.aggregation)
+            if answer is not None:
+                found[index, question, group] = answer
+                if question == "scores":
+                    means[index][group] = mean_score(panel, list(names), line.aggregation)
+    answers = _by_line(comparison, found)
+    return tuple(
+        SeedLine(
+            line=line,
+            values={
+                group: tuple(line.entry(member).value for member in members)
+                for group, members in groups.items()
+            },
+            means=means[index],
+            **answers[index],
+        )
+        for index, line in enumerate(comparison.lines)
+        if index in means
+    )
+
+
+def _by_line(
+    comparison: Comparison, found: Mapping[Asked, Effect | SeedEffect]
+) -> Mapping[int, Mapping[str, dict[str, Effect | SeedEffect]]]:
+    """By line and question, p-values adjusted over the grid within each question."""
+    answers: dict[int, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
+    for (index, question, group), answer in found.items():
+        answers[index][question][group] = answer
+    for tested in TESTED:
+        family = [
+            asked
+            for asked in found
+            if asked[1] == tested and not redundant(comparison.lines[asked[0]], comparison.lines)
+        ]
+        adjusted = adjust([found[asked] for asked in family])
+        for (index, question, group), answer in zip(family, adjusted, strict=True):
+            answers[index][question][group] = answer
+    return answers
 
 
 def read_columns(comparison: Comparison, store: Store) -> dict[str, dict[Name, Column]]:
@@ -254,16 +211,46 @@ def _questions(comparison: Comparison, line: Line) -> Iterator[tuple[str, str, d
             yield "differences", checkpoint, damage | against
 
 
-def _adjusted(
-    comparison: Comparison, found: Mapping[tuple[int, str, str], Effect]
-) -> dict[tuple[int, str, str], Effect]:
-    result = {}
-    for question in QUESTIONS:
-        family = [
-            where
-            for where in found
-            if where[1] == question and not redundant(comparison.lines[where[0]], comparison.lines)
+def _seed_questions(
+    comparison: Comparison, line: Line
+) -> Iterator[tuple[str, str, list[list[Signs]]]]:
+    """Question, group, and the contrasts of its trainings."""
+    groups = comparison.grid.replicates
+    base, *others = groups
+    whole = comparison.unquantized_of(line.quantizer)
+
+    def signs(member: str, sign: int) -> dict[tuple[str, str], int]:
+        return {(f"{member}/{line.quantizer}", line.metric): sign}
+
+    def damage(member: str, sign: int) -> dict[tuple[str, str], int]:
+        return signs(member, sign) | {(f"{member}/{whole}", line.metric): -sign}
+
+    for group, members in groups.items():
+        yield "scores", group, [[signs(member, 1) for member in members]]
+    for group in others:
+        yield "deltas", group, _against(groups[group], groups[base], signs)
+    if not line.quantized or whole is None:
+        return
+    comparable = {
+        group: all(
+            comparison.same_weights(f"{member}/{line.quantizer}", f"{member}/{whole}")
+            for member in members
+        )
+        for group, members in groups.items()
+    }
+    for group, members in groups.items():
+        if comparable[group]:
+            yield "damages", group, [[damage(member, 1) for member in members]]
+            if group != base and comparable[base]:
+                yield "differences", group, _against(members, groups[base], damage)
+
+
+def _against(
+    members: Sequence[str], base: Sequence[str], signs: Callable[[str, int], dict]
+) -> list[list[Signs]]:
+    """One group minus another: pair by pair where there are as many of both."""
+    if len(members) == len(base):
+        return [
+            [signs(one, 1) | signs(other, -1) for one, other in zip(members, base, strict=True)]
         ]
-        answers = adjust([found[where] for where in family])
-        result |= dict(zip(family, answers, strict=True))
-    return result
+    return [[signs(one, 1) for one in members], [signs(other, -1) for other in base]]

@@ -20,7 +20,6 @@ from qbench.tables.analyses import (
     gather,
     outliers_and_damage,
     passkey_text,
-    passkeys,
 )
 from qbench.tables.notes import at_chance
 
@@ -79,16 +78,6 @@ def test_scores_that_guessing_reaches_are_shown_as_such(value, metric, chance):
     tried = 200 * (5 if metric == "acc_digits" else 1)
     reached = stats.binomtest(round(value * tried), tried, CHANCE[metric], "greater").pvalue
     assert bool(reached > 0.05) is chance
-
-
-def test_passkeys_stand_by_length_in_the_papers_layout(tmp_path):
-    store = make_store(tmp_path, quantizers=["bf16"], sizes={"wikitext": 12})
-    record = store.records()[0].model_copy(
-        update={"scores": (score(0.975, task="passkey_890"), score(0.0, task="passkey_4986"))}
-    )
-    (section,) = passkeys([record])
-    assert section.head == ("Cell", "890", "4986")
-    assert section.rows == (("softmax/bf16", "97.5", "0.0 (chance)"),)
 
 
 def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):

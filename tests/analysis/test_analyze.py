@@ -10,7 +10,7 @@ import pytest
 from small_recipe import DEMO, small_recipe
 
 from qbench.cli.app import app
-from qbench.errors import DamagedError, DataError, RecipeError
+from qbench.errors import DataError, RecipeError
 from qbench.store import Analyses, Store, long_contexts
 from qbench.tables.analyses import gather, markdown
 
@@ -177,14 +177,6 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
     assert {row["text"] for row in maps} == {"prose", "code", "few-shot"}
 
 
-def test_the_remedy_of_a_damaged_analysis_is_the_command_that_makes_it(own):
-    _, out = own
-    for file in (out / "analysis").rglob("softmax/**/*.json"):
-        file.write_text(file.read_text().replace("softmax", "softman", 1))
-    with pytest.raises(DamagedError, match="run `qbench analyze` again"):
-        Analyses(out).records()
-
-
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
     path, out = own
     monkeypatch.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
@@ -226,14 +218,6 @@ def test_a_recipe_without_whole_texts_or_unquantized_cells_says_what_to_name(tmp
     bits = [{"name": "rtn-4bit", "group_size": 64}]
     with pytest.raises(RecipeError, match="--only"):
         qbench("analyze", small_recipe(tmp_path, quantizers=bits), "--out", tmp_path / "out")
-
-
-def test_texts_that_are_all_too_short_fail_with_the_longest_ones_tokens(tmp_path, undrawn, capfd):
-    text = tmp_path / "short.jsonl"
-    text.write_text('{"text": "Telino keeps a goat."}\n')
-    options = ("--out", tmp_path / "out", *SHORT, "--text", text)
-    assert qbench("analyze", small_recipe(tmp_path), *options) == 1
-    assert "lower --length" in capfd.readouterr().err
 
 
 def test_reading_analyses_loads_no_torch(analyzed):

@@ -17,7 +17,6 @@ from qbench.analysis.attention import (
     column_means_gu,
     delimiter_means,
     measure_weights,
-    output_ratios,
 )
 from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
@@ -108,20 +107,6 @@ def test_every_normalizer_is_measured_by_its_definition(normalizer, options, mon
     assert torch.allclose(rows, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_softmax_rows_weigh_one_and_have_no_zeros_while_softpick_rows_may_be_silent():
-    query, key = tensors(2, 2, 40)
-    key[..., 0] += 50  # one large negative product for every query of the first text
-    query[0, :, :, 0] = -1
-    softmax, softpick = (
-        measure_weights(Call(query=query, key=key, normalizer=name))
-        for name in ("softmax", "softpick")
-    )
-    assert torch.allclose(softmax.mass, torch.ones(2, 2, 40))
-    assert softmax.zeros.sum() == 0
-    assert ((softpick.mass[0] == 0).sum(-1) > 30).all()
-    assert (softpick.zeros[0] > 0.9).all()
-
-
 def test_a_head_without_any_weight_has_no_entropy_and_no_output():
     query, key = tensors(2, 2, 20)
     query, key = -query.abs(), key.abs()
@@ -135,14 +120,6 @@ def test_a_head_without_any_weight_has_no_entropy_and_no_output():
     assert layer.of("entropy")[:, 0].isnan().all()
     assert not layer.of("entropy")[:, 1].isnan().any()
     assert layer.of("output").tolist() == [[0.0, 2.0], [0.0, 2.0]]
-
-
-def test_output_ratios_are_mean_norms_over_their_layers_mean():
-    output = torch.zeros(1, 2, 2, 2)
-    output[0, :, 0] = torch.tensor([[3.0, 4.0], [0.0, 1.0]])  # norms 5 and 1
-    output[0, :, 1] = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # norms 1 and 0
-    assert output_ratios(output)[0].tolist() == pytest.approx([3 / 1.75, 0.5 / 1.75])
-    assert output_ratios(torch.zeros(1, 2, 2, 2)).tolist() == [[0.0, 0.0]]
 
 
 def test_stretches_are_means_over_their_own_queries():

@@ -54,10 +54,6 @@ def test_table_4_and_the_damage_are_told_over_seeds(seeds):
     assert told["KL gptq-3bit"].count("0.1") == 3
 
 
-def test_without_replicates_there_is_no_such_table(why):
-    assert over_seeds(why) == []
-
-
 def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
     analyses = Analyses(tmp_path)

@@ -64,28 +64,6 @@ def test_every_layer_head_and_linear_layer_is_measured(pair):
     assert found.layers[0].hidden.maximum == pytest.approx(states[1].max().item())
 
 
-def test_means_over_heads_and_layers_are_the_models(pair):
-    model, tokenizer, ids = pair
-    found = measured(model, tokenizer, ids)
-    heads = [head for layer in found.layers for head in layer.heads]
-    for name in ("zeros", "mass"):
-        mean = sum(getattr(head, name) for head in heads) / len(heads)
-        assert getattr(found, name) == pytest.approx(mean)
-    rates = [head.sinks[0].rates_gu["0.2"] for head in heads]
-    assert found.sinks[0].rates_gu["0.2"] == pytest.approx(sum(rates) / len(rates))
-    assert found.hidden.maximum == max(layer.hidden.maximum for layer in found.layers)
-
-
-def test_the_batch_changes_nothing_beyond_rounding(pair):
-    model, tokenizer, ids = pair
-    one, all_at_once = (measured(model, tokenizer, ids, batch) for batch in (1, 5))
-    assert one.perplexity == pytest.approx(all_at_once.perplexity, rel=1e-5)
-    assert one.zeros == pytest.approx(all_at_once.zeros, abs=1e-4)
-    assert one.hidden.kurtosis == pytest.approx(all_at_once.hidden.kurtosis, rel=1e-4)
-    for left, right in zip(one.inputs, all_at_once.inputs, strict=True):
-        assert left.error_text == pytest.approx(right.error_text, rel=1e-2)
-
-
 def test_inputs_that_layers_share_are_measured_like_any_other(pair):
     model, tokenizer, ids = pair
     found = {one.name: one for one in measured(model, tokenizer, ids).inputs}

@@ -34,13 +34,6 @@ def test_the_mean_change_over_trainings_has_its_interval(tmp_path):
     assert "3 × 80" in text
 
 
-def test_without_groups_there_are_cells_alone(tmp_path):
-    stores = [made(tmp_path / name, seed=0, groups=None) for name in "ab"]
-    changes = compare_results(*stores)
-    assert changes.seeds == ()
-    assert "Over seeds" not in changes_table(changes)
-
-
 def trained(seed, **changed):
     common = {"seed": seed, "steps": 100} | changed
     return Trained(
@@ -53,12 +46,6 @@ def test_models_that_were_trained_otherwise_are_refused(tmp_path):
     b = made(tmp_path / "b", seed=0, trained={"softmax.2": trained(1, steps=7)})
     with pytest.raises(ResultsError, match=r"softmax\.2/bf16: trained otherwise.*steps 100 and 7"):
         compare_results(a, b)
-
-
-def test_another_seed_is_no_other_training(tmp_path):
-    a = made(tmp_path / "a", seed=0, trained={"softmax.2": trained(1)})
-    b = made(tmp_path / "b", seed=0, trained={"softmax.2": trained(2)})
-    assert compare_results(a, b).lines
 
 
 def test_a_pair_that_was_trained_otherwise_is_refused_within_one_folder(tmp_path):

@@ -8,7 +8,7 @@ import shutil
 import pyarrow.parquet as parquet
 import pytest
 from gate_results import CELL, changed
-from synthetic import LAYERS, make_store
+from synthetic import LAYERS
 
 from qbench.errors import ResultsError
 from qbench.gate import baseline, check
@@ -27,12 +27,6 @@ def test_a_baseline_gives_back_what_was_put_in(good, standard):
             assert (other.columns[name].documents == column.documents).all()
             assert (other.columns[name].values == column.values).all()
             assert (other.columns[name].weights == column.weights).all()
-
-
-def test_the_baseline_of_a_full_grid_is_a_few_hundred_kilobytes(tmp_path):
-    path = tmp_path / "baseline.parquet"
-    baseline.make(make_store(tmp_path / "full"), path)
-    assert path.stat().st_size < 500_000
 
 
 def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, good, standard):
@@ -67,27 +61,6 @@ def test_a_baseline_keeps_what_the_audit_measured_of_every_layer(good, standard)
     assert kept == measured
     assert tuple(kept[CELL]) == LAYERS
     assert kept["softmax/bf16"] == {}
-
-
-def test_a_layer_costs_a_baseline_few_bytes(tmp_path):
-    from qbench.gate.layers import Layer
-
-    outcomes = baseline.read_results(changed(tmp_path))
-
-    def size(count):
-        layers = {
-            f"model.layers.{n}.mlp.up_proj": Layer(
-                error=0.1 + n / 7e5, gain=1 - n / 9e5, levels=16, bits=4.25,
-                digest=f"{n * 0x9E3779B97F4A7C15 % 2**64:016x}",
-            )
-            for n in range(count)
-        }  # fmt: skip
-        path = tmp_path / f"{count}.parquet"
-        one = baseline.Baseline(outcomes=outcomes, layers=dict.fromkeys(outcomes.cells, layers))
-        baseline.write(one, path)
-        return path.stat().st_size
-
-    assert (size(1200) - size(200)) / 1000 / 4 < 40
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PAR1 nonsense PAR1", b"PAR1"])
@@ -176,24 +149,3 @@ def test_a_baseline_of_a_newer_qbench_says_what_to_update(tmp_path, good, standa
     rewrite(standard, path, lambda about: about | {"version": 99})
     with pytest.raises(ResultsError, match=r"version 99.*update qbench"):
         check.check(good, path)
-
-
-def test_a_baseline_without_cells_is_unusable_input(tmp_path, good, standard):
-    path = tmp_path / "baseline.parquet"
-    rewrite(standard, path, lambda about: about | {"cells": {}})
-    with pytest.raises(ResultsError, match="has no cells"):
-        check.check(good, path)
-
-
-def test_a_parquet_file_of_something_else_is_no_baseline(tmp_path, good):
-    path = next(good.directory.glob("records/**/*.outcomes.parquet"))
-    with pytest.raises(ResultsError, match="not a baseline"):
-        check.check(good, path)
-
-
-def test_an_old_baseline_is_replaced_and_it_is_said_that_nothing_was_compared(tmp_path, good):
-    path = tmp_path / "baseline.parquet"
-    path.write_bytes(b"PAR1 of long ago PAR1")
-    change = baseline.make(good, path, replace=True)
-    assert "nothing to compare with" in change.problems[0]
-    assert check.check(good, path).outcome == "pass"

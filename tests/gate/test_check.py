@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, of, update
 from synthetic import make_record, make_store, outcomes, scores
 
-from qbench.errors import ResultsError
-from qbench.gate import baseline, check, margins
+from qbench.gate import check, margins
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +24,6 @@ def test_the_same_results_pass(good, standard):
     assert {gate.reason.split(" on ")[0] for gate in scored} == {"same outcomes"}
 
 
-def test_the_same_results_pass_at_any_margin(good, standard):
-    result = check.check(good, standard, margins={"acc": 0.0, "perplexity": 0.0})
-    assert result.outcome == "pass"
-
-
 def test_a_worse_cell_fails_and_the_others_pass(tmp_path, standard):
     result = check.check(changed(tmp_path, shift={"softpick/hqq-4bit": 0.4}), standard)
     assert result.outcome == "fail"
@@ -39,13 +31,6 @@ def test_a_worse_cell_fails_and_the_others_pass(tmp_path, standard):
     scored = [gate for gate in of(result, "softpick/hqq-4bit") if gate.task != "audit"]
     assert {gate.outcome for gate in scored} == {"fail"}
     assert {gate.outcome for gate in of(result, "softmax/hqq-4bit")} == {"pass"}
-
-
-def test_a_better_cell_passes(tmp_path, standard):
-    result = check.check(changed(tmp_path, shift={"softpick/hqq-4bit": -0.4}), standard)
-    assert result.outcome == "pass"
-    scored = [gate for gate in of(result, "softpick/hqq-4bit") if gate.task != "audit"]
-    assert all(gate.worse.estimate < 0 for gate in scored)
 
 
 def test_too_few_documents_are_inconclusive_and_it_is_said_what_would_tell(nearly, standard):
@@ -116,12 +101,6 @@ def test_an_audit_that_measures_worse_fails_though_every_score_is_the_same(
     assert check.check(store, standard, margins=wide).outcome == "pass"
 
 
-def test_a_cell_that_left_the_grid_never_passes(tmp_path, standard):
-    store = make_store(tmp_path / "new", sizes=SIZES, quantizers=("bf16",))
-    (gate,) = of(check.check(store, standard), "softmax/hqq-4bit")
-    assert gate.outcome == "fail"
-
-
 def test_a_score_that_is_gone_never_passes(tmp_path, standard):
     sizes = {task: size for task, size in SIZES.items() if task != "wikitext"}
     store = make_store(tmp_path / "new", sizes=sizes, quantizers=QUANTIZERS)
@@ -151,20 +130,3 @@ def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standar
     assert all(gate.change.old == gate.change.new for gate in gates)
     assert all(gate.outcome == "fail" for gate in gates)
     assert all("670 of the baseline's 700 documents are missing" in g.reason for g in gates)
-
-
-def test_another_task_definition_is_unusable_input(tmp_path, good, standard):
-    directory = tmp_path / "new"
-    shutil.copytree(good.directory, directory)
-    store = type(good)(directory)
-    old = tmp_path / "old.parquet"
-    for digest, make in (("a" * 64, True), ("b" * 64, False)):
-        for cell in store.grid().cells:
-            record = store.get(cell)
-            parts = {**record.key_parts, "tasks": {"arc_easy": digest}}
-            table = store.outcomes(record)
-            store.put(record.model_copy(update={"key_parts": parts}), table, None)
-        if make:
-            baseline.make(store, old)
-    with pytest.raises(ResultsError, match="arc_easy: its definition or data are not those"):
-        check.check(store, old)

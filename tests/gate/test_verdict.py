@@ -67,14 +67,6 @@ def test_no_name_or_reason_breaks_the_table_the_page_or_the_xml():
     assert json.loads(verdict.as_json(result))["gates"][0]["cell"] == evil
 
 
-def test_every_file_of_a_verdict_is_written_whatever_the_names(tmp_path):
-    evil = Gate(cell="a\ud800", task="t", metric="m", outcome="pass", reason="\ud800")
-    result = Verdict(results="r", baseline="b", gates=(evil,), notes=(), inconclusive="fail")
-    paths = {name: tmp_path / name for name in ("markdown", "junit", "json")}
-    verdict.write_verdict(result, **paths)
-    assert all(path.read_text() for path in paths.values())
-
-
 def test_a_default_margin_is_marked_and_the_mark_explained(good, standard):
     result = check.check(good, standard, margins={"perplexity": 9.0})
     text = verdict.as_markdown(result)

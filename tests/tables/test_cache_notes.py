@@ -68,11 +68,6 @@ def test_the_memory_of_a_token_stands_below_the_table(comparison, format):
     assert "hqq-3bit 9,504" in text
 
 
-def test_no_line_where_no_cache_is_quantized(tmp_path):
-    store = make_store(tmp_path / "weights", quantizers=("bf16", "hqq-2bit"))
-    assert "KV cache" not in render(compare(store))
-
-
 def test_a_note_says_how_fast_scores_were_judged(tmp_path):
     store = make_store(tmp_path / "kv", quantizers=("bf16", "hqq-2bit"), sizes={"arc_easy": 60})
     assert "judged by" not in render(compare(store))

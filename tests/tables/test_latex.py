@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from synthetic import PAPER, key, make_store
+from synthetic import key, make_store
 
 from qbench.comparison.compare import compare
 from qbench.tables import render
@@ -62,17 +62,6 @@ def test_latex_compiles_as_it_stands_and_nothing_runs_off_the_page(any_names, tm
     assert "Missing character" not in told
     assert "Overfull" not in told
     assert (tmp_path / "tables.pdf").stat().st_size > 10_000
-
-
-def test_the_papers_full_grid_fits_beside_what_the_paper_prints(tmp_path):
-    comparison = compare(make_store(tmp_path / "grid", quantizers=PAPER))
-    told = compiled(render(comparison, format="tex", published="softpick-340m"), tmp_path)
-    assert "Overfull" not in told
-
-
-def test_the_page_is_turned_only_where_a_table_needs_it(tmp_path):
-    store = make_store(tmp_path, sizes=SIZES, quantizers=("bf16",), checkpoints=("a", "b"))
-    assert "landscape" not in render(compare(store), format="tex")
 
 
 def test_a_long_table_goes_on_on_another_page():

@@ -122,11 +122,6 @@ def test_tables_of_weights_alone_stay_as_they_were(tmp_path):
     assert "precision" not in render(found, format="csv").splitlines()[0]
 
 
-def test_precisions_sort_by_weights_then_activations_then_cache():
-    orders = [precision.order for _, precision in CELLS.values()]
-    assert sorted(orders) == [(4, 8, 4), (4, 16, 16), (8, 8, 16), (16, 8, 16)]
-
-
 def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(store, tmp_path):
     baseline.make(store, tmp_path / "baseline.parquet")
     same = check.check(store, tmp_path / "baseline.parquet")

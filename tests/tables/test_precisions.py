@@ -64,13 +64,6 @@ def test_against_names_the_precision_that_others_are_compared_with(store):
         compare(store, against="nf4")
 
 
-def test_many_precisions_are_not_all_paired_unasked(tmp_path):
-    store = make_store(tmp_path / "mine", checkpoints=("mine",), sizes={"arc_easy": 20})
-    assert compare(store).pairs == ()
-    assert "--against QUANTIZER" in render(compare(store))
-    assert compare(store, against="gptq-4bit").pairs
-
-
 def test_against_is_for_one_checkpoint(tmp_path):
     store = make_store(tmp_path / "two", quantizers=("bf16", "bnb-4bit"), sizes={"arc_easy": 20})
     with pytest.raises(ResultsError, match="one checkpoint"):
@@ -108,8 +101,3 @@ def test_points_a_gib_are_those_lost_for_what_is_saved():
     lost = 100 * (scores[row[3]] - scores["bf16"])
     expected = lost / (sizes["bf16"] - sizes[row[3]])
     assert float(row[6].replace("−", "-")) == pytest.approx(expected, rel=1e-2)
-
-
-def test_nothing_that_small_is_said(store):
-    with pytest.raises(ResultsError, match=r"no quantized cell of at most 1 GiB of weights"):
-        ranking(compare(store), store, 1.0)  # these records say no size

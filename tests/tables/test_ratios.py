@@ -72,17 +72,6 @@ def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested
     assert told in text.replace("$-$", "−")
 
 
-def test_eight_bits_show_as_many_digits_as_they_have_to_tell(tmp_path):
-    store = make_store(tmp_path, sizes={"wikitext": 400}, quantizers=("bf16", "hqq-8bit"))
-    row = next(
-        row for row in render(compare(store)).split("damage, and")[1].splitlines()
-        if "hqq-8bit" in row
-    )  # fmt: skip
-    low, high = re.search(r"× \[([\d.]+), ([\d.]+)\]", row).groups()
-    assert low != high
-    assert len(low.split(".")[1]) > 3
-
-
 def test_table_13_is_shown_with_what_is_wrong_with_it(tmp_path):
     store = make_store(tmp_path, sizes=SMALL, quantizers=("bf16", "hqq-2bit", "bnb-4bit"))
     for format in ("md", "tex", "html"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 
 import pytest
@@ -86,14 +85,6 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     assert "§: most of the uncertainty comes of the seeds" in render(apart)
 
 
-def test_tables_say_how_much_of_the_uncertainty_is_the_seeds(comparison):
-    text = render(comparison)
-    share = comparison.seeds[0].deltas["softpick"].of_seeds
-    row = next(line for line in text.splitlines() if line.startswith("| arc_easy"))
-    assert f"{100 * share:.0f} %" in row
-    assert text.count("Seeds’ share") == 4  # head and legend of both tables
-
-
 def test_tables_name_the_trainings_in_the_order_of_their_values(tmp_path):
     how = {member: trained(member) for member in MEMBERS}
     text = render(compare(made(tmp_path / "grid", trained=how)))
@@ -135,10 +126,6 @@ def test_the_csv_has_every_question(comparison, grid, tmp_path):
     assert 0 <= float(one["of_seeds"]) <= 1
 
 
-def test_a_grid_without_replicates_has_no_lines_over_seeds(tmp_path):
-    assert compare(made(tmp_path / "grid", groups=None)).seeds == ()
-
-
 def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
     store = make_store(
         tmp_path / "grid", checkpoints=MEMBERS, quantizers=("bf16", "gptq-2bit"), sizes=SIZES,
@@ -172,31 +159,3 @@ def test_trainings_that_differ_elsewhere_are_named_below_the_table(tmp_path, mem
     line = next(line for line in text.splitlines() if said in line)
     assert member in line
     assert "were trained otherwise than in the normalizer alone" in line
-
-
-def test_a_plain_pair_that_was_trained_otherwise_is_named_too(tmp_path):
-    how = {"softmax.1": trained("softmax.1"), "softpick.1": trained("softpick.1", steps=10)}
-    store = make_store(
-        tmp_path / "grid", checkpoints=("softmax.1", "softpick.1"), quantizers=("bf16",),
-        sizes=SIZES, trained=how,
-    )  # fmt: skip
-    assert "steps 6103 and 10" in render(compare(store))
-
-
-def test_seeds_of_one_kind_have_one_normalizer(tmp_path):
-    how = {one: trained(one) for one in MEMBERS}
-    how["softmax.2"] = how["softmax.2"].model_copy(update={"normalizer": "softpick"})
-    notes = training_notes(compare(made(tmp_path / "grid", trained=how)))
-    assert any("stand for seeds of one kind, and have two normalizers" in note for note in notes)
-
-
-def test_every_effect_is_data(comparison):
-    effect = comparison.seeds[0].deltas["softpick"]
-    assert dataclasses.asdict(effect)["documents"] == 120
-
-
-@pytest.mark.parametrize("format", ["md", "tex", "html"])
-def test_every_format_has_them(comparison, format):
-    text = render(comparison, format=format)
-    assert "over seeds" in text
-    assert "each" in text
