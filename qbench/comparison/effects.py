@@ -17,7 +17,6 @@ from qbench.statistics import (
     Effect,
     Interval,
     Panel,
-    Resampled,
     SeedEffect,
     adjust,
     effect,
@@ -27,6 +26,7 @@ from qbench.statistics import (
     resample,
     score,
 )
+from qbench.statistics.panel import Floats
 from qbench.statistics.seeds import Signs
 from qbench.store import Store
 
@@ -144,7 +144,7 @@ class _Panels:
         self.columns = columns
         self.seed = seed
         self._panels: dict[tuple[Name, ...], Panel] = {}
-        self._drawn: dict[tuple[Name, ...], Resampled] = {}
+        self._drawn: dict[tuple[Name, ...], Floats] = {}
         first = next(iter(columns.values()), None)
         self._alike = tuple(
             name
@@ -170,7 +170,7 @@ class _Panels:
             self._panels[names] = Panel.of({name: self.columns[name] for name in names})
         return self._panels[names]
 
-    def _rounds(self, names: tuple[Name, ...], aggregation: str) -> Resampled | None:
+    def _rounds(self, names: tuple[Name, ...], aggregation: str) -> Floats | None:
         panel = self._panel(names)
         if not needs_rounds(aggregation) or panel.documents < 2:
             return None

@@ -18,7 +18,7 @@ from qbench.statistics.effect import (
     value,
     worsening,
 )
-from qbench.statistics.panel import ROUNDS, Column, Panel, Resampled, resample
+from qbench.statistics.panel import ROUNDS, Column, Panel, resample
 from qbench.statistics.seeds import SeedEffect, mean_score, over_seeds
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Effect",
     "Interval",
     "Panel",
-    "Resampled",
     "SeedEffect",
     "Worsening",
     "adjust",

@@ -25,7 +25,6 @@ from qbench.statistics.panel import (
     SLOPES,
     Floats,
     Panel,
-    Resampled,
     Studentized,
     as_scored,
     bootstrap_interval,
@@ -292,7 +291,7 @@ def effect(
     panel: Panel,
     signs: Mapping[object, int],
     aggregation: str,
-    resampled: Resampled | None = None,
+    resampled: Floats | None = None,
 ) -> Effect | None:
     """The effect Σ sign · score over the panel's columns named in ``signs``.
 
@@ -312,7 +311,7 @@ def effect(
     if sample is None:
         return None
     log = aggregation in LOG_SCALE
-    interval, method = _interval(sample)
+    interval, method, studentized = _interval(sample)
     found = Effect(
         kind="log ratio" if log else "difference",
         interval=interval,
@@ -324,7 +323,7 @@ def effect(
         detectable=_detectable(sample, interval.stderr),
         documents=sample.documents,
     )
-    if studentized := _studentized(sample, interval):
+    if studentized is not None:
         return dataclasses.replace(
             found,
             bounds=(interval.low, interval.high),
@@ -349,7 +348,7 @@ def effect(
 
 
 def score(
-    panel: Panel, name: object, aggregation: str, resampled: Resampled | None
+    panel: Panel, name: object, aggregation: str, resampled: Floats | None
 ) -> Interval | None:
     """One column's own score with its interval, in its units; ``None`` as for ``effect``.
 
@@ -362,7 +361,7 @@ def score(
     sample = _sample(panel, {name: 1}, aggregation, resampled)
     if sample is None:
         return None
-    found, _ = _interval(sample)
+    found, *_ = _interval(sample)
     if aggregation in LOG_SCALE:
         middle, low, high = np.exp([found.estimate, found.low, found.high]).tolist()
         return Interval(estimate=middle, low=low, high=high, stderr=middle * found.stderr)
@@ -410,7 +409,7 @@ def _of_pairs(panel: Panel, signs: Mapping[object, int], aggregation: str) -> Ef
 
 
 def _sample(
-    panel: Panel, signs: Mapping[object, int], aggregation: str, resampled: Resampled | None
+    panel: Panel, signs: Mapping[object, int], aggregation: str, resampled: Floats | None
 ) -> _Sample | None:
     if aggregation not in SLOPES or panel.documents < 2:
         return None
@@ -419,7 +418,7 @@ def _sample(
         values=panel.values[:, columns],
         weights=panel.weights[:, columns],
         sign=np.array(list(signs.values()), dtype=float),
-        ratios=resampled.ratios[:, columns] if resampled else None,
+        ratios=None if resampled is None else resampled[:, columns],
         aggregation=aggregation,
     )
     weight = sample.weights.sum(axis=0)
@@ -435,17 +434,17 @@ def _scores_difference(sample: _Sample) -> float:
         return float(as_scored(ratio, sample.aggregation) @ sample.sign)
 
 
-def _interval(sample: _Sample) -> tuple[Interval, Method]:
+def _interval(sample: _Sample) -> tuple[Interval, Method, Studentized | None]:
     values, weights, sign = sample.values, sample.weights, sample.sign
     estimate, stderr = contrast(values, weights, sign, sample.aggregation)
     found = Interval(estimate=estimate, low=estimate, high=estimate, stderr=stderr)
     documents = sample.effective
     if studentized := _studentized(sample, found):
         low, high = studentized.interval(CONFIDENCE)
-        return dataclasses.replace(found, low=low, high=high), "bootstrap-t"
+        return dataclasses.replace(found, low=low, high=high), "bootstrap-t", studentized
     if sample.ratios is None or sample.aggregation in LOG_SCALE:
         low, high = _by_t(found, documents, CONFIDENCE)
-        return dataclasses.replace(found, low=low, high=high), "Student's t"
+        return dataclasses.replace(found, low=low, high=high), "Student's t", None
     slope = SLOPES[sample.aggregation]
     left_out = (values.sum(axis=0) - values) / (weights.sum(axis=0) - weights)
     low, high = bootstrap_interval(
@@ -457,7 +456,7 @@ def _interval(sample: _Sample) -> tuple[Interval, Method]:
     )
     corrected = documents >= ENOUGH_TO_CORRECT
     method: Method = "BCa bootstrap" if corrected else "percentile bootstrap"
-    return dataclasses.replace(found, low=low, high=high), method
+    return dataclasses.replace(found, low=low, high=high), method, None
 
 
 def _studentized(sample: _Sample, interval: Interval) -> Studentized | None:

@@ -149,23 +149,17 @@ ENOUGH_TO_CORRECT = 100
 FEW_KINDS = 20  # a binomial draw costs as much as drawing this many documents
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Resampled:
-    """``ratios[round, column]`` = Σ values / Σ weights over the documents drawn."""
-
-    ratios: Floats
-
-
-def resample(panel: Panel, *, rounds: int = ROUNDS, seed: int = 0) -> Resampled:
-    """Draw documents with replacement, ``rounds`` times. The same seed gives the same rounds."""
+def resample(panel: Panel, *, rounds: int = ROUNDS, seed: int = 0) -> Floats:
+    """Σ values / Σ weights over documents drawn with replacement, [rounds, columns]. The same seed
+    gives the same rounds."""
     columns = panel.values.shape[1]
     # Most columns share their weights (1, or the page's words): sum each kind once.
     weights, kind = np.unique(panel.weights, axis=1, return_inverse=True)
     rows = np.hstack([panel.values, weights])
     with np.errstate(invalid="ignore"):  # a column that is not finite: ``effect`` refuses it
         sums = drawn_sums(rows, rounds, np.random.default_rng(seed))
-        ratios = sums[:, :columns] / sums[:, columns:][:, kind.ravel()]
-        return Resampled(ratios=np.asfortranarray(ratios))  # read by columns, a few of hundreds
+        # Read by columns, a few of hundreds.
+        return np.asfortranarray(sums[:, :columns] / sums[:, columns:][:, kind.ravel()])
 
 
 def drawn_sums(rows: Floats, rounds: int, rng: np.random.Generator) -> Floats:

@@ -65,7 +65,7 @@ def test_delta_method_and_bootstrap_agree_for_perplexities():
     new = old - words * (0.1 + 0.05 * rng.normal(size=400))
     both = panel(new, old, weights=words)
     found = effect(both, TWO, "weighted_perplexity").interval
-    rounds = -(resample(both).ratios @ [1, -1])
+    rounds = -(resample(both) @ [1, -1])
     assert found.stderr == pytest.approx(rounds.std(), rel=0.05)
     assert (found.high - found.low) / 2 == pytest.approx(1.96 * found.stderr, rel=0.06)
 
@@ -264,6 +264,6 @@ def test_few_kinds_of_documents_are_resampled_as_the_documents_themselves_would_
     many = Panel(
         values=few.values + 1e-9 * np.arange(400)[:, None], weights=few.weights, index=few.index
     )
-    by_kind, by_document = (resample(p, rounds=20_000).ratios @ [1, -1] for p in (few, many))
+    by_kind, by_document = (resample(p, rounds=20_000) @ [1, -1] for p in (few, many))
     assert by_kind.std() == pytest.approx(by_document.std(), rel=0.03)
     assert np.quantile(by_kind, 0.025) == pytest.approx(np.quantile(by_document, 0.025), abs=0.004)
