@@ -233,7 +233,9 @@ def _elsewhere(
         return partial(spread, devices=[f"{plan.device}:{index}" for index in range(count)])
     streamed = asked.stream
     if streamed == "auto":
-        streamed = plan.device == "cuda" and streamable(cell.quantization, cell.copy)
+        streamed = plan.device == "cuda" and streamable(
+            cell.quantization, cell.copy, cell.checkpoint.config
+        )
         if streamed:
             weights = elements(read_headers(cell.checkpoint.folder)) * itemsize
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

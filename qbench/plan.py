@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import Shapes, linear_shapes
-from qbench.checkpoints.supported import Chosen, choose_attention
+from qbench.checkpoints.supported import Chosen, choose_attention, moving_rope
 from qbench.code import code_digest
 from qbench.errors import (
     CheckpointError,
@@ -300,7 +300,7 @@ def _cell(
         key_parts=parts,
         refusal=reason
         or refusal(checkpoint, shapes, quantization)
-        or _unlike_a_stream(recipe, quantization, copy),
+        or _unlike_a_stream(recipe, quantization, copy, checkpoint.config),
         notes=(
             *_notes(checkpoint, attention, scoring.mode, slower),
             *([f"{column.label}: {chosen}"] if chosen else []),
@@ -312,23 +312,28 @@ WORKSPACE = 4 * 2**30  # bytes beside the weights, by which it is told whether t
 
 
 def _unlike_a_stream(
-    recipe: Recipe, quantization: QuantizationConfig, copy: Checkpoint | None
+    recipe: Recipe,
+    quantization: QuantizationConfig,
+    copy: Checkpoint | None,
+    config: Mapping[str, Any],
 ) -> str | None:
     asked = recipe.evaluation
     what = "device_map" if asked.device_map else "stream" if asked.stream is True else None
-    if what is None or streamable(quantization, copy):
+    if what is None or streamable(quantization, copy, config):
         return None
     return (
         f"evaluation.{what}: block by block weights alone are quantized, by rtn, bnb, hqq, gptq "
-        "and the like; leave it out, or the column"
+        "and the like, and rotary angles must not depend on the length; leave it out, or the column"
     )
 
 
-def streamable(quantization: QuantizationConfig, copy: Checkpoint | None) -> bool:
+def streamable(
+    quantization: QuantizationConfig, copy: Checkpoint | None, config: Mapping[str, Any]
+) -> bool:
     """Whether such a cell can be computed with its weights coming block by block."""
     weights = quantization.weights
-    own = weights is None or not weights.prequantized
-    return copy is None and own and not quantization.beside_weights
+    own = copy is None and (weights is None or not weights.prequantized)
+    return own and not quantization.beside_weights and not moving_rope(config)
 
 
 def content_key(parts: dict[str, Any]) -> str:

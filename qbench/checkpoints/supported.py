@@ -335,11 +335,17 @@ def unlike_a_pack(config: Mapping[str, Any]) -> str | None:
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     if kinds - {"full_attention"} or (windowed and not kinds):
         return MIXED
+    moving = moving_rope(config)
+    return f"{moving} rotary angles depend on the batch" if moving else None
+
+
+def moving_rope(config: Mapping[str, Any]) -> str | None:
+    """The kind of rotary embedding, where its angles depend on how long the texts of a forward
+    are; else None."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    types = [str(part.get("rope_type") or part.get("type") or "") for part in parts]
-    moving = [name for name in types if name.startswith(MOVING_ROPES)]
-    return f"{moving[0]} rotary angles depend on the batch" if moving else None
+    types = (str(part.get("rope_type") or part.get("type") or "") for part in parts)
+    return next((name for name in types if name.startswith(MOVING_ROPES)), None)
 
 
 @functools.cache

@@ -180,7 +180,9 @@ def _streamed(cell: Cell, plan: Plan, weights: float) -> bool:
     asked = plan.recipe.evaluation.stream
     if asked != "auto":
         return asked
-    if plan.device != "cuda" or not streamable(cell.quantization, cell.copy):
+    if plan.device != "cuda" or not streamable(
+        cell.quantization, cell.copy, cell.checkpoint.config
+    ):
         return False
     return weights + WORKSPACE / GIB > memory_gib("cuda")
 

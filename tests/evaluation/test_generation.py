@@ -124,6 +124,22 @@ def test_prompts_of_all_lengths_are_answered_as_by_hflm(max_length, chunk, monke
     assert not model._forward_hooks
 
 
+def test_rotary_angles_that_depend_on_the_batch_are_left_to_lm_eval():
+    """Beside a longer prompt, or in chunks, a short one would get other angles."""
+    model = llama()
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model.config.max_position_embeddings, model.config.rope_parameters = 16, rope
+    model = type(model)(model.config).eval()
+    requests = [request(text(i, 1 + 6 * i), i, max_gen_toks=8) for i in range(6)]
+    lm = scorer(model, "exact", max_length=256)
+    found = lm.generate_until(requests)
+    fresh = type(model)(model.config).eval()  # its angles are as of a model that said nothing yet
+    fresh.load_state_dict(model.state_dict())
+    hflm = scorer(fresh, "exact", max_length=256).hflm
+    assert found == hflm.generate_until(requests, disable_tqdm=True)
+    assert "dynamic rotary angles" in lm.report().transformers_generation["generation"]
+
+
 @pytest.mark.parametrize("looks", [1, 8])
 def test_a_token_that_generation_config_names_ends_answers(looks, monkeypatch):
     monkeypatch.setitem(generation.LOOK_EVERY, "cpu", looks)

@@ -36,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.kv_cache import needs_sequences
 from qbench.attention.masks import Mask
+from qbench.checkpoints.supported import moving_rope
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memory
 from qbench.evaluation.scoring.requests import check_tokens, encode
@@ -159,6 +160,8 @@ def unlike_greedy(model: Any, asked: Sequence[Mapping[str, Any]]) -> str | None:
         return f"it sets {', '.join(sorted(strange))}"
     if is_spread(model):
         return "its blocks lie on several GPUs"
+    if moving := moving_rope(model.config.to_dict()):
+        return f"{moving} rotary angles depend on the batch"
     return None if takes_slots(model) else f"{type(model).__name__} keeps more than keys and values"
 
 
@@ -167,7 +170,7 @@ def takes_slots(model: Any) -> bool:
     token stands."""
     plain = all(type(one) is DynamicLayer for one in DynamicCache(config=model.config).layers)
     told = "position_ids" in inspect.signature(model.forward).parameters
-    return plain and told and not is_spread(model)
+    return plain and told and not is_spread(model) and not moving_rope(model.config.to_dict())
 
 
 def at_once(model: Any, length: int) -> int:
