@@ -21,7 +21,7 @@ NONE = torch.fx.Graph()
 SLOW = pytest.mark.slow
 
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 32, "vocab_size": 61, "initializer_range": 0.3,
 }  # fmt: skip
 
@@ -67,11 +67,9 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
 @pytest.mark.parametrize(
     ("make", "inputs", "mask"),
     [
-        (llama, {}, False),
-        pytest.param(llama, {"position_ids": PACKED}, False, marks=SLOW),
+        pytest.param(llama, {}, False, marks=SLOW),
         # the mask is for where it has holes
         pytest.param(llama, {"attention_mask": torch.ones(2, 9).long()}, True, marks=SLOW),
-        pytest.param(mistral, {}, False, marks=SLOW),
         (mistral, {"position_ids": PACKED}, False),
     ],
 )
@@ -88,7 +86,7 @@ def test_a_compiled_model_on_kernels_is_handed_sequences_and_no_dense_mask(
     for _ in range(2):
         compiled(ids, use_cache=False, **inputs).logits.sum().backward()
     window = 5 if make is mistral else None
-    assert seen == [(mask, True, window, "spans")] * 4  # two layers, two passes
+    assert seen == [(mask, True, window, "spans")] * 2  # two passes
 
 
 @pytest.mark.parametrize(
@@ -113,27 +111,22 @@ def test_which_sequences_there_are(joined, padding, count, spans):
     torch.library.opcheck(torch.ops.qbench.sequence_spans.default, given)
 
 
-@pytest.mark.parametrize("train", [True, pytest.param(False, marks=SLOW)])
-@pytest.mark.parametrize(
-    "positions", [PACKED, *(pytest.param(p, marks=SLOW) for p in (None, torch.arange(9)[None]))]
-)
-@pytest.mark.parametrize("make", [llama, mistral])
-def test_a_compiled_model_gives_what_the_model_gives(make, positions, train):
+@pytest.mark.parametrize("positions", [PACKED, pytest.param(None, marks=SLOW)])
+@pytest.mark.parametrize("make", [llama, pytest.param(mistral, marks=SLOW)])
+def test_a_compiled_model_gives_what_the_model_gives(make, positions):
     model = make()
     attend(model, normalizer="softpick")
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     inputs = {"use_cache": False, "position_ids": positions}
-    with torch.set_grad_enabled(train):
-        got = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs).logits
-        torch.testing.assert_close(got, model(ids, **inputs).logits)
+    got = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs).logits
+    torch.testing.assert_close(got, model(ids, **inputs).logits)
 
 
 @pytest.mark.parametrize("slopes", [False, True])
-@pytest.mark.parametrize("normalizer", ["softpick", pytest.param("sigmoid", marks=SLOW)])
-def test_a_static_cache_in_a_compiled_model_is_right_or_refused(normalizer, slopes):
+def test_a_static_cache_in_a_compiled_model_is_right_or_refused(slopes):
     """Whether the last key is the last query's cannot be told there, which slopes go by."""
-    model = attach(llama(), normalizer, slopes=slopes)
-    attend(model, normalizer=normalizer)
+    model = attach(llama(), "softpick", slopes=slopes)
+    attend(model, normalizer="softpick")
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, backend="eager")
     cache, pieces = StaticCache(config=model.config, max_cache_len=16), []
@@ -184,14 +177,13 @@ def test_mixed_dtypes_under_autocast_are_cast_as_torchs_own_attention_casts_them
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_trains_under_autocast(compiled):
+def test_a_compiled_model_trains_under_autocast():
     model = llama()
     attend(model, normalizer="softpick")
-    run = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = torch.arange(9)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = run(ids, labels=ids, use_cache=False).loss
+        loss = compiled(ids, labels=ids, use_cache=False).loss
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 

@@ -81,15 +81,6 @@ def test_weights_are_exactly_zero_only_where_the_object_says_so(name):
     assert bool((weights(name, draw(50, 9)) == 0).any()) == chosen.sparse
 
 
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-@pytest.mark.parametrize("masked", [False, True])
-def test_softpicks_fraction_is_its_weights(scale, masked):
-    chosen, scores = NORMALIZERS.get("softpick"), draw(4, 30, 17) * scale
-    allowed = draw(30, 17, seed=1) > 0 if masked else None
-    above, below = chosen.fraction(scores.clone(), allowed=allowed)
-    torch.testing.assert_close(above / below, chosen.weights(scores, allowed=allowed))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_lack_nothing(name):
     assert lack(name) is None
@@ -134,18 +125,6 @@ def test_parameters_and_distances_reach_the_definition(sloped):
             weights = x.exp() / (sinks[h].exp() + x.exp().sum(-1, keepdim=True))
             expected = (weights[:, None] @ value[:, h // 2, seen])[:, 0]
             torch.testing.assert_close(got[:, h, i], expected)
-
-
-@pytest.mark.usefixtures("sunk")
-def test_parameters_are_trained_through_the_reference():
-    query, key, value = (draw(1, 2, 5, 4, seed=seed) for seed in range(3))
-    sinks = draw(2, seed=3).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda s: reference.attention(
-            query, key, value, normalizer="sunk", parameters={"sinks": s}
-        ),
-        (sinks,),
-    )
 
 
 @pytest.mark.usefixtures("sunk")

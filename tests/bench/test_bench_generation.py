@@ -1,20 +1,25 @@
-"""The bench of generated answers, on a tiny shape."""
+"""The benches of analyses and of generated answers, on a tiny shape."""
 
 import json
-import subprocess
-import sys
+
+import pytest
+from small_recipe import qbench
 
 
-def test_it_times_both_ways_of_answering_and_prints_no_more(tmp_path):
-    out = tmp_path / "generation.json"
-    sizes = ("--prompts", 6, "--prompt", 20, "--tokens", 9, "--batch-size", 4)
-    command = ("bench", "generation", "--shape", "tiny", "--device", "cpu", *sizes, "--out", out)
-    ran = subprocess.run(
-        [sys.executable, "-m", "qbench", *map(str, command)],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["normalizer"] for row in rows] == ["softmax"] * 2 + ["softpick"] * 2
-    assert all(row["tokens_per_second"] > 0 for row in rows)
-    assert ran.stdout == out.with_suffix(".md").read_text()
-    assert ran.stderr == f"written: {out}, {out.with_suffix('.md')}\n"  # no library's notes
+@pytest.mark.parametrize(
+    ("command", "sizes", "rows"),
+    [
+        ("analysis", ("--samples", 8, "--length", 40, "--prompts", 3, "--prompt", 50), 7),
+        ("generation", ("--prompts", 6, "--prompt", 20, "--tokens", 9, "--batch-size", 4), 2),
+    ],
+)
+def test_it_times_what_it_checked_and_prints_no_more(command, sizes, rows, tmp_path, capfd):
+    """Decoding that is not what transformers, or HFLM, gives in float32 would be an error."""
+    out = tmp_path / "bench.json"
+    assert qbench("bench", command, "--shape", "tiny", "--device", "cpu", *sizes, "--out", out) == 0
+    found = json.loads(out.read_text())["rows"]
+    assert [row["normalizer"] for row in found] == ["softmax"] * rows + ["softpick"] * rows
+    assert all(row["seconds"] > 0 for row in found)
+    printed = capfd.readouterr()
+    assert printed.out == out.with_suffix(".md").read_text()
+    assert printed.err == f"written: {out}, {out.with_suffix('.md')}\n"  # no library's notes

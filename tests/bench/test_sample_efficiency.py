@@ -80,6 +80,7 @@ def test_a_known_power_is_found():
     assert found.low < -0.5 < found.high
 
 
+@pytest.mark.slow
 def test_as_many_experts_as_the_truth_has_are_found_at_the_parametric_rate(tmp_path, monkeypatch):
     """A quarter of the samples, twice the loss; and what the command writes."""
     monkeypatch.setattr(bench, "SIZES", (500, 2000))

@@ -1,31 +1,23 @@
 """Kernels through Triton's compiler for a Hopper GPU, without one: what the interpreter takes need
-not compile. In a process of its own, since it replaces Triton's driver. Prints a line a kernel:
-case, kernel, and with ``ptxas`` a thread's registers, the bytes that it spills, and whether matrix
-products wait for each other."""
+not compile. In a process of its own, since it replaces Triton's driver. Prints a line a kernel."""
 
 import os
-import re
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
-import triton
 import triton.compiler
 from attention_cases import Case, parameters
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import make_backend
 from triton.runtime import driver
 
 TARGET = GPUTarget("cuda", 90, 32)
 LENGTH = 512
-compile_for = triton.compiler.compile
 found = []
 
 
@@ -66,28 +58,8 @@ def front_end(source, target=None, options=None, **_):
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(chosen)
     source.make_ir(TARGET, chosen, functions, backend.get_module_map(), context)
-    found.append([source.name])
+    found.append(source.name)
     return Compiled()
-
-
-def whole(source, target=None, options=None, **_):
-    kernel = compile_for(source, target=TARGET, options=options)
-    found[-1].insert(0, kernel.metadata.name)
-    return Compiled()
-
-
-def assembled(backend, source, *_):
-    """Notes what the assembler says of it; gives no machine code."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(source)
-        file.flush()
-        asked = [ptxas, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
-        said = subprocess.run(asked, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)[1]
-    spilled = re.search(r"(\d+) bytes spill stores", said)[1]
-    found.append([registers, spilled, str("serialized" in said)])
-    return b""
 
 
 def run(case, dtype=torch.bfloat16):
@@ -124,26 +96,18 @@ def every_kernel(normalizers):
             yield Case(normalizer=normalizer, shape=shape, **settings), hopper, dtype
 
 
-def hot_kernels():
-    for normalizer in ("softmax", "softpick"):
-        for width in (64, 128):
-            shape = (1, 2, 2, LENGTH, LENGTH, width)
-            yield Case(normalizer=normalizer, shape=shape), True, torch.bfloat16
-
-
-def main(mode, *normalizers):
+def main(*normalizers):
     driver.set_active(Hopper())
-    triton.compiler.compile = front_end if mode == "front" else whole
-    CUDABackend.make_cubin = assembled
+    triton.compiler.compile = front_end
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.set_num_threads(1)
     from qbench.attention.kernels import hopper
 
-    for case, on_hopper, dtype in every_kernel(normalizers) if mode == "front" else hot_kernels():
+    for case, on_hopper, dtype in every_kernel(normalizers):
         hopper.MIN_WORK = 0 if on_hopper else 1 << 60
         run(case, dtype)
         for kernel in found:
-            print("\t".join((str(case), *kernel)), flush=True)
+            print(f"{case}\t{kernel}", flush=True)
         found.clear()
 
 

@@ -39,7 +39,7 @@ def attends():
 
 def shaped(normalizer):
     """With the normalizer's parameters, slopes, a soft cap, a window, and a few steps of decoding;
-    with holes in a mask, which say how many keys each query sees; packed."""
+    with holes in a mask, which say how many keys each query sees."""
     given = parameters(normalizer, 2, dtype=torch.float32, slopes=True)
     options = {"residual": RESIDUALS["softmax"], "normalizer": normalizer, "parameters": given}
     query = draw(2, 2, 25, 16) * 2
@@ -56,17 +56,6 @@ def shaped(normalizer):
             for function in (kv_cache.kernel_attention, kv_cache.attention)
         )
         yield error(found, wanted)
-    edges = torch.tensor([0, 9, 10, 25])
-    places = torch.cat([torch.arange(n) for n in (9, 1, 15)])[None].int()
-    row = Sources(*(tensor[:1] for tensor in sources))
-    found, wanted = (
-        kv_cache.packed_attention(
-            query[:1], row, implementation=implementation, positions=places,
-            cu_seqlens_q=edges, cu_seqlens_k=edges, **options,
-        )
-        for implementation in ("triton", "reference")
-    )  # fmt: skip
-    yield error(found, wanted)
 
 
 def layouts(residual, normalizer):
