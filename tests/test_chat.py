@@ -61,16 +61,3 @@ def test_tables_say_how_prompts_were_made(tmp_path, capfd):
     )
     assert "with the system instruction “Be brief.”." in shown
     assert all(record.status == "ok" for record in Store(tmp_path / "out").records())
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "words"),
-    [
-        ({"apply_chat_template": "yes"}, "apply_chat_template"),
-        ({"system_instruction": ""}, "system_instruction"),
-        ({"fewshot_as_multiturn": 1}, "fewshot_as_multiturn"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_place(tmp_path, evaluation, words):
-    with pytest.raises(RecipeError, match=f"small.yaml:.*evaluation.{words}"):
-        Recipe.load(recipe(tmp_path, DEMO / "softmax", **evaluation))

@@ -221,17 +221,6 @@ def test_a_foreign_grid_that_is_of_nothing_is_refused(results, changes, words):
         Store(results / "grid").grid()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"checkpoint": "../x"}, "checkpoint"), ({"attention": "a\nb"}, "attention"),
-     ({"key": "0" * 64}, "another cell or key"), ({"quantizer": "rtn-4bit"}, "another cell")],
-)  # fmt: skip
-def test_a_foreign_record_is_held_to_its_place_and_its_names(results, changes, words):
-    rewrite(the_file(results, "record"), **changes)
-    with pytest.raises(DamagedError, match=words):
-        Store(results / "grid").records()
-
-
 # Puts a record again with other outcomes, and ends like a killed process at the n-th write.
 DIE_AT = """
 import os, sys

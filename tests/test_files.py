@@ -60,20 +60,6 @@ def test_what_cannot_be_written_is_refused_before_and_when_it_is_written(tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [(lambda folder: folder / "file", "is a file"), (lambda folder: folder / "file" / "x", "file"),
-     (lambda folder: Path("/proc/qbench"), "cannot be written to"),
-     (lambda folder: folder / "loop", "symbolic links|cannot"),
-     (lambda folder: folder / ("a" * 300), "name too long")],
-)  # fmt: skip
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, make, words):
-    (tmp_path / "file").write_text("content")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(OutputError, match=words):
-        require_folder(make(tmp_path), "--out")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_file_or_folder_is_refused(tmp_path):
     (tmp_path / "file").touch(0o444)

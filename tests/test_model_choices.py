@@ -120,17 +120,6 @@ def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, mon
         assert (record.normalizer, record.attention) == ("native", "native/eager")
 
 
-def test_the_table_of_models_is_made_by_a_command(capfd):
-    assert qbench("list", "models", "--markdown") == 0
-    table = capfd.readouterr().out
-    assert "| `gpt_oss` | gpt-oss | ours: softmax-sink | exact" in table
-    assert "| `bloom` | BLOOM (ALiBi) | native (eager): its class computes" in table
-    assert qbench("list", "models") == 0
-    assert "GPT2LMHeadModel: GPT-2" in capfd.readouterr().out
-    with pytest.raises(RecipeError, match="--markdown is for models"):
-        qbench("list", "tasks", "--markdown")
-
-
 def test_the_documents_hold_that_table():
     from qbench.cli.lookup import model_table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -198,35 +197,3 @@ def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path
     assert "left out  demo_choice: no data\nleft out  demo_lastword: no data\ntask  demo_p" in said
     assert qbench("run", path, *options, "--only", "softmax/fp32") == 0
     assert "- Left out, having no data: demo_choice, demo_lastword." in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_of_mmlu_everything_that_is_missing_is_said_at_once_and_the_rest_can_run(tmp_path, capsys):
-    """Few-shot examples too, from a file of another name."""
-    from qbench.errors import DataError
-    from qbench.plan import plan
-
-    row = {"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": 2, "subject": "x"}
-    has = {"mmlu_anatomy": ("test", "examples"), "mmlu_virology": ("test",), "mmlu_prehistory": ()}
-    for task, splits in has.items():
-        (tmp_path / "data" / task).mkdir(parents=True)
-        for split in splits:
-            line = json.dumps(row) + "\n"
-            (tmp_path / "data" / task / f"{split}.jsonl").write_text(line * 6)
-    files = {"fewshot": ["dev", "examples"]}
-    path = small_recipe(
-        tmp_path, data=str(tmp_path / "data"), definitions=None,
-        tasks=[{"name": "mmlu", "num_fewshot": 5, "files": files}],
-    )  # fmt: skip
-    with pytest.raises(DataError) as error:
-        plan(Recipe.load(path), device="cpu")
-    lines = error.value.lines
-    assert len(lines) == 56  # of 57 tasks
-    (virology,) = [line for line in lines if line.startswith("mmlu_virology: ")]
-    assert "for its examples no dev.jsonl or examples.jsonl in" in virology
-    (prehistory,) = [line for line in lines if line.startswith("mmlu_prehistory: ")]
-    assert "no test.jsonl and for its examples no dev.jsonl or examples.jsonl in" in prehistory
-    assert qbench("plan", path, "--skip-missing", "--device", "cpu", "--out", tmp_path / "o") == 0
-    said = capsys.readouterr().out
-    assert said.count("left out") == 56
-    assert "mmlu_anatomy (5-shot) [examples: examples]" in said

@@ -238,17 +238,6 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
     assert "86.59 and 85.82" in told
 
 
-def test_table_4_is_that_of_the_analysis():
-    text = (RESULTS / "pair-27m" / "analysis" / "tables.md").read_text()
-    section = text[text.index("### Beside the damage") :].split("\n### ", 2)[0]
-    known = {row[0].partition("/")[0]: row for row in rows(section)[2:]}
-    head = rows(section)[0]
-    names = ["Sink rate %, ε 0.2", "Sink rate %, ε 0.3", "Kurtosis", "Min", "Max", "Sparsity %",
-             "KL bnb-4bit", "KL gptq-3bit", "KL hqq-3bit"]  # fmt: skip
-    for row in rows(part("| | sink rate %, ε 0.2", "![Hidden"))[2:]:
-        assert row[1:] == [known[row[0]][head.index(name)] for name in names]
-
-
 @pytest.mark.parametrize(("number", "name", "words"), SPEEDS)
 def test_speeds_are_those_of_the_bench(number, name, words):
     assert number in part("| what | against | H200 |", "\n\\* Values", SPEED)
