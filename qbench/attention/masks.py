@@ -9,7 +9,8 @@ where kernels attend, which sequences there are is found when the compiled graph
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
+
+
+class _Positions:
+    counted = False
+
+
+_positions = _Positions()
+
+
+@contextmanager
+def positions_counted() -> Iterator[None]:
+    """Models that are given no positions hold whole sequences, none packed: under torch.compile
+    nothing has to be found when the graph runs, which would wait for the GPU."""
+    before, _positions.counted = _positions.counted, True
+    try:
+        yield
+    finally:
+        _positions.counted = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +116,8 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
             options,
         )  # fmt: skip
         plain = attention_mask is None or (not compiling and bool(attention_mask.all()))
+        if compiling and _positions.counted and plain and not use_vmap:
+            allow_is_causal_skip |= _is_packed(mask_function)
         fixed = isinstance(q_offset, int)
         aligned = fixed and q_offset + q_length == kv_offset + kv_length
         wide = local_size is None or kv_length < local_size

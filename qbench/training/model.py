@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from transformers import AutoConfig, LlamaForCausalLM
 
+from qbench.attention.masks import positions_counted
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
@@ -141,7 +142,8 @@ class Loss(nn.Module):
         # Handed over in the passes' dtype, so that the residual stream and the rotary embedding
         # are of it too; from float32 embeddings autocast would make them float32.
         embedded = self.embeddings(rows[:, :-1]).to(self.dtype)
-        with warnings.catch_warnings():  # the compiler looks whether it has a gradient already
+        with positions_counted(), warnings.catch_warnings():
+            # the compiler looks whether it has a gradient already
             warnings.filterwarnings("ignore", message=NO_LEAF)
             return self.rest(embedded, rows[:, 1:])
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from qbench.attention import transformers as interface
-from qbench.attention.masks import mask_function
+from qbench.attention.masks import mask_function, positions_counted
 from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
 
@@ -87,6 +87,22 @@ def test_a_compiled_model_on_kernels_is_handed_sequences_and_no_dense_mask(
         compiled(ids, use_cache=False, **inputs).logits.sum().backward()
     window = 5 if make is mistral else None
     assert seen == [(mask, True, window, "spans")] * 2  # two passes
+
+
+def test_a_compiled_model_that_counts_its_positions_looks_for_no_sequences(monkeypatch):
+    """As in training: looking waits for the GPU."""
+    seen = received(monkeypatch)
+    interface._registered.cache_clear()
+    model = llama()
+    model.set_attn_implementation(interface.attention_name("softmax", "triton", "cpu"))
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with positions_counted():
+        compiled(ids, use_cache=False)
+    assert seen == [(False, True, None, None)] * 2
+    seen.clear()
+    compiled(ids, use_cache=False)
+    assert seen == [(False, True, None, "spans")] * 2
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,3 @@ def test_a_pass_over_many_texts_at_340m_takes_less_than_a_minute_and_20_gib():
     for row in whole:
         assert row["seconds"] < 60
         assert row["peak_gib"] < 20
-    seconds = {(r["what"], r["normalizer"]): r["seconds"] for r in found["rows"]}
-    for normalizer in ("softmax", "softpick"):
-        theirs = seconds["passkey, transformers' generate, batch 1", normalizer]
-        assert theirs > 10 * seconds["passkey, ours", normalizer]

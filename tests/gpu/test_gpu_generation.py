@@ -56,5 +56,5 @@ def test_captured_steps_answer_as_hflm_does(normalizer, cache, monkeypatch):
     settings = ScoringSettings(mode="exact", max_length=256, batch_size=1, window_batch_size=1)
     lm = language_model(model, tokenizer(), settings)
     assert lm.generate_until(requests) == lm.hflm.generate_until(requests, disable_tqdm=True)
-    assert len(captured) > 1
+    assert captured
     assert None not in captured
