@@ -178,6 +178,7 @@ class Stream:
             # The instance's own, so that hooks and transformers' wrappers stay around it.
             block.forward = partial(self._forward, index, block.forward)
         self._at: int | None = None  # the block that is on the device
+        self._done: torch.cuda.Event | None = None  # of the work of the one before
         self._coming: tuple[int, list[Future[Tensor]]] | None = None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qbench-stream")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -296,14 +297,20 @@ class Stream:
         for one in block.replaced:
             modules.set_submodule(one.name, one.layer)
         self._at = None
+        if self._copies is not None:
+            self._done = torch.cuda.current_stream(self.device).record_event()
 
     def _read(self, index: int) -> list[Future[Tensor]]:
-        """The block's tensors on their way to the device, beside its work."""
-        return [self._readers.submit(self._copy, t) for t in self._blocks[index].tensors()]
+        """The block's tensors on their way to the device, beside its work: not before that of the
+        block whose turn is over is done, or many blocks would wait there for slow work."""
+        tensors = self._blocks[index].tensors()
+        return [self._readers.submit(self._copy, tensor, self._done) for tensor in tensors]
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, after: torch.cuda.Event | None) -> Tensor:
         if self._copies is None:
             return tensor.to(self.device, copy=True)
+        if after is not None:
+            after.synchronize()
         with torch.cuda.stream(self._copies):
             found = tensor.pin_memory().to(self.device, non_blocking=True)
             self._copies.record_event().synchronize()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,7 @@ ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
 MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
+THREADS = 4  # that compute digests beside a GPU's work
 FEW = 16  # levels that a GPU counts one by one, in a tenth of the time of sorting
 
 
@@ -48,23 +49,29 @@ def audit_weights(
     problems += _unasked(original, stored.keys(), remaining, wanted, quantized, config)
     measured: list[Measured] = []
     rescaled = 0
-    with ThreadPoolExecutor(1) as pool:
+    digests: list[Future[str]] = []
+    with ThreadPoolExecutor(THREADS) as pool:
         names = [name for name in wanted if name in stored]
         for name in names:
             try:
                 packed = stored[name]
-                sha256 = pool.submit(digest, packed.tensors)
+                digests.append(pool.submit(digest, packed.tensors))
+                wait(digests[:-THREADS])  # so that tensors of few layers are held
                 bring(original, name)
                 module = quantized.get_submodule(name)
                 one = measure(wanted[name], module, packed, config.weights)
                 if one.factor is not None:  # the original, which is consumed, with the same factors
                     wanted[name].weight.data.mul_(one.factor)
                     rescaled, one = rescaled + 1, replace(one, factor=None)
-                about = one.module.model_copy(update={"digest": sha256.result()})
-                measured.append(replace(one, module=about))
+                measured.append(replace(one, digest=digests[-1]))
                 problems += one.problems
             except Exception as error:  # whatever a broken layer raises is what is wrong with it
                 problems.append(f"{name}: cannot be measured: {first_line(error)}")
+    modules = tuple(
+        one.module.model_copy(update={"digest": one.digest.result()})
+        for one in measured
+        if one.digest is not None
+    )
     weights = _size(wanted.values())
     covered = sum(one.module.parameters for one in measured)
     bits = sum(one.module.bits_per_weight * one.module.parameters for one in measured)
@@ -82,8 +89,8 @@ def audit_weights(
         left_out=tuple(matrix.name for matrix in remaining),
         left_out_because=_because(remaining, config),
         problems=tuple(problems),
-        modules=tuple(one.module for one in measured),
-        digest=_digest({one.module.name: one.module.digest for one in measured}),
+        modules=modules,
+        digest=_digest({module.name: module.digest for module in modules}),
     )
 
 
@@ -193,6 +200,7 @@ class Measured:
     norm_squared: float
     problems: tuple[str, ...]
     factor: Tensor | None = None  # [out, in], that other layers must take off again
+    digest: Future[str] | None = None  # of what is stored
 
 
 @torch.no_grad()
