@@ -18,7 +18,6 @@ from qbench.records import (
     Audit,
     Damage,
     Grid,
-    GridCell,
     Record,
     RecordModel,
     Unavailable,
@@ -199,37 +198,35 @@ def document_text(
 
     Raises ResultsError where no task, or not the one that is named, has such a document.
     """
-    outcomes, responses = store.outcomes(record), store.responses(record)
-    known = list(dict.fromkeys([*outcomes["task"], *responses["task"]]))
+    base = unquantized(store, record)
+    cells = [record] if base is None else [record, base]
+    outcomes = {one.cell: store.outcomes(one) for one in cells}
+    responses = {one.cell: store.responses(one) for one in cells}
+    own, written = outcomes[record.cell], responses[record.cell]
+    known = list(dict.fromkeys([*own["task"], *written["task"]]))
     if task is not None and task not in known:
         raise ResultsError(f"{record.cell}: no task {task}; it has {', '.join(known)}")
-    base = unquantized(store, record)
-    before = (store.outcomes(base), store.responses(base)) if base is not None else None
-    names = [record.cell, *([base.cell] if base is not None else [])]
     summed = {
         one.metric for one in record.scores if one.aggregation in (*LOG_SCALE, "bits_per_byte")
     }
     parts = []
     for name in known if task is None else [task]:
-        tables = [(outcomes, responses), *([before] if before else [])]
-        scored, answered = zip(
-            *((_of(o, name, document), _of(r, name, document)) for o, r in tables), strict=True
+        scored, answered = (
+            {cell: of[(of.task == name) & (of.document == document)] for cell, of in one.items()}
+            for one in (outcomes, responses)
         )
-        if scored[0].empty and answered[0].empty:
+        if scored[record.cell].empty and answered[record.cell].empty:
             continue
         parts.append(f"{name}, document {document}")
         parts += _asked((asked or {}).get(name, ()))
-        if not scored[0].empty:
-            parts.append(_metrics(names, scored, summed))
-        texts = [one[one["answer"].notna()] for one in answered]
-        likelihoods = [one[one["answer"].isna()] for one in answered]
-        if not likelihoods[0].empty:
-            parts.append(_requests(names, likelihoods))
-        parts += [_written(cell, of) for cell, of in zip(names, texts, strict=True) if len(of)]
+        texts = {cell: of[of["answer"].notna()] for cell, of in answered.items()}
+        likelihoods = {cell: of[of["answer"].isna()] for cell, of in answered.items()}
+        parts += filter(None, (_metrics(scored, summed), _requests(likelihoods)))
+        parts += [_written(cell, of) for cell, of in texts.items() if len(of)]
     if parts and record.quantized and base is None:
         parts.append("(the unquantized cell has no good record of these documents to show beside)")
     if not parts:
-        last = int(outcomes["document"].max()) if len(outcomes) else -1
+        last = int(own["document"].max()) if len(own) else -1
         raise ResultsError(f"{record.cell}: no document {document}; the last one is {last}")
     return "\n\n".join(parts)
 
@@ -252,50 +249,42 @@ def unquantized(store: Store, record: Record) -> Record | None:
     if not record.quantized:
         return None
     key = record.key_parts.get("damage against")
-    cells: list[GridCell] = []
     with suppress(ResultsError):  # a record's file alone, without its folder
-        cells = [
-            cell
-            for cell in store.grid().cells
-            if cell.checkpoint == record.checkpoint and not cell.quantized
-        ]
-    for cell in cells if key is None else [cell for cell in cells if cell.key == key]:
-        found = store.whole(cell)
-        if found is not None and found.status == "ok" and found.documents == record.documents:
-            return found
+        for cell in store.grid().cells:
+            theirs = cell.checkpoint == record.checkpoint and not cell.quantized
+            if theirs and key in (None, cell.key):
+                found = store.whole(cell)
+                if found and found.status == "ok" and found.documents == record.documents:
+                    return found
     return None
 
 
-def _of(rows: pd.DataFrame, task: str, document: int) -> pd.DataFrame:
-    return rows[(rows["task"] == task) & (rows["document"] == document)]
-
-
-def _metrics(names: list[str], scored: tuple[pd.DataFrame, ...], summed: Collection[str]) -> str:
+def _metrics(scored: Mapping[str, pd.DataFrame], summed: Collection[str]) -> str:
     """Of those that are ``summed`` a document has a log-likelihood, which is no perplexity."""
-    values = [dict(zip(one["metric"], one["value"], strict=True)) for one in scored]
+    own, *_ = columns = [one.set_index("metric")["value"] for one in scored.values()]
     rows = [
         (
             metric_title(metric) + (": log-likelihood" if metric in summed else ""),
-            *(_shown(of.get(metric), "g") for of in values),
+            *(f"{of[metric]:g}" if metric in of else NO_VALUE for of in columns),
         )
-        for metric in values[0]
+        for metric in own.index
     ]
-    return table(("metric", *names), rows)
+    return table(("metric", *scored), rows)
 
 
-def _requests(names: list[str], asked: list[pd.DataFrame]) -> str:
+def _requests(asked: Mapping[str, pd.DataFrame]) -> str:
     """Log-likelihoods of each request, which one is the likeliest, and what is greedy."""
+    own, *_ = frames = [one.set_index("request") for one in asked.values()]
+    columns = [of["log_likelihood"] for of in frames]
+    best = [of.idxmax() if len(of) > 1 else None for of in columns]
     rows = []
-    columns = [dict(zip(one["request"], one["log_likelihood"], strict=True)) for one in asked]
-    best = [max(of, key=of.__getitem__, default=None) for of in columns]
-    greedy = dict(zip(asked[0]["request"], asked[0]["greedy"], strict=True))
-    for request in columns[0]:
-        cells: list[str] = []
-        for of, chosen in zip(columns, best, strict=True):
-            mark = " likeliest" if request == chosen and len(of) > 1 else ""
-            cells.append(_shown(of.get(request), ".4f") + mark)
-        rows.append((request, *cells, "yes" if greedy[request] else ""))
-    return table(("log-likelihood of request", *names, "greedy"), rows)
+    for request in own.index:
+        cells = [
+            f"{of[request]:.4f}" + " likeliest" * (request == chosen) if request in of else NO_VALUE
+            for of, chosen in zip(columns, best, strict=True)
+        ]
+        rows.append((request, *cells, "yes" if own["greedy"][request] else ""))
+    return table(("log-likelihood of request", *asked, "greedy"), rows)
 
 
 def _written(cell: str, texts: pd.DataFrame) -> str:
@@ -318,10 +307,6 @@ def _indented(text: str) -> str:
         "  | " + "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
         for line in lines
     )
-
-
-def _shown(value: float | None, form: str) -> str:
-    return NO_VALUE if value is None else format(value, form)
 
 
 def folder_text(store: Store) -> str:
