@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,16 @@ from qbench.comparison.changes import CellResults, Change, compare_sets, read_re
 from qbench.comparison.explain import Difference, differences
 from qbench.errors import ResultsError
 from qbench.gate.baseline import DECIMALS, read
-from qbench.gate.layers import AUDIT, Gate, Inconclusive, Verdict, layer_gates, read_layers, whole
+from qbench.gate.layers import (
+    ROUNDING,
+    Gate,
+    Inconclusive,
+    Verdict,
+    layer_gates,
+    measured,
+    read_layers,
+    whole,
+)
 from qbench.gate.margins import AUDIT as AUDIT_MARGINS
 from qbench.gate.margins import Margin, margin_of, require_known
 from qbench.statistics import Column, Worsening, documents_needed, worsening
@@ -158,20 +167,10 @@ def _audit_gates(
             gates.append(whole(cell, f"the audit has no {name.replace('_', ' ')} any more"))
             continue
         rise = 100 * (after / before - 1) if before else 100 * float(after > 0)
-        worse = -rise if name == "coverage" else rise
-        passed = worse <= margins[name] + 1e-9
-        told = f"{before:.4g} in the baseline, {after:.4g} now"
-        gates.append(
-            Gate(
-                cell=cell,
-                task=AUDIT,
-                metric=name,
-                outcome="pass" if passed else "fail",
-                reason=f"{'within' if passed else 'beyond'} the margin: {told}",
-                margin=margins[name],
-                worse=Worsening(estimate=worse, low=worse, high=worse),
-            )
-        )
+        worse, margin = -rise if name == "coverage" else rise, margins[name]
+        told = "within" if worse <= margin + ROUNDING else "beyond"
+        reason = f"{told} the margin: {before:.4g} in the baseline, {after:.4g} now"
+        gates.append(measured(cell, name, worse, margin, reason))
     return gates
 
 
@@ -180,7 +179,7 @@ def _missing(gate: Gate, gone: int, documents: int) -> Gate:
     if not gone:
         return gate
     reason = f"{gone} of the baseline's {documents} documents are missing; {gate.reason}"
-    return dataclasses.replace(gate, outcome="fail", reason=reason)
+    return replace(gate, outcome="fail", reason=reason)
 
 
 def _same(old: Column, new: Column) -> bool:
@@ -192,47 +191,43 @@ def _same(old: Column, new: Column) -> bool:
 
 
 def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
-    known = {
-        "cell": line.cell,
-        "task": line.task,
-        "metric": line.metric,
-        "change": line,
-        "margin": margin.value,
-        "given": margin.given,
-    }
+    gate = Gate(
+        cell=line.cell,
+        task=line.task,
+        metric=line.metric,
+        outcome="inconclusive",
+        reason=f"cannot be paired on {line.documents} documents",
+        margin=margin.value,
+        given=margin.given,
+        change=line,
+    )
     if same:
-        still = Worsening(estimate=0.0, low=0.0, high=0.0)
         reason = f"same outcomes on all {line.documents} documents"
-        return Gate(**known, worse=still, outcome="pass", reason=reason)
+        none = Worsening(estimate=0.0, low=0.0, high=0.0)
+        return replace(gate, worse=none, outcome="pass", reason=reason)
     effect = line.effect
     if effect is None:
-        reason = f"cannot be paired on {line.documents} documents"
-        return Gate(**known, outcome="inconclusive", reason=reason)
+        return gate
     worse = worsening(effect, higher_is_better=line.higher_is_better)
-    scale = 100 if line.percent else 1
     if effect.kind == "log ratio":
         limit = math.log1p(margin.value / 100)
-        shown = Worsening(**{k: 100 * math.expm1(v) for k, v in _parts(worse).items()})
+        shown = {name: 100 * math.expm1(value) for name, value in asdict(worse).items()}
     else:
+        scale = 100 if line.percent else 1
         limit = margin.value / scale
-        shown = Worsening(**{k: scale * v for k, v in _parts(worse).items()})
+        shown = {name: scale * value for name, value in asdict(worse).items()}
+    gate = replace(gate, worse=Worsening(**shown))
     if worse.high <= limit:
-        return Gate(**known, worse=shown, outcome="pass", reason="within the margin")
+        return replace(gate, outcome="pass", reason="within the margin")
     if worse.low > limit:
-        return Gate(**known, worse=shown, outcome="fail", reason="worse by more than the margin")
+        return replace(gate, outcome="fail", reason="worse by more than the margin")
     # The half-width of the bound as a standard error: it is one for Student's t, and stands in for
     # one where few answers changed.
     spread = max(effect.interval.stderr, (worse.high - worse.estimate) / 1.645)
     needed = documents_needed(abs(limit - worse.estimate), spread, line.documents)
     supported = None if math.isnan(margin.supported) else margin.supported
-    return Gate(
-        **known,
-        worse=shown,
-        outcome="inconclusive",
-        reason=_too_few(line.documents, needed, supported, given=margin.given),
-        needed=needed,
-        supported=supported,
-    )
+    reason = _too_few(line.documents, needed, supported, given=margin.given)
+    return replace(gate, reason=reason, needed=needed, supported=supported)
 
 
 def _too_few(documents: int, needed: int | None, supported: float | None, *, given: bool) -> str:
@@ -243,7 +238,3 @@ def _too_few(documents: int, needed: int | None, supported: float | None, *, giv
     )
     offer = f"; {documents} support a margin of {supported:g}" if given and supported else ""
     return told + offer
-
-
-def _parts(worse: Worsening) -> dict[str, float]:
-    return {"estimate": worse.estimate, "low": worse.low, "high": worse.high}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,6 +64,20 @@ class Verdict:
         return sum(gate.outcome == outcome for gate in self.gates)
 
 
+def measured(cell: str, metric: str, rise: float, margin: float, reason: str) -> Gate:
+    """A question about what the audit measured, which is known and no estimate: worse by ``rise``
+    per cent."""
+    return Gate(
+        cell=cell,
+        task=AUDIT,
+        metric=metric,
+        outcome="pass" if rise <= margin + ROUNDING else "fail",
+        reason=reason,
+        margin=margin,
+        worse=Worsening(estimate=rise, low=rise, high=rise),
+    )
+
+
 def whole(cell: str, reason: str) -> Gate:
     """A cell that fails as a whole."""
     return Gate(cell=cell, task="", metric="", outcome="fail", reason=reason)
@@ -73,6 +87,7 @@ DIGEST_DIGITS = 16  # 64 bits tell layers apart
 SMALLEST = 1e-4  # an error below this is rounding: a rise is not counted from less
 SAME = 1e-4  # relative: measures of the same bits agree to rounding
 NAMED = 3
+ROUNDING = 1e-9  # per cent
 
 Layers = Mapping[str, "Layer"]
 
@@ -133,15 +148,36 @@ def layer_gates(cell: str, old: Layers, new: Layers, margins: Mapping[str, float
             )
         ]
     told = f"; same bits in {len(same)} of {len(old)} layers" if same else ""
-    rises = {"layer_error": _error, "layer_gain": _gain, "layer_levels": _levels,
-             "layer_bits": _bits}  # fmt: skip
     gates = []
-    for metric, rise in rises.items():
+    for metric, rise in RISES.items():
         found = {name: rise(layer, new[name]) for name, layer in old.items()}
-        known = {name: value for name, value in found.items() if value is not None}
-        if known:
-            gates.append(_gate(cell, metric, known, margins[metric], old, new, told))
+        rises = {name: value for name, value in found.items() if value is not None}
+        if rises:
+            worst = max(rises, key=lambda name: rises[name])
+            measure = metric.removeprefix("layer_")
+            before, after = getattr(old[worst], measure), getattr(new[worst], measure)
+            seen = f"{worst} {before:.4g} in the baseline, {after:.4g} now{told}"
+            beyond = [name for name, value in rises.items() if value > margins[metric] + ROUNDING]
+            if beyond:
+                ordered = sorted(beyond, key=lambda name: -rises[name])
+                reason = f"beyond the margin: {_some(ordered)}; worst: {seen}"
+            elif rises[worst] < 0.005:
+                reason = f"none of {len(rises)} layers is worse{told}"
+            else:
+                reason = f"within the margin in all {len(rises)} layers; worst: {seen}"
+            gates.append(measured(cell, metric, rises[worst], margins[metric], reason))
     return gates
+
+
+# By how many per cent a layer measures worse than the baseline's; None where it is not known.
+RISES: dict[str, Callable[[Layer, Layer], float | None]] = {
+    "layer_error": lambda old, new: 100 * (new.error - old.error) / max(old.error, SMALLEST),
+    "layer_gain": lambda old, new: (
+        None if None in (old.gain, new.gain) else 100 * abs(new.gain - old.gain)
+    ),
+    "layer_levels": lambda old, new: 100 * (old.levels - new.levels) / max(old.levels, 1),
+    "layer_bits": lambda old, new: 100 * (new.bits - old.bits) / old.bits if old.bits else 0.0,
+}
 
 
 def _same(old: Layer, new: Layer) -> bool:
@@ -153,57 +189,6 @@ def _same(old: Layer, new: Layer) -> bool:
             for one in ("error", "gain", "levels", "bits")
         )
     )
-
-
-def _gate(
-    cell: str,
-    metric: str,
-    rises: Mapping[str, float],
-    margin: float,
-    old: Layers,
-    new: Layers,
-    told: str,
-) -> Gate:
-    worst = max(rises, key=lambda name: rises[name])
-    beyond = [name for name, rise in rises.items() if rise > margin + 1e-9]
-    attribute = metric.removeprefix("layer_")
-    before, after = getattr(old[worst], attribute), getattr(new[worst], attribute)
-    seen = f"{worst} {before:.4g} in the baseline, {after:.4g} now"
-    if beyond:
-        ordered = sorted(beyond, key=lambda name: -rises[name])
-        reason = f"beyond the margin: {_some(ordered)}; worst: {seen}{told}"
-    elif rises[worst] < 0.005:
-        reason = f"none of {len(rises)} layers is worse{told}"
-    else:
-        reason = f"within the margin in all {len(rises)} layers; worst: {seen}{told}"
-    rise = rises[worst]
-    return Gate(
-        cell=cell,
-        task=AUDIT,
-        metric=metric,
-        outcome="fail" if beyond else "pass",
-        reason=reason,
-        margin=margin,
-        worse=Worsening(estimate=rise, low=rise, high=rise),
-    )
-
-
-def _error(old: Layer, new: Layer) -> float:
-    return 100 * (new.error - old.error) / max(old.error, SMALLEST)
-
-
-def _gain(old: Layer, new: Layer) -> float | None:
-    if old.gain is None or new.gain is None:
-        return None
-    return 100 * abs(new.gain - old.gain)
-
-
-def _levels(old: Layer, new: Layer) -> float:
-    return 100 * (old.levels - new.levels) / max(old.levels, 1)
-
-
-def _bits(old: Layer, new: Layer) -> float:
-    return 100 * (new.bits - old.bits) / old.bits if old.bits else 0.0
 
 
 def _some(names: Sequence[str]) -> str:

@@ -101,12 +101,7 @@ def test_other_weights_are_refused_unless_they_are_meant(clone):
 
 UNUSABLE = {
     "an empty folder": "mkdir empty; qbench check empty --baseline b.parquet",
-    "no such folder": "qbench check nowhere --baseline b.parquet",
-    "no such baseline": "qbench check results/demo --baseline nowhere.parquet",
-    "an unknown metric": "qbench check results/demo --baseline b.parquet --margin nosuch=1",
-    "no margin": "qbench check results/demo --baseline b.parquet --margin acc",
     "nothing to compare": "mkdir empty; qbench compare results/demo empty",
-    "a broken grid": "echo '[' > results/demo/grid.json; qbench compare results/demo results/demo",
     "another baseline": "echo PAR1 > c.parquet; qbench check results/demo --baseline c.parquet",
 }
 
