@@ -541,29 +541,22 @@ def correlations(why: Why) -> Iterator[Table]:
         )
 
 
+PASSKEYS = {
+    "exact_match": (
+        "Passkey retrieval",
+        "Per cent of prompts whose five digits the model gives back by greedy decoding, by tokens "
+        "of the prompt.",
+    ),
+    "acc_digits": ("Passkey retrieval, digit by digit", "Per cent of digits in their places."),
+}
+
+
 def passkeys(records: Sequence[Record]) -> Iterator[Table]:
     """The softpick paper's tables 5 and 7: accuracy by length."""
-    scored = {
-        record.cell: {
-            (length, score.metric): score
-            for score in record.scores
-            if (length := task_length(score.task)) is not None
-        }
-        for record in records
-    }
-    scored = {cell: found for cell, found in scored.items() if found}
-    lengths = sorted({length for found in scored.values() for length, _ in found})
-    for metric, title, note in (
-        ("exact_match", "Passkey retrieval", "Per cent of prompts whose five digits the model "
-         "gives back by greedy decoding, by tokens of the prompt."),
-        ("acc_digits", "Passkey retrieval, digit by digit", "Per cent of digits in their places."),
-    ):  # fmt: skip
-        rows = tuple(
-            (cell, *(passkey_text(found.get((length, metric))) for length in lengths))
-            for cell, found in scored.items()
-            if any(known == metric for _, known in found)
-        )
-        if rows:
+    for metric, (title, note) in PASSKEYS.items():
+        scored = by_length(records, metric)
+        lengths = sorted({length for found in scored.values() for length in found})
+        if scored:
             yield Table(
                 name=f"passkey-{metric.replace('_', '-')}",
                 title=title,
@@ -572,8 +565,24 @@ def passkeys(records: Sequence[Record]) -> Iterator[Table]:
                     f"{round(1 / AT_CHANCE)} runs.",
                 ),
                 head=("Cell", *map(str, lengths)),
-                rows=rows,
+                rows=tuple(
+                    (cell, *(passkey_text(found.get(length)) for length in lengths))
+                    for cell, found in scored.items()
+                ),
             )
+
+
+def by_length(records: Sequence[Record], metric: str) -> dict[str, dict[int, Score]]:
+    """Passkey scores: cell → tokens of the prompt → score; of cells that have any."""
+    found = {
+        record.cell: {
+            length: score
+            for score in record.scores
+            if score.metric == metric and (length := task_length(score.task)) is not None
+        }
+        for record in records
+    }
+    return {cell: scores for cell, scores in found.items() if scores}
 
 
 def passkey_text(score: Score | None) -> str:
@@ -661,12 +670,7 @@ def _passkey(records: Sequence[Record], scale: str) -> Table | None:
     if seven.scale != scale:
         return None
     printed = [int(column) for column in seven.columns if column != "model"]
-    ours = {
-        record.cell: {length: s for s in record.scores if s.metric == "exact_match"
-                      and (length := task_length(s.task)) is not None}
-        for record in records
-    }  # fmt: skip
-    ours = {cell: found for cell, found in ours.items() if found}
+    ours = by_length(records, "exact_match")
     lengths = sorted({*printed, *(length for found in ours.values() for length in found)})
     rows = [
         (f"{scale} {row['model']} (paper)", *(row.get(str(n), NO_VALUE) for n in lengths))
