@@ -29,29 +29,16 @@ from qbench.statistics.panel import (
 Signs = Mapping[object, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FewChanges:
-    """Documents by their mean contribution over the trainings, as a multiple of 1/``unit``."""
-
-    counts: Mapping[int, int]
-    unit: int
-    lowest: int  # what a document may contribute, in units
-    highest: int
-
-    def interval(self, confidence: float) -> tuple[float, float]:
-        """Lang's score interval of the mean contribution: a document of which nothing was seen may
-        contribute as much in all trainings."""
-        low, high = score_interval(
-            self.counts, lowest=self.lowest, highest=self.highest, confidence=confidence
-        )
-        return low / self.unit, high / self.unit
+Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the interval
 
 
-def few_changes(
-    panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str
-) -> FewChanges | None:
-    """None where answers are not right or wrong, or changed in ``FEW_CHANGES`` documents and more;
-    of scores themselves, where as many are right in a training and as many wrong."""
+def few_changes(panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str) -> Ends | None:
+    """Lang's score interval of the mean contribution: a document of which nothing was seen may
+    contribute as much in all trainings.
+
+    None where answers are not right or wrong, or changed in ``FEW_CHANGES`` documents and more; of
+    scores themselves, where as many are right in a training and as many wrong.
+    """
     columns = [panel.index[name] for group in groups for signs in group for name in signs]
     values = panel.values[:, columns]
     binary = np.all((values == 0) | (values == 1)) and np.all(panel.weights[:, columns] == 1)
@@ -70,12 +57,15 @@ def few_changes(
     means = sum(one.sum(axis=1) * (unit // one.shape[1]) for one in steps)
     steps_seen, often = np.unique(means.round(), return_counts=True)
     most = unit * max(1, int(np.abs(every).max())) * len(groups)
-    return FewChanges(
-        counts={int(step): int(many) for step, many in zip(steps_seen, often, strict=True)},
-        unit=unit,
-        lowest=0 if same and signs[0] > 0 else -most,
-        highest=0 if same and signs[0] < 0 else most,
-    )
+    counts = {int(step): int(many) for step, many in zip(steps_seen, often, strict=True)}
+    lowest = 0 if same and signs[0] > 0 else -most
+    highest = 0 if same and signs[0] < 0 else most
+
+    def ends(confidence: float) -> tuple[float, float]:
+        low, high = score_interval(counts, lowest=lowest, highest=highest, confidence=confidence)
+        return low / unit, high / unit
+
+    return ends
 
 
 def _step(panel: Panel, signs: Signs) -> np.ndarray:
@@ -149,7 +139,7 @@ def over_seeds(
     def ends(confidence: float) -> tuple[float, float]:
         alone = _reach([(of_documents, documents - 1)], confidence)
         reach = max(_reach(parts, confidence), 0.0 if few else alone)
-        low, high = few.interval(confidence) if few else (estimate, estimate)
+        low, high = few(confidence) if few else (estimate, estimate)
         return min(low, estimate - reach), max(high, estimate + reach)
 
     low, high = ends(CONFIDENCE)
@@ -211,7 +201,7 @@ def _reach(parts: Sequence[tuple[float, float]], confidence: float) -> float:
     )
 
 
-def _p(estimate: float, ends: Callable[[float], tuple[float, float]]) -> float:
+def _p(estimate: float, ends: Ends) -> float:
     """One minus the confidence of the interval that just reaches 0."""
     if estimate == 0:
         return 1.0

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
-from qbench.records import Precision
 from qbench.tables.published import find_printed, standard_errors_away
 from qbench.tables.scores import bits_per_weight, gib, task_damage
 from qbench.tables.table import as_csv
@@ -22,6 +21,8 @@ ABOUT = (
     *("quantizer", "checkpoint"),
     *("status", "value", "stderr", "low", "high", "documents"),
 )
+OF_LINES = ("task", "label", "metric", "method", "bits", "quantizer")
+OF_ENTRIES = ("checkpoint", "status", "value", "stderr", "documents", "key", "reason")
 QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
@@ -61,7 +62,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     rows = []
     for line in comparison.lines:
         for entry in line.entries:
-            row = dict(_row(line, entry))
+            row = _row(line, entry)
             if comparison.floors.of and entry is not line.entries[0]:
                 row[NOISE] = comparison.floors.between(
                     comparison.baseline, entry.checkpoint, line.task, line.metric
@@ -107,53 +108,33 @@ def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
             }
 
 
-def _row(line: Line, entry: Entry) -> Iterator[tuple[str, object]]:
+def _row(line: Line, entry: Entry) -> dict[str, object]:
     interval = line.intervals.get(entry.checkpoint)
-    yield "task", line.task
-    yield "label", line.label
-    yield "metric", line.metric
-    yield "direction", "up" if line.higher_is_better else "down"
-    yield "method", line.method
-    yield "bits", line.bits
-    yield from zip(PRECISION, _precision(line.precision), strict=True)
-    yield "quantizer", line.quantizer
-    yield "checkpoint", entry.checkpoint
-    yield "status", entry.status
-    yield "value", entry.value
-    yield "stderr", entry.stderr if entry.stderr is not None or not interval else interval.stderr
-    yield "low", interval.low if interval else None
-    yield "high", interval.high if interval else None
-    yield "documents", entry.documents
+    activations, kv_cache = line.precision.activations, line.precision.kv_cache
+    row: dict[str, object] = {
+        **{name: getattr(line, name) for name in OF_LINES},
+        **{name: getattr(entry, name) for name in OF_ENTRIES},
+        "direction": "up" if line.higher_is_better else "down",
+        "precision": line.precision.name,
+        "activations": activations and activations.scheme,
+        "arithmetic": activations and ("simulated" if activations.simulated else "real"),
+        "kv_cache": kv_cache and kv_cache.scheme,
+    }
+    if interval is not None:
+        row |= {"low": interval.low, "high": interval.high}
+        if entry.stderr is None:
+            row["stderr"] = interval.stderr
     if entry is not line.entries[0]:
-        yield "delta", line.delta(entry.checkpoint)
+        row["delta"] = line.delta(entry.checkpoint)
     for question, effects_of in QUESTIONS.items():
         effects: Mapping[str, Effect] = getattr(line, effects_of)
-        if entry.checkpoint in effects:
-            yield from _effect(question, effects[entry.checkpoint])
-    yield "key", entry.key
-    yield "reason", entry.reason
-
-
-def _precision(precision: Precision) -> Iterator[str | None]:
-    activations, kv_cache = precision.activations, precision.kv_cache
-    yield precision.name
-    yield activations.scheme if activations else None
-    simulated = activations.simulated if activations else None
-    yield {None: None, True: "simulated", False: "real"}[simulated]
-    yield kv_cache.scheme if kv_cache else None
-
-
-def _effect(question: str, effect: Effect) -> Iterator[tuple[str, object]]:
-    interval = effect.interval
-    names = LOG_PARTS if effect.kind == "log ratio" else PARTS
-    ends = interval.estimate, interval.stderr, interval.low, interval.high
-    yield from zip((question + name for name in names), ends, strict=True)
-    yield f"{question}_test", effect.test
-    yield f"{question}_p", effect.p
-    yield f"{question}_p_holm", effect.p_holm
-    yield f"{question}_p_bh", effect.p_bh
-    yield f"{question}_detectable", effect.detectable
-    yield f"{question}_documents", effect.documents
+        if (effect := effects.get(entry.checkpoint)) is not None:
+            parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
+            ends = effect.interval
+            found = (ends.estimate, ends.stderr, ends.low, ends.high)
+            row |= {question + part: value for part, value in zip(parts, found, strict=True)}
+            row |= {question + test: getattr(effect, test[1:]) for test in TESTS}
+    return row
 
 
 def _printed(

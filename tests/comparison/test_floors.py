@@ -11,10 +11,11 @@ from qbench.errors import ResultsError
 from qbench.tables import render
 
 METRIC = ("wikitext", "word_perplexity")
+SIZES = {"arc_easy": 60, "wikitext": 30}
 
 
 def store_with(folder, noise):
-    store = make_store(folder, quantizers=("bf16", "gptq-4bit"))
+    store = make_store(folder, quantizers=("bf16", "gptq-4bit"), sizes=SIZES)
     (folder / "noise.json").write_bytes(noise if isinstance(noise, bytes) else to_bytes(noise))
     return store
 
@@ -36,7 +37,7 @@ def line(comparison, quantizer):
 
 
 def test_a_delta_within_both_floors_together_is_marked_and_one_beyond_is_not(tmp_path):
-    plain = compare(make_store(tmp_path / "plain", quantizers=("bf16", "gptq-4bit")))
+    plain = compare(make_store(tmp_path / "plain", quantizers=("bf16", "gptq-4bit"), sizes=SIZES))
     delta = abs(line(plain, "gptq-4bit").delta("softpick"))
     assert delta > 0
     for floor, marked in ((delta * 0.51, True), (delta * 0.49, False), (0.0, False)):
