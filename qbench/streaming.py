@@ -132,6 +132,13 @@ def storage(model: Any) -> torch.device:
     return model.device if whole else torch.device("cpu")
 
 
+def hold(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
+    """``hidden`` where it can wait, in the ``buffer`` that an earlier call gave where that is of
+    use. What comes back to the device from there comes in the order of its work."""
+    found = stream_of(model)
+    return hidden.to(storage(model)) if found is None else found.hold(hidden, buffer)
+
+
 @dataclass(slots=True)
 class _Step:
     """The forward at work goes through block ``index`` alone, which is given ``state``; None: the
@@ -223,7 +230,8 @@ class Stream:
             for number, call in enumerate(calls):
                 step = _Step(index, states[number])
                 self._run(call, step)
-                states[number] = self._park(step.output, states[number])
+                output = step.output[0] if self._gives_tuples else step.output
+                states[number] = self.hold(output, states[number])
             progress((index + 1) / len(self.blocks))
         for number, call in enumerate(calls):
             yield self._run(call, _Step(len(self.blocks), states[number]))
@@ -238,10 +246,8 @@ class Stream:
         finally:
             self._step = None
 
-    def _park(self, output: Any, buffer: Tensor | None) -> Tensor:
-        """Hidden states on the host, into the ``buffer`` of the block before where there is one;
-        copies wait for nothing, since one stream makes them in order."""
-        hidden = output[0] if isinstance(output, tuple) else output
+    def hold(self, hidden: Tensor, buffer: Tensor | None) -> Tensor:
+        """See :func:`hold`. Copies wait for nothing, since one CUDA stream makes them in order."""
         if hidden.device.type != "cuda":
             return hidden
         if buffer is None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError
 from qbench.quantizers.texts import draw_windows, read_texts, too_little
-from qbench.streaming import Stop, decoder_blocks, storage
+from qbench.streaming import Stop, decoder_blocks, hold
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,7 +111,7 @@ class BlockInputs:
             self._arguments |= {(i, size): rest for i, rest in enumerate(notes.arguments)}
             self.groups = notes.groups  # of one sample, at last
         self._states: list[Tensor] = []
-        self._device, self._storage = next(model.parameters()).device, storage(model)
+        self._model, self._device = model, next(model.parameters()).device
         for ids in batches:
             hidden, rest = _first(model, self.blocks[0], ids)
             if not _equal(rest, self._arguments[0, len(ids)]):
@@ -119,12 +119,13 @@ class BlockInputs:
                     f"{type(model).__name__}: what its blocks receive beside hidden states depends "
                     "on the text; it cannot be calibrated block by block"
                 )
-            self._states.append(hidden.to(self._storage))
+            self._states.append(hold(model, hidden))
 
     def batches(self, index: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """What block ``index`` receives: hidden states [batch, length, hidden] and the rest."""
         for hidden in self._states:
-            yield hidden.to(self._device), self._arguments[index, len(hidden)]
+            there = hidden.to(self._device, non_blocking=True)
+            yield there, self._arguments[index, len(hidden)]
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor]:
@@ -159,7 +160,8 @@ class BlockInputs:
     def advance(self, index: int) -> None:
         """Take the step from block ``index`` to the next: its outputs are what that receives."""
         for number, (hidden, rest) in enumerate(self.batches(index)):
-            self._states[number] = _states(self.blocks[index](hidden, **rest)).to(self._storage)
+            output = _states(self.blocks[index](hidden, **rest))
+            self._states[number] = hold(self._model, output, self._states[number])
 
 
 def _product(x: Tensor) -> Tensor:
