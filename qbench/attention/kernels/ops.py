@@ -257,21 +257,20 @@ def backward(
     # Rows outside the sequences give nothing to the gradients of parameters.
     make = torch.empty_like if covered else torch.zeros_like
     rows = [make(lse) if asked else None for asked in wanted]
-    given = (gradient, query, key, value, output, lse, needs_expm1)
     others = (mask, spans, *parameters)
-    launches = backward_launches(
-        query.device, settings, wanted, *map(layout_of, given), *map(layout_of, others)
-    )
+    tensors = (gradient, query, key, value, output, *others)
+    launches = backward_launches(query.device, settings, wanted, *map(layout_of, tensors))
+    given = (gradient, query, key, value, output, lse, needs_expm1, dq, dk, dv)
     with on_device(query.device):
-        launches(*given, dq, dk, dv, *rows, *others, counts)
+        launches(*given, *rows, *others, counts)
     return dq, dk, dv, *(None if row is None else row.sum((0, 2)) for row in rows)
 
 
 @lru_cache(MAX_LAYOUTS)
 def backward_launches(
     device: torch.device, settings: Settings, wanted: Wanted, gradient: Layout, query: Layout,
-    key: Layout, value: Layout, output: Layout, lse: Layout, needs_expm1: Layout,
-    mask: Layout | None, spans: Layout | None, *parameters: Layout | None,
+    key: Layout, value: Layout, output: Layout, mask: Layout | None, spans: Layout | None,
+    *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
     """What takes the tensors of these layouts and those to fill, in the order of :func:`backward`,
     and launches the kernels of the backward pass."""
