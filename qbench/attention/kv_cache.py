@@ -303,7 +303,7 @@ def kernel_attention(
     mask, spans = ops.counted(mask, spans, span_count)
     query, key, value, *quantized = map(ops.dense_rows, (query, *sources))
     batch, heads, queries, width = query.shape
-    kv_heads, keys, v_width = *key.shape[1:3], value.shape[3]
+    kv_heads, keys = key.shape[1:3]
     output, _ = ops.empty_output(query, value, covered=spans is None)
     if output.numel() == 0:
         return output
@@ -318,6 +318,7 @@ def kernel_attention(
     few = longest <= 16 or query.dtype == torch.float32
     block_q, block_k = (16 if longest <= 16 else 32, 32) if few else (64, 64)
     sequences = batch if spans is None else spans.shape[0]
+    flags = ops.flags_of(kernels, of_heads.slopes is not None, settings.softcap)
     tensors = (query, key, value, *quantized, output)
     quantized_kv_fwd[(-(-longest // block_q), heads * sequences)](
         *tensors, positions, mask, spans, *of_heads, counts, (heads, heads // kv_heads), queries,
@@ -325,11 +326,9 @@ def kernel_attention(
         *ops.scales(settings.scale, settings.softcap),
         ops.strides_of(*map(ops.layout_of, tensors)),
         positions.stride(0) if positions.shape[0] > 1 else 0,
-        *ops.mask_strides(ops.layout_of(mask)), NORM=kernels.score_function,
-        FLAGS=ops.flags_of(kernels, of_heads.slopes is not None, settings.softcap),
-        CAUSAL=causal, WINDOW=settings.window > 0, SKIP=chosen.sparse,
-        FAST=ops.is_fast(query.dtype), BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=width,
-        BLOCK_D=ops.block(width), V_HEAD_DIM=v_width, BLOCK_DV=ops.block(v_width), num_warps=4,
+        *ops.mask_strides(ops.layout_of(mask)), SKIP=chosen.sparse, BLOCK_Q=block_q,
+        BLOCK_K=block_k, num_warps=4,
+        **ops.constants(kernels, flags, settings, ops.layout_of(query), ops.layout_of(value)),
     )  # fmt: skip
     return output
 

@@ -583,51 +583,85 @@ def dkdv_tile_ds(
 
 
 @gluon.jit
-def tile_scores(k, buffers, tile, BLOCK_Q: gl.constexpr):
-    """Asks for a tile's scores [ROWS, BLOCK_Q], keys × queries."""
-    q_tiles, full = buffers[0], buffers[3]
-    stages: gl.constexpr = q_tiles.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
-    mbarrier.wait(full.index(tile % stages), tile // stages & 1)
-    return warpgroup_mma(k, turned(q_tiles, tile % stages), zero, use_acc=False, is_async=True)
+def tile_of(tiles, stage, half, BLOCK_Q: gl.constexpr):
+    """A stage's tile [BLOCK_Q, HEAD_DIM], of two the earlier queries' (0) or the later's (1)."""
+    tile = flat(tiles, stage)
+    if BLOCK_Q < ROWS:
+        tile = tile.slice(half * BLOCK_Q, BLOCK_Q, dim=0)
+    return tile
 
 
 @gluon.jit
-def dkdv_pipelined_step(
-    dk, dv, ds, s, k, v, tile, started, buffers, behind, shaping,
+def tile_scores(k, buffers, loaded, half, BLOCK_Q: gl.constexpr):
+    """Asks for a tile's scores [ROWS, BLOCK_Q], keys × queries. Of two tiles a stage the later
+    queries' comes first, and is waited for; ``k`` is in two parts then."""
+    q_tiles, full = buffers[0], buffers[3]
+    stages: gl.constexpr = q_tiles.shape[0]
+    PAIRS: gl.constexpr = BLOCK_Q < ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
+    stage = loaded % stages
+    if half == 1 or not PAIRS:
+        mbarrier.wait(full.index(stage), loaded // stages & 1)
+    q = tile_of(q_tiles, stage, half, BLOCK_Q).permute([1, 0])
+    if PAIRS:
+        width: gl.constexpr = q.shape[0] // 2
+        s = warpgroup_mma(k[0], q.slice(0, width, dim=0), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(k[1], q.slice(width, width, dim=0), s, is_async=True)
+    else:
+        s = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
+def dkdv_step(
+    dk, dv, ds, s, k, v, loaded, started, buffers, behind, shaping,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    HALF: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv, computes this one's ds
-    [ROWS, BLOCK_Q], and asks for the scores of the next, unless MASKED. Nothing is in flight when
-    it ends."""
+    [ROWS, BLOCK_Q], and asks for the scores of the next, unless this is the last. ``loaded``: its
+    number among what the buffers hold; HALF: of two tiles a stage which, else 0. Nothing is in
+    flight when it ends."""
     q_tiles, g_tiles, stat_tiles, _, empty = buffers
     stages: gl.constexpr = q_tiles.shape[0]
+    PAIRS: gl.constexpr = BLOCK_Q < ROWS
     left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    stage = tile % stages
-    before = gl.where(started, tile - 1, tile) % stages
+    last: gl.constexpr = MASKED and HALF == 0
+    first: gl.constexpr = HALF == 1 or not PAIRS  # of its stage
+    OTHER: gl.constexpr = 1 - HALF if PAIRS else 0
     layout: gl.constexpr = s.type.layout
+    stage = loaded % stages
+    before = stage
+    if first:
+        before = gl.where(started, loaded - 1, loaded) % stages
     zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
-    p = warpgroup_mma(v, turned(g_tiles, stage), zero, use_acc=False, is_async=True)
-    dk = warpgroup_mma(ds, flat(q_tiles, before), dk, is_async=True)
+    g = tile_of(g_tiles, stage, HALF, BLOCK_Q)
+    q_before = tile_of(q_tiles, before, OTHER, BLOCK_Q)
+    if PAIRS:
+        dk = warpgroup_mma(ds, q_before, dk, is_async=True)
+        p = warpgroup_mma(v, g.permute([1, 0]), zero, use_acc=False, is_async=True)
+    else:
+        p = warpgroup_mma(v, g.permute([1, 0]), zero, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds, q_before, dk, is_async=True)
+    if not last:
+        more = tile_scores(k, buffers, loaded + (1 - HALF), OTHER, BLOCK_Q)
     stat = stat_tiles.index(stage)
-    if MASKED:
-        p_cast, kept = dkdv_tile_p(
-            s, stat, 0, behind, shaping, left, NORM, FLAGS, PRECISE, True, BLOCK_Q
-        )
+    if PAIRS:
+        stat = stat.slice(HALF * 4 * BLOCK_Q, 4 * BLOCK_Q)
+    p_cast, kept = dkdv_tile_p(
+        s, stat, OTHER, behind, shaping, left, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q
+    )
+    if last:
         p, dk = warpgroup_mma_wait(0, [p, dk])
     else:
-        more = tile_scores(k, buffers, tile + 1, BLOCK_Q)
-        p_cast, kept = dkdv_tile_p(
-            s, stat, 0, behind, shaping, left, NORM, FLAGS, PRECISE, False, BLOCK_Q
-        )
         p, dk = warpgroup_mma_wait(1, [p, dk])
-    mbarrier.arrive(empty.index(before), count=1, pred=started)
-    dv = warpgroup_mma(p_cast, flat(g_tiles, stage), dv, is_async=True)
-    ds = dkdv_tile_ds(kept, p, stat, 0, shaping, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q)
+    if first:
+        mbarrier.arrive(empty.index(before), count=1, pred=started)
+    dv = warpgroup_mma(p_cast, g, dv, is_async=True)
+    ds = dkdv_tile_ds(kept, p, stat, OTHER, shaping, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q)
     ds = gl.convert_layout(ds.to(gl.bfloat16), left)
-    if MASKED:
+    if last:
         dv = warpgroup_mma_wait(0, [dv])
     else:
         s, dv = warpgroup_mma_wait(0, [more, dv])
@@ -646,97 +680,30 @@ def dkdv_pipelined(
     gl.static_assert(BLOCK_Q == ROWS)
     left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ds = gl.zeros([ROWS, BLOCK_Q], gl.bfloat16, left)
-    s = tile_scores(k, buffers, tile, BLOCK_Q)
+    s = tile_scores(k, buffers, tile, 0, BLOCK_Q)
     s = warpgroup_mma_wait(0, [s])
     if index == 0:  # an odd number of whole tiles
-        dk, dv, ds, s = dkdv_pipelined_step(
+        dk, dv, ds, s = dkdv_step(
             dk, dv, ds, s, k, v, tile, False, buffers, length - BLOCK_Q - first, shaping,
-            NORM, FLAGS, PRECISE, False, BLOCK_Q,
+            NORM, FLAGS, PRECISE, False, 0, BLOCK_Q,
         )  # fmt: skip
     for two in range(1 - index, whole, 2):
         for i in gl.static_range(2):
             n = two + i
-            dk, dv, ds, s = dkdv_pipelined_step(
+            dk, dv, ds, s = dkdv_step(
                 dk, dv, ds, s, k, v, tile + n, n > 0, buffers,
-                length - (n + 1) * BLOCK_Q - first, shaping, NORM, FLAGS, PRECISE, False, BLOCK_Q,
+                length - (n + 1) * BLOCK_Q - first, shaping, NORM, FLAGS, PRECISE, False, 0,
+                BLOCK_Q,
             )  # fmt: skip
-    dk, dv, ds, s = dkdv_pipelined_step(
+    dk, dv, ds, s = dkdv_step(
         dk, dv, ds, s, k, v, tile + whole, whole > 0, buffers, 0, shaping,
-        NORM, FLAGS, PRECISE, True, BLOCK_Q,
+        NORM, FLAGS, PRECISE, True, 0, BLOCK_Q,
     )  # fmt: skip
     stage = (tile + whole) % stages
     dk = warpgroup_mma(ds, flat(q_tiles, stage), dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
     mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
-
-
-@gluon.jit
-def half_of(tiles, stage, half, BLOCK_Q: gl.constexpr):
-    """One of the two tiles [BLOCK_Q, HEAD_DIM] of a stage; 1: of the later queries."""
-    return flat(tiles, stage).slice(half * BLOCK_Q, BLOCK_Q, dim=0)
-
-
-@gluon.jit
-def half_scores(k, buffers, pair, half, BLOCK_Q: gl.constexpr):
-    """Asks for a tile's scores [ROWS, BLOCK_Q], keys × queries. The later queries of a pair come
-    first, and are waited for."""
-    q_tiles, full = buffers[0], buffers[3]
-    stages: gl.constexpr = q_tiles.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
-    stage = pair % stages
-    if half == 1:
-        mbarrier.wait(full.index(stage), pair // stages & 1)
-    q = half_of(q_tiles, stage, half, BLOCK_Q).permute([1, 0])
-    half_width: gl.constexpr = q.shape[0] // 2
-    early = q.slice(0, half_width, dim=0)
-    s = warpgroup_mma(k[0], early, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(k[1], q.slice(half_width, half_width, dim=0), s, is_async=True)
-
-
-@gluon.jit
-def dkdv_pairs_step(
-    dk, dv, ds, s, k, v, pair, started, buffers, behind, shaping,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
-    HALF: gl.constexpr, BLOCK_Q: gl.constexpr,
-):  # fmt: skip
-    """Adds the tile before to dk [ROWS, HEAD_DIM] and this one, HALF of its pair, to dv, computes
-    this one's ds [ROWS, BLOCK_Q], and asks for the scores of the next, unless this is the last.
-    Nothing is in flight when it ends."""
-    q_tiles, g_tiles, stat_tiles, _, empty = buffers
-    stages: gl.constexpr = q_tiles.shape[0]
-    left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    last: gl.constexpr = MASKED and HALF == 0
-    layout: gl.constexpr = s.type.layout
-    stage = pair % stages
-    before = stage
-    if HALF == 1:
-        before = gl.where(started, pair - 1, pair) % stages
-    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, layout)
-    dk = warpgroup_mma(ds, half_of(q_tiles, before, 1 - HALF, BLOCK_Q), dk, is_async=True)
-    g = half_of(g_tiles, stage, HALF, BLOCK_Q)
-    p = warpgroup_mma(v, g.permute([1, 0]), zero, use_acc=False, is_async=True)
-    if not last:
-        more = half_scores(k, buffers, pair + (1 - HALF), 1 - HALF, BLOCK_Q)
-    stat = stat_tiles.index(stage).slice(HALF * 4 * BLOCK_Q, 4 * BLOCK_Q)
-    p_cast, kept = dkdv_tile_p(
-        s, stat, 1 - HALF, behind, shaping, left, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q
-    )
-    if last:
-        p, dk = warpgroup_mma_wait(0, [p, dk])
-    else:
-        p, dk = warpgroup_mma_wait(1, [p, dk])
-    if HALF == 1:
-        mbarrier.arrive(empty.index(before), count=1, pred=started)
-    dv = warpgroup_mma(p_cast, g, dv, is_async=True)
-    ds = dkdv_tile_ds(kept, p, stat, 1 - HALF, shaping, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q)
-    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
-    if last:
-        dv = warpgroup_mma_wait(0, [dv])
-    else:
-        s, dv = warpgroup_mma_wait(0, [more, dv])
-    return dk, dv, ds, s
 
 
 @gluon.jit
@@ -751,22 +718,22 @@ def dkdv_pairs(
     left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     gl.static_assert(2 * BLOCK_Q == ROWS)
     ds = gl.zeros([ROWS, BLOCK_Q], gl.bfloat16, left)
-    s = half_scores(k, buffers, pair, 1, BLOCK_Q)
+    s = tile_scores(k, buffers, pair, 1, BLOCK_Q)
     s = warpgroup_mma_wait(0, [s])
     for n in range(whole):
         for i in gl.static_range(2):
-            dk, dv, ds, s = dkdv_pairs_step(
+            dk, dv, ds, s = dkdv_step(
                 dk, dv, ds, s, k, v, pair + n, n > 0, buffers,
                 length - (2 * n + i + 1) * BLOCK_Q - first, shaping,
                 NORM, FLAGS, PRECISE, False, 1 - i, BLOCK_Q,
             )  # fmt: skip
     for i in gl.static_range(2):
-        dk, dv, ds, s = dkdv_pairs_step(
+        dk, dv, ds, s = dkdv_step(
             dk, dv, ds, s, k, v, pair + whole, whole > 0, buffers, (1 - i) * BLOCK_Q, shaping,
             NORM, FLAGS, PRECISE, True, 1 - i, BLOCK_Q,
         )  # fmt: skip
     stage = (pair + whole) % stages
-    dk = warpgroup_mma(ds, half_of(q_tiles, stage, 0, BLOCK_Q), dk, is_async=True)
+    dk = warpgroup_mma(ds, tile_of(q_tiles, stage, 0, BLOCK_Q), dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
     mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv

@@ -120,6 +120,19 @@ def flags_of(kernels: Kernels, sloped: bool, softcap: float, wanted: Wanted = NO
     return sum(bits for condition, bits in asked if condition)
 
 
+def constants(
+    kernels: Kernels, flags: int, settings: Settings, query: Layout, value: Layout
+) -> dict[str, Any]:
+    """What every kernel over tiles is compiled for."""
+    width, v_width = query.shape[3], value.shape[3]
+    return {
+        "NORM": kernels.score_function, "FLAGS": flags, "CAUSAL": settings.causal,
+        "WINDOW": settings.window > 0, "FAST": query.dtype == torch.bfloat16 and not INTERPRETED,
+        "HEAD_DIM": width, "BLOCK_D": block(width), "V_HEAD_DIM": v_width,
+        "BLOCK_DV": block(v_width),
+    }  # fmt: skip
+
+
 # The forward pass.
 
 
@@ -148,7 +161,7 @@ def forward_launches(
 ) -> Callable[..., None]:  # fmt: skip
     """What takes the tensors of these layouts, and ``lse``, ``needs_expm1`` and ``counts``, in the
     order of :func:`forward`, and launches the kernels of the forward pass."""
-    normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
+    normalizer, scale, softcap, _, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -157,11 +170,6 @@ def forward_launches(
     sequences = batch if spans is None else spans.shape[0]
     flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap)
     flags |= configs.arithmetic(width, kernels, softcap, flags, backward=False)
-    constants = {
-        "NORM": kernels.score_function, "FLAGS": flags, "CAUSAL": causal, "WINDOW": window > 0,
-        "FAST": is_fast(query.dtype), "HEAD_DIM": width, "BLOCK_D": block(width),
-        "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
-    }  # fmt: skip
     strides = strides_of(query, key, value, output)
     if _decodes(group * max_seqlen_q):
         config = configs.decode_config(block(width), query.dtype)
@@ -174,7 +182,7 @@ def forward_launches(
             ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides,
              *mask_strides(mask)),
             {"SKIP": NORMALIZERS.get(normalizer).sparse, "BLOCK_R": rows, **config.options,
-             **constants},
+             **constants(kernels, flags, settings, query, value)},
         )  # fmt: skip
         join = Launch(
             combine, (pairs, 1), ((kv_heads, group), queries, keys, splits, output.strides[:3]),
@@ -201,7 +209,8 @@ def forward_launches(
          *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32, "NEEDS_EXPM1": kernels.needs_expm1,
          "NO_MAX": query.dtype == torch.bfloat16 and not kernels.elementwise,
-         "TMA": tiles is not None, "BLOCK_Q": config.block_q, **config.options, **constants},
+         "TMA": tiles is not None, "BLOCK_Q": config.block_q, **config.options,
+         **constants(kernels, flags, settings, query, value)},
     )  # fmt: skip
 
     def launch(q, k, v, *rest):
@@ -278,7 +287,6 @@ def backward_launches(
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
-    v_width = value.shape[3]
     group = heads // kv_heads
     flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap, wanted)
     flags |= configs.arithmetic(width, kernels, softcap, flags, backward=True)
@@ -295,11 +303,8 @@ def backward_launches(
         strides = (output.strides[:3], dq, dk, dv)
         return hopper.backward_launches(query, key, kernels, flags, all_scales, strides)
     sequences = batch if spans is None else spans.shape[0]
-    constants = {
-        "NORM": kernels.score_function, "FLAGS": flags, "NEEDS_EXPM1": kernels.needs_expm1,
-        "FAST": is_fast(query.dtype), "CAUSAL": causal, "WINDOW": window > 0, "HEAD_DIM": width,
-        "BLOCK_D": block(width), "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width),
-    }  # fmt: skip
+    shared = constants(kernels, flags, settings, query, value)
+    shared["NEEDS_EXPM1"] = kernels.needs_expm1
     read = strides_of(query, key, value, gradient)
     config = configs.dq_config(block(width), query.dtype)
     kv_tiles = describe_tiles((key, value), config.block_k, config)
@@ -307,7 +312,7 @@ def backward_launches(
         attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
         ((heads, group), queries, keys, window, *all_scales, (*read, output.strides[:3], dq),
          *mask_strides(mask)),
-        {"TMA": kv_tiles is not None, "BLOCK_Q": config.block_q, **config.options, **constants},
+        {"TMA": kv_tiles is not None, "BLOCK_Q": config.block_q, **config.options, **shared},
     )  # fmt: skip
     # Decoding is precise and sets no flags.
     unflagged = kernels.needs_expm1 and _decodes(group * max_seqlen_q)
@@ -318,7 +323,7 @@ def backward_launches(
         ((kv_heads, group), queries, keys, window, *all_scales, (*read, dk, dv),
          *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32 or unflagged, "TMA": qg_tiles is not None,
-         "BLOCK_Q": config.block_q, **config.options, **constants},
+         "BLOCK_Q": config.block_q, **config.options, **shared},
     )  # fmt: skip
 
     def launch(
@@ -369,11 +374,6 @@ def allowed_counts(
         mask = mask & (other > own - settings.window)
     counts = mask.sum(-1, dtype=torch.float32)
     return counts.expand(query.shape[0], query.shape[1], queries).contiguous()
-
-
-def is_fast(dtype: torch.dtype) -> bool:
-    """Inline PTX is for the compiler; the interpreter does without."""
-    return dtype == torch.bfloat16 and not INTERPRETED
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
