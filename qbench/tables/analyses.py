@@ -223,7 +223,6 @@ def texts(whole: Cells) -> list[str]:
     lines: dict[str, list[str]] = {}
     for one in whole:
         text = one.text
-        assert text is not None, "who measured has read"
         bos = "BOS counted" if text.bos else "without BOS"
         line = f"{text.samples} texts of {text.length} tokens ({bos}) of {text.source}"
         if text.left_out:
@@ -312,7 +311,6 @@ def pruned(records: Sequence[Record]) -> Iterator[Table]:
 
 
 def _perplexity_change(record: Record) -> float | None:
-    assert isinstance(record.damage, Damage)
     for task in record.damage.tasks.values():
         for ratio in task.ln_perplexity_ratio.values():
             return ratio.value
@@ -408,7 +406,6 @@ def _same_model(one: Analysis, record: Record) -> bool:
 
 def kl(record: Record) -> float | None:
     """Mean KL divergence over all scored tokens of all tasks, nats a token; None without."""
-    assert isinstance(record.damage, Damage)
     every = [task.distributions for task in record.damage.tasks.values() if task.distributions]
     tokens = sum(one.tokens for one in every)
     return sum(one.kl.mean * one.tokens for one in every) / tokens if tokens else None
@@ -423,7 +420,6 @@ def stretches(why: Why) -> Iterator[Table]:
     found = why.long or why.cells
     rows = []
     for one in found:
-        assert one.measured is not None
         for part in one.measured.stretches:
             rows.append(
                 (

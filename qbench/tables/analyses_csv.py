@@ -32,29 +32,22 @@ def comma_separated(name: str, found: Sequence[Analysis]) -> str:
     return as_csv(rows)
 
 
+SCALARS = ("zeros", "mass", "entropy", "silent_heads", "dormant_heads", "delimiter_tokens")
+
+
 def _cells(one: Analysis) -> Iterator[Row]:
-    found, text = one.measured, one.text
-    assert found is not None
-    assert text is not None
+    found = one.measured
     yield {
-        "samples": text.samples,
-        "length": text.length,
-        "bos": text.bos,
+        **{name: getattr(one.text, name) for name in ("samples", "length", "bos")},
         "perplexity": found.perplexity,
         **_sinks(found.sinks),
-        "zeros": found.zeros,
-        "mass": found.mass,
-        "entropy": found.entropy,
-        "silent_heads": found.silent_heads,
-        "dormant_heads": found.dormant_heads,
-        "delimiter_tokens": found.delimiter_tokens,
+        **{name: getattr(found, name) for name in SCALARS},
         **_delimiters(found.delimiters),
         **_hidden(found.hidden),
     }
 
 
 def _layers(one: Analysis) -> Iterator[Row]:
-    assert one.measured is not None
     for index, layer in enumerate(one.measured.layers):
         heads = layer.heads
         yield {
@@ -73,7 +66,6 @@ def _layers(one: Analysis) -> Iterator[Row]:
 
 
 def _heads(one: Analysis) -> Iterator[Row]:
-    assert one.measured is not None
     for index, layer in enumerate(one.measured.layers):
         for number, head in enumerate(layer.heads):
             yield {
@@ -86,33 +78,17 @@ def _heads(one: Analysis) -> Iterator[Row]:
 
 
 def _inputs(one: Analysis) -> Iterator[Row]:
-    assert one.measured is not None
     for given in one.measured.inputs:
         yield {
             "linear": given.name,
-            "largest": given.largest,
-            "rms": given.rms,
-            "largest_to_rms": given.largest_to_rms,
+            **{name: getattr(given, name) for name in ("largest", "rms", "largest_to_rms")},
             **{f"error_token_{bits}bit": error for bits, error in given.error_token.items()},
             **{f"error_text_{bits}bit": error for bits, error in given.error_text.items()},
         }
 
 
-def _massive(one: Analysis) -> Iterator[Row]:
-    assert one.measured is not None
-    for found in one.measured.massive:
-        yield found.model_dump()
-
-
-def _stretches(one: Analysis) -> Iterator[Row]:
-    assert one.measured is not None
-    for part in one.measured.stretches:
-        yield part.model_dump()
-
-
 def _maps(one: Analysis) -> Iterator[Row]:
     """A row a query and key, keys that it may see alone."""
-    assert one.measured is not None
     for found in one.measured.maps:
         for query, row in enumerate(found.rows):
             for key, weight in enumerate(row):
@@ -181,8 +157,8 @@ CSV_FILES: dict[str, Callable[[Analysis], Iterator[Row]]] = {
     "layers.csv": _layers,
     "heads.csv": _heads,
     "inputs.csv": _inputs,
-    "massive.csv": _massive,
-    "stretches.csv": _stretches,
+    "massive.csv": lambda one: (found.model_dump() for found in one.measured.massive),
+    "stretches.csv": lambda one: (part.model_dump() for part in one.measured.stretches),
     "maps.csv": _maps,
 }
 
