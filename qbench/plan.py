@@ -353,9 +353,7 @@ def find_tasks(
     """
     definitions, data = recipe.resolve(recipe.definitions), recipe.resolve(recipe.data)
     found, skipped, problems = [], [], []
-    groups = {task.name for task in recipe.tasks}
-    trained = _trained(recipe, checkpoints) if passkey.GROUP in groups else 0
-    for task in _leaf_tasks(recipe.tasks, definitions, trained):
+    for task in _leaf_tasks(recipe, definitions, checkpoints):
         try:
             found.append(
                 plan_task(
@@ -402,23 +400,26 @@ def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
     return max(known, default=passkey.SHORTEST)
 
 
-def _leaf_tasks(tasks: tuple[Task, ...], definitions: Path | None, trained: int) -> list[Task]:
+def _leaf_tasks(
+    recipe: Recipe, definitions: Path | None, checkpoints: Iterable[Checkpoint]
+) -> list[Task]:
     """Tasks with groups and tags opened into their members."""
+
+    def members(name: str) -> list[str]:
+        if name == passkey.GROUP:
+            lengths = passkey.task_lengths(_trained(recipe, checkpoints))
+            return [passkey.task_name(length) for length in lengths]
+        return [name] if passkey.task_length(name) is not None else expand(name, definitions)
+
     leaves = [
         task.model_copy(update={"name": leaf})
-        for task in tasks
-        for leaf in _members(task.name, definitions, trained)
+        for task in recipe.tasks
+        for leaf in members(task.name)
     ]
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise RecipeError(f"tasks: {', '.join(twice)} is there twice, once in a group or tag")
     return leaves
-
-
-def _members(name: str, definitions: Path | None, trained: int) -> list[str]:
-    if name == passkey.GROUP:
-        return [passkey.task_name(length) for length in passkey.task_lengths(trained)]
-    return [name] if passkey.task_length(name) is not None else expand(name, definitions)
 
 
 def find_calibration(recipe: Recipe) -> CalibrationText | None:
