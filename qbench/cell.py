@@ -16,7 +16,7 @@ from qbench.checkpoints.find import elements, read_headers
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
 from qbench.machine import environment, hardware, measured, redirected
-from qbench.plan import WORKSPACE, Cell, Plan, streamable
+from qbench.plan import Cell, Plan, resident, streamable
 from qbench.prequantized import GGUF
 from qbench.progress import Progress
 from qbench.quantizers.lm_eval_model import LmEvalModel
@@ -239,7 +239,7 @@ def _elsewhere(
         if streamed:
             weights = elements(read_headers(cell.checkpoint.folder)) * itemsize
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            streamed = weights + WORKSPACE > torch.cuda.mem_get_info()[0] + cached
+            streamed = resident(weights) > torch.cuda.mem_get_info()[0] + cached
     return partial(stream, device=plan.device) if streamed else None
 
 

@@ -308,7 +308,13 @@ def _cell(
     )
 
 
-WORKSPACE = 4 * 2**30  # bytes beside the weights, by which it is told whether these fit a GPU
+WORKSPACE = 4 * 2**30  # bytes
+
+
+def resident(weights: float) -> float:
+    """Bytes that a model of so many bytes of weights should find free, or it comes block by
+    block."""
+    return weights + min(weights, WORKSPACE)
 
 
 def _unlike_a_stream(

@@ -1,12 +1,17 @@
 """Weights that come to the device block by block: the same numbers, read once for all batches."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from small_recipe import DEMO, qbench, small_recipe
 
+from qbench.cell import _elsewhere
+from qbench.checkpoints.find import elements, read_headers
 from qbench.errors import RecipeError, UnavailableError
+from qbench.plan import plan
+from qbench.recipe import Recipe
 from qbench.store import Store
 from qbench.streaming import bring, stream, stream_of
 
@@ -139,3 +144,18 @@ def test_a_recipe_that_has_all_gpus_takes_no_workers(tmp_path):
     path = small_recipe(tmp_path, evaluation={"device_map": "auto"})
     with pytest.raises(RecipeError, match="one process has all GPUs; leave --workers out"):
         qbench("run", path, "--workers", 2, "--device", "cpu", "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("free", "comes"), [(2.1, False), (1.9, True)])
+def test_by_itself_a_model_comes_block_by_block_where_it_has_no_room(
+    tmp_path, monkeypatch, free, comes
+):
+    """Of twice its weights, which are few."""
+    planned = plan(Recipe.load(small_recipe(tmp_path, quantizers=["fp32"])), device="cpu")
+    cell = planned.cells[0]
+    weights = 4 * elements(read_headers(cell.checkpoint.folder))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * weights, 80 * 2**30))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    assert (_elsewhere(cell, replace(planned, device="cuda"), 4) is not None) == comes
+    assert _elsewhere(cell, planned, 4) is None  # on a CPU it lies there anyway

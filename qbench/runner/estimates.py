@@ -16,7 +16,7 @@ from qbench.checkpoints.find import elements, read_headers
 from qbench.evaluation.settings import hidden_size
 from qbench.machine import fast_bf16, hardware, memory_gib
 from qbench.passkey import task_length
-from qbench.plan import WORKSPACE, Cell, Plan, streamable
+from qbench.plan import Cell, Plan, resident, streamable
 
 MOST = 2_000  # records that are looked at, the youngest first
 EVALUATE = "evaluate"  # the stage that grows with the documents
@@ -184,7 +184,7 @@ def _streamed(cell: Cell, plan: Plan, weights: float) -> bool:
         cell.quantization, cell.copy, cell.checkpoint.config
     ):
         return False
-    return weights + WORKSPACE / GIB > memory_gib("cuda")
+    return resident(weights * GIB) > memory_gib("cuda") * GIB
 
 
 def _tokens(cell: Cell, plan: Plan) -> float | None:
