@@ -4,7 +4,7 @@ beside transformers' ``generate``. Of random weights: none of it depends on what
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,15 @@ DECODED = 6  # tokens of an answer: the five digits and a space
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """``seconds`` of ``what``; ``peak_gib`` of the GPU's memory, 0 on a CPU."""
+    """``seconds`` of ``what``; ``peak_gib`` of the GPU's memory, 0 on a CPU; new tokens by second
+    where answers are generated."""
 
     what: str
     normalizer: str
     seconds: float
     peak_gib: float
     detail: str = ""
+    tokens_per_second: float | None = None
 
 
 class Signs:
@@ -77,31 +79,41 @@ def bench_analysis(
     """One pass over ``samples`` random texts of ``length`` tokens for softmax and softpick, and
     ``prompts`` prompts of ``prompt`` tokens decoded both ways. Raises EvaluationError where the
     two do not say the same in float32."""
-    rows: list[Row] = []
-    for normalizer in ("softmax", "softpick"):
-        model = random_model(shape, normalizer, device)
-        rows += _pass(model, normalizer, samples, length)
-        rows += _decoding(model, normalizer, prompts, prompt)
-        del model
-    return {
-        "shape": shape,
-        "samples": samples,
-        "length": length,
-        "prompts": prompts,
-        "prompt": prompt,
-        "environment": environment(device, ()).model_dump(mode="json"),
-        "rows": [asdict(row) for row in rows],
-    }
+
+    def rows(model: PreTrainedModel, normalizer: str) -> Iterator[Row]:
+        yield from _pass(model, normalizer, samples, length)
+        yield from _decoding(model, normalizer, prompts, prompt)
+
+    sizes = {"samples": samples, "length": length, "prompts": prompts, "prompt": prompt}
+    return measured(shape, device, ("softmax", "softpick"), rows, sizes)
+
+
+def measured(
+    shape: str,
+    device: str,
+    normalizers: Sequence[str],
+    rows: Callable[[PreTrainedModel, str], Iterable[Row]],
+    sizes: dict[str, int],
+) -> dict[str, Any]:
+    """What ``rows`` gives of a random model of each normalizer, one after the other, as JSON."""
+    found = []
+    for normalizer in normalizers:
+        found += [asdict(row) for row in rows(random_model(shape, normalizer, device), normalizer)]
+    about = environment(device, ()).model_dump(mode="json")
+    return {"shape": shape, **sizes, "environment": about, "rows": found}
 
 
 def table(found: dict[str, Any]) -> str:
-    head = ["What", "Normalizer", "Seconds", "Peak GiB", ""]
     rows = [
-        [row["what"], row["normalizer"], f"{row['seconds']:.2f}", f"{row['peak_gib']:.1f}",
-         row["detail"]]
+        [row["what"], row["normalizer"], f"{row['seconds']:.2f}",
+         "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
+         f"{row['peak_gib']:.1f}", row["detail"]]
         for row in found["rows"]
     ]  # fmt: skip
-    return text.table(head, rows, align="llrrl")
+    head = ["What", "Normalizer", "Seconds", "Tokens/s", "Peak GiB", ""]
+    if all(row["tokens_per_second"] is None for row in found["rows"]):
+        head, rows = head[:3] + head[4:], [row[:3] + row[4:] for row in rows]
+    return text.table(head, rows, align="ll" + "r" * (len(head) - 3) + "l")
 
 
 def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) -> Iterator[Row]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from qbench import text
-from qbench.bench.analysis import clock, random_model
+from qbench.bench.analysis import Row, clock, measured
 from qbench.errors import EvaluationError
-from qbench.machine import environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -19,18 +16,6 @@ if TYPE_CHECKING:
 
 CHECKED = 4  # prompts whose float32 answers are compared
 HFLM_BATCHES = 2  # that are timed; HFLM takes as long for each
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """``seconds`` for all prompts; ``peak_gib`` of the GPU's memory, 0 on a CPU."""
-
-    what: str
-    normalizer: str
-    seconds: float
-    tokens_per_second: float
-    peak_gib: float
-    detail: str = ""
 
 
 def bench_generation(
@@ -45,29 +30,12 @@ def bench_generation(
 ) -> dict[str, Any]:
     """``prompts`` prompts of ``length`` tokens with ``tokens`` new ones each, in bfloat16. Raises
     EvaluationError where the two ways do not say the same in float32."""
-    rows = []
-    for normalizer in normalizers:
-        model = random_model(shape, normalizer, device)
-        rows += _rows(model, normalizer, prompts, length, tokens, batch_size)
-        del model
-    return {
-        "shape": shape,
-        "prompts": prompts,
-        "length": length,
-        "tokens": tokens,
-        "environment": environment(device, ()).model_dump(mode="json"),
-        "rows": [asdict(row) for row in rows],
-    }
 
+    def rows(model: PreTrainedModel, normalizer: str) -> list[Row]:
+        return _rows(model, normalizer, prompts, length, tokens, batch_size)
 
-def table(found: dict[str, Any]) -> str:
-    head = ["What", "Normalizer", "Seconds", "Tokens/s", "Peak GiB", ""]
-    rows = [
-        [row["what"], row["normalizer"], f"{row['seconds']:.1f}",
-         f"{row['tokens_per_second']:,.0f}", f"{row['peak_gib']:.1f}", row["detail"]]
-        for row in found["rows"]
-    ]  # fmt: skip
-    return text.table(head, rows, align="llrrrl")
+    sizes = {"prompts": prompts, "length": length, "tokens": tokens}
+    return measured(shape, device, normalizers, rows, sizes)
 
 
 def _rows(

@@ -126,8 +126,8 @@ def generation(
     qbench bench generation
     ```
     """
-    from qbench.bench.analysis import SHAPES
-    from qbench.bench.generation import bench_generation, table
+    from qbench.bench.analysis import SHAPES, table
+    from qbench.bench.generation import bench_generation
 
     if shape not in SHAPES:
         raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
