@@ -178,6 +178,12 @@ class Evaluation(Strict):
     damage: Flag = True
     """Measure quantized cells against the unquantized one: KL divergence, flips."""
 
+    @model_validator(mode="after")
+    def _one_place(self) -> Evaluation:
+        if self.device_map is not None and self.stream is True:
+            raise problem(("device_map",), "not with stream: true, one or the other")
+        return self
+
     @field_validator("batch_size", mode="before")
     @classmethod
     def _known_size(cls, value: Any) -> Any:

@@ -159,3 +159,9 @@ def test_by_itself_a_model_comes_block_by_block_where_it_has_no_room(
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     assert (_elsewhere(cell, replace(planned, device="cuda"), 4) is not None) == comes
     assert _elsewhere(cell, planned, 4) is None  # on a CPU it lies there anyway
+
+
+def test_blocks_lie_on_gpus_or_come_in_turn_not_both(tmp_path):
+    path = small_recipe(tmp_path, evaluation={"device_map": "auto", "stream": True})
+    with pytest.raises(RecipeError, match=r"evaluation\.device_map: not with stream: true"):
+        Recipe.load(path)

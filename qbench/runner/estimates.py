@@ -14,7 +14,7 @@ from typing import Any
 
 from qbench.checkpoints.find import elements, read_headers
 from qbench.evaluation.settings import hidden_size
-from qbench.machine import fast_bf16, hardware, memory_gib
+from qbench.machine import fast_bf16, hardware, memory_gib, visible_gpus
 from qbench.passkey import task_length
 from qbench.plan import Cell, Plan, resident, streamable
 
@@ -157,6 +157,8 @@ def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
         read = text.samples * text.length
         seconds += 2 * operations * cores * read / rates.score["exact"]  # on a CPU by one core
         calibration = read * token
+    if plan.recipe.evaluation.device_map and plan.device == "cuda":
+        memory /= len(visible_gpus())
     if not _streamed(cell, plan, weights):
         return Estimate(seconds=seconds, memory_gib=memory + calibration, measured=False)
     config = cell.checkpoint.config
@@ -180,9 +182,8 @@ def _streamed(cell: Cell, plan: Plan, weights: float) -> bool:
     asked = plan.recipe.evaluation.stream
     if asked != "auto":
         return asked
-    if plan.device != "cuda" or not streamable(
-        cell.quantization, cell.copy, cell.checkpoint.config
-    ):
+    elsewhere = plan.recipe.evaluation.device_map or plan.device != "cuda"
+    if elsewhere or not streamable(cell.quantization, cell.copy, cell.checkpoint.config):
         return False
     return resident(weights * GIB) > memory_gib("cuda") * GIB
 
