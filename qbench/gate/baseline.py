@@ -109,34 +109,25 @@ def difference(store: Store, out: Path) -> Changes:
 
 
 def write(baseline: Baseline, out: Path) -> None:
-    outcomes, frames = baseline.outcomes, []
-    for index, one in enumerate(outcomes.cells.values()):
-        for number, column in enumerate(one.columns[name] for name in one.scores):
-            scaled = np.round(column.values * 10**DECIMALS)
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "cell": np.int32(index),
-                        "score": np.int32(number),
-                        "document": column.documents,
-                        "value": scaled.astype(np.int64),
-                        "weight": column.weights,
-                    }
-                )
-            )
+    outcomes = baseline.outcomes
+    frames = [
+        pd.DataFrame(
+            {
+                "cell": np.int32(index),
+                "score": np.int32(number),
+                "document": column.documents,
+                "value": np.round(column.values * 10**DECIMALS).astype(np.int64),
+                "weight": column.weights,
+            }
+        )
+        for index, one in enumerate(outcomes.cells.values())
+        for number, column in enumerate(one.columns[name] for name in one.scores)
+    ]
     about = _About(
         version=VERSION,
         name=outcomes.name,
         cells={
-            cell: _Cell(
-                key=one.key,
-                key_parts=dict(one.key_parts),
-                method=one.method,
-                measures=dict(one.measures),
-                scores=tuple(one.scores.values()),
-                documents=dict(one.documents),
-                precision=one.precision,
-            )
+            cell: _Cell(scores=tuple(one.scores.values()), **_in_common(one))
             for cell, one in outcomes.cells.items()
         },
         layers=_packed({cell: baseline.layers.get(cell, {}) for cell in outcomes.cells}),
@@ -194,6 +185,11 @@ def read(path: Path) -> Baseline:
         ) from None
     except (KeyError, ValueError, TypeError, zlib.error, pa.ArrowException) as error:
         raise ResultsError(f"{path}: not whole ({error!r:.80}); {remedy}") from None
+
+
+def _in_common(one: CellResults | _Cell) -> dict[str, Any]:
+    """What a cell of results and one of a baseline have in common."""
+    return {name: getattr(one, name) for name in _Cell.model_fields if name != "scores"}
 
 
 def _digest(described: bytes, table: pa.Table) -> str:
@@ -260,15 +256,5 @@ def _cells(about: dict[str, _Cell], table: pa.Table) -> dict[str, CellResults]:
             rows = groups[index, number]
             values = (rows["value"] / 10**DECIMALS).round(DECIMALS)
             columns[name] = Column.of(rows["document"].to_numpy(), values, rows["weight"])
-        cells[cell] = CellResults(
-            key=one.key,
-            key_parts=one.key_parts,
-            method=one.method,
-            audited=True,
-            measures=one.measures,
-            scores=scores,
-            columns=columns,
-            documents=one.documents,
-            precision=one.precision,
-        )
+        cells[cell] = CellResults(audited=True, scores=scores, columns=columns, **_in_common(one))
     return cells
