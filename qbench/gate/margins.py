@@ -13,6 +13,7 @@ from qbench.errors import RecipeError
 from qbench.metrics import LOG_SCALE, base_metric, is_percentage
 from qbench.records import Score
 from qbench.statistics import Column, Panel, effect, worsening
+from qbench.statistics.panel import degrees_of_freedom
 
 # Percentage points for accuracies, per cent of the perplexity for perplexities.
 LEAST = {"acc": 1.0, "perplexity": 2.0}
@@ -128,7 +129,11 @@ def _supported(score: Score, column: Column, lines: int) -> float:
     if np.isin(column.values, (0, 1)).all():
         margin = _bound_of_flips(panel.documents, missed)
     else:
-        reach = special.stdtrit(panel.documents - 1, (1 - LEVEL, 1 - missed)).sum()
+        weights, level, freedom = panel.weights[:, 0], LEVEL, panel.documents - 1
+        if np.ptp(weights):  # the bound is the end of the two-sided interval: ``worsening``
+            kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)
+            level, freedom = LEVEL / 2, degrees_of_freedom(weights, kurtosis)
+        reach = special.stdtrit(freedom, (1 - level, 1 - missed)).sum()
         margin = float(reach) * MOVES * found.interval.stderr
     if _family(score) == "perplexity":
         margin = math.expm1(margin)

@@ -256,17 +256,16 @@ class Studentized:
         return math.sqrt((self.freedom + 1) / self.freedom)
 
 
-def degrees_of_freedom(values: Floats, weights: Floats) -> float:
-    """Of the standard error of Σ ``values`` / Σ ``weights``, both [documents]; at least 1.
+def degrees_of_freedom(weights: Floats, kurtosis: float) -> float:
+    """Of the standard error of a ratio of sums over documents of ``weights`` [documents]; at
+    least 1.
 
     1/ν = 1/(m − 1) + (k − 1)/2n: m as many equally long documents, and k the kurtosis of the n
     documents' shares, since the variance of a variance is (k − 1)/n of its square (Satterthwaite
     1946, Biometrics Bulletin 2: 110–114; Box 1953, Biometrika 40: 318–335).
     """
-    terms = _shares(values[:, None], weights[:, None], np.ones(1), 1.0)[:, 0]
-    kurtosis = float(np.mean(terms**4) / np.mean(terms**2) ** 2)
     of_lengths = 1 / (effective_documents(weights[:, None]) - 1)
-    return max(1.0, 1 / (of_lengths + (kurtosis - 1) / (2 * len(terms))))
+    return max(1.0, 1 / (of_lengths + (kurtosis - 1) / (2 * len(weights))))
 
 
 NORMAL = np.linspace(-FARTHEST, FARTHEST, 121)
@@ -293,7 +292,8 @@ def studentize(
     found = np.quantile(sums[0] / spread, special.ndtr(NORMAL), method="median_unbiased")
     if not found[0] < 0 < found[-1]:
         return None
-    freedom = degrees_of_freedom(values, weights)
+    terms = _shares(values[:, None], weights[:, None], np.ones(1), 1.0)
+    freedom = degrees_of_freedom(weights, float(np.mean(terms**4) / np.mean(terms**2) ** 2))
     return Studentized(estimate=estimate, stderr=stderr, quantiles=found, freedom=freedom)
 
 

@@ -75,6 +75,22 @@ def test_a_harmless_change_of_a_perplexity_passes_at_the_default_margin(document
     assert passed >= 297
 
 
+def test_a_harmless_change_of_pages_that_differ_in_length_passes(monkeypatch):
+    """90 of 100 passed at a margin for as many pages of one length; the bound is wider there."""
+    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 300)
+    draw, passed = np.random.default_rng(62), 0
+    known, pages = score("word_perplexity", "weighted_perplexity", 62), np.arange(62)
+    for _ in range(300):
+        words = draw.lognormal(5, 0.74, 62)
+        old = Column.of(pages, -words * draw.normal(3, 0.3, 62), words)
+        limit = margins.margin_of(known, old, {}, lines=LINES).value / 100
+        moved = old.values + margins.MOVES * words * draw.normal(0, 0.3, 62)
+        panel = Panel.of({"new": Column.of(pages, moved, words), "old": old})
+        found = effect(panel, {"new": 1, "old": -1}, "weighted_perplexity")
+        passed += worsening(found, higher_is_better=False).high <= np.log1p(limit)
+    assert passed >= 285
+
+
 @pytest.mark.parametrize(("documents", "points"), [(200, 7.2), (2400, 1.7)])
 def test_margins_are_those_that_the_readme_and_the_help_state(documents, points):
     old = column((np.arange(documents) % 5 > 0) * 1.0)
