@@ -17,23 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _weights(scores: Tensor, allowed: Tensor | None, sink: Tensor) -> Tensor:
-    import torch
+class Sunk(Normalizer):
+    """s is the parameter ``sinks``, or 0 without it."""
 
-    visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
-    # The maximum only shifts the exponents: function and gradient do not depend on it.
-    maximum = torch.maximum(visible.amax(-1, keepdim=True), sink).detach()
-    exponentials = (visible - maximum).exp()
-    return exponentials / (exponentials.sum(-1, keepdim=True) + (sink - maximum).exp())
-
-
-class Softmax1(Normalizer):
-    name = "softmax1"
-    description = "softmax with 1 added to the denominator"
     rows_sum_to_one = False
     sparse = False
     parameters = (SLOPES,)
-    kernels = replace(Softmax.kernels, sink="one")
 
     def weights(
         self,
@@ -43,14 +32,27 @@ class Softmax1(Normalizer):
         parameters: Mapping[str, Tensor] | None = None,
         distances: Tensor | None = None,
     ) -> Tensor:
-        return _weights(scores, allowed, scores.new_zeros(()))
+        import torch
+
+        sink = scores.new_zeros(())
+        if parameters and "sinks" in parameters:
+            sink = parameters["sinks"].to(scores.dtype)[:, None, None]
+        visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+        # The maximum only shifts the exponents: function and gradient do not depend on it.
+        maximum = torch.maximum(visible.amax(-1, keepdim=True), sink).detach()
+        exponentials = (visible - maximum).exp()
+        return exponentials / (exponentials.sum(-1, keepdim=True) + (sink - maximum).exp())
 
 
-class SoftmaxSink(Normalizer):
+class Softmax1(Sunk):
+    name = "softmax1"
+    description = "softmax with 1 added to the denominator"
+    kernels = replace(Softmax.kernels, sink="one")
+
+
+class SoftmaxSink(Sunk):
     name = "softmax-sink"
     description = "softmax with e to a learned sink a head added to the denominator"
-    rows_sum_to_one = False
-    sparse = False
     parameters = (
         Parameter(
             name="sinks", shape=("H",), trainable=True, attribute="sinks", keyword="s_aux"
@@ -58,14 +60,3 @@ class SoftmaxSink(Normalizer):
         SLOPES,
     )  # fmt: skip
     kernels = replace(Softmax.kernels, sink="learned")
-
-    def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
-    ) -> Tensor:
-        assert parameters is not None, "checked() has refused it"
-        return _weights(scores, allowed, parameters["sinks"].to(scores.dtype)[:, None, None])
