@@ -77,16 +77,6 @@ class Consumed(NamedTuple):
     positions: Tensor
 
 
-class Kept(Protocol):
-    """``key`` and ``value`` [B, Hkv, T, D] as a cache keeps them; ``ready`` makes such keys what
-    queries are multiplied with: it rotates them, where the cache keeps them before RoPE."""
-
-    key: Tensor
-    value: Tensor
-
-    def ready(self, key: Tensor) -> Tensor: ...
-
-
 class KVCache(Protocol):
     """What an attention module carries. ``uses_positions``: whether rounding asks where in its
     sequence a token stands. ``watch``, if it is set, is told what attention reads. ``paused``:
@@ -106,9 +96,10 @@ class KVCache(Protocol):
         ``positions`` int32 [B or 1, T]: each token's index in its own sequence, negative for
         padding. Tokens that are never quantized come out as they are."""
 
-    def as_kept(self, module: nn.Module, key: Tensor, value: Tensor) -> Kept:
-        """From what a module hands over, keys and values as the cache keeps them, before they are
-        rounded."""
+    def as_kept(self, module: nn.Module, key: Tensor, value: Tensor) -> Any:
+        """From what a module hands over, ``key`` and ``value`` as the cache keeps them, before they
+        are rounded; its ``ready`` makes such keys what queries are multiplied with: it rotates
+        them, where the cache keeps them before RoPE."""
 
 
 def rotate(
