@@ -53,20 +53,11 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """What was measured."""
-
-    name: str  # of its class
-    parameters: int
-    dtype: str
-    attention: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What ``compare`` measured: settings by mode, and each run's report with peak memory."""
+    """What ``compare`` measured: of which model, settings by mode, and each run's report with peak
+    memory."""
 
-    model: Model
+    model: dict[str, Any]
     settings: dict[str, ScoringSettings]
     rows: tuple[Row, ...]
     reports: dict[str, ScoringReport]
@@ -120,12 +111,12 @@ def compare(
         reports[name] = scorer.report()
         kept = observer if isinstance(observer, BaselineWriter) else kept
     return Comparison(
-        model=Model(
-            name=type(model).__name__,
-            parameters=model.num_parameters(),
-            dtype=str(model.dtype).removeprefix("torch."),
-            attention=model.config._attn_implementation,
-        ),
+        model={
+            "name": type(model).__name__,
+            "parameters": model.num_parameters(),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": model.config._attn_implementation,
+        },
         settings=dict(settings),
         rows=tuple(rows),
         reports=reports,
