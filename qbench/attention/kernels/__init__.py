@@ -9,10 +9,9 @@ nor Triton.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels, Normalizer
+from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
 from qbench.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -31,12 +30,7 @@ def taken(kernels: Kernels) -> tuple[str, ...]:
 
 def lack(normalizer: str) -> str | None:
     """What the kernels lack for this normalizer, or None. Raises RecipeError for an unknown one."""
-    return _lack(NORMALIZERS.get(normalizer))
-
-
-@cache
-def _lack(chosen: Normalizer) -> str | None:
-    normalizer = chosen.name
+    chosen = NORMALIZERS.get(normalizer)
     if chosen.kernels is None:
         return f"there are no kernels for the normalizer {normalizer!r}"
     if chosen.kernels.sink and chosen.kernels.score_function != "softmax":
