@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import pandas as pd
 import pytest
 from readme_results import (
     FINDINGS,
@@ -60,6 +61,9 @@ NEARER = {  # folder → cells in which softpick's KL divergence is the smaller 
     "pair-27m-activations": (3, 14),
 }
 # The same of an earlier training of the pair with sinks: its records are in the folders' history
+EARLIER_COUNTED = {"": (11, 4), "-kv": (8, 1), "-activations": (14, 18)}
+EARLIER_NEARER = {"": 7, "-kv": 5, "-activations": 13}
+KINDS = {"": "weights", "-kv": "KV cache", "-activations": "activations"}
 # a cell of README's table of speeds, the file, and what must stand in one of its lines
 A64, A128 = "B4 T4096 H16 D64", "B4 T4096 H16 D128"
 SPEEDS = [
@@ -117,13 +121,25 @@ def require_exact(told: list[float], shown: list[str]) -> None:
     ] == rounded
 
 
-def require_rounded(told: list[str], shown: list[str]) -> None:
+def require_rounded(told: list[str], shown: list[str], count: int = 5) -> None:
     """Each shown number is the told one, rounded to the places that it shows."""
     exact, rounded = (re.findall(r"[\d.]+", " ".join(texts)) for texts in (told, shown))
-    assert len(exact) == len(rounded) == 5
+    assert len(exact) == len(rounded) == count
     for one, other in zip(exact, rounded, strict=True):
         half = 0.5 * 10.0 ** -len(other.partition(".")[2])
         assert abs(float(one) - float(other)) <= half + 1e-9, (told, shown)
+
+
+def two_trainings() -> dict[tuple[str, str], list[str]]:
+    """By quantizer and task: what the page on sinks has of softpick's damage over softmax's,
+    earlier and now, and before it, where it was calibrated, softmax's and softpick's own."""
+    page = (RESULTS / "bench" / "sinks.md").read_text()
+    found = {}
+    for row in rows(page[page.index("| not calibrated |") : page.index("**The two differ")])[2:]:
+        found |= {(row[0], "WikiText"): row[1:3], (row[0], "LAMBADA"): row[3:5]}
+    for row in rows(page[page.index("| calibrated |") : page.index("**Static ranges")])[2:]:
+        found[row[0], row[1]] = [*row[6:], *row[2:6]]
+    return found
 
 
 def test_scores_of_the_pair_are_those_of_its_tables():
@@ -171,7 +187,7 @@ def test_ratios_of_activations_and_the_kv_cache_are_those_of_their_tables():
 @pytest.mark.slow
 def test_ratios_of_the_pair_with_sinks_are_those_of_its_tables():
     table = part("| | task | softmax | softpick | softpick's / softmax's |", "**With sinks")
-    seen = set()
+    seen, known = set(), two_trainings()
     for row in rows(table)[2:]:
         folder, quantizer = SINKS[row[0]]
         found = tables(folder, "sinks-27m")["damage", *TASKS[row[1]], quantizer]
@@ -181,8 +197,36 @@ def test_ratios_of_the_pair_with_sinks_are_those_of_its_tables():
             "LAMBADA": ("lambada_openai", "perplexity"),
         }
         require_exact(exact(f"sinks-27m{folder}", *metric[row[1]], quantizer), row[2:5])
+        earlier, _, *damages = known[quantizer, row[1]]
+        require_rounded([earlier], [row[5]], 1)
+        assert row[5].endswith("\\*") == bool(damages)
         seen.add(row[0])
     assert seen == set(SINKS)
+
+
+@pytest.mark.slow
+def test_two_trainings_of_one_recipe_are_told_as_their_tables_have_them():
+    known = two_trainings()
+    folders = {
+        quantizer: folder
+        for folder in KINDS
+        for kind, *_, quantizer in tables(folder, "sinks-27m")
+        if kind == "damage"
+    }
+    for (quantizer, task), (_, now, *damages) in known.items():
+        found = tables(folders[quantizer], "sinks-27m")["damage", *TASKS[task], quantizer]
+        require_rounded([found[7]], [now], 1)
+        assert ("‡" in found[7]) == ("‡" in now)
+        if damages:
+            require_rounded([found[3], found[5]], [damages[1], damages[3]], 2)
+    calibrated = {"w4a8", "w4a4"}  # GPTQ's weights, and nothing more to say of calibration
+    assert {quantizer for quantizer, _ in known} == set(folders) - calibrated
+    assert len(known) == 2 * (21 + 7)
+    told = " ".join(part("## Two trainings", "## What would change").split())
+    page = " ".join((RESULTS / "bench" / "sinks.md").read_text().split())
+    assert "47 of 189 differences are significant in one training at least; 27 of these" in told
+    assert "have the same sign in both, and 16 of the 20 that are significant in both" in told
+    assert "Of the 189 differences of damage of these 21 quantizers" in page
 
 
 @pytest.mark.slow
@@ -194,14 +238,45 @@ def test_differences_of_damage_are_counted_right(folder):
     assert (len(found), favour, len(marked) - favour) == COUNTED[folder]
 
 
-def test_counts_are_told_as_they_were_counted():
+@pytest.mark.slow
+def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
     counted = {row[0]: row[1:] for row in rows(part("| | this pair |", "HQQ has"))[2:]}
-    for kind, row in (("", "weights"), ("-kv", "KV cache"), ("-activations", "activations")):
-        (told,) = (cells for name, cells in counted.items() if name.startswith(f"{row}, of"))
-        pairs = [COUNTED[f"{pair}-27m{kind}"][1:] for pair in ("sinks", "pair")]
-        assert [told[0], told[2]] == [f"{favour} and {against}" for favour, against in pairs]
-        (told,) = (cells for name, cells in counted.items() if name.startswith(f"{row}, KL"))
-        assert [told[0], told[2]] == [str(NEARER[f"{p}-27m{kind}"][0]) for p in ("sinks", "pair")]
+    expected = {}
+    for folder, kind in KINDS.items():
+        every, *pair = COUNTED[f"sinks-27m{folder}"]
+        _, *first = COUNTED[f"pair-27m{folder}"]
+        row = f"{kind}, of {every}" + " differences" * (folder == "")
+        told = pair, EARLIER_COUNTED[folder], first
+        expected[row] = [f"{favour} and {against}" for favour, against in told]
+    for folder, kind in KINDS.items():
+        near, every = NEARER[f"sinks-27m{folder}"]
+        row = f"{kind}, KL, of {every}" + " cells" * (folder == "")
+        first, _ = NEARER[f"pair-27m{folder}"]
+        expected[row] = [str(count) for count in (near, EARLIER_NEARER[folder], first)]
+    assert counted == expected
+    text = " ".join(part("**With sinks", "## Two trainings").split())
+    marked = pd.concat(differences(f"sinks-27m{folder}").query("significant") for folder in KINDS)
+    hqq = marked[marked.method == "hqq"]
+    assert (len(hqq), (hqq.favour > 0).all()) == (2, True)
+    wikitext, lambada = (marked[marked.task == one] for one in ("wikitext", "lambada_openai"))
+    assert [(one.favour > 0).sum() for one in (wikitext, lambada)] == [9, 12]
+    assert [(one.favour < 0).sum() for one in (wikitext, lambada)] == [11, 26]
+    assert "HQQ has 2 in softpick's favour and none against it, WikiText 9 and 11" in text
+    assert (lambada[lambada.favour < 0].softmax_gain > 0).sum() == 15
+    assert "LAMBADA 12 and 26. In 15 of these 26 softmax scores *better* quantized" in text
+    known = tables("", "sinks-27m")
+    gptq, whole = (
+        known["delta", "lambada_openai", "Acc ↑", one][3].partition(" ")[0]
+        for one in ("gptq-4bit", "bf16")
+    )
+    assert f"with GPTQ 4-bit it answers {gptq} % instead of {whole} %" in text
+    # the claim, where it holds and where it does not
+    cache = wikitext[wikitext.method == "kv"]
+    assert (len(cache), (cache.favour > 0).all()) == (4, True)
+    one_scale = marked[marked.quantizer.isin(["a8-static", "a8-static-99.99", "a8-tensor"])]
+    assert (len(one_scale), (one_scale.favour > 0).all()) == (10, True)
+    few = marked[marked.quantizer.str.match(r"gptq-[234]|a[46]|w4")]
+    assert (len(few), (few.favour < 0).all()) == (31, True)
 
 
 @pytest.mark.parametrize("folder", NEARER)
@@ -238,8 +313,36 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
     assert "86.59 and 85.82" in told
 
 
+def test_table_4_is_that_of_the_analysis():
+    text = (RESULTS / "pair-27m" / "analysis" / "tables.md").read_text()
+    section = text[text.index("### Beside the damage") :].split("\n### ", 2)[0]
+    known = {row[0].partition("/")[0]: row for row in rows(section)[2:]}
+    head = rows(section)[0]
+    names = ["Sink rate %, ε 0.2", "Sink rate %, ε 0.3", "Kurtosis", "Min", "Max", "Sparsity %",
+             "KL bnb-4bit", "KL gptq-3bit", "KL hqq-3bit"]  # fmt: skip
+    for row in rows(part("| | sink rate %, ε 0.2", "![Hidden"))[2:]:
+        assert row[1:] == [known[row[0]][head.index(name)] for name in names]
+
+
 @pytest.mark.parametrize(("number", "name", "words"), SPEEDS)
 def test_speeds_are_those_of_the_bench(number, name, words):
     assert number in part("| what | against | H200 |", "\n\\* Values", SPEED)
     lines = (RESULTS / "bench" / f"{name}.md").read_text().splitlines()
     assert any(all(word in line for word in words) for line in lines)
+
+
+def test_what_is_compared_with_another_row_or_stands_in_the_text_is_that_of_the_bench():
+    page = (RESULTS / "bench" / "attention-h200.md").read_text()
+    every = [[cell for cell in row if cell] for row in rows(page)]
+    for shape, told in (("B4 T4096 H16 D64", "1.48"), ("B4 T4096 H16 D128", "1.54")):
+        rate = {
+            kernel: float(forward)
+            for place, variant, kernel, forward, *_ in (row for row in every if len(row) == 7)
+            if (place, variant) == (shape, "causal")
+        }
+        assert f"{rate['sigmoid'] / rate['FlashAttention 2']:.2f}" == told
+        assert told in SPEED
+    steps = {row[1]: row[2:] for row in every if row[0] == "B8 T1024 H16 D64"}
+    (_, slow, _, fast), (_, slow_too, _, fast_too) = steps["softmax"], steps["softpick"]
+    assert f"softmax is at {fast} × cuDNN and softpick at {fast_too} ×" in " ".join(SPEED.split())
+    assert f"they were at {slow} × and {slow_too} ×" in " ".join(SPEED.split())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
-from readme_results import RESULTS, differences, divergences, part, rows, table
+from readme_results import RESULTS, TASKS, differences, divergences, part, rows, table
 
 from qbench.store import Analyses
 
@@ -14,9 +16,33 @@ TOLD = " ".join(PARAGRAPH.split())
 KINDS = ("", "-kv", "-activations")
 KEYS = ["task", "metric", "quantizer"]
 # README's row → folder, quantizer
+ROWS = {
+    "weights, GPTQ 2-bit": ("", "gptq-2bit"),
+    "weights, GPTQ 3-bit": ("", "gptq-3bit"),
+    "weights, HQQ 2-bit": ("", "hqq-2bit"),
+    "KV cache, 4 bits, a scale a layer": ("-kv", "kv4-tensor"),
+    "KV cache, 3 bits, a scale a head and token": ("-kv", "kv3"),
+    "activations, int8, a range for each layer, clipped": ("-activations", "a8-static-99.99"),
+    "activations, int4, a scale a token": ("-activations", "a4"),
+}
 # folder → precisions under which softpick moves less in every seed, more in every seed, all
 MOVES = {"": (1, 3, 8), "-kv": (7, 1, 9), "-activations": (9, 0, 14)}
 SAME_SIGN = {"": (10, 5), "-kv": (13, 9), "-activations": (16, 6)}
+
+
+def shown(folder: str, key: tuple[str, str, str]) -> list[str]:
+    """The row of that task, metric and quantizer in a table of damage, from its third column."""
+    over_seeds = folder.startswith("seeds")
+    text = (RESULTS / folder / "tables.md").read_text()
+    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        title, task = section.splitlines()[0], ""
+        if "damage" not in title or ("over seeds" in title) != over_seeds:
+            continue
+        for row in rows(section)[2:]:
+            task = row[0] or task
+            if (task, row[1], row[2].partition(" (")[0]) == key:
+                return row[3:]
+    raise AssertionError(f"{folder}: no {key}")
 
 
 def over_seeds(kind: str) -> pd.DataFrame:
@@ -31,6 +57,19 @@ def over_seeds(kind: str) -> pd.DataFrame:
         for each, way in zip(found.each, sign, strict=True)
     ]
     return found.assign(numbers=numbers)
+
+
+def test_ratios_are_those_of_the_tables():
+    seen = set()
+    for label, task, first, three, each in rows(PARAGRAPH)[2:]:
+        folder, quantizer = ROWS[label]
+        key = (*TASKS[task], quantizer)
+        one, seeds = (shown(f"{name}-27m{folder}", key) for name in ("pair", "seeds"))
+        for told, columns in ((first, one), (three, seeds)):
+            assert told == f"{columns[4].rstrip('‡†§')} {columns[5].removeprefix('× ')}"
+        assert each == seeds[6]
+        seen.add(label)
+    assert seen == set(ROWS)
 
 
 @pytest.mark.slow
