@@ -23,7 +23,7 @@ pictures: install
 test: install
 	$(PYTEST) -m "not gpu and not slow"
 
-# with simulations, fault campaigns and large matrices: half an hour
+# with simulations, fault campaigns and large matrices: ten minutes
 test-all: install
 	$(PYTEST)
 
