@@ -97,10 +97,8 @@ def run(
     ```
     """
     place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
-    names = cell_names(place.recipe)
-    if against is not None and [name for name in names if name.endswith(f"/{against}")] != [
-        f"{next(iter(place.recipe.checkpoints))}/{against}"
-    ]:
+    names, checkpoints = cell_names(place.recipe), list(place.recipe.checkpoints)
+    if against is not None and (len(checkpoints) > 1 or f"{checkpoints[0]}/{against}" not in names):
         raise RecipeError(
             f"--against {against}: names a precision of a run with one checkpoint; there are "
             f"{', '.join(names)}"

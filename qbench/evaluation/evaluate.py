@@ -192,11 +192,9 @@ def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
         if task.OUTPUT_TYPE == "multiple_choice":
             of = task.doc_to_text if task.multiple_input else task.doc_to_target
             target = of(document)
-            return (
-                task.doc_to_choice(document).index(target)
-                if isinstance(target, str)
-                else (target if isinstance(target, int) else None)
-            )
+            if isinstance(target, str):
+                target = task.doc_to_choice(document).index(target)
+            return target if isinstance(target, int) else None
         if task.OUTPUT_TYPE == "generate_until":
             target = task.doc_to_target(document)
             return target if isinstance(target, str) else " | ".join(map(str, target))

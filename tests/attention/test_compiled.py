@@ -61,6 +61,16 @@ def received(monkeypatch, implementation="triton"):
     return seen
 
 
+def plainly_compiled(monkeypatch, make):
+    """What attention is handed, a compiled model by plain set_attn_implementation, and its ids."""
+    seen = received(monkeypatch)
+    interface._registered.cache_clear()
+    model = make()
+    model.set_attn_implementation(interface.attention_name("softmax", "triton", "cpu"))
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    return seen, torch.compile(model, fullgraph=True, backend="eager"), ids
+
+
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
 
 
@@ -77,12 +87,7 @@ def test_a_compiled_model_on_kernels_is_handed_sequences_and_no_dense_mask(
     monkeypatch, make, inputs, mask
 ):
     """By plain set_attn_implementation."""
-    seen = received(monkeypatch)
-    interface._registered.cache_clear()
-    model = make()
-    model.set_attn_implementation(interface.attention_name("softmax", "triton", "cpu"))
-    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    seen, compiled, ids = plainly_compiled(monkeypatch, make)
     for _ in range(2):
         compiled(ids, use_cache=False, **inputs).logits.sum().backward()
     window = 5 if make is mistral else None
@@ -108,12 +113,7 @@ def test_the_kernels_stand_in_one_graph_without_a_warning(gradient):
 
 def test_a_compiled_model_that_counts_its_positions_looks_for_no_sequences(monkeypatch):
     """As in training: looking waits for the GPU."""
-    seen = received(monkeypatch)
-    interface._registered.cache_clear()
-    model = llama()
-    model.set_attn_implementation(interface.attention_name("softmax", "triton", "cpu"))
-    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    seen, compiled, ids = plainly_compiled(monkeypatch, llama)
     with positions_counted():
         compiled(ids, use_cache=False)
     assert seen == [(False, True, None, None)]

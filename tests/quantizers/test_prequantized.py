@@ -71,7 +71,10 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of optimum and accelerate, while they quantize
+@pytest.mark.filterwarnings(  # of transformers, while optimum quantizes and saves
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:Attempting to save a model with offloaded modules:UserWarning",
+)
 def test_a_gptq_checkpoint_loads_and_passes_its_audit(whole, tmp_path):
     gptq(whole, tmp_path / "gptq", ["once upon a time " * 60] * 8, group_size=32)
     result, _ = audited(planned(tmp_path, tmp_path / "gptq"))
