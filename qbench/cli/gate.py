@@ -63,10 +63,10 @@ def check(
     other data. Missing, failed or unaudited cells never pass. What the audit measured of every
     quantized layer is held to the baseline too.
 
-    Without --margin, a score may be 1 point (accuracies) or 2 per cent (perplexities) worse, or as
-    much as the baseline's documents can tell: the margin at which a harmless change, one that
-    flips 3 per cent of the answers by chance, passes on all lines 95 times of 100. With 50 lines
-    that is 7.2 points on 200 documents and 1.7 on 2,400.
+    Without --margin, a score may be 1 point worse, a perplexity 2 per cent. Where the documents are
+    too few for that, the margin is wider: a harmless change must pass on all lines 95 times of
+    100. Harmless is one that flips 3 per cent of the answers. With 50 lines the margin is 7.2
+    points on 200 documents and 1.7 on 2,400.
 
     Examples:
     ```

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from hostile_results import HOSTILE, fill, texts
+from small_recipe import qbench, small_recipe
 
+from qbench.cli.view import _texts
 from qbench.store import Store
 from qbench.viewer.data import Results
 from qbench.viewer.export import write_report, write_site
 
+RESULTS = Path(__file__).parents[2] / "results"
 CHROMIUM = shutil.which("chromium")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs pip install playwright")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -226,3 +231,32 @@ def test_the_site_and_the_report_open_from_a_disk(folder, tmp_path, page):
     page.wait_for_selector("text=What ran")
     page.goto(f"{report}#view=documents&task=wikitext&cell=softmax/gptq-2bit")
     page.wait_for_selector("[role=alert]:has-text('qbench view')")
+
+
+@pytest.mark.parametrize("name", ["pair-27m", "seeds-27m-kv", "published-27m-gguf"])
+def test_real_results_from_the_answer_to_a_document_and_why(serve, page, name):
+    """Two models, seeds of two, and published files of one."""
+    real = RESULTS / name
+    running = serve(real, texts=None)
+    running.server.results[0].comparison(wait=True)
+    page.goto(running.address)
+    page.wait_for_selector(".drawing svg a", state="attached")
+    assert "significant" in page.inner_text(".headline")
+    assert page.locator("figure:has(h3:has-text('against bits')) svg").count()
+    cell = Store(real).grid().cells[-1].cell
+    page.goto(f"{running.address}#view=documents&task=lambada_openai&cell={cell}")
+    page.locator(".tabulator-row a").first.click()
+    page.wait_for_selector("text=What was asked")
+    page.goto(f"{running.address}#view=why")
+    page.wait_for_selector("h2, [role=alert], main p")
+
+
+def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):
+    recipe = small_recipe(tmp_path, tasks=["demo_choice"])
+    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
+    running = serve(tmp_path / "out", texts=partial(_texts, recipe, None))
+    cells = "cell=softmax/rtn-4bit&cell=softpick/rtn-4bit"
+    page.goto(f"{running.address}#view=document&task=demo_choice&document=1&{cells}")
+    page.wait_for_selector("tr.right >> text=right answer")
+    assert page.locator("tr.right").count() == 1
+    assert page.locator("pre.text").first.inner_text()

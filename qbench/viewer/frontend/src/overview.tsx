@@ -193,20 +193,25 @@ function Quality({ found, lines, state }: { found: Overview; lines: Line[]; stat
   const draw = useMemo(() => (width: number) => {
     const tip = { href: undefined, fill: "var(--paper)" } as any;
     const group = (dot: Dot) => `${dot.checkpoint} ${dot.method}`;
-    const shared = { x: "size", y: "value", stroke: "checkpoint" } as const;
+    const alike = new Set(dots.map((dot) => dot.size)).size === 1; // caches or activations alone are quantized
+    const order = [...new Set([...dots].sort((a, b) => b.value - a.value).map((dot) => dot.precision))];
+    const shared = { x: alike ? "precision" : "size", y: "value", stroke: "checkpoint" } as const;
     const figure = (labels: Plot.Markish[]) => plot({
-      width, height: 400, marginLeft: 60, marginBottom: 44, marginTop: 28, marginRight: 40,
-      x: { label: gib ? "GiB of all weights →" : "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
+      width, height: 400, marginLeft: 60, marginBottom: 60, marginTop: 28, marginRight: 40,
+      x: alike
+        ? { type: "point", domain: order, label: null, tickRotate: width < 900 ? -35 : 0, grid: true }
+        : { label: gib ? "GiB of all weights →" : "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
       y: line ? { label: `↑ ${named(line)}`, grid: true } : { type: "log", label: "↑ KL, nats a token", ticks: 5, tickFormat: (value: number) => number(value, 2) },
       color: { legend: true, domain: found.checkpoints, scheme: "observable10" }, symbol: { legend: true, range: ["circle", "square", "triangle", "diamond", "star", "wye", "cross"] },
       marks: [
         ...(floor ? [Plot.ruleY([floor], { stroke: "currentColor", strokeDasharray: "2,4" }), Plot.text([floor], { y: (value) => value, text: () => "noise floor", frameAnchor: "right", dy: -6 })] : []),
-        Plot.line(dots, { ...shared, z: group, sort: "size", strokeOpacity: 0.35 }),
-        Plot.ruleX(dots, { x: "size", y1: "low", y2: "high", stroke: "checkpoint", strokeOpacity: 0.5 }),
+        ...(alike ? [] : [Plot.line(dots, { ...shared, z: group, sort: "size", strokeOpacity: 0.35 })]),
+        Plot.ruleX(dots, { x: shared.x, y1: "low", y2: "high", stroke: "checkpoint", strokeOpacity: 0.5 }),
         ...[false, true].map((best) => Plot.dot(dots.filter((dot) => dot.best === best), { ...shared, symbol: "method", fill: best ? "checkpoint" : "var(--paper)", r: 5, strokeWidth: 2, href: "href", ariaLabel: "told", title: "told", tip })),
         ...labels,
       ],
     });
+    if (alike) return figure([]);
     const bare = figure([]);
     const [x, y] = [bare.scale("x")!, bare.scale("y")!];
     const taken = dots.map((dot) => [x.apply(dot.size) - 6, y.apply(dot.value) - 6, 12, 12]);
@@ -236,7 +241,7 @@ function Quality({ found, lines, state }: { found: Overview; lines: Line[]; stat
         {sized && <label>against <select value={gib ? "gib" : ""} onChange={(event) => change({ size: event.currentTarget.value })}><option value="">bits a weight</option><option value="gib">GiB</option></select></label>}
       </p>
       <Figure title={`${line ? named(line) : "KL divergence"} against ${gib ? "GiB" : "bits"}`} name="quality-size" method={line ? "interval" : "kl"} draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
-        note={`A line is a method; bars are 95 % intervals. Filled and named: no precision of that checkpoint is as small and as good. ${line ? "" : "Lower is closer to the unquantized model. "}A click shows the cell.`} />
+        note={`A line is a method; bars are 95 % intervals. Filled: no precision of that checkpoint is as small and as good. ${line ? "" : "Lower is closer to the unquantized model. "}A click shows the cell.`} />
     </>
   );
 }
