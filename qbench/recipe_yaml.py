@@ -75,7 +75,7 @@ def read(path: Path) -> Source:
             raise RecipeError(
                 f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
             )
-        lines = _lines(path, root)
+        lines = _lines(path, root, yaml.constructor)
         return Source(path, yaml.constructor.construct_document(root), lines)
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply") from None
@@ -87,7 +87,7 @@ def read(path: Path) -> Source:
         context = "" if (error.context or "while").startswith("while") else f"{error.context} "
         message = " ".join(f"{context}{error.problem or 'not YAML'}".split())
         raise RecipeError(f"{path}:{mark.line + 1 if mark else 1}: {message}") from None
-    except (YAMLError, ValueError, KeyError) as error:  # the last two: !!int foo, !!bool x
+    except YAMLError as error:
         raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
 
 
@@ -139,7 +139,7 @@ def _text(path: Path) -> str:
         raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
 
 
-def _lines(path: Path, root: MappingNode) -> dict[Location, int]:
+def _lines(path: Path, root: MappingNode, constructor: Any) -> dict[Location, int]:
     """The line of every value. Raises RecipeError for a tag or key that no recipe has."""
     lines: dict[Location, int] = {}
     count = 0
@@ -156,6 +156,12 @@ def _lines(path: Path, root: MappingNode) -> dict[Location, int]:
             raise wrong(node, f"{shown(node.value)} is a date; put text into quotes")
         if node.tag not in PLAIN:
             raise wrong(node, f"tag {shown(str(node.tag))}: only plain values are read")
+        if isinstance(node, ScalarNode):
+            try:
+                constructor.construct_object(node)
+            except (ValueError, KeyError):  # !!int foo, !!bool x, more digits than Python reads
+                kind = node.tag.removeprefix(TAG)
+                raise wrong(node, f"{shown(node.value)} cannot be read as {kind}") from None
         if isinstance(node, SequenceNode):
             for number, part in enumerate(node.value):
                 lines[*location, number] = part.start_mark.line + 1

@@ -22,7 +22,7 @@ ONE = ("--checkpoint", f"softpick={DEMO / 'softpick'}", "--quantizers", "fp32,rt
 
 def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert qbench("run", *ONE, "--save-recipe", "kept/one.yaml") == 0
+    assert qbench("run", *ONE, "--dtype", "float32", "--save-recipe", "kept/one.yaml") == 0
     shown = capfd.readouterr().out
     assert shown.startswith("### Quantization: what it costs softpick\n")
     row = r"\| Perplexity ↓ +\| rtn-4bit +\| +4\.\d+ \| +[\d.]+ \| +[\d.]+ ± [\d.]+ +\|"

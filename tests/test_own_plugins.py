@@ -66,9 +66,10 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "odd.py")
     with pytest.raises(RecipeError, match=r"odd\.py'?: cannot be read \(not a file\)"):
         plugins.load_file(tmp_path / "odd.py")
-    path = small_recipe(tmp_path, plugins=["odd.py"])
-    with pytest.raises(RecipeError, match=r"plugins\[0\].*not a file"):
-        Recipe.load(path)
+    for odd in ("odd.py", "/dev/zero"):
+        path = small_recipe(tmp_path, plugins=[odd])
+        with pytest.raises(RecipeError, match=r"plugins\[0\].*not a file"):
+            Recipe.load(path)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def over_seeds(kind: str) -> pd.DataFrame:
     found = every[every.question == "did"].set_index(KEYS)
     sign = found.direction.map({"up": 1, "down": -1})
     numbers = [
-        np.array([float(one) for one in each.lstrip("'").split()]) * way
+        np.array([float(one) for one in each.split()]) * way
         for each, way in zip(found.each, sign, strict=True)
     ]
     return found.assign(numbers=numbers)

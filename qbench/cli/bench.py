@@ -22,6 +22,7 @@ NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
 bench = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="Measure speeds, in one run on one machine, after checking results.",
 )
 

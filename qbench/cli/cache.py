@@ -15,6 +15,7 @@ from qbench.cell import cache_folder
 cache = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="What runs keep for later ones: list it, bound it.",
 )
 

@@ -15,6 +15,7 @@ import typer
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Run, open_store, to_folder
 from qbench.cli.show import asked_texts
+from qbench.errors import OutputError
 from qbench.files import require_folder
 from qbench.store import Store
 from qbench.viewer.data import Results, WholeStore
@@ -95,7 +96,11 @@ def _texts(
 def report(
     folder: Folder,
     out: Annotated[
-        Path | None, to_folder("Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run.")
+        Path | None,
+        to_folder(
+            "Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run; here where "
+            "FOLDER is read-only."
+        ),
     ] = None,
     run: Run = None,
 ) -> None:
@@ -106,6 +111,12 @@ def report(
     qbench report results/demo
     ```
     """
-    require_folder(out or folder, "--out" if out else "without --out, the report's folder")
     store = open_store(folder, run)
-    show_written([write_report(Results(store), Path(out or store.place()) / "report.html")])
+    try:
+        require_folder(out or folder, "--out" if out else "")
+    except OutputError as error:
+        if out:
+            raise
+        typer.echo(f"not beside the results: {error}", err=True)
+        out = Path()
+    show_written([write_report(Results(store), (out or store.place()) / "report.html")])

@@ -23,6 +23,7 @@ NAMES = ("softmax", "softpick", "sigmoid", "softmax-sink", "scalable-softpick")
 
 
 def relative_error(got, truth):
+    got, truth = got.detach(), truth.detach()
     return float((got.double() - truth.double()).norm() / truth.double().norm())
 
 

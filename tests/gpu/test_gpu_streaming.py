@@ -52,7 +52,7 @@ def runs(folder, monkeypatch, scoring, *ways):
     return found
 
 
-@pytest.mark.parametrize("scoring", ["fast", "exact"])
+@pytest.mark.parametrize("scoring", ["auto", "exact"])
 def test_a_streamed_run_gives_the_bits_of_a_resident_one(tmp_path, monkeypatch, scoring):
     found = runs(tmp_path, monkeypatch, scoring, {"stream": False}, {"stream": True})
     peaks = [{s.name: s.peak_memory_gib for s in records[0].stages} for records in found]
@@ -60,7 +60,7 @@ def test_a_streamed_run_gives_the_bits_of_a_resident_one(tmp_path, monkeypatch, 
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("scoring", ["fast", "exact"])
+@pytest.mark.parametrize("scoring", ["auto", "exact"])
 def test_blocks_on_two_gpus_give_the_bits_of_one(tmp_path, monkeypatch, scoring):
     found = runs(tmp_path, monkeypatch, scoring, {"stream": False}, {"device_map": "auto"})
     details = {stage.name: stage.detail for stage in found[1][0].stages}

@@ -15,8 +15,9 @@ from hostile_results import HOSTILE, SIZES, fill
 from small_recipe import qbench
 from synthetic import make_store
 
+from qbench.cli import view
 from qbench.comparison.compare import compare
-from qbench.errors import ResultsError
+from qbench.errors import OutputError, ResultsError
 from qbench.store import Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
@@ -182,6 +183,21 @@ def test_the_report_is_one_file_that_asks_for_nothing(folder, capsys):
     assert data["0/overview"]["tasks"][0]["name"] == HOSTILE
     assert HOSTILE not in page
     assert sum(SIZES.values()) == 162
+
+
+def test_the_report_of_a_read_only_folder_is_written_here(folder, tmp_path, capsys, monkeypatch):
+    def refuse(path, option=""):
+        raise OutputError(f"{path}: cannot be written to (Read-only file system)")
+
+    monkeypatch.setattr(view, "require_folder", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert qbench("report", folder) == 0
+    assert (tmp_path / "report.html").is_file()
+    told = capsys.readouterr().err
+    assert told.startswith(f"not beside the results: {folder}: cannot be written to (Read-only")
+    assert told.endswith("written: report.html\n")
+    with pytest.raises(OutputError):
+        qbench("report", folder, "--out", tmp_path)
 
 
 def test_view_refuses_what_is_no_results_folder(tmp_path, folder):

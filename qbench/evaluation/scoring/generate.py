@@ -42,7 +42,7 @@ from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memor
 from qbench.evaluation.scoring.requests import check_tokens, encode
 from qbench.streaming import is_spread, stream_of
 
-CACHE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
+CACHE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
 PROMPT_TOKENS = {"cuda": 131_072, "cpu": 4_096}  # read at once
 CHUNK = 8_192  # tokens of each prompt that go through the model together
 LOOK_EVERY = {"cuda": 8, "cpu": 1}  # steps between two looks at what was said: each waits
