@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from multiprocessing import active_children
+from contextlib import suppress
 
 from qbench.errors import INTERRUPTED, STOPPED
 
@@ -27,8 +27,7 @@ def _end(code: int) -> None:
     """End this process at once: what its libraries' threads still do, and the search for garbage
     in all that was imported, keep it for a second, or abort it."""
     if code == INTERRUPTED:
-        for child in active_children():
-            child.kill()
+        _kill_children()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -36,6 +35,18 @@ def _end(code: int) -> None:
         except (OSError, ValueError):  # whoever read it is gone
             code = code or 1
     os._exit(code)
+
+
+def _kill_children() -> None:
+    """The fork server first, for a worker that it starts now would only complain that its parent is
+    gone. Python's resource tracker ends by itself, when it has tidied up."""
+    import psutil
+
+    with suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if not any("resource_tracker" in word for word in child.cmdline()):
+                    child.kill()
 
 
 if __name__ == "__main__":

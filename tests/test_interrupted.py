@@ -152,10 +152,39 @@ def shown_until(terminal, word, seconds=120):
     return shown
 
 
+@pytest.fixture
+def busy():
+    """A machine with other work, on which the fork server imports long after it is asked for."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(4 * os.cpu_count())]
+    yield
+    for other in others:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("busy")
+@pytest.mark.parametrize("wait", [0.3, 2])
+def test_ctrl_c_while_workers_import_shows_none_of_their_errors(tmp_path, wait):
+    path = small_recipe(tmp_path, evaluation={"limit": 200})
+    command = [sys.executable, "-m", "qbench", "run", path, "--out", tmp_path / "out",
+               "--device", "cpu", "--workers", "2"]  # fmt: skip
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while "cells on" not in run.stderr.readline():
+        pass
+    time.sleep(wait)
+    os.killpg(run.pid, signal.SIGINT)
+    lines = run.communicate()[1].splitlines()
+    assert run.returncode == 130
+    assert lines[-1] == STOPPED
+    assert "Traceback" not in "".join(lines)
+    assert nobody_left(run.pid)
+
+
 @pytest.mark.parametrize(
     ("word", "options"),
     [
-        pytest.param("cells on", ["--workers", "2"], marks=SLOW),  # while workers import
         ("rtn-4bit: ", ["--workers", "2"]),  # while they compute
         pytest.param("rtn-4bit: ", [], marks=SLOW),  # in this process
     ],
