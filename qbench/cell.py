@@ -421,7 +421,10 @@ def _evaluate(
     result.scoring = scorer.report()
     if isinstance(baseline, Path):
         assert isinstance(observer, BaselineWriter)
-        observer.hidden_states().save(baseline, cell.key)
+        try:
+            observer.hidden_states().save(baseline, cell.key)
+        except ResultsError as error:
+            progress.log(f"{cell.name}: scored, but no damage against it: {error}", "bold red")
     elif baseline is not None:
         assert isinstance(observer, KLObserver)
         outcomes, responses = result.tables()

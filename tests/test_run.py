@@ -166,6 +166,27 @@ def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
     }  # fmt: skip
 
 
+def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
+    """Ended as failed before, its scores with it."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    path, out = small_recipe(tmp_path), tmp_path / "out"
+    options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
+    with monkeypatch.context() as disk:
+        disk.setattr("qbench.evaluation.kl.save_file", full)
+        assert qbench(*options) == 0
+    assert "scored, but no damage against it: " in (said := capfd.readouterr().err)
+    assert "No space left on device; make room there" in said
+    base, cell = Store(out).records()
+    assert (base.status, cell.status) == ("ok", "ok")
+    assert base.scores
+    assert "run the unquantized cell again" in cell.damage.reason
+    assert qbench(*options) == 0  # with room: both again
+    assert Store(out).records()[1].damage.tasks
+
+
 def test_noise_is_measured_on_the_unquantized_cells_and_the_tables_take_it_up(tmp_path, capfd):
     path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
     options = (path, "--out", out, "--device", "cpu", "--limit", 6, "--scoring", "fast")
