@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from textwrap import shorten
 
 from qbench.comparison.lines import Comparison, Line
@@ -30,32 +30,20 @@ def prompt_notes(comparison: Comparison) -> list[str]:
 
 
 def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
-    """One line, where any quantizer of ``lines`` has a KV cache of few bits."""
-    cells: dict[str, dict[str, None]] = {}
+    """One line, where any quantizer of ``lines`` has a KV cache of few bits: the bytes of a token,
+    of each checkpoint where they differ. A line for each length and size of an unquantized one."""
+    found: dict[tuple[int, float], dict[str, dict[str, None]]] = {}
     for line in lines:
-        cells.setdefault(line.quantizer, {}).update(
-            dict.fromkeys(e.checkpoint for e in line.entries)
-        )
-    told = {name: _bytes(comparison, checkpoints, name) for name, checkpoints in cells.items()}
-    told = {name: text for name, text in told.items() if text}
-    if not told:
-        return []
-    parts = "; ".join(f"{name} {text}" for name, text in told.items())
+        for entry in line.entries:
+            if audit := kv_audit(comparison, entry.cell):
+                alike = found.setdefault((audit.tokens, audit.unquantized_bytes_per_token), {})
+                alike.setdefault(line.quantizer, {})[f"{audit.bytes_per_token:,.0f}"] = None
     return [
-        f"KV cache, bytes a token of all layers, scales and unquantized tokens counted: {parts}."
+        f"KV cache, bytes a token with scales, {whole:,.0f} unquantized, at {tokens:,} tokens: "
+        + "; ".join(f"{name} {' / '.join(sizes)}" for name, sizes in alike.items())
+        + "."
+        for (tokens, whole), alike in found.items()
     ]
-
-
-def _bytes(comparison: Comparison, checkpoints: Iterable[str], quantizer: str) -> str:
-    """``4,992 of 18,432``: of each checkpoint where they differ."""
-    found = [kv_audit(comparison, f"{checkpoint}/{quantizer}") for checkpoint in checkpoints]
-    texts = [
-        f"{one.bytes_per_token:,.0f} of {one.unquantized_bytes_per_token:,.0f} ({one.tokens:,} "
-        "tokens)"
-        for one in found
-        if one is not None
-    ]
-    return " / ".join(dict.fromkeys(texts))
 
 
 def kv_audit(comparison: Comparison, cell: str) -> KVAudit | None:

@@ -15,6 +15,7 @@ from qbench.text import for_csv, for_latex, for_markdown, table
 ROWS_A_PAGE = 50  # of LaTeX's
 PORTRAIT_COLUMNS = 8  # a table with more turns the page
 LONG_WORD = 24  # characters after which LaTeX may break a word
+MOST_RECORDS = 4  # that are named below a table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +55,12 @@ class Table:
 
     @property
     def footnotes(self) -> tuple[str, ...]:
-        """The notes, and where the numbers come from."""
-        return (*self.notes, *([f"Records: {'; '.join(self.records)}."] if self.records else []))
+        """The notes, and where the numbers come from: a line."""
+        if not self.records:
+            return self.notes
+        many = len(self.records) > MOST_RECORDS
+        some = f"{len(self.records)}; qbench show lists their keys"
+        return (*self.notes, f"Records: {some if many else '; '.join(self.records)}.")
 
     @property
     def align(self) -> str:
