@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from qbench.evaluation.baseline import BaselineReader
     from qbench.evaluation.definitions import TaskGroup
     from qbench.evaluation.loaded import LoadedTask
+
+
+SECOND_MODEL = 12 << 30  # bytes that an original may take beside the same model, unquantized
 
 
 def cache_folder() -> Path:
@@ -202,7 +206,10 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     return model, load_tokenizer(cell.checkpoint)
 
 
-def _original(cell: Cell, plan: Plan, *, verify: bool = True) -> PreTrainedModel:
+def _original(
+    cell: Cell, plan: Plan, *, verify: bool = True, room: float = math.inf
+) -> PreTrainedModel:
+    """The unquantized model, whole on a GPU where it takes ``room`` bytes or less."""
     import torch
 
     from qbench.checkpoints import load_model
@@ -213,16 +220,16 @@ def _original(cell: Cell, plan: Plan, *, verify: bool = True) -> PreTrainedModel
         dtype=dtype,
         device=plan.device,
         attention=cell.attention,
-        place=_elsewhere(cell, plan, dtype.itemsize),
+        place=_elsewhere(cell, plan, dtype.itemsize, room),
         verify=verify,
     )
 
 
 def _elsewhere(
-    cell: Cell, plan: Plan, itemsize: int
+    cell: Cell, plan: Plan, itemsize: int, room: float
 ) -> Callable[[PreTrainedModel], PreTrainedModel] | None:
     """What puts a model over several GPUs, or lets it come block by block, as the recipe says or
-    where there is no room; None where it lies on its device."""
+    where it would take more than ``room`` bytes; None where it lies on its device."""
     import torch
 
     from qbench.streaming import spread, stream
@@ -239,7 +246,8 @@ def _elsewhere(
         if streamed:
             weights = elements(read_headers(cell.checkpoint.folder)) * itemsize
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            streamed = resident(weights) > torch.cuda.mem_get_info()[0] + cached
+            room = min(room, torch.cuda.mem_get_info()[0] + cached)
+            streamed = resident(weights) > room
     return partial(stream, device=plan.device) if streamed else None
 
 
@@ -319,7 +327,8 @@ def _audit(
     progress.stage(cell.name, "audit")
     with measured("audit", plan.device, result.stages):
         # Read from disk again, for unquantized cells too.
-        original = _original(cell, plan, verify=cell.copy is not None)
+        room = math.inf if cell.quantization.precision.quantized else SECOND_MODEL
+        original = _original(cell, plan, verify=cell.copy is not None, room=room)
         probe = probe_of(original.config.vocab_size).to(plan.device)
         wrong: list[str] = []
         if cell.copy is not None and cell.copy.format == GGUF:
