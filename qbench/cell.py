@@ -190,6 +190,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     if cell.copy is None:
         return _original(cell, plan), load_tokenizer(cell.checkpoint)
     from qbench.checkpoints.prequantized import load_prequantized, without_weights
+    from qbench.quantizers.linear import split_experts
 
     if cell.copy.format == GGUF:
         from qbench.evaluation.llamacpp import LlamaCpp
@@ -203,6 +204,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         return runtime, load_tokenizer(cell.checkpoint)
     dtype = getattr(torch, cell.quantization.compute_dtype)
     model = load_prequantized(cell.copy, dtype=dtype, device=plan.device, attention=cell.attention)
+    split_experts(model)  # so that each can be held against its original
     return model, load_tokenizer(cell.checkpoint)
 
 

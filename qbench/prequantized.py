@@ -106,13 +106,16 @@ def _unquantized(copy: Checkpoint, shapes: Shapes) -> tuple[str, ...]:
         part = full.removeprefix(f"{owner}.")
         if owner is not None and part != "bias":
             kept[owner].append(part if part == "weight" and header.dtype in FLOATS else "")
+    experts = [
+        h.dtype in FLOATS for n, h in headers.items() if ".experts." in n and "bias" not in n
+    ]
     plain = tuple(name for name, parts in kept.items() if parts == ["weight"])
     if shapes and len(plain) == len(shapes):
         raise CheckpointError(
             f"checkpoint {copy.source}: its config.json says that it is quantized, and its files "
             "hold unquantized weights"
         )
-    return plain
+    return (*plain, "experts") if experts and all(experts) else plain
 
 
 def _normalizer(copy: Checkpoint, original: Checkpoint) -> str:

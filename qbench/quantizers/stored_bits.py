@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qbench.quantizers import gguf_file
 from qbench.quantizers.audit.weights import forward_weight
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.linear import Matrix
+from qbench.quantizers.linear import Experts, Matrix
 from qbench.quantizers.prequantized import Prequantized
 from qbench.records import StoredSize
 
@@ -33,8 +33,7 @@ def evidence(model: nn.Module, settings: Prequantized) -> dict[str, PackedWeight
         return gguf_file.evidence(model, settings.folder)
     modules, found = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
-        weight = tensors.get("weight")
-        plain = set(tensors) == {"weight"} and weight is not None and _is_plain(weight)
+        plain = all(n.endswith("weight") and _is_plain(t) for n, t in tensors.items())
         if not plain and name not in settings.ignore and hasattr(modules[name], "in_features"):
             found[name] = _packed(modules[name], tensors, settings, model.dtype)
     return found
@@ -71,9 +70,27 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
             for name in file.keys():  # noqa: SIM118  no mapping
                 module = next((m for m in _parents(name) if m in modules), None)
                 part = name.removeprefix(f"{module}.")
-                if module is not None and part != "bias":
-                    found.setdefault(module, {})[part] = file.get_tensor(name)
+                if module is None or part.endswith("bias"):
+                    continue
+                for owner, own, tensor in _owners(modules, module, part, file.get_tensor(name)):
+                    found.setdefault(owner, {})[own] = tensor
     return found
+
+
+def _owners(
+    modules: Mapping[str, object], module: str, part: str, tensor: Tensor
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Whose a tensor is, by what name. Files may hold a matrix of all experts as one (gpt-oss:
+    ``experts.down_proj_blocks``), or the halves of an expert's ``gate_up_proj`` apart."""
+    if isinstance(modules[module], Experts):
+        matrix = part[: part.index("_proj") + len("_proj")]
+        own = part.removeprefix(matrix).lstrip("_") or "weight"
+        for expert, one in enumerate(tensor):
+            yield f"{module}.{expert}.{matrix}", own, one
+    elif part.startswith(("gate_proj.", "up_proj.")) and f"{module}.gate_up_proj" in modules:
+        yield f"{module}.gate_up_proj", part, tensor
+    else:
+        yield module, part, tensor
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -102,8 +119,13 @@ def size_of_files(
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
     else:
         bits = _tensor_bits(settings.folder)
-    owner = {name: next((p for p in _parents(name) if p in wanted), None) for name in bits}
-    inner = sum(n for name, n in bits.items() if owner[name] and not name.endswith(".bias"))
+    experts = {p for name in wanted if ".experts." in name for p in _parents(name)}
+    inside = wanted.keys() | {p for p in experts if ".experts" in p}
+    inner = sum(
+        n
+        for name, n in bits.items()
+        if not name.endswith("bias") and any(p in inside for p in _parents(name))
+    )
     of_head = sum(n for name, n in bits.items() if name.startswith("lm_head."))
     weights = sum(matrix.weight.numel() for matrix in wanted.values())
     return StoredSize(

@@ -16,12 +16,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from qbench.checkpoints import find, load_model
 from qbench.checkpoints.convert import convert
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 BF16 = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
+PRESETS = {"ct-w4a16": "W4A16", "ct-w8a8": "W8A8", "ct-fp8": "FP8_DYNAMIC", "ct-nvfp4": "NVFP4"}
+LARGEST_INPUT = 20.0  # of the bundled model's linear layers
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 FORMATS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-w8a8", "ct-w4a16", "ct-w8a8", "ct-fp8")
 
 
@@ -134,12 +138,11 @@ def _compressed_tensors(source, name, folder):
         apply_quantization_config,
         preset_name_to_scheme,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = transformers.AutoModelForCausalLM.from_pretrained(source, **BF16)
-    preset = {"ct-w4a16": "W4A16", "ct-w8a8": "W8A8", "ct-fp8": "FP8_DYNAMIC"}[name]
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    if scheme.weights.group_size:
+    scheme = preset_name_to_scheme(PRESETS[name], ["Linear"])
+    if name == "ct-w4a16":
         scheme.weights.group_size = 32
     settings = QuantizationConfig(
         config_groups={"all": scheme}, ignore=["lm_head"], quantization_status="frozen"
@@ -150,12 +153,92 @@ def _compressed_tensors(source, name, folder):
             continue
         groups = module.weight.reshape(len(module.weight), -1, scheme.weights.group_size or
                                        module.in_features)  # fmt: skip
-        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
-        module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(torch.bfloat16)
+        ends, whole, dtype = (
+            (groups.amin(-1).float(), groups.amax(-1).float()),
+            None,
+            torch.bfloat16,
+        )
+        if name == "ct-nvfp4":
+            whole = generate_gparam(groups.min().float(), groups.max().float()).reshape(1)
+            module.weight_global_scale.data = whole
+            module.input_global_scale.data = torch.full((1,), 448 * 6 / LARGEST_INPUT)
+            dtype = module.weight_scale.dtype
+        scale, _ = calculate_qparams(*ends, scheme.weights, global_scale=whole)
+        module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(dtype)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
+
+
+def fp8(source: Path, folder: Path) -> Path:
+    """``source`` in blocks of 128 × 128, as DeepSeek and Qwen publish theirs."""
+    return _rewritten(
+        source, folder, _in_blocks, quant_method="fp8", fmt="e4m3", activation_scheme="dynamic",
+        weight_block_size=[128, 128],
+    )  # fmt: skip
+
+
+def _in_blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name:
+        return {name: tensor}
+    rows, columns = tensor.shape
+    padded = functional.pad(tensor.float(), (0, -columns % 128, 0, -rows % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))  # [R, 128, C, 128]
+    scale = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    return {name: codes.to(torch.float8_e4m3fn).contiguous(), f"{name}_scale_inv": scale}
+
+
+def mxfp4(source: Path, folder: Path) -> Path:
+    """The experts of ``source``, a gpt-oss, as OpenAI publishes them."""
+    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    return _rewritten(
+        source, folder, _in_mxfp4, quant_method="mxfp4", modules_to_not_convert=ignored
+    )
+
+
+def _in_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if not name.endswith("_proj"):  # [experts, in, out]
+        return {name: tensor}
+    groups = tensor.mT.float().unflatten(-1, (-1, 32))
+    exponent = groups.abs().amax(-1).log2().floor() - 2
+    scaled = groups / exponent.exp2()[..., None]
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1) + 8 * (scaled < 0)
+    pairs = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return {f"{name}_blocks": pairs, f"{name}_scales": (exponent + 127).to(torch.uint8)}
+
+
+def _rewritten(source: Path, folder: Path, change, **config: Any) -> Path:
+    """``source`` with each tensor as ``change`` gives it, and ``config`` as what was done."""
+    shutil.copytree(source, folder)
+    kept = load_file(folder / "model.safetensors")
+    made = {name: t for one in kept.items() for name, t in change(*one).items()}
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    stated = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def experts(kind: str, folder: Path) -> Path:
+    """A random ``kind`` of transformers with four experts a layer, and the bundled tokenizer."""
+    sizes = {
+        "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_experts_per_tok": 2, "max_position_embeddings": 512, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    own = {
+        "gpt_oss": {"num_local_experts": 4, "rope_parameters": ROPE, "sliding_window": 64},
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 128},
+    }[kind]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **own)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    for file in (DEMO / "softmax").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
 
 
 def changed(copy: Path, folder: Path, change, **config) -> Path:

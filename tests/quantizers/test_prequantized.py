@@ -6,7 +6,19 @@ import shutil
 import pytest
 import torch
 import yaml
-from published_copies import BF16, DEMO, FORMATS, awq, changed, copy_of, gptq, original
+from published_copies import (
+    BF16,
+    DEMO,
+    FORMATS,
+    awq,
+    changed,
+    copy_of,
+    experts,
+    fp8,
+    gptq,
+    mxfp4,
+    original,
+)
 from small_recipe import qbench, small_recipe
 
 from qbench.cell import load
@@ -21,6 +33,7 @@ from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TASKS = ("demo_choice",)
+WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-nvfp4")
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +64,70 @@ def audited(found, name="base/copy"):
     return audit(load(base, found)[0], model, cell.quantization, probe), model
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "ct-nvfp4"])
 def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_path):
     found = planned(tmp_path, copy_of(whole, name, tmp_path / name))
     result, model = audited(found)
     assert result.problems == ()
     assert result.coverage == 1
-    bits, error = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "fp8": (8, 0.04)}.get(
-        name.partition("-")[2], (8, 0.012)
-    )
+    few = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "nvfp4": (4, 0.12), "fp8": (8, 0.04)}
+    bits, error = few.get(name.partition("-")[2], (8, 0.012))
     assert result.bits == bits
     assert bits < result.bits_per_weight < bits + 0.8
     assert result.bits_per_weight == pytest.approx(result.size.bits_per_weight)
     assert 0 < result.weight_error < error
     assert 2 ** (bits - 2) < result.levels <= 2**bits
     activations = found.cell("base/copy").quantization.precision.activations
-    assert (activations is not None) == (name in ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8"))
+    assert (activations is not None) == (name in WITH_ACTIVATIONS)
     assert model.config._attn_implementation.startswith("qbench")
+
+
+def test_fp8_in_blocks_is_weights_only_on_a_cpu(whole, tmp_path):
+    found = planned(tmp_path, fp8(whole, tmp_path / "fp8"))
+    result, _ = audited(found)
+    assert result.problems == ()
+    assert 8 < result.bits_per_weight < 8.1
+    assert 0.01 < result.weight_error < 0.04
+    assert "weights only" in found.cell("base/copy").quantization.precision.weights.scheme
+
+
+@pytest.mark.parametrize(
+    ("kind", "copied", "bits", "coverage"),
+    [
+        ("gpt_oss", mxfp4, 4.25, 0.79),  # all experts in one tensor; its attention stays
+        ("qwen3_moe", fp8, 8.002, 0.99),  # the halves of an expert's matrix apart
+    ],
+)
+def test_copies_of_experts_are_held_against_their_originals(kind, copied, bits, coverage, tmp_path):
+    source = experts(kind, tmp_path / "original")
+    found = planned(tmp_path, copied(source, tmp_path / "copy"), checkpoint=source)
+    result, _ = audited(found)
+    assert result.problems == ()
+    assert result.bits_per_weight == pytest.approx(bits, abs=0.01)
+    assert result.coverage > coverage
+    assert result.size.bits_per_weight < bits / coverage + 16 * (1 - coverage)
+    other = planned(tmp_path, tmp_path / "copy", checkpoint=_harmed(source, tmp_path / "other"))
+    assert any("experts" in line for line in audited(other)[0].problems)
+
+
+def _harmed(source, folder):
+    """With one expert of other weights."""
+
+    def harm(tensors):
+        name = next(n for n in tensors if "layers.1" in n and "down_proj" in n and "bias" not in n)
+        whole = tensors[name]
+        tensors[name] = whole.flip(0) if whole.dim() == 2 else torch.cat([whole[1:2], whole[1:]])
+
+    return changed(source, folder, harm)
+
+
+def test_experts_that_a_library_left_alone_are_counted_as_they_are(tmp_path):
+    source = experts("qwen3_moe", tmp_path / "original")
+    copy = copy_of(source, "bnb-nf4", tmp_path / "copy")
+    result, _ = audited(planned(tmp_path, copy, checkpoint=source))
+    assert result.problems == ()
+    assert result.coverage < 0.3
+    assert result.size.bits_per_weight > 12
 
 
 @pytest.mark.slow
