@@ -126,8 +126,8 @@ def training_notes(comparison: Comparison) -> list[str]:
         return lines
     names = " and ".join(comparison.groups)
     return [
-        f"By the records of their training {names} differ in the normalizer alone"
-        f"{', trainings of one kind in the seed alone' if groups else ''}."
+        f"{names} were trained alike in all but the normalizer"
+        f"{', trainings of one kind in all but the seed' if groups else ''}."
     ]
 
 
@@ -145,7 +145,7 @@ def unlike(
         differing = differences(*pair, seeds=seeds)
         if differing:
             lines.append(
-                f"{one} and {other} were trained otherwise than in the normalizer alone: "
+                f"{one} and {other} were trained differently, not in the normalizer alone: "
                 f"{'; '.join(differing)}."
             )
         if seeds and pair[0].normalizer != pair[1].normalizer:
@@ -277,7 +277,7 @@ def compare_results(a: Store, b: Store) -> Changes:
     """What the results of folder ``b`` change against those of folder ``a``, paired.
 
     Raises ResultsError where the folders have no cell in common, score different data, or hold
-    models that were trained otherwise than in the normalizer and the seed, in one of them or both.
+    models whose training differs in more than the normalizer and the seed, in one of them or both.
     """
     old, new = read_results(a), read_results(b)
     for folder, results in ((a, old), (b, new)):
@@ -415,7 +415,7 @@ def _same_trainings(old: ResultSet, new: ResultSet) -> None:
             continue
         if differing := differences(before.training, after.training, seeds=True):
             raise ResultsError(
-                f"{cell}: trained otherwise than in the other results, in more than the normalizer "
+                f"{cell}: trained differently from the other results, in more than the normalizer "
                 f"and the seed: {'; '.join(differing)}; compare results of models that were "
                 "trained alike"
             )

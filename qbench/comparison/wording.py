@@ -24,7 +24,7 @@ def arrow(line: Line) -> str:
 
 def effect_text(effect: Effect | SeedEffect | None, *, percent: bool) -> str:
     """``+1.04‡`` points, or ``× 1.032‡``: a ratio, for a difference-in-differences of ratios; with
-    § where most of the uncertainty comes of the seeds."""
+    § where most of the uncertainty comes from the seeds."""
     if effect is None:
         return NO_VALUE
     text = _sign(effect) + _value(effect, effect.estimate, percent=percent)
@@ -68,12 +68,14 @@ SEED_NOTES = (
     "‡ differs from 0 at 5 % after Holm's correction over all of its kind, † after "
     "Benjamini–Hochberg's only.",
 )
-SEEDS_NOTE = f"{MOSTLY_SEEDS}: most of the uncertainty comes of the seeds: it takes more trainings."
+SEEDS_NOTE = (
+    f"{MOSTLY_SEEDS}: most of the uncertainty comes from the seeds: more trainings are needed."
+)
 
 
 RATIOS_NOTE = f"{RATIO_NOTE} Means of perplexities are arithmetic, of their ratios geometric."
 SHARE = "Seeds’ share"
-SHARE_NOTE = f"{SHARE}: how much of the variance of the effect’s mean comes of the seeds."
+SHARE_NOTE = f"{SHARE}: the part of the variance of the effect’s mean that comes from the seeds."
 
 
 def mostly_seeds(effect: Effect | SeedEffect) -> bool:

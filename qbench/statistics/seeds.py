@@ -83,7 +83,7 @@ class SeedEffect(Tested):
     """The mean of one contrast over trainings, with its 95 % interval over documents and seeds.
 
     ``each``: the contrast of every training, by group where they are not pairs. ``of_seeds``: the
-    share of the mean's variance that comes of the seeds, from 0 to 1.
+    share of the mean's variance that comes from the seeds, from 0 to 1.
     """
 
     each: tuple[float, ...]

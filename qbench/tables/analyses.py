@@ -326,8 +326,8 @@ KL = (
 def beside(why: Why) -> list[Table]:
     """Each unquantized model's outliers beside what quantization did to the same weights."""
     rows = [{"Cell": one.cell, **_text([one], why)} for one in _whole(why) if _labels(why)]
-    note = f"Table 4's row beside the damage of the same weights quantized: {KL}."
-    return _of_rows("beside", "Beside the damage", note, rows)
+    notes = (f"Table 4's row beside the damage of the same weights quantized: {KL}.",)
+    return _of_rows("beside", "Beside the damage", notes, rows)
 
 
 def over_seeds(why: Why) -> list[Table]:
@@ -340,18 +340,20 @@ def over_seeds(why: Why) -> list[Table]:
             if len(same) == len(members):
                 cell = f"{group}/{quantizer}, {len(same)} trainings"
                 rows.append({"Cells": cell, **_text(same, why)})
-    note = (
-        "Means over trainings that differ in their seed; in brackets the lowest and the highest of "
-        f"them. Table 4's columns are those of the next table, and the last ones {KL}."
+    notes = (
+        "Means over trainings that differ in their seed; in brackets the lowest and the highest.",
+        f"Table 4's columns are those of the next table. The last ones are {KL}.",
     )
-    return _of_rows("seeds", "Over seeds: table 4 beside the damage", note, rows)
+    return _of_rows("seeds", "Over seeds: table 4 beside the damage", notes, rows)
 
 
-def _of_rows(name: str, title: str, note: str, rows: Sequence[Mapping[str, str]]) -> list[Table]:
+def _of_rows(
+    name: str, title: str, notes: tuple[str, ...], rows: Sequence[Mapping[str, str]]
+) -> list[Table]:
     if not rows:
         return []
     told = tuple(tuple(row.values()) for row in rows)
-    return [Table(name=name, title=title, notes=(note,), head=tuple(rows[0]), rows=told)]
+    return [Table(name=name, title=title, notes=notes, head=tuple(rows[0]), rows=told)]
 
 
 def _whole(why: Why) -> list[Analysis]:
@@ -437,9 +439,12 @@ def stretches(why: Why) -> Iterator[Table]:
         yield Table(
             name="stretches",
             title="Along the text: losses and weights",
-            notes=(f"Means over {'/'.join(map(str, sorted(texts)))} texts (with the standard error "
-            "of the loss), heads and the queries of a stretch of positions. Weights that shrink "
-            "along the text are what the softpick paper calls underscoring (section 7.7).",),
+            notes=(
+                f"Means over {'/'.join(map(str, sorted(texts)))} texts (with the standard error "
+                "of the loss), heads and the queries of a stretch of positions.",
+                "Weights that shrink along the text are what the softpick paper calls underscoring "
+                "(section 7.7).",
+            ),
             head=("Cell", "Positions", "Loss, nats", "± s.e.", "Σ weights", "Largest weight",
                   "Entropy, nats"),
             rows=tuple(rows),
@@ -528,9 +533,10 @@ def correlations(why: Why) -> Iterator[Table]:
             name="correlation",
             title="Outliers of inputs and damage",
             notes=(
-                "Spearman's rank correlation, over the parts of a model, of the largest |x| / rms "
-                "of what a part receives with the KL divergence when it is quantized alone; 95 % "
-                "interval (Bonett and Wright 2000).",
+                "Spearman's rank correlation over the parts of a model; 95 % interval (Bonett and "
+                "Wright 2000).",
+                "Of the largest |x| / rms of what a part receives with the KL divergence when it "
+                "is quantized alone.",
             ),
             head=("Cell", "ρ", "95 % interval", "Parts"),
             rows=tuple(rows),
@@ -557,7 +563,8 @@ def passkeys(records: Sequence[Record]) -> Iterator[Table]:
                 name=f"passkey-{metric.replace('_', '-')}",
                 title=title,
                 notes=(
-                    f"{note} Chance: a score that guessed digits reach at least once in "
+                    note,
+                    "Chance: a score that guessed digits reach at least once in "
                     f"{round(1 / AT_CHANCE)} runs.",
                 ),
                 head=("Cell", *map(str, lengths)),
@@ -640,14 +647,15 @@ def beside_paper(why: Why, name: str) -> list[Table]:
     if ours is not None:
         places = [ours.head.index(title) for title in MEASURES.values()]
         rows += [(row[0], *(row[place] for place in places)) for row in ours.rows]
-    told = f"{four.paper}, {four.source}: on 1,000 samples of SlimPajama; sparsity and hidden "
-    told += "states on 10 texts (*: zeros of softmax by underflow, as the paper notes). Ours: "
-    told += "; ".join(texts(why.cells)) if ours else "none; run `qbench analyze`"
     found = [
         Table(
             name="published-4",
             title="Beside the paper: sinks, hidden states, sparsity",
-            notes=(told + ".",),
+            notes=(
+                f"{four.paper}, {four.source}: on 1,000 samples of SlimPajama; sparsity and hidden "
+                "states on 10 texts (*: zeros of softmax by underflow, as the paper notes).",
+                f"Ours: {'; '.join(texts(why.cells)) if ours else 'none; run `qbench analyze`'}.",
+            ),
             head=("Model", *MEASURES.values()),
             rows=tuple(rows),
         )

@@ -39,7 +39,7 @@ def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
                 alike = found.setdefault((audit.tokens, audit.unquantized_bytes_per_token), {})
                 alike.setdefault(line.quantizer, {})[f"{audit.bytes_per_token:,.0f}"] = None
     return [
-        f"KV cache, bytes a token with scales, {whole:,.0f} unquantized, at {tokens:,} tokens: "
+        f"KV cache of {tokens:,} tokens, bytes a token with scales: unquantized {whole:,.0f}; "
         + "; ".join(f"{name} {' / '.join(sizes)}" for name, sizes in alike.items())
         + "."
         for (tokens, whole), alike in found.items()

@@ -81,11 +81,11 @@ def parts(comparison: Comparison) -> list[Part]:
         told = together(one for one in problems if _quantizer_of(one) in own)
         problems = [one for one in problems if _quantizer_of(one) not in own]
         if comparison.grid.skipped:
-            told.append(f"Left out, having no data: {', '.join(comparison.grid.skipped)}.")
+            told.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
         told += prompt_notes(comparison)
         if hidden:
             told.append(
-                f"Only in the CSV, being functions of word_perplexity: {', '.join(hidden)}."
+                f"Only in the CSV, since word_perplexity determines them: {', '.join(hidden)}."
             )
         made.append(
             Part(

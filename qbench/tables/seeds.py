@@ -147,7 +147,7 @@ FILE = "seeds.csv"
 
 def seeds_csv(comparison: Comparison) -> str:
     """``kind`` says what the numbers are: a difference in the score's units, or a log ratio, of a
-    score the logarithm itself. ``of_seeds``: share of the variance that comes of the seeds."""
+    score the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds."""
     rows = []
     for one in comparison.seeds:
         line = one.line

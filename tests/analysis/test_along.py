@@ -87,7 +87,7 @@ def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
         "340M Softmax (paper)", "68.28", "63.41", "33510.81", "−207.55", "240.27", "4.53*",
     )  # fmt: skip
     assert [row[0] for row in four.rows] == ["340M Softmax (paper)", "340M Softpick (paper)"]
-    assert "none; run `qbench analyze`" in four.notes[0]
+    assert "none; run `qbench analyze`" in four.notes[1]
     assert "*: zeros of softmax by underflow" in four.notes[0]
     assert [row[0] for row in seven.rows][-1] == "340M Scalable-Softmax (paper)"
     assert dict(zip(seven.head, seven.rows[1], strict=True))["3075"] == "75.0"

@@ -44,7 +44,7 @@ def trained(seed, **changed):
 def test_models_that_were_trained_otherwise_are_refused(tmp_path):
     a = made(tmp_path / "a", seed=0, trained={"softmax.2": trained(1)})
     b = made(tmp_path / "b", seed=0, trained={"softmax.2": trained(1, steps=7)})
-    with pytest.raises(ResultsError, match=r"softmax\.2/bf16: trained otherwise.*steps 100 and 7"):
+    with pytest.raises(ResultsError, match=r"softmax\.2/bf16: trained diff.*steps 100 and 7"):
         compare_results(a, b)
 
 

@@ -82,7 +82,7 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     apart = compare(made(tmp_path / "apart", shift=shift))
     effects = [one.deltas["softpick"] for one in apart.seeds]
     assert all(effect.of_seeds > 0.5 for effect in effects)
-    assert "§: most of the uncertainty comes of the seeds" in render(apart)
+    assert "§: most of the uncertainty comes from the seeds" in render(apart)
 
 
 def test_tables_name_the_trainings_in_the_order_of_their_values(tmp_path):
@@ -140,7 +140,7 @@ def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
 def test_a_pair_that_differs_in_the_normalizer_alone_is_told_to(tmp_path):
     how = {member: trained(member) for member in MEMBERS}
     (note,) = training_notes(compare(made(tmp_path / "grid", trained=how)))
-    assert note.startswith("By the records of their training softmax and softpick differ in the")
+    assert note.startswith("softmax and softpick were trained alike in all but the")
     del how["softpick.2"]
     assert training_notes(compare(made(tmp_path / "unknown", trained=how))) == []
 
@@ -158,4 +158,4 @@ def test_trainings_that_differ_elsewhere_are_named_below_the_table(tmp_path, mem
     text = render(compare(made(tmp_path / "grid", trained=how)))
     line = next(line for line in text.splitlines() if said in line)
     assert member in line
-    assert "were trained otherwise than in the normalizer alone" in line
+    assert "were trained differently, not in the normalizer alone" in line

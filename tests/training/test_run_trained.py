@@ -24,7 +24,7 @@ def test_trained_seeds_are_run_and_told_of_as_replicates(tmp_path, train, capfd,
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     shown = capfd.readouterr().out
     assert "over seeds (2 of softmax, 2 of softpick): Δ = softpick − softmax" in shown
-    assert "trained otherwise" not in shown
+    assert "trained differently" not in shown
     found = compare(Store(tmp_path / "out"))
     assert found.grid.replicates == {
         "softmax": ("softmax.1", "softmax.2"), "softpick": ("softpick.1", "softpick.2"),
