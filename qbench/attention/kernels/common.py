@@ -28,9 +28,7 @@ SINK_LEARNED = tl.constexpr(64)  # e^sink in the denominator
 DPARAM = tl.constexpr(128)  # the backward pass gives the gradient of bias or s too
 LOG_N1 = tl.constexpr(256)  # SCALED by s · log (n + 1)
 DSLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slopes too
-TANH_POLY = tl.constexpr(1024)  # of CAPPED: tanh by a polynomial where scores are small beside it
-SIGN_ONLY = tl.constexpr(2048)  # of softpick's scores the backward pass asks which are positive
-DSINKS = tl.constexpr(4096)  # the backward pass gives the gradient of the sinks too
+DSINKS = tl.constexpr(1024)  # the backward pass gives the gradient of the sinks too
 
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
 SHAPED = tl.constexpr(15)  # or BIASED

@@ -10,11 +10,7 @@ import torch
 from qbench.attention.kernels.common import (
     BIASED,
     CAPPED,
-    RESHAPED,
-    SCALED,
-    SIGN_ONLY,
     SLOPED,
-    TANH_POLY,
 )
 from qbench.attention.normalizers import Kernels
 
@@ -55,22 +51,6 @@ HOPPER = {
 # Flags that take so many registers or instructions that smaller tiles, of which more programs share
 # a multiprocessor, are faster.
 COSTLY = CAPPED.value | SLOPED.value | BIASED.value
-# Soft caps for which tanh is a polynomial in the forward pass of heads at most 64 wide: 362 instead
-# of 309 TFLOP/s (softmax). From the first on nearly all scores of standard deviation 1 to 3 are
-# within a third of them; beyond the second the coefficients' powers would leave float32. Heads of
-# 128 gain nothing.
-WIDE_CAPS = (15.0, 1e4)
-
-
-def arithmetic(width: int, kernels: Kernels, softcap: float, flags: int, *, backward: bool) -> int:
-    """Flags that change how numbers are computed, not which; ``softcap``: 0 for none; ``flags``:
-    what is computed."""
-    shape = flags & RESHAPED.value
-    if not backward:
-        wide = WIDE_CAPS[0] <= softcap <= WIDE_CAPS[1]
-        return TANH_POLY.value if width <= 64 and shape == CAPPED.value and wide else 0
-    alone = shape in (SCALED.value, SLOPED.value)
-    return SIGN_ONLY.value if kernels.needs_expm1 and alone else 0
 
 
 def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int) -> Config:

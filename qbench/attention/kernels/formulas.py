@@ -29,7 +29,6 @@ from qbench.attention.kernels.common import (
     SINK,
     SINK_LEARNED,
     SLOPED,
-    TANH_POLY,
 )
 from qbench.attention.normalizers import softpick
 
@@ -58,7 +57,6 @@ SMALL_LSE = tl.constexpr(0.0)
 # Between these a sum of e^x without a running maximum has kept all its bits.
 LARGE_SUM = tl.constexpr(2.0**100)
 SMALL_SUM = tl.constexpr(2.0**-60)
-SMALLEST = tl.constexpr(2.0**-126)  # that is no denormal number
 
 
 # The score functions: forward pass.
@@ -194,7 +192,7 @@ def recompute_e(z, s, NORM: tl.constexpr, FAST: tl.constexpr, FTZ: tl.constexpr)
     elif NORM == "rectified":
         return tl.where(s >= 0, exp2(z, FTZ), 0.0)
     elif NORM == "sigmoid":
-        return sigmoid(z, FAST, FAST)
+        return sigmoid(z, FAST)
     else:
         tl.static_assert(False, NO_FORMULA)
 
@@ -258,11 +256,9 @@ def expm1_near_zero(y):
 
 
 @triton.jit
-def sigmoid(z, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr):
+def sigmoid(z, FAST: tl.constexpr):
     """1 / (1 + 2^−z)."""
-    if MOSTLY_SMALL:
-        return ptx.sigmoid_mostly_small(z)
-    elif FAST:
+    if FAST:
         return ptx.sigmoid(z)
     else:
         return 1 / (1 + tl.math.exp2(-z))
@@ -413,12 +409,9 @@ def scores_of(
     by before the tanh, the slope, and the bias of sigmoid's forward pass, else None."""
     qk_scale, inv_softcap, slope, bias = shaping
     tanhs = products
-    if CAPPED & FLAGS and FAST and TANH_POLY & FLAGS:  # neither SLOPED nor SCALED
-        y = ptx.tanh_mostly_small(products, inv_softcap, qk_scale)
-    else:
-        if CAPPED & FLAGS:
-            tanhs = tanh(products * inv_softcap, FAST)
-        y = tanhs * qk_scale
+    if CAPPED & FLAGS:
+        tanhs = tanh(products * inv_softcap, FAST)
+    y = tanhs * qk_scale
     if SLOPED & FLAGS:
         y = alibi(y, keys, own, slope, bias)
     elif bias is not None:
@@ -474,25 +467,3 @@ def sloped_lse(lse, own, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
         return own.to(tl.float32) * slope + lse
     else:
         return lse
-
-
-@triton.jit
-def sign_of_s(s, FLAGS: tl.constexpr):
-    """Of a head, a number and whether to negate: a score, ``s`` · log n times a product, is
-    positive where the product is above the number, which is negated or not. A score of 0 counts as
-    negative, whatever the sign of ``s``."""
-    if SCALED & FLAGS:
-        above = tl.where(s > 0, 0.0, float("inf"))
-        return tl.where(s < 0, -SMALLEST, above), (s < 0).to(tl.int32)
-    else:
-        return 0.0, 0
-
-
-@triton.jit
-def sign_only_gradient(e, s, level, negated, dp, delta, FLAGS: tl.constexpr):
-    """:func:`score_gradient` of softpick where scores are only SCALED: positive if ``s`` is above
-    ``level``, or if ``negated`` where it is not; or only SLOPED: above −``level``."""
-    if SCALED & FLAGS:
-        return ptx.softpick_ds_above_or_not(e, s, level, negated, dp, delta)
-    else:
-        return ptx.softpick_ds_above(e, s, level, dp, delta)

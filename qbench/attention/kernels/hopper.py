@@ -87,7 +87,7 @@ def backward_launches(
         g, q, k, v, output, lse, needs_expm1, dq, dk, dv, dparam, dsinks, dslopes, mask, spans,
         sinks, bias, slopes, s, counts,
     ):  # fmt: skip
-        # For dkdv: each row's lse, 2^−lse, D, and s · log n or the lse with what slopes take.
+        # For dkdv: each row's lse, 2^−lse, D, and s · log n.
         stats = lse.new_empty(4 * lse.numel())
         # What is not asked for is not read: any tensor stands for it.
         dparam, dsinks, dslopes, sinks, slopes, s = (
@@ -97,6 +97,6 @@ def backward_launches(
         launch_dq(*sources, output, lse, stats, dq, dparam, dsinks, dslopes, sinks, slopes, s)
         sources = (*sources, stats_tile(stats))
         for launch_dkdv in launches_dkdv:
-            launch_dkdv(*sources, needs_expm1, slopes, s, dk, dv)
+            launch_dkdv(*sources, needs_expm1, slopes, dk, dv)
 
     return launch

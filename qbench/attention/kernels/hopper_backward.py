@@ -29,7 +29,6 @@ from qbench.attention.kernels.common import (
     LOG_N1,
     RESHAPED,
     SCALED,
-    SIGN_ONLY,
     SLOPED,
 )
 from qbench.attention.kernels.formulas import (
@@ -48,8 +47,6 @@ from qbench.attention.kernels.formulas import (
     score_gradient,
     scores_minus_lse,
     scores_of,
-    sign_of_s,
-    sign_only_gradient,
     sink_gradient,
     sloped_lse,
     times_s_log_n_of,
@@ -143,31 +140,20 @@ def dq_tile_ds(
 ):  # fmt: skip
     """Gradients of products [ROWS, ROWS] from products and dP; ``dparam`` and ``dslopes`` [ROWS]:
     plus what a bias's gradient is the sum of, and those of scores times how far the key is ahead,
-    for the slopes'. ``of_rows``: their lse, D, s · log n [ROWS] each, and what sign_of_s gives;
+    for the slopes'. ``of_rows``: their lse, D, s · log n [ROWS] each;
     ``behind``: by how much the tile's first key is behind the group's first query;
     ``shaping``: see the keys' kernel."""
-    lse, delta, factor, sign = of_rows
+    lse, delta, factor = of_rows
     scale, inv_softcap, slope = shaping
     layout: gl.constexpr = s.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    tanhs = s
-    if SIGN_ONLY & FLAGS and not MASKED:
-        if SCALED & FLAGS:
-            e = exp2_ftz(s * (factor * scale)[:, None] - lse[:, None])
-            ds = sign_only_gradient(e, s, sign[0], sign[1], p, delta[:, None], FLAGS)
-        else:
-            level = (rows + behind).to(gl.float32) * slope
-            s = s * scale + (keys.to(gl.float32) * slope)[None, :]
-            e = exp2_ftz(s - (level + lse)[:, None])
-            ds = sign_only_gradient(e, s, -level[:, None], 0, p, delta[:, None], FLAGS)
-    else:
-        z, s, tanhs = scores_minus_lse(
-            s, keys[None, :], (rows + behind)[:, None], factor[:, None], scale, inv_softcap, slope,
-            lse[:, None], NORM, FLAGS, False,
-        )  # fmt: skip
-        e = recompute_e(z, s, NORM, True, True)
-        ds = score_gradient(e, s, p, delta[:, None], NORM, True)
+    z, s, tanhs = scores_minus_lse(
+        s, keys[None, :], (rows + behind)[:, None], factor[:, None], scale, inv_softcap, slope,
+        lse[:, None], NORM, FLAGS, False,
+    )  # fmt: skip
+    e = recompute_e(z, s, NORM, True, True)
+    ds = score_gradient(e, s, p, delta[:, None], NORM, True)
     if MASKED:
         ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
     if BIASED & FLAGS:  # noqa: SIM102 (constexprs)
@@ -371,13 +357,10 @@ def dq_rows(
         gl.store(stat + 3 * BLOCK_Q, factor * log2_scale)
     else:
         gl.store(stat + 2 * BLOCK_Q, delta)
-        if SIGN_ONLY & FLAGS:
-            level = (rows % BLOCK_Q).to(gl.float32) * slope
-            gl.store(stat + 3 * BLOCK_Q, level + lse)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     dparam = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     dslopes = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-    of_rows = (lse, delta, factor, sign_of_s(s_of_head, FLAGS))
+    of_rows = (lse, delta, factor)
     if HEAD_DIM == 64:
         dq, dparam, dslopes = dq_pipelined(
             dq, dparam, dslopes, q, g, of_rows, first, last, skipped, buffers, shaping, index,
@@ -426,8 +409,7 @@ def hopper_bwd_dq(
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D, and
-    where there is that s · log n in units of the scores, by which D is multiplied, or if SIGN_ONLY
-    and there are slopes the lse with what they take from all scores of a row. ``sizes``: query
+    where there is that s · log n in units of the scores, by which D is multiplied. ``sizes``: query
     heads, how many share a key head, length; ``scales``: of dq, in log2 units of the scores, and
     before a soft cap's tanh; ``dparam_rows``, ``dsinks_rows``, ``dslopes_rows``, ``sinks``,
     ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of output and dq.
@@ -519,8 +501,8 @@ def dkdv_tile_p(
     """The weights of products [ROWS, BLOCK_Q] as an operand in the layout ``left``; and what
     :func:`dkdv_tile_ds` takes. ``stat``: the tile's, by the queries' kernel; ``behind``: by
     how much the group's first key is behind the tile's first query; ``shaping``: what products are
-    multiplied by, and before a soft cap's tanh, the slope, and what sign_of_s gives."""
-    scale, inv_softcap, slope, _ = shaping
+    multiplied by, and before a soft cap's tanh, and the slope."""
+    scale, inv_softcap, slope = shaping
     layout: gl.constexpr = s.type.layout
     column_layout: gl.constexpr = gl.SliceLayout(0, layout)
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -529,20 +511,11 @@ def dkdv_tile_p(
     factor = 1.0
     if SCALED & FLAGS:
         factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
-    tanhs = s
-    if SIGN_ONLY & FLAGS and not (MASKED or PRECISE):
-        if SCALED & FLAGS:
-            e = exp2_ftz(s * factor - lse[None, :])
-        else:
-            sloped = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)
-            s = (s * scale + ((keys - behind).to(gl.float32) * slope)[:, None]) - sloped[None, :]
-            e = exp2_ftz(s)
-    else:
-        z, s, tanhs = scores_minus_lse(
-            s, (keys - behind)[:, None], columns[None, :], factor, scale, inv_softcap, slope,
-            lse[None, :], NORM, FLAGS, True,
-        )  # fmt: skip
-        e = recompute_e(z, s, NORM, True, True)
+    z, s, tanhs = scores_minus_lse(
+        s, (keys - behind)[:, None], columns[None, :], factor, scale, inv_softcap, slope,
+        lse[None, :], NORM, FLAGS, True,
+    )  # fmt: skip
+    e = recompute_e(z, s, NORM, True, True)
     floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
     y = s
     if RESHAPED & FLAGS == 0:
@@ -551,7 +524,7 @@ def dkdv_tile_p(
     if MASKED:
         above = gl.where(seen_by(step, layout, BLOCK_Q), above, 0.0)
     p_cast = gl.convert_layout(cast_p(above, gl.bfloat16, NORM, True), left)
-    return p_cast, (e, s, tanhs, lse, factor)
+    return p_cast, (e, s, tanhs, factor)
 
 
 @gluon.jit
@@ -562,19 +535,12 @@ def dkdv_tile_ds(
 ):  # fmt: skip
     """Gradients of a tile's products [ROWS, BLOCK_Q] from dP and what :func:`dkdv_tile_p` gives,
     whose arguments the others are."""
-    e, s, tanhs, lse, factor = kept
-    sign = shaping[3]
+    e, s, tanhs, factor = kept
     layout: gl.constexpr = p.type.layout
     delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(gl.SliceLayout(0, layout))
     if SCALED & FLAGS:  # as D has been: a product and a difference are one instruction
         p = p * factor
-    if SIGN_ONLY & FLAGS and not (MASKED or PRECISE):
-        if SCALED & FLAGS:
-            ds = sign_only_gradient(e, s, sign[0], sign[1], p, delta[None, :], FLAGS)
-        else:  # scores less lse, above that of 0
-            ds = sign_only_gradient(e, s, lse[None, :], 0, p, delta[None, :], FLAGS)
-    else:
-        ds = score_gradient(e, s, p, delta[None, :], NORM, True)
+    ds = score_gradient(e, s, p, delta[None, :], NORM, True)
     if CAPPED & FLAGS:
         ds = ds * cap_gradient(tanhs)
     if MASKED:
@@ -741,11 +707,10 @@ def dkdv_pairs(
 
 @gluon.jit
 def dkdv_rows(
-    own, buffers, own_full, of_heads, dk_out, dv_out, index, sizes, scales, strides,
+    own, buffers, own_full, slopes, dk_out, dv_out, index, sizes, scales, strides,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     q_tiles, full, empty = buffers[0], buffers[3], buffers[4]
-    slopes, s = of_heads
     kv_heads, group, length = sizes
     scale, log2_scale, inv_softcap = scales
     HEAD_DIM: gl.constexpr = q_tiles.shape[4]
@@ -769,11 +734,10 @@ def dkdv_rows(
     for member in range(group):
         head = pair % kv_heads * group + member
         slope = load_slope(head, slopes, FLAGS)
-        sign = sign_of_s(load_s(head, s, FLAGS), FLAGS)
         if SCALED & FLAGS:  # s · log n is in units of the scores
-            shaping = (1.0, inv_softcap, slope / log2_scale, sign)
+            shaping = (1.0, inv_softcap, slope / log2_scale)
         else:
-            shaping = (log2_scale, inv_softcap, slope, sign)
+            shaping = (log2_scale, inv_softcap, slope)
         if PAIRS:
             dk, dv = dkdv_pairs(
                 dk, dv, k, v, tile, whole, first, length, buffers, shaping,
@@ -799,8 +763,8 @@ def dkdv_rows(
 
 @gluon.jit
 def hopper_bwd_dkdv(
-    q_source, k_source, v_source, g_source, stat_source, needs_expm1, slopes, s, dk_out, dv_out,
-    sizes, scales, strides,
+    q_source, k_source, v_source, g_source, stat_source, needs_expm1, slopes, dk_out, dv_out, sizes,
+    scales, strides,
     NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, PRECISE: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
@@ -832,9 +796,9 @@ def hopper_bwd_dkdv(
     sources = (q_source, k_source, v_source, g_source, stat_source)
     gl.warp_specialize(
         [
-            (dkdv_rows, (own, buffers, own_full, (slopes, s), dk_out, dv_out, 0, sizes, scales,
+            (dkdv_rows, (own, buffers, own_full, slopes, dk_out, dv_out, 0, sizes, scales,
              strides, NORM, FLAGS, PRECISE, BLOCK_Q)),
-            (dkdv_rows, (own, buffers, own_full, (slopes, s), dk_out, dv_out, 1, sizes, scales,
+            (dkdv_rows, (own, buffers, own_full, slopes, dk_out, dv_out, 1, sizes, scales,
              strides, NORM, FLAGS, PRECISE, BLOCK_Q)),
             (dkdv_loader, (sources, own, buffers, own_full, sizes)),
         ],

@@ -169,7 +169,6 @@ def forward_launches(
     group = heads // kv_heads
     sequences = batch if spans is None else spans.shape[0]
     flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap)
-    flags |= configs.arithmetic(width, kernels, softcap, flags, backward=False)
     strides = strides_of(query, key, value, output)
     if _decodes(group * max_seqlen_q):
         config = configs.decode_config(block(width), query.dtype)
@@ -289,7 +288,6 @@ def backward_launches(
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
     flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap, wanted)
-    flags |= configs.arithmetic(width, kernels, softcap, flags, backward=True)
     all_scales = (scale, *scales(scale, softcap))
     dq, dk, dv = (strides_by_token(layout.shape) for layout in (query, key, value))
     if (
