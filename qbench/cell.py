@@ -203,7 +203,13 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         )
         return runtime, load_tokenizer(cell.checkpoint)
     dtype = getattr(torch, cell.quantization.compute_dtype)
-    model = load_prequantized(cell.copy, dtype=dtype, device=plan.device, attention=cell.attention)
+    model = load_prequantized(
+        cell.copy,
+        dtype=dtype,
+        device=plan.device,
+        attention=cell.attention,
+        dequantize=weights.weights_only,
+    )
     split_experts(model)  # so that each can be held against its original
     return model, load_tokenizer(cell.checkpoint)
 

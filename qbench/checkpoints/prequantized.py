@@ -16,10 +16,16 @@ if TYPE_CHECKING:
 
 
 def load_prequantized(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, attention: str
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    attention: str,
+    dequantize: bool,
 ) -> PreTrainedModel:
     """The quantized model on ``device``, what is not quantized in ``dtype``, attending with the
-    checkpoint's normalizer through ``attention`` (see ``load.load_model``).
+    checkpoint's normalizer through ``attention`` (see ``load.load_model``). ``dequantize``: FP8
+    weights are, at once; MXFP4 weights always.
 
     Raises UnavailableError for what this machine cannot load, CheckpointError for broken files.
     """
@@ -42,7 +48,7 @@ def load_prequantized(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                **_loading(checkpoint.config["quantization_config"], device),
+                **_loading(checkpoint.config["quantization_config"], dequantize),
             )
             model = model.eval().requires_grad_(False)
             for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
@@ -71,7 +77,7 @@ def load_prequantized(
     return model
 
 
-def _loading(stated: dict[str, Any], device: str) -> dict[str, Any]:
+def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
     """What transformers is told beside the files. GPTQ's and AWQ's automatic kernels differ by
     machine, and on CPUs some repack weights wrongly, so the one in torch is named."""
     import transformers
@@ -81,9 +87,9 @@ def _loading(stated: dict[str, Any], device: str) -> dict[str, Any]:
         chosen = transformers.GPTQConfig(bits=stated["bits"], backend="gptq_torch")
     elif method == "awq":
         chosen = transformers.AwqConfig(bits=stated["bits"], backend="torch_awq")
-    elif method == "fp8" and device == "cpu":
+    elif method == "fp8" and dequantize:
         chosen = transformers.FineGrainedFP8Config(dequantize=True)
-    elif method == "mxfp4" and device == "cpu":
+    elif method == "mxfp4":  # it rounds no activations, so that products are the same
         chosen = transformers.Mxfp4Config(dequantize=True)
     else:
         return {}

@@ -28,7 +28,8 @@ from qbench.quantizers.gguf_file import levels_of
 from qbench.quantizers.names import BACKENDS, register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision
 
-WEIGHTS_ONLY = "weights only: this device multiplies them dequantized"
+WEIGHTS_ONLY = "weights only: they are multiplied dequantized"
+KERNELS = "kernels"  # the package with which transformers multiplies FP8 on a GPU
 ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to as few as 4 bits
 
 
@@ -281,8 +282,10 @@ class Prequantized(Published):
 
     @property
     def weights_only(self) -> bool:
-        """Whether activations that the format quantizes stay as they are on this device."""
-        return bool(self.device == "cpu" and FORMATS[self.format].cpu)
+        """Whether weights are dequantized when they are loaded, and activations that the format
+        quantizes stay as they are: on a CPU, or without the kernels of the format's products."""
+        here = self.device == "cpu" or find_spec(KERNELS) is None
+        return bool(here and FORMATS[self.format].cpu)
 
     @property
     def precision(self) -> Precision:
@@ -317,6 +320,7 @@ class Prequantized(Published):
             "format": self.format,
             "digest": self.digest,
             "compute_dtype": self.compute_dtype,
+            **({"weights_only": True} if self.weights_only and self.device != "cpu" else {}),
         }
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
