@@ -198,9 +198,8 @@ Stems = Annotated[tuple[TaskName, ...], Field(min_length=1)]
 
 
 class Files(Strict):
-    """File stems that may stand for a task's splits in a data folder, the one that is scored and
-    the one that few-shot examples are drawn from; the first that exists is used. None: the split's
-    own name alone."""
+    """File stems that may stand for a task's splits in a data folder; the first that exists is
+    used. None: the split's own name alone."""
 
     evaluation: Stems | None = None
     """For the split that is scored."""

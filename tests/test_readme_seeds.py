@@ -109,9 +109,10 @@ def test_divergences_of_every_seed_are_counted_right(kind):
         less += signs == {True}
         more += signs == {False}
     assert (less, more, len(quantizers)) == MOVES[kind]
-    told = {"": f"under {less} of {len(quantizers)}, and more under {more} ("}
-    told["-kv"] = f"in every seed under {less} of {len(quantizers)} precisions, and more under one"
-    told["-activations"] = f"under {less} of {len(quantizers)}, and more under none"
+    smaller = f"under {less} of {len(quantizers)}"
+    told = {"": f"{smaller}, and larger under {more} ("}
+    told["-kv"] = f"in every seed {smaller} precisions, and larger under one"
+    told["-activations"] = f"{smaller}, and larger under none"
     assert told[kind] in TOLD
 
 
