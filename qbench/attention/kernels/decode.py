@@ -116,7 +116,7 @@ def attn_decode(
             )  # fmt: skip
         scores = tl.where(allowed, scores, masked_score(NORM))
         if ELEMENTWISE & FLAGS:
-            p = sigmoid(scores, FAST)
+            p = sigmoid(scores, FAST, False)
         else:
             p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True)
         wanted = tile < end  # [BLOCK_K]

@@ -192,7 +192,7 @@ def recompute_e(z, s, NORM: tl.constexpr, FAST: tl.constexpr, FTZ: tl.constexpr)
     elif NORM == "rectified":
         return tl.where(s >= 0, exp2(z, FTZ), 0.0)
     elif NORM == "sigmoid":
-        return sigmoid(z, FAST)
+        return sigmoid(z, FAST, FAST)
     else:
         tl.static_assert(False, NO_FORMULA)
 
@@ -256,9 +256,11 @@ def expm1_near_zero(y):
 
 
 @triton.jit
-def sigmoid(z, FAST: tl.constexpr):
+def sigmoid(z, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr):
     """1 / (1 + 2^−z)."""
-    if FAST:
+    if MOSTLY_SMALL:
+        return ptx.sigmoid_mostly_small(z)
+    elif FAST:
         return ptx.sigmoid(z)
     else:
         return 1 / (1 + tl.math.exp2(-z))

@@ -88,7 +88,7 @@ def attn_fwd_inner(
             if tl.max((tiny[:, None] & (scores > 0)).to(tl.int32)) > 0:
                 set_flags(flags, start, stop_k, BLOCK_K)
         if ELEMENTWISE & FLAGS:
-            p = sigmoid(scores, FAST)
+            p = sigmoid(scores, FAST, FAST and not MASKED)
         elif NO_MAX:
             # Eight sums a row, so that no thread needs another's until the end.
             p, below = forward_terms(scores * scale, 0.0, NORM, False)  # [BLOCK_Q, BLOCK_K] each

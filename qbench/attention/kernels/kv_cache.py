@@ -143,7 +143,7 @@ def quantized_kv_fwd(
         allowed = allowed & (tile[None, :] < stop_k)
         scores = tl.where(allowed, scores, masked_score(NORM))
         if ELEMENTWISE & FLAGS:
-            p = sigmoid(scores, FAST)
+            p = sigmoid(scores, FAST, False)
         else:
             p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True)
         if SKIP:
