@@ -188,7 +188,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
         return external_model(weights.model, weights.args), load_tokenizer(cell.checkpoint)
     if cell.copy is None:
-        return _original(cell, plan), load_tokenizer(cell.checkpoint)
+        return load_original(cell, plan), load_tokenizer(cell.checkpoint)
     from qbench.checkpoints.prequantized import load_prequantized, without_weights
     from qbench.quantizers.linear import split_experts
 
@@ -214,7 +214,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     return model, load_tokenizer(cell.checkpoint)
 
 
-def _original(
+def load_original(
     cell: Cell, plan: Plan, *, verify: bool = True, room: float = math.inf
 ) -> PreTrainedModel:
     """The unquantized model, whole on a GPU where it takes ``room`` bytes or less."""
@@ -329,18 +329,17 @@ def _audit(
     from qbench.quantizers.audit.cell import audit, probe_of
     from qbench.quantizers.gguf_file import write_into
 
-    alone = cell.copy is not None and cell.copy.folder == cell.checkpoint.folder
-    if alone or isinstance(cell.quantization.weights, LmEvalModel):
+    if cell.alone or isinstance(cell.quantization.weights, LmEvalModel):
         return  # there is nothing to hold against anything: the record is not audited
     progress.stage(cell.name, "audit")
     with measured("audit", plan.device, result.stages):
         # Read from disk again, for unquantized cells too.
         room = math.inf if cell.quantization.precision.quantized else SECOND_MODEL
-        original = _original(cell, plan, verify=cell.copy is not None, room=room)
+        original = load_original(cell, plan, verify=cell.copy is not None, room=room)
         probe = probe_of(original.config.vocab_size).to(plan.device)
         wrong: list[str] = []
         if cell.copy is not None and cell.copy.format == GGUF:
-            runtime, model = model, _original(cell, plan)
+            runtime, model = model, load_original(cell, plan)
             write_into(model, str(cell.copy.folder))
             wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
         found = audit(original, model, cell.quantization, probe, batch_invariant)

@@ -70,6 +70,11 @@ class Cell:
         return f"{self.checkpoint_name}/{self.label}"
 
     @property
+    def alone(self) -> bool:
+        """Whether the checkpoint itself is a quantized one, whose original is not there."""
+        return self.copy is not None and self.copy.folder == self.checkpoint.folder
+
+    @property
     def grid_cell(self) -> GridCell:
         return GridCell(
             checkpoint=self.checkpoint_name,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 
 from qbench.analysis.text import AnalysisSettings, read_tokens
-from qbench.cell import CellResult, cache_folder, free, load, one_line, quantized
+from qbench.cell import CellResult, cache_folder, free, load, load_original, one_line, quantized
 from qbench.code import digest_of
 from qbench.errors import RecipeError, UnavailableError, shown
 from qbench.machine import environment, measured, redirected
@@ -77,8 +77,8 @@ def plan_sensitivities(
     plan: Plan, label: str, settings: AnalysisSettings
 ) -> tuple[AnalysisCell, ...]:
     """Of all checkpoints under the recipe's quantizer ``label``. Raises RecipeError where it has
-    none of that name, or where that quantizes no weights or activations of linear layers, or treats
-    outliers of the whole model."""
+    none of that name, or where that quantizes no weights or activations of linear layers, treats
+    outliers of the whole model, or is a copy without its original."""
     cells = tuple(cell for cell in plan.cells if cell.label == label)
     if not cells:
         labels = ", ".join(dict.fromkeys(cell.label for cell in plan.cells))
@@ -86,6 +86,11 @@ def plan_sensitivities(
             f"--sensitivity {shown(label)}: the recipe has no such quantizer; it has {labels}"
         )
     precision = cells[0].quantization.precision
+    if any(cell.alone for cell in cells):
+        raise RecipeError(
+            f"--sensitivity {label}: the original of a published copy is not there; name it under "
+            "checkpoints, and the copy as the path of this quantizer"
+        )
     if precision.weights is None and precision.activations is None:
         raise RecipeError(
             f"--sensitivity {label}: quantizes neither weights nor activations of linear layers; "
@@ -255,15 +260,22 @@ class _Work:
         from qbench.quantizers.linear import linearize, linears
 
         of, plan, settings, name = self.cell.cell, self.plan, self.cell.settings, self.cell.name
-        model, tokenizer, ids = self._load()
-        changed, _ = load(of, plan)
+        changed, tokenizer, ids = self._load()
         changed = quantized(
             of, plan, changed, tokenizer, self.result, self.progress, cache_folder()
         )
+        rescaled = self.result.audit is not None and self.result.audit.rescaled > 0
+        if rescaled and not settings.blocks:
+            raise UnavailableError(
+                f"{of.label}: factors of its columns stand in the layer before (as AWQ puts them), "
+                "so that no linear layer can be put into the original alone: say --blocks"
+            )
+        model = load_original(of, plan)
         linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
         names = list(linears(model, of.quantization.ignore))
-        wanted = units(model, names, blocks=settings.blocks)
-        wanted.append(Unit(name=TOGETHER, layer=None, modules=tuple(names)))
+        wanted = units(model, names, blocks=settings.blocks, whole=rescaled)
+        together = [unit.name for unit in wanted] if rescaled else names
+        wanted.append(Unit(name=TOGETHER, layer=None, modules=tuple(together)))
         self.progress.stage(name, "sensitivity", total=len(wanted))
         with measured("sensitivity", plan.device, self.result.stages):
             base = Baseline(model, ids, batch=settings.batch)

@@ -29,8 +29,11 @@ class Unit:
     modules: tuple[str, ...]
 
 
-def units(model: PreTrainedModel, linears: Sequence[str], *, blocks: bool) -> list[Unit]:
-    """Each of ``linears``, or all of each decoder layer, in the model's order."""
+def units(
+    model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, whole: bool = False
+) -> list[Unit]:
+    """Each of ``linears``, or all of each decoder layer, in the model's order. ``whole``: decoder
+    layers as they are, for their norms belong to their linear layers."""
     names = {module: name for name, module in model.named_modules()}
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
 
@@ -41,7 +44,7 @@ def units(model: PreTrainedModel, linears: Sequence[str], *, blocks: bool) -> li
     if not blocks:
         return [Unit(name=name, layer=layer_of(name), modules=(name,)) for name in linears]
     return [
-        Unit(name=prefix[:-1], layer=index, modules=inside)
+        Unit(name=prefix[:-1], layer=index, modules=(prefix[:-1],) if whole else inside)
         for index, prefix in enumerate(prefixes)
         if (inside := tuple(name for name in linears if layer_of(name) == index))
     ]

@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from published_copies import awq, copy_of
+from published_copies import original as as_llama
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.analysis import run
@@ -124,6 +126,34 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
     assert "## Outliers of inputs and damage" in text
     figures = {file.name for file in (out / "analysis" / "figures").iterdir()}
     assert {"sensitivity-rtn-4bit.svg", "sinks.svg"} <= figures
+
+
+@pytest.mark.parametrize(("made", "units"), [("bnb-nf4", 28), ("awq", 0), ("awq", 4)])
+def test_a_published_copys_layers_are_put_into_its_original(made, units, tmp_path):
+    """AWQ's factors stand in the norms, so that its decoder layers are put there whole."""
+    whole = as_llama(tmp_path / "llama")
+    copy = awq(whole, tmp_path / "copy") if made == "awq" else copy_of(whole, made, tmp_path / "c")
+    column = {"name": "checkpoint", "path": str(copy), "label": "copy"}
+    path, out = small_recipe(tmp_path, checkpoints={"base": str(whole)}, compute_dtype="bfloat16",
+                             quantizers=["bf16", column]), tmp_path / "out"  # fmt: skip
+    options = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "copy")
+    options += ("--blocks",) * (units == 4)
+    assert qbench("analyze", path, "--out", out, *options) == (0 if units else 1)
+    (found,) = sensitivities(out).records()
+    if units == 0:
+        assert "say --blocks" in found.error
+        return
+    assert len(found.units) == units
+    assert all(0 < unit.kl.value < 0.01 for unit in found.units)
+    assert max(unit.kl.value for unit in found.units) < found.together.kl.value < 0.02
+
+
+def test_a_copy_without_its_original_is_refused(tmp_path):
+    copy = copy_of(as_llama(tmp_path / "llama"), "bnb-nf4", tmp_path / "copy")
+    path = small_recipe(tmp_path, checkpoints={"base": str(copy)}, quantizers=["checkpoint"])
+    options = ("--device", "cpu", "--only", "base/checkpoint", "--sensitivity", "checkpoint")
+    with pytest.raises(RecipeError, match="the original of a published copy is not there"):
+        qbench("analyze", path, "--out", tmp_path, *options)
 
 
 @pytest.mark.parametrize(
