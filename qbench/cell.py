@@ -168,7 +168,7 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
 
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
-            f"planned for {plan.hardware}, and this worker has {here}; run on GPUs of one kind"
+            f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
         )
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")

@@ -88,7 +88,7 @@ def choose_device(wanted: str) -> str:
     if wanted == "auto":
         return "cpu" if problem else "cuda"
     if problem:
-        raise UnavailableError(f"--device cuda: {problem}; say --device cpu")
+        raise UnavailableError(f"--device cuda: {problem}; use --device cpu")
     return wanted
 
 

@@ -429,7 +429,7 @@ def _leaf_tasks(
     ]
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise RecipeError(f"tasks: {', '.join(twice)} is there twice, once in a group or tag")
+        raise RecipeError(f"tasks: {', '.join(twice)} is listed twice, once in a group or tag")
     return leaves
 
 
@@ -543,7 +543,7 @@ def require_runnable(cells: Iterable[Cell]) -> None:
             reasons.setdefault(cell.refusal, []).append(cell.name)
     if reasons:
         lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        raise RecipeError(*lines, "these cells can never run; --only PATTERN runs others")
+        raise RecipeError(*lines, "these cells can never run; choose others with --only PATTERN")
 
 
 def require_room(name: str, tasks: Sequence[TaskSpec], max_length: int) -> None:

@@ -140,7 +140,7 @@ def load_packages() -> None:
             except BaseException as error:  # sys.exit, too, is no reason to end without a word
                 raise RecipeError(
                     f"the package behind {entry.value} ({group}) does not load: "
-                    f"{_first_line(error) or type(error).__name__}; mend or uninstall it"
+                    f"{_first_line(error) or type(error).__name__}; repair or uninstall it"
                 ) from error
             if entry.dist is not None:
                 _packages[entry.dist.name] = entry.dist.version

@@ -112,7 +112,7 @@ def _unquantized(copy: Checkpoint, shapes: Shapes) -> tuple[str, ...]:
     plain = tuple(name for name, parts in kept.items() if parts == ["weight"])
     if shapes and len(plain) == len(shapes):
         raise CheckpointError(
-            f"checkpoint {copy.source}: its config.json says that it is quantized, and its files "
+            f"checkpoint {copy.source}: its config.json says that it is quantized, but its files "
             "hold unquantized weights"
         )
     return (*plain, "experts") if experts and all(experts) else plain

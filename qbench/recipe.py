@@ -181,7 +181,7 @@ class Evaluation(Strict):
     @model_validator(mode="after")
     def _one_place(self) -> Evaluation:
         if self.device_map is not None and self.stream is True:
-            raise problem(("device_map",), "not with stream: true, one or the other")
+            raise problem(("device_map",), "not together with stream: true; leave one of them out")
         return self
 
     @field_validator("batch_size", mode="before")
@@ -283,7 +283,7 @@ class Recipe(Strict):
         path = Path(path) if path is not None else None
         source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():
-            raise RecipeError(f"{path}: it is a training recipe; say qbench train {path}")
+            raise RecipeError(f"{path}: it is a training recipe; use qbench train {path}")
         folder = _folder(path)
         _load_plugins(source, folder)
         _group_checkpoints(source, folder)
@@ -311,12 +311,12 @@ class Recipe(Strict):
         seen: set[str] = set()
         for group, members in value.items():
             if group in checkpoints:
-                raise problem((group,), "is the name of a checkpoint too; name the group otherwise")
+                raise problem((group,), "is the name of a checkpoint too; rename the group")
             for member in members:
                 if checkpoints and member not in checkpoints:
                     raise problem((group,), f"{member} is none of the checkpoints")
                 if member in seen:
-                    raise problem((group,), f"{member} stands there twice")
+                    raise problem((group,), f"{member} is listed twice")
                 seen.add(member)
         return value
 
@@ -332,14 +332,14 @@ class Recipe(Strict):
         ):
             for number, name in enumerate(names):
                 if name in names[:number]:
-                    raise problem((what, number), f"{name} stands there twice{remedy}")
+                    raise problem((what, number), f"{name} is listed twice{remedy}")
         as_it_is = [_as_it_is(column) for column in self.quantizers]
         if any(as_it_is) and not all(as_it_is):
             raise problem(
                 ("quantizers", as_it_is.index(True)),
-                f"{labels[as_it_is.index(True)]}: say path: FOLDER_OR_HUB_ID of the quantized "
-                "copy; without one the checkpoints themselves are the quantized ones, and nothing "
-                "else goes beside it",
+                f"{labels[as_it_is.index(True)]}: add path: FOLDER_OR_HUB_ID of the quantized "
+                "copy; without a path the checkpoints themselves are quantized, and this must be "
+                "the only quantizer",
             )
         calibrated = [c.label for c in self.quantizers if c.quantization.needs_calibration]
         if calibrated and self.calibration is None:
@@ -460,7 +460,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
             whole = text if text.startswith(HUB_FILE) else os.path.realpath(text)
             source.replace(whole, "calibration", "path")
     except (OSError, ValueError) as error:
-        raise RecipeError(f"a path that an option names is none ({reason(error)})") from None
+        raise RecipeError(f"an option's path is not valid ({reason(error)})") from None
     for what, key, names in (
         ("quantizers", "label", changed.quantizers),
         ("tasks", "name", changed.tasks),
@@ -514,7 +514,9 @@ def _one_off(changed: Overrides) -> Source:
         "--tasks piqa,sciq": changed.tasks,
     }
     if missing := [option for option, value in given.items() if not value]:
-        raise RecipeError(f"name a recipe, or say what to run: {', '.join(missing)} missing")
+        raise RecipeError(
+            f"name a recipe, or give all of it as options: {', '.join(missing)} missing"
+        )
     values: dict[str, Any] = {
         "name": "-".join(changed.checkpoints or changed.quantized)[:NAME_CHARACTERS],
         "checkpoints": dict.fromkeys(changed.checkpoints),
@@ -536,8 +538,9 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     known = source.values.get("checkpoints")
     if isinstance(known, dict) and len(known) > 1:
         raise RecipeError(
-            f"--quantized {next(iter(found))}=…: of which of {', '.join(map(str, known))}? say it "
-            "in a recipe: {name: checkpoint, path: {NAME: FOLDER_OR_HUB_ID}}"
+            f"--quantized {next(iter(found))}=…: there are several checkpoints "
+            f"({', '.join(map(str, known))}); use a recipe with "
+            "{name: checkpoint, path: {NAME: FOLDER_OR_HUB_ID}}"
         )
     columns = source.values.setdefault("quantizers", ["bf16"])
     if isinstance(columns, list):
@@ -603,8 +606,8 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
     for name, stated in declared.items():
         if stated is None:
             raise RecipeError(
-                f"{source.at(('checkpoints', name))}: checkpoints.{name}: no default is known; "
-                f"say --checkpoint {name}=FOLDER_OR_HUB_ID"
+                f"{source.at(('checkpoints', name))}: checkpoints.{name}: it has no default; add "
+                f"--checkpoint {name}=FOLDER_OR_HUB_ID"
             )
 
 
@@ -624,8 +627,8 @@ def _replace_dtype(source: Source, dtype: str) -> None:
         changed.append(entry)
     if changed.count(unquantized) > 1:
         raise RecipeError(
-            f"--dtype {dtype}: {source.at(('quantizers',))}: quantizers: bf16 and fp32 would "
-            f"both be {unquantized}; take one out, or give each a label"
+            f"--dtype {dtype}: {source.at(('quantizers',))}: quantizers: bf16 and fp32 would both "
+            f"be {unquantized}; remove one, or give each a label"
         )
     source.values["quantizers"] = changed
 
@@ -659,8 +662,9 @@ def _load_plugins(source: Source, folder: Path) -> None:
         plugin = load_file(folder / os.path.expanduser(one.path), location=location)
         if one.sha256 not in (None, plugin.digest):
             raise RecipeError(
-                f"{location}: {plugin.path} is another file than the recipe states, its SHA-256 is "
-                f"{plugin.digest}; state that, or leave sha256 out, to run what it is now"
+                f"{location}: {plugin.path} differs from the file that the recipe states: its "
+                f"SHA-256 is {plugin.digest}; write that, or leave sha256 out, to run it as it is "
+                "now"
             )
 
 
@@ -686,14 +690,14 @@ def _group_checkpoints(source: Source, folder: Path) -> None:
         if len(members) < 2:
             raise RecipeError(
                 f"{location}: {shown(entry)} gives {len(members)} "
-                "checkpoints; seeds of one kind are two or more"
+                "checkpoints; replicates need two or more"
             )
         groups[name] = [f"{name}.{number}" for number in range(1, len(members) + 1)]
         for member, one in zip(groups[name], members, strict=True):
             if member in declared:
                 raise RecipeError(
                     f"{location}: its trainings are {', '.join(groups[name])}, and {member} is "
-                    "another checkpoint too; name one of them otherwise"
+                    "another checkpoint too; rename one of them"
                 )
             made[member] = one
             source.lines["checkpoints", member] = source.lines.get(("checkpoints", name), 0)

@@ -701,7 +701,7 @@ class Grid(RecordModel):
             if cell.checkpoint not in self.checkpoints or cell.quantizer not in self.quantizers:
                 raise ValueError(f"cell {cell.cell} is not of these checkpoints and quantizers")
             if names.count(cell.cell) > 1:
-                raise ValueError(f"cell {cell.cell} stands there twice")
+                raise ValueError(f"cell {cell.cell} is listed twice")
         members = [member for group in self.replicates.values() for member in group]
         if not set(members) <= set(self.checkpoints) or len(set(members)) < len(members):
             raise ValueError("replicates: each is one of the grid's checkpoints, in one group")

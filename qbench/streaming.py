@@ -88,7 +88,7 @@ def _blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if found is None:
         raise UnavailableError(
             f"{type(model).__name__} has no list of blocks; it cannot be computed block by block: "
-            "say evaluation.stream: false, and no device_map"
+            "set evaluation.stream: false and leave device_map out"
         )
     return found
 

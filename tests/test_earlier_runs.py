@@ -66,7 +66,7 @@ def test_compare_takes_two_runs_of_one_folder(folder, capsys):
     assert f"(run {first})" in said
     assert qbench("compare", out, out, "--run", last, "--run-b", first) == 0
     assert f"not in {out} (run {last})" in capsys.readouterr().out
-    with pytest.raises(ResultsError, match=r"with what\? Name another folder, or a run of it"):
+    with pytest.raises(ResultsError, match="name a second folder, or an earlier run"):
         qbench("compare", out)
 
 

@@ -118,7 +118,7 @@ def test_a_recipe_that_asks_something_else_is_refused(ran, tmp_path):
     (other / "test.jsonl").write_text("\n".join(reversed(lines)) + "\n")
     options = ["--recipe", ran.parent / "small.yaml", "--task", "demo_lastword"]
     command = ["show", f"{ran}/softpick/rtn-4bit", "--document", 1, *options]
-    with pytest.raises(DataError, match="ask something else than softpick/rtn-4bit was asked"):
+    with pytest.raises(DataError, match="differ from those of softpick/rtn-4bit"):
         qbench(*command, "--data", tmp_path / "data")
-    with pytest.raises(ResultsError, match="--data goes with --recipe"):
+    with pytest.raises(ResultsError, match="--data needs --recipe"):
         qbench("show", f"{ran}/softpick/rtn-4bit", "--data", tmp_path)

@@ -90,7 +90,7 @@ def test_without_a_driver_cuda_is_refused_in_one_line(nvml, monkeypatch):
 
     monkeypatch.setattr(pynvml, "nvmlInit", refused)
     assert machine.choose_device("auto") == "cpu"
-    with pytest.raises(UnavailableError, match=r"--device cuda: no GPU .*; say --device cpu"):
+    with pytest.raises(UnavailableError, match=r"--device cuda: no GPU .*; use --device cpu"):
         machine.choose_device("cuda")
 
 

@@ -67,7 +67,7 @@ def test_the_attention_is_chosen_for_the_class(
     ("source", "attention", "words"),
     [
         ("bloom", "reference", "BloomForCausalLM, which runs on its own attention alone"),
-        ("mpt", "reference", r"\(its class computes .*\); say attention: auto or native"),
+        ("mpt", "reference", r"\(its class computes .*\); set attention: auto or native"),
         ("softpick", "native", "trained with softpick, which LlamaForCausalLM of transformers"),
         ({"normalizer": "native"}, "auto", "trained with softpick, the recipe says normalizer"),
     ],
@@ -129,10 +129,10 @@ def test_the_documents_hold_that_table():
 
 
 REFUSED = [
-    ("llama", {"name": "rtn-4bit", "group_size": 48}, r"has 64 inputs, no multiple of group_size"),
-    ("llama", {"name": "gptq-4bit", "group_size": 48}, r"has 64 inputs, no multiple of group_size"),
-    ("gpt2", {"name": "hqq-4bit", "group_size": 128}, "c_attn has 64 inputs, no multiple"),
-    ("gpt_oss", {"name": "rtn-4bit", "group_size": 48}, "has 64 inputs, no multiple of"),
+    ("llama", {"name": "rtn-4bit", "group_size": 48}, "has 64 inputs, which group_size"),
+    ("llama", {"name": "gptq-4bit", "group_size": 48}, "has 64 inputs, which group_size"),
+    ("gpt2", {"name": "hqq-4bit", "group_size": 128}, "c_attn has 64 inputs, which group_size"),
+    ("gpt_oss", {"name": "rtn-4bit", "group_size": 48}, "has 64 inputs, which group_size"),
     ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj by itself; say ignore:"),
     ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, and the KV cache"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
@@ -167,7 +167,7 @@ def test_a_reason_that_several_cells_share_is_said_once(tmp_path, models):
     lines = str(refusal.value).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("a/rtn-3bit, b/rtn-3bit: rtn-3bit: ")
-    assert lines[-1] == "these cells can never run; --only PATTERN runs others"
+    assert lines[-1] == "these cells can never run; choose others with --only PATTERN"
 
 
 def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):

@@ -50,7 +50,11 @@ def test_precisions_are_compared_with_the_one_that_is_named(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "name a recipe, or say what to run: --checkpoint NAME=FOLDER_OR_HUB_ID, --quant"),
+        (
+            {},
+            "name a recipe, or give all of it as options: --checkpoint NAME=FOLDER_OR_HUB_ID, "
+            "--quant",
+        ),
         ({"checkpoints": {"a": "b/c"}, "tasks": ("sciq",)}, "--quantizers bf16,gptq-4bit missing"),
         (
             {"checkpoints": {"a": "b/c"}, "tasks": ("sciq",), "quantizers": ("gptq-4bit",)},
@@ -196,4 +200,4 @@ def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path
     said = capfd.readouterr().out
     assert "left out  demo_choice: no data\nleft out  demo_lastword: no data\ntask  demo_p" in said
     assert qbench("run", path, *options, "--only", "softmax/fp32") == 0
-    assert "- Left out, having no data: demo_choice, demo_lastword." in capfd.readouterr().out
+    assert "- Left out, without data: demo_choice, demo_lastword." in capfd.readouterr().out

@@ -127,7 +127,7 @@ def test_a_saved_recipe_runs_again_as_it_stands(tmp_path, example):
     done = run_in_a_process("plan", saved, "--out", out, "--device", "cpu")
     assert done.returncode == 2
     assert "plugins[0]: " in done.stderr
-    assert "is another file than the recipe states" in done.stderr
+    assert "differs from the file that the recipe states" in done.stderr
     saved.write_text(re.sub(r"\n +sha256: \w+|\n- sha256: \w+(?=\n)", "", saved.read_text()))
     done = run_in_a_process("plan", saved, "--out", out, "--device", "cpu")
     assert done.returncode == 0, done.stderr

@@ -130,7 +130,7 @@ def test_a_problem_in_the_file_has_its_line_and_one_of_an_option_has_none(tmp_pa
         Recipe.load(path, Overrides(limit=10**12))
     assert f"\n{path}: evaluation.limit: " in str(error.value)
     path.write_text(path.read_text().replace("rtn-5bit", "rtn-4bit").replace("limit: 0", ""))
-    with pytest.raises(RecipeError, match=rf"{path}:8: tasks\[1\]: piqa stands there twice"):
+    with pytest.raises(RecipeError, match=rf"{path}:8: tasks\[1\]: piqa is listed twice"):
         Recipe.load(path)
 
 

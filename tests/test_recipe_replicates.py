@@ -68,10 +68,10 @@ def test_a_group_may_be_what_deltas_are_taken_against(tmp_path, baseline):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"checkpoints": {"softmax": ["a"]}}, "gives 1 checkpoints; seeds of one kind are two"),
+        ({"checkpoints": {"softmax": ["a"]}}, "gives 1 checkpoints; replicates need two"),
         ({"checkpoints": {"softmax": "nowhere-*"}}, "gives 0 checkpoints"),
         ({"replicates": {"a": ["softmax", "other"]}}, "other is none of the checkpoints"),
-        ({"replicates": {"a": ["softmax", "softmax"]}}, "softmax stands there twice"),
+        ({"replicates": {"a": ["softmax", "softmax"]}}, "softmax is listed twice"),
         ({"replicates": {"softmax": ["softmax", "softpick"]}}, "is the name of a checkpoint too"),
         ({"replicates": {"a": ["softmax"]}}, "at least 2"),
         ({"replicates": 3}, "dictionary"),

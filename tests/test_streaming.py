@@ -142,7 +142,7 @@ def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch):
 
 def test_a_recipe_that_has_all_gpus_takes_no_workers(tmp_path):
     path = small_recipe(tmp_path, evaluation={"device_map": "auto"})
-    with pytest.raises(RecipeError, match="one process has all GPUs; leave --workers out"):
+    with pytest.raises(RecipeError, match="one process takes all GPUs; leave --workers out"):
         qbench("run", path, "--workers", 2, "--device", "cpu", "--out", tmp_path / "out")
 
 
@@ -166,5 +166,5 @@ def test_by_itself_a_model_comes_block_by_block_where_it_has_no_room(
 
 def test_blocks_lie_on_gpus_or_come_in_turn_not_both(tmp_path):
     path = small_recipe(tmp_path, evaluation={"device_map": "auto", "stream": True})
-    with pytest.raises(RecipeError, match=r"evaluation\.device_map: not with stream: true"):
+    with pytest.raises(RecipeError, match=r"evaluation\.device_map: not together with stream"):
         Recipe.load(path)

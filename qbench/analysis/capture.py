@@ -112,8 +112,8 @@ def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tu
     found = read_apart(module, key, value)
     if found is None:
         raise UnavailableError(
-            "its KV cache keeps some tokens unquantized for a while, so that each query reads "
-            "other keys; analyze a cell whose cache quantizes every token at once"
+            "its KV cache keeps some tokens unquantized for a while, so queries read different "
+            "keys; analyze a cell whose cache quantizes every token at once"
         )
     return query, found[0]
 
@@ -167,7 +167,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     ]
     if len(lists) != 1:
         raise UnavailableError(
-            f"{type(model).__name__}: its {count} decoder layers cannot be told; analyze a model "
+            f"{type(model).__name__}: its {count} decoder layers cannot be found; analyze a model "
             "that holds them in one list, such as LlamaForCausalLM"
         )
     return lists[0]

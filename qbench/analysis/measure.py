@@ -144,7 +144,7 @@ def _measured(
     losses = torch.cat(seen.losses).double().cpu()
     loss = losses.mean().item()
     if not math.isfinite(loss):
-        raise EvaluationError(f"its loss on the text is {loss}: the model gives no numbers")
+        raise EvaluationError(f"its loss on the text is {loss}: the model's logits are not numbers")
     inside = seen.inputs.keys() - seen.left_out
     layers = {
         index: {name: one.of(name) for name in one.rows}

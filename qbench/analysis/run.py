@@ -98,8 +98,8 @@ def plan_sensitivities(
         )
     if cells[0].quantization.transform is not None:
         raise RecipeError(
-            f"--sensitivity {label}: treats outliers of the whole model at once, so that no layer "
-            "can be quantized alone; name a quantizer without"
+            f"--sensitivity {label}: treats outliers of the whole model at once, so no layer can "
+            "be quantized alone; name one that does not"
         )
     unit = "block" if settings.blocks else "linear"
     stated = {"kind": "sensitivity", "unit": unit, "analysis": settings.key_parts()}
@@ -128,8 +128,8 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     if not cells:
         names = ", ".join(cell.name for cell in plan.cells)
         raise RecipeError(
-            f"quantizers: none is unquantized (bf16, fp32), and these are what is analyzed unless "
-            f"--only names others; the cells are {names}"
+            "quantizers: none is unquantized (bf16, fp32), and only these are analyzed without "
+            f"--only; the cells are {names}"
         )
     return cells
 
@@ -335,8 +335,8 @@ class _Work:
             model, tokenizer = load(self.cell.cell, self.plan)
             if not hasattr(model, "forward"):
                 raise UnavailableError(
-                    f"{self.cell.cell.label} runs outside transformers, where nothing inside a "
-                    "model can be seen; leave it out with --only"
+                    f"{self.cell.cell.label} runs outside transformers, where a model's inside "
+                    "cannot be measured; leave it out with --only"
                 )
             ids, self.text = read_tokens(self.cell.settings, tokenizer)
         return model, tokenizer, ids

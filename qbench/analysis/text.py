@@ -120,8 +120,8 @@ def task_text(tasks: tuple[TaskSpec, ...]) -> TaskText:
         if task.output_type == ROLLING:
             return TaskText(task=task)
     raise RecipeError(
-        "tasks: none of the recipe's scores whole texts (as wikitext does), so that there is no "
-        "text to analyze; name one with --text FILE.jsonl"
+        "tasks: none of the recipe's scores whole texts (as wikitext does), so there is no text to "
+        "analyze; name one with --text FILE.jsonl"
     )
 
 
@@ -144,7 +144,7 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
     """``10.4,21.9``: head 4 of layer 10 and head 9 of layer 21, from 0. Raises RecipeError."""
     if not re.fullmatch(r"\d{1,4}\.\d{1,4}(,\d{1,4}\.\d{1,4})*", text):
         raise RecipeError(
-            f"--heads {shown(text)}: say layer and head, from 0, such as --heads 10.4,21.9"
+            f"--heads {shown(text)}: write layer.head, counted from 0, such as --heads 10.4,21.9"
         )
     pairs = [one.split(".") for one in text.split(",")]
     return tuple((int(layer), int(head)) for layer, head in pairs)
@@ -155,7 +155,7 @@ def _text(path: Path, line: int, fields: Mapping[str, Any], field: str) -> str:
     if not isinstance(text, str):
         known = ", ".join(name for name, value in fields.items() if isinstance(value, str))
         raise DataError(
-            f"{path}:{line}: no text in field {field!r}; say --field with one of its texts: "
+            f"{path}:{line}: no text in field {field!r}; give --field one of its texts: "
             f"{known or 'it has none'}"
         )
     return text
@@ -173,7 +173,7 @@ def read_tokens(
     import torch
 
     if settings.bos and tokenizer.bos_token_id is None:
-        raise DataError("its tokenizer has no BOS token to begin a text with; say --no-bos")
+        raise DataError("its tokenizer has no BOS token to begin a text with; add --no-bos")
     begin = [tokenizer.bos_token_id] if settings.bos else []
     room = settings.length - len(begin)
     rows: list[list[int]] = []
@@ -190,8 +190,8 @@ def read_tokens(
             short += 1
     if not rows:
         raise DataError(
-            f"{settings.source.name}: its longest text has {longest} tokens, {room} were asked "
-            "for; lower --length"
+            f"{settings.source.name}: its longest text has {longest} tokens, {room} are needed; "
+            "lower --length"
         )
     ids = torch.tensor(rows, dtype=torch.int64)
     return ids, AnalyzedText(

@@ -195,7 +195,7 @@ def find_positions(
     if isinstance(mask, Tensor):
         raise UnavailableError(
             "a KV cache with groups of tokens, keep_first or keep_recent needs to know where each "
-            "sequence begins, and a 4-D mask does not say; pass attention_mask [B, T]"
+            "sequence begins, which a 4-D mask does not show; pass attention_mask [B, T]"
         )
     if mask.padding is not None:
         tokens = mask.padding.bool()

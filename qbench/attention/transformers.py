@@ -61,8 +61,8 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise UnavailableError(
-            f"{type(model).__name__} does not take its attention from AttentionInterface; "
-            "say attention: native to run it on its own"
+            f"{type(model).__name__} does not take its attention from AttentionInterface; set "
+            "attention: native to run its own"
         )
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
 

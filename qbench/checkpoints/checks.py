@@ -130,7 +130,7 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
         raise
     except Exception as error:  # whatever a class does with a mask or an output that is not its own
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnavailableError(f"{name} fails on our attention ({line}); {remedy}") from error
+        raise UnavailableError(f"{name} fails on qbench's attention ({line}); {remedy}") from error
     if not calls:
         raise UnavailableError(f"{name} does not call the attention that it is given; {remedy}")
     # Of the middle token: rounding that sends one of them to another expert moves it far.
@@ -140,8 +140,8 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
         allowed = max(allowed, OURS_ON_GPU)
     if off > allowed:
         raise UnavailableError(
-            f"our attention moves the logits of {name} by {off:.2g} of their size: its own has "
-            f"something that ours lacks; {remedy}"
+            f"qbench's attention changes the logits of {name} by {off:.2g} of their size: its own "
+            f"attention has something that qbench's lacks; {remedy}"
         )
 
 

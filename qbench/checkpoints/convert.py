@@ -107,7 +107,7 @@ def _require_same_tokens(before: Checkpoint, after: Checkpoint) -> None:
             if ids != others:
                 raise CheckpointError(
                     f"checkpoint {before.source}: its {type(old).__name__} makes {ids[:8]} of "
-                    f"{text!r:.40}, and the {type(new).__name__} that the other format gets from "
+                    f"{text!r:.40}, and the {type(new).__name__} that the other format reads from "
                     f"the same files {others[:8]}; its scores would change, so nothing is written"
                 )
 
@@ -119,8 +119,8 @@ def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
     kind = settings["model_type"]
     if kind == "qwen3" and settings["rms_norm_eps"] != fla.QK_NORM_EPS:
         raise CheckpointError(
-            f"norm_eps {settings['rms_norm_eps']:g} with qk_norm: norms of queries and keys have "
-            f"{fla.QK_NORM_EPS:g} there, and Qwen3ForCausalLM has one for all"
+            f"norm_eps {settings['rms_norm_eps']:g} with qk_norm: flash-linear-attention's query "
+            f"and key norms have {fla.QK_NORM_EPS:g}, but Qwen3ForCausalLM has one for all norms"
         )
     tensors = fla.llama_tensors(_read(checkpoint))
     if kind == "qwen3" and settings["attention_bias"]:

@@ -83,7 +83,7 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     if stated and not quantized:
         raise CheckpointError(
             "it is quantized already (quantization_config); name the unquantized checkpoint here, "
-            "and this one as a column: quantizers: [{name: checkpoint, path: …}]; or score it "
+            "and this one in quantizers: [{name: checkpoint, path: …}]; or score it "
             "alone with quantizers: [checkpoint]"
         )
     if not isinstance(config.get("model_type"), str):
@@ -191,7 +191,7 @@ def weight_files(folder: Path) -> list[str]:
         raise CheckpointError(f"{INDEX} lists {_some(missing)}, which is not there")
     if left_over := [name for name in present if name not in listed]:
         raise CheckpointError(
-            f"{_some(left_over)} is not listed in {INDEX}; move what does not belong to the "
+            f"{_some(left_over)} is not listed in {INDEX}; move files that do not belong to the "
             "checkpoint out of its folder"
         )
     return listed
@@ -290,8 +290,8 @@ def _refuse_pickles(folder: Path, present: list[str]) -> None:
     if not pickles:
         raise CheckpointError(f"no *.safetensors file in {folder}")
     raise CheckpointError(
-        f"{pickles[0]} is a pickle, which can run code when it is read; convert it where you "
-        'trust it: python -c "import torch; from safetensors.torch import save_file; '
+        f"{pickles[0]} is a pickle, which can run code when it is read; if you trust it, "
+        'convert it: python -c "import torch; from safetensors.torch import save_file; '
         f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
     )
 
@@ -405,7 +405,7 @@ def require_present(normalizer: str, names: Iterable[str]) -> None:
         if parameter.required and parameter.attribute not in there:
             raise CheckpointError(
                 f"missing: {parameter.attribute} of every attention module, which {normalizer} "
-                "needs; qbench_normalizer in config.json says how the model was trained"
+                "needs; is qbench_normalizer in config.json right?"
             )
 
 
@@ -546,8 +546,8 @@ def _of_attention(config: dict[str, Any], own: str | None, stated: str | None) -
     if config.get("attn_impl") is None:
         if own is None and stated not in ("softmax", NATIVE):
             raise CheckpointError(
-                "config.json has no attn_impl, so it does not say its normalizer; if it was "
-                "trained with softmax, let the recipe say normalizer: softmax; else write "
+                "config.json has no attn_impl, so its normalizer is unknown; if it was trained "
+                "with softmax, put normalizer: softmax into the recipe; else write "
                 "qbench_normalizer into its config.json"
             )
         return own or "softmax"

@@ -65,10 +65,7 @@ def load_model(
 
     try:
         if stamps(checkpoint.folder) != checkpoint.files:
-            raise CheckpointError(
-                "its files changed after this run began; run again, so that every cell is scored "
-                "under the key of what it loads"
-            )
+            raise CheckpointError("its files changed after this run began; run again")
         if fla_format:
             model = _load_flash_linear_attention(checkpoint, dtype)
         else:

@@ -289,20 +289,20 @@ def choose_attention(
         if trained not in (NATIVE, can.normalizer):
             raise RecipeError(
                 f"evaluation.attention: native: checkpoints.{name} was trained with {trained}, "
-                f"which {can.name} of transformers does not compute; say attention: auto"
+                f"which {can.name} of transformers does not compute; set attention: auto"
             )
         return Chosen(normalizer=NATIVE, implementation=can.own, why="the recipe says so")
     if not can.native:
         return Chosen(normalizer=trained, implementation=choose(trained, wanted, device))
     if trained != can.normalizer:
         raise RecipeError(
-            f"checkpoints.{name}: it was trained with {trained}, and {can.name} cannot run on our "
-            f"attention: {can.native}"
+            f"checkpoints.{name}: it was trained with {trained}, and {can.name} cannot run on "
+            f"qbench's attention: {can.native}"
         )
     if wanted != "auto":
         raise RecipeError(
             f"evaluation.attention: {wanted}: checkpoints.{name} is a {can.name}, which runs on "
-            f"its own attention alone ({can.native}); say attention: auto or native"
+            f"its own attention alone ({can.native}); set attention: auto or native"
         )
     return Chosen(normalizer=NATIVE, implementation=can.own, why=can.native)
 

@@ -129,11 +129,11 @@ def analyze(
     from qbench.viewer.figures import write_analyses  # pandas and figures
 
     if field is not None and text is None:
-        raise RecipeError("--field: is that of --text, which is not given")
+        raise RecipeError("--field: needs --text FILE.jsonl")
     if text is not None and not text.is_file():
-        raise RecipeError(f"--text {text}: no such file; name one of JSON Lines")
+        raise RecipeError(f"--text {text}: no such file; name a JSON Lines file")
     if blocks and sensitivity is None:
-        raise RecipeError("--blocks: is of --sensitivity QUANTIZER, which is not given")
+        raise RecipeError("--blocks: needs --sensitivity QUANTIZER")
     place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
     require_folder(place.out, "--out")
     with on_cluster(place, device, cluster, cells=len(cell_names(place.recipe))) as place:

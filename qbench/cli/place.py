@@ -69,14 +69,16 @@ def placed(
     if own is not None:
         stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
         if also := [option for option, value in stated.items() if value is not None]:
-            raise RecipeError(f"--executor {own}: leave {also[0]} out, one or the other runs cells")
+            raise RecipeError(
+                f"--executor {own}: leave {also[0]} out; only one of the two can run cells"
+            )
         with EXECUTORS.get(own)(place.device) as executor:
             yield dataclasses.replace(place, executor=executor, description=f"executor {own}")
     elif place.recipe.evaluation.device_map is not None:
         stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
         if also := [option for option, value in stated.items() if value is not None]:
             raise RecipeError(
-                f"evaluation.device_map: one process has all GPUs; leave {also[0]} out"
+                f"evaluation.device_map: one process takes all GPUs; leave {also[0]} out"
             )
         yield place
     elif cluster is not None:
@@ -120,8 +122,7 @@ def on_cluster(
         slots = local_slots(cluster, gpus, workers, wanted, cells)
     elif gpus is not None or workers is not None:
         raise RecipeError(
-            f"--cluster {cluster}: its workers are as they were started; leave --gpus and "
-            "--workers out"
+            f"--cluster {cluster}: its workers are running already; leave --gpus and --workers out"
         )
     with connected(cluster, wanted, slots=slots, folders=(place.out, cache_folder())) as found:
         yield dataclasses.replace(

@@ -82,9 +82,9 @@ def show(
         )
     store, record = find_cell(what, run)
     if recipe is None and data is not None:
-        raise ResultsError("--data goes with --recipe, which says what was asked of it")
+        raise ResultsError("--data needs --recipe RECIPE")
     if recipe is not None and document is None:
-        raise ResultsError("--recipe goes with --document, whose text it gives")
+        raise ResultsError("--recipe needs --document N, whose text it shows")
     if document is not None:
         texts = None
         if recipe is not None:

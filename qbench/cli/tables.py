@@ -61,7 +61,7 @@ def tables(
         typer.echo(render_tables([table], format, title=table.title), nl=False)
         return
     if max_gib is not None:
-        raise ResultsError("--max-gib goes with --rank")
+        raise ResultsError("--max-gib needs --rank")
     show_tables(store, format=format, published=published, against=against)
 
 
@@ -127,7 +127,7 @@ def compare(
         typer.echo(changes_table(found), nl=False)
         return
     if b is None and run is None:
-        raise ResultsError(f"compare {a}: with what? Name another folder, or a run of it by --run")
+        raise ResultsError(f"compare {a}: name a second folder, or an earlier run with --run ID")
     old = open_store(a, run)
     new = open_store(b or a, run_b, "--run-b")
     typer.echo(changes_table(compare_results(old, new)), nl=False)

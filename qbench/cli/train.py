@@ -84,7 +84,7 @@ def tokenize(
     """
     if (tokenizer is None) == (vocabulary is None):
         raise RecipeError(
-            "tokenize: say --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
+            "tokenize: add --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
         )
     about = write(
         sources,
@@ -273,14 +273,14 @@ def evaluation(
             ("--evaluate-data", data), ("--cluster", cluster), ("--gpus", gpus)
         ):  # fmt: skip
             if value is not None:
-                raise RecipeError(f"{option} {value}: is of --evaluate RECIPE, which is not given")
+                raise RecipeError(f"{option} {value}: needs --evaluate RECIPE")
         return None
     trained = dict.fromkeys(normalizer for normalizer, _ in loaded.runs())
     places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
     asked = Recipe.load(recipe, Overrides(checkpoints=places, data=data)).checkpoints
     if others := [name for name in asked if name not in trained]:
         raise RecipeError(
-            f"--evaluate {recipe}: checkpoints.{others[0]}: is none of what is trained here "
+            f"--evaluate {recipe}: checkpoints.{others[0]}: is not trained here "
             f"({', '.join(trained)}); leave it out of the recipe"
         )
 
@@ -288,8 +288,8 @@ def evaluation(
     there = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
     if more := sorted(there - asked_for):
         raise RecipeError(
-            f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that is not asked for; "
-            "ask for it as well, or take another --out"
+            f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that this command does not "
+            "train; add it, or name another --out"
         )
 
     def evaluate(device: Device) -> None:

@@ -403,7 +403,7 @@ def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
         one, other = (digests.get(task) for digests in sides)
         if None not in (one, other) and one != other:
             raise ResultsError(
-                f"{cell}: {task}: its definition or data are not those of the other results, so "
+                f"{cell}: {task}: its definition or data differ from the other results', so "
                 "documents cannot be paired; score both on the same data (or make a new baseline)"
             )
 

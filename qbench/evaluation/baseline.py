@@ -50,7 +50,9 @@ def read_baseline(
     finally:
         lock.release()
     if record is None or record.status != "ok":
-        raise ResultsError(f"{cell.cell} has no good record; run it, then this again")
+        raise ResultsError(
+            f"{cell.cell} has no finished record; run that cell first, then this one again"
+        )
     path = baseline_file(folder, cell.key)
     verify_baseline(path, cell.key)
     return BaselineReader(record=record, hidden_states=path)
@@ -94,7 +96,7 @@ def verify_baseline(path: Path, key: str) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
     if not matches:
-        raise ResultsError(f"{path}: its SHA-256 is not the stated one; {REMEDY}")
+        raise ResultsError(f"{path}: its SHA-256 differs from the stated one; {REMEDY}")
     if about.get("key") != key:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
     mark_used(path)

@@ -243,7 +243,7 @@ def _members(name: str, config: dict[str, Any], definitions: Path | None) -> lis
             settings = ", ".join(sorted(child.keys() - {"task", "group"}))
             raise RecipeError(
                 f"tasks: {name} changes {settings} of {child.get('task', child.get('group'))}; "
-                "name its tasks one by one, with what you want of each"
+                "name its tasks one by one, each with its settings"
             )
         child_name = child if isinstance(child, str) else child.get("task", child.get("group"))
         if not isinstance(child_name, str):

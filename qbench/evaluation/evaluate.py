@@ -90,7 +90,7 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     for attribute, what in (("UNSAFE_CODE", "runs code that the model writes"),
                             ("MULTIMODAL", "asks about images or sound")):  # fmt: skip
         if getattr(task.task, attribute, False):
-            raise DataError(f"{task.name}: it {what}, which qbench does not; leave the task out")
+            raise DataError(f"{task.name}: it {what}, which qbench cannot do; leave the task out")
     check_documents(task, settings.limit)
     build_requests(task.task, settings, model)
     _answer(model, task.task.instances)
@@ -169,8 +169,8 @@ def rebuild_requests(
         loaded = load_task(spec)
         if loaded.digest != record.documents[spec.name]:
             raise DataError(
-                f"{spec.name}: this recipe and its data ask something else than {record.cell} was "
-                "asked; name those that it was run with"
+                f"{spec.name}: this recipe or its data differ from those of {record.cell}; name "
+                "those that it was run with"
             )
         build_requests(loaded.task, settings)
         asked: dict[int, list[Any]] = defaultdict(list)
@@ -403,7 +403,7 @@ def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.Dat
         raise EvaluationError(
             f"{task}: {int(bad.sum())} of {len(bad)} log-likelihoods are not numbers, the first "
             f"in document {int(responses['document'].to_numpy()[bad][0])}; the model gives NaN or "
-            "infinite logits there, which no scoring mode can mend"
+            "infinite logits there, which no scoring mode can fix"
         )
     for score in scores:
         if math.isnan(score.value):

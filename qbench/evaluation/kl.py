@@ -183,8 +183,8 @@ class BaselineWriter:
     ) -> None:
         if type(head) is not torch.nn.Linear:
             raise EvaluationError(
-                f"damage needs an LM head that is a linear layer, not {type(head).__name__}; "
-                "say evaluation.damage: false"
+                f"damage needs an LM head that is a linear layer, not {type(head).__name__}; set "
+                "evaluation.damage: false"
             )
         self._head, self._written = head, None
         if (index := TokenIndex.of(instances, lengths)) is not None:
@@ -291,7 +291,8 @@ class KLObserver:
         origin = measured.origin[indexes]
         if not np.array_equal(measured.task.token.numpy()[origin], scored.token):
             raise EvaluationError(
-                f"{measured.index.task}: the unquantized cell scored other tokens; run that again"
+                f"{measured.index.task}: the unquantized cell scored other tokens; run that cell "
+                "again"
             )
         order = np.argsort(scored.row, kind="stable")
         rows = scored.row[order]
@@ -379,7 +380,7 @@ def _origin(index: TokenIndex, task: TaskHiddenStates) -> np.ndarray:
         if there != count:
             raise EvaluationError(
                 f"{index.task}: document {document}, request {request} has {count} scored tokens, "
-                f"in the unquantized cell {there}; run that again"
+                f"but {there} in the unquantized cell; run that cell again"
             )
         starts.append(start)
     shift = np.repeat(np.asarray(starts, dtype=np.int64) - index.starts, index.length)

@@ -67,8 +67,8 @@ class LlamaCpp:
         expected = shell.config.get_text_config().vocab_size
         if self.vocabulary != expected:
             raise CheckpointError(
-                f"{path}: {self.vocabulary} tokens, and the original has {expected}: it is no copy "
-                "of it"
+                f"{path}: {self.vocabulary} tokens, and the original has {expected}: it is not a "
+                "copy of it"
             )
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
         self._kept: list[int] = []  # tokens whose keys and values are in the cache

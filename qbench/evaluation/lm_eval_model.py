@@ -52,9 +52,9 @@ class ExternalScorer(LM):
         if not total <= 1.01:  # servers round
             raise EvaluationError(
                 f"{type(self.model).__name__}.loglikelihood: the probabilities of 26 continuations "
-                f"that exclude each other sum to {total:.3g}: the server leaves tokens out of the "
-                "log-probabilities of a prompt, or its format is another than lm-eval reads; "
-                "generate_until tasks can be scored"
+                f"that exclude each other sum to {total:.3g}: the server leaves tokens out of a "
+                "prompt's log-probabilities, or lm-eval cannot read its format; score "
+                "generate_until tasks only"
             )
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -64,7 +64,9 @@ class ExternalScorer(LM):
         return self._asked("generate_until", requests)
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        raise EvaluationError("passkey retrieval is decoded here, and not by another runtime")
+        raise EvaluationError(
+            "passkey retrieval cannot be decoded by another runtime; leave the task out"
+        )
 
     def _asked(self, kind: str, requests: list[Any]) -> list[Any]:
         try:
@@ -81,7 +83,10 @@ class ExternalScorer(LM):
 
     @property
     def hflm(self) -> Any:
-        raise EvaluationError("passkey retrieval needs a tokenizer that only runtimes here have")
+        raise EvaluationError(
+            "passkey retrieval needs a tokenizer, which this runtime does not give; leave the task "
+            "out"
+        )
 
     def report(self) -> ScoringReport:
         return ScoringReport(

@@ -200,10 +200,7 @@ def _overrides(
     for file in spec.files:
         rows, digest = read_rows(file.path)
         if digest != file.digest:
-            raise DataError(
-                f"{spec.name}: {file.path} changed after this run began; run again, so that "
-                "its scores stand under the key of what was scored"
-            )
+            raise DataError(f"{spec.name}: {file.path} changed after this run began; run again")
         splits[file.split] = Dataset.from_list([row.fields for row in rows])
         if file.split == evaluation_split(config) and not config.get("process_docs"):
             lines = tuple((file.path, row.line) for row in rows)
@@ -266,7 +263,7 @@ def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
     if hub.failed(error):
         return (
             f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
-            f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and say --data DIR"
+            f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add --data DIR"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     line = f"{spec.name}: {type(error).__name__}: {first}"
@@ -283,7 +280,7 @@ def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:
             if spec.hub_data.commit not in Path(file["filename"]).parts:
                 raise DataError(
                     f"{spec.name}: {spec.hub_data.repository} was planned at commit "
-                    f"{spec.hub_data.commit[:12]}, and the copy that was loaded is another "
+                    f"{spec.hub_data.commit[:12]}, but another copy was loaded "
                     f"({file['filename']}); run again where the hub can be reached"
                 )
 

@@ -79,7 +79,7 @@ def require_length(name: str) -> int:
     assert length is not None
     if length < SHORTEST:
         raise RecipeError(
-            f"tasks: {name}: a prompt of {length} tokens has no room for the task; say "
+            f"tasks: {name}: a prompt of {length} tokens has no room for the task; use "
             f"passkey_{SHORTEST} or longer"
         )
     return length

@@ -218,16 +218,18 @@ def resolve(
     """
     lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
     if not lengths:
-        raise RecipeError("evaluation.max_length: the checkpoint states no context length; say one")
+        raise RecipeError(
+            "evaluation.max_length: the checkpoint states no context length; set max_length"
+        )
     mode = evaluation.scoring
     if mode == "fast" and mixes_batches:
         raise RecipeError(
-            "evaluation.scoring: fast: this quantizer's scores depend on batch-mates, which fast "
-            "scoring regroups; say scoring: auto or exact"
+            "evaluation.scoring: fast: this quantizer's scores depend on the other rows of a "
+            "batch, which fast scoring regroups; set scoring: auto or exact"
         )
     if mode != "auto" and MODES.index(mode) < MODES.index(fastest):
         raise RecipeError(
-            f"evaluation.scoring: {mode}: this model cannot be scored so ({slower}); say scoring: "
+            f"evaluation.scoring: {mode}: this model cannot be scored so ({slower}); set scoring: "
             f"auto or {fastest}"
         )
     if mode == "auto":

@@ -345,13 +345,13 @@ def _local_files(
         wanted[examples] = tuple(fewshot_files or (examples,))
     elif examples and fewshot_files:
         raise RecipeError(
-            f"tasks: {name}: files: its examples are drawn from {split}, which is scored; leave "
-            "fewshot out"
+            f"tasks: {name}: files: its examples would be drawn from {split}, which is scored; "
+            "leave fewshot out"
         )
     elif fewshot_files:
         raise RecipeError(
-            f"tasks: {name}: files: fewshot names a file, and the task shows no examples; say "
-            "num_fewshot too, or leave it out"
+            f"tasks: {name}: files: fewshot names a file, but the task has no examples; set "
+            "num_fewshot too, or leave fewshot out"
         )
     paths = _paths(name, data / name, wanted, examples)
     found, documents = [], None
@@ -428,6 +428,6 @@ def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
     except DataError as error:
         raise DataError(
             f"{name}: {error}; or put the data into DIR/{name}/{evaluation_split(config)}.jsonl "
-            "and say --data DIR"
+            "and add --data DIR"
         ) from error
     return HubData(repository=repository, name=config.get("dataset_name"), commit=commit)

@@ -78,11 +78,9 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     if unfit:
         raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(unfit)}")
     if not outcomes.cells:
-        raise ResultsError(f"{store.name}: no baseline from this: it has no cells")
+        raise ResultsError(f"{store.name}: no baseline can be made: it has no cells")
     if out.exists() and not replace:
-        raise ResultsError(
-            f"{out}: exists; look at what would change and give --replace to replace it"
-        )
+        raise ResultsError(f"{out}: exists already; look at the changes, then add --replace")
     change = difference(store, out) if out.exists() else None
     write(Baseline(outcomes=outcomes, layers=read_layers(store)), out)
     return change
@@ -181,10 +179,10 @@ def read(path: Path) -> Baseline:
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ResultsError(
-            f"{path}: not whole ({where}: {error.errors()[0]['msg']}); {remedy}"
+            f"{path}: incomplete ({where}: {error.errors()[0]['msg']}); {remedy}"
         ) from None
     except (KeyError, ValueError, TypeError, zlib.error, pa.ArrowException) as error:
-        raise ResultsError(f"{path}: not whole ({error!r:.80}); {remedy}") from None
+        raise ResultsError(f"{path}: incomplete ({error!r:.80}); {remedy}") from None
 
 
 def _in_common(one: CellResults | _Cell) -> dict[str, Any]:

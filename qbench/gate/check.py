@@ -57,7 +57,7 @@ def require_same(
             if part in ACROSS and part not in across:
                 raise ResultsError(
                     f"{cell}: these results {ACROSS[part]} ({_told(one)}); check results of the "
-                    f"same checkpoint, or say --across {part} if this is meant"
+                    f"same checkpoint, or add --across {part} if this is meant"
                 )
             found.setdefault((one.part, one.a, one.b), []).append(cell)
     return [

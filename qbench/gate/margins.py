@@ -102,8 +102,8 @@ def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines
             return Margin(value=given[name], given=True, supported=supported)
     if family is None:
         raise RecipeError(
-            f"{score.task}: {score.metric} has no margin; give --margin {score.metric}=NUMBER "
-            "(in the metric's own units)"
+            f"{score.task}: {score.metric} has no margin; add --margin {score.metric}=NUMBER (in "
+            "the metric's own units)"
         )
     return Margin(value=supported, given=False, supported=supported)
 

@@ -84,7 +84,8 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
         if not matching(found, (one,)):
             last = dict.fromkeys(name.rpartition(".")[2] for name in found)
             raise QuantizationError(
-                f"activations: ignore: {one!r} names no layer; they end in {', '.join(last)}"
+                f"activations: ignore: {one!r} matches no layer; their names end in "
+                f"{', '.join(last)}"
             )
     ignored = matching(found, ignore)
     return {name: module for name, module in found.items() if name not in ignored}
@@ -100,8 +101,7 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
             raise QuantizationError(problem)
     if getattr(settings, "arithmetic", "") == "auto":
         raise QuantizationError(
-            f"{settings.name}: arithmetic: auto is decided where a run is planned; say real or "
-            "simulated here"
+            f"{settings.name}: arithmetic: auto is decided by the plan; set real or simulated here"
         )
     scales = fixed_scales(tensors, form)
     if settings.real:

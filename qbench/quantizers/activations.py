@@ -173,7 +173,7 @@ class Multipliable(FakeQuantized):
             line = f"{self.name}: arithmetic auto: {chosen}{reason}"
             return dataclasses.replace(self, arithmetic=chosen), line
         if obstacle:
-            raise RecipeError(f"{self.name}: arithmetic: real: {obstacle}; say simulated or auto")
+            raise RecipeError(f"{self.name}: arithmetic: real: {obstacle}; set simulated or auto")
         return self, ""
 
     def _obstacle(

@@ -60,7 +60,9 @@ def read_calibration(
     with too little text, or a tokenizer without the BOS that is asked for.
     """
     if bos and tokenizer.bos_token_id is None:
-        raise DataError("calibration text begins with BOS, and this tokenizer has none")
+        raise DataError(
+            "calibration text begins with BOS, but this tokenizer has none; set add_bos: false"
+        )
     begin = [tokenizer.bos_token_id] if bos else []
     texts = read_texts(Path(path), digest=digest)
     windows = draw_windows(
@@ -116,8 +118,8 @@ class BlockInputs:
             hidden, rest = _first(model, self.blocks[0], ids)
             if not _equal(rest, self._arguments[0, len(ids)]):
                 raise QuantizationError(
-                    f"{type(model).__name__}: what its blocks receive beside hidden states depends "
-                    "on the text; it cannot be calibrated block by block"
+                    f"{type(model).__name__}: the other inputs of its blocks depend on the text, "
+                    "not the hidden states alone; it cannot be calibrated block by block"
                 )
             self._states.append(hold(model, hidden))
 
@@ -214,8 +216,8 @@ class _Notes:
         hidden, rest = _split(block, args, kwargs)
         if self._output is not None and not _equal(hidden, self._output):
             raise QuantizationError(
-                f"{self._root}.{index}: receives something else than the block before it gives; "
-                "such a model cannot be calibrated block by block"
+                f"{self._root}.{index}: does not receive the output of the block before it; such a "
+                "model cannot be calibrated block by block"
             )
         self.arguments.append(rest)
 

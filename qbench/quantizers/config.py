@@ -204,7 +204,8 @@ class WeightSettings(Settings):
             if not fitting:
                 offer = f"no usual size divides it: say ignore: [{layer.rpartition('.')[2]}]"
             raise QuantizationError(
-                f"{self.name}: {layer} has {features} {what}, no multiple of group_size {size}; "
+                f"{self.name}: {layer} has {features} {what}, which group_size {size} does not "
+                "divide; "
                 f"{offer}"
             )
 

@@ -55,7 +55,7 @@ def _reader(path: str) -> Any:
     try:
         return GGUFReader(path)
     except (OSError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{path} is no whole GGUF file ({error})") from None
+        raise CheckpointError(f"{path} is not a complete GGUF file ({error})") from None
 
 
 def describe(path: str) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
     architecture = _field(reader, "general.architecture")
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     if architecture not in kinds:
-        raise CheckpointError(f"{path}: the gguf package knows no architecture {architecture!r}")
+        raise CheckpointError(
+            f"{path}: the gguf package does not know architecture {architecture!r}"
+        )
     known = get_tensor_name_map(kinds[architecture], layers)
     held = {tensor.name: tensor for tensor in reader.tensors}
     found = {}
@@ -142,7 +144,7 @@ def write_into(model: nn.Module, path: str) -> None:
         if values.shape != tuple(parameters[name].shape):
             raise CheckpointError(
                 f"{path}: {tensor.name} {list(values.shape)}, and the original's {name} is "
-                f"{list(parameters[name].shape)}: it is no copy of it"
+                f"{list(parameters[name].shape)}: it is not a copy of it"
             )
         parameters[name].data.copy_(torch.from_numpy(values.copy()))
 

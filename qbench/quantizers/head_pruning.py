@@ -54,7 +54,7 @@ def install(
     attention = str(model.config._attn_implementation)
     if not attention.startswith("qbench-"):
         raise QuantizationError(
-            f"prune_heads: its attention is {attention}, which prunes no heads; use a model "
+            f"prune_heads: its attention is {attention}, which cannot prune heads; use a model "
             "that attends with one of qbench's normalizers"
         )
     for key, kept in tensors.items():
@@ -84,7 +84,7 @@ def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> di
     modules = attention_modules(model)
     if not modules:
         raise QuantizationError(
-            f"prune_heads: the attention heads of {type(model).__name__} cannot be told; use a "
+            f"prune_heads: the attention heads of {type(model).__name__} cannot be found; use a "
             f"model whose attention ends in one of {', '.join(PROJECTIONS)}"
         )
     sums: dict[str, Tensor] = {}

@@ -116,13 +116,13 @@ class KVCache(KVCacheSettings):
                 + (f" and a group of {self.key_group}" if self.key_group > 1 else "")
             )  # fmt: skip
             raise RecipeError(
-                f"kv: {self.name}: {stated} leave nothing of this checkpoint's {context} tokens "
-                "of context to quantize; make them smaller"
+                f"kv: {self.name}: {stated} leave no token of this checkpoint's context of "
+                f"{context} to quantize; make them smaller"
             )
         if self.key_group > 1 and config.get("sliding_window") and _windows(config):
             raise RecipeError(
                 f"kv: {self.name}: a sliding window drops tokens from the middle of a group, whose "
-                f"scale then cannot be told; take {self.element}-token for this checkpoint"
+                f"scale is then unknown; use {self.element}-token for this checkpoint"
             )
 
     def _check_width(self, width: int | None) -> None:

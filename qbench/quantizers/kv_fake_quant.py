@@ -170,8 +170,8 @@ def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Ten
     attention = model.config._attn_implementation
     if not str(attention).startswith(OURS):
         raise QuantizationError(
-            f"kv: {settings.name}: the model attends by {attention!r}, and only attention of "
-            "qbench reads a quantized cache; take a normalizer of qbench, such as softmax"
+            f"kv: {settings.name}: the model attends by {attention!r}, but only qbench's attention "
+            "reads a quantized cache; use one of its normalizers, such as softmax"
         )
     modules = attention_modules(model)
     if not modules:
@@ -230,7 +230,7 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
     projections = [getattr(module, part, None) for part in ("k_proj", "v_proj")]
     if not all(isinstance(part, nn.Module) for part in projections):
         raise QuantizationError(
-            f"{name}: before_rope needs k_proj and v_proj, which {type(module).__name__} has not; "
+            f"{name}: before_rope needs k_proj and v_proj, which {type(module).__name__} lacks; "
             "leave before_rope out"
         )
     keys = getattr(module, "k_norm", None) or module.k_proj
@@ -243,7 +243,7 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
             given = next((a for a in args if isinstance(a, tuple) and len(a) == 2), None)
         if given is None:
             raise UnavailableError(
-                f"{name}: before_rope needs rotary angles as position_embeddings, and "
+                f"{name}: before_rope needs rotary angles as position_embeddings, but "
                 f"{type(module).__name__} gets none; leave before_rope out"
             )
         now.angles = given
@@ -260,8 +260,8 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
             return None
         if now.key is None:
             raise UnavailableError(
-                f"{name}: before_rope needs keys that are projected before values, and "
-                f"{type(module).__name__} does otherwise; leave before_rope out"
+                f"{name}: before_rope needs keys projected before values, but "
+                f"{type(module).__name__} projects values first; leave before_rope out"
             )
         rows = output.shape[:-1]
         angles = [angle.to(output.dtype).expand(*rows, angle.shape[-1]) for angle in now.angles]

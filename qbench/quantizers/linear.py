@@ -60,8 +60,8 @@ def linearize(model: nn.Module) -> None:
     turned) and of experts that are kept as one parameter, in place; the LM head aside."""
     if stream_of(model) is not None and any(map(_is_apart, model.modules())):
         raise QuantizationError(
-            f"{type(model).__name__} keeps weights otherwise than in linear layers, which is not "
-            "quantized block by block: say evaluation.stream: false"
+            f"{type(model).__name__} keeps weights outside linear layers, which cannot be "
+            "quantized block by block: set evaluation.stream: false"
         )
     split_experts(model)
     for name, module in list(model.named_modules()):
@@ -182,8 +182,8 @@ def require_matches(model: nn.Module, patterns: tuple[str, ...], name: str) -> N
                 part for n in found for part in n.split(".") if not part.isdigit()
             )
             raise QuantizationError(
-                f"{name}: ignore: {pattern!r} names no weight matrix; their names are made "
-                f"of {', '.join(parts)}"
+                f"{name}: ignore: {pattern!r} matches no weight matrix; parts of their names are "
+                f"{', '.join(parts)}"
             )
 
 

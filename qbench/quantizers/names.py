@@ -75,7 +75,7 @@ class Presets(Registry[Preset]):
         stated = dict(stated or {})
         for old, new in OLD_OPTIONS.items():
             if old in stated and new in stated:
-                raise RecipeError(f"{name}: {old} is an older name of {new}; state one of them")
+                raise RecipeError(f"{name}: {old} is an older name of {new}; give one of them")
             if old in stated:
                 stated[new] = stated.pop(old)
         for key in stated:
@@ -177,8 +177,8 @@ def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> Q
     for kind in stated:
         if kind not in PARTS:
             raise RecipeError(
-                f"unknown part {shown(kind)}; there are {', '.join(PARTS)}, and label; a part's "
-                f"options stand in its own braces, as activations: {{name: …, {kind}: …}}"
+                f"unknown part {shown(kind)}; known: {', '.join(PARTS)}, label; a part's options "
+                f"go into its own braces, as in activations: {{name: …, {kind}: …}}"
             )
     stated.setdefault("weights", UNQUANTIZED[compute_dtype])
     parts = {
@@ -208,8 +208,8 @@ def _checked(parts: dict[str, Any], compute_dtype: str) -> QuantizationConfig:
     config = QuantizationConfig(weights=weights, dtype=dtype, **named)  # type: ignore[arg-type]  # validated
     if "outliers" in parts and not config.precision.quantized:
         raise RecipeError(
-            f"outliers: {parts['outliers'].name} alone quantizes nothing; "
-            "add weights, activations or kv"
+            f"outliers: {parts['outliers'].name} alone quantizes nothing; add weights, activations "
+            "or kv"
         )
     return config
 

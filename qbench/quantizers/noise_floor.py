@@ -54,7 +54,9 @@ def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> No
     """Raises QuantizationError where the decoder's layers cannot be told."""
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
-        raise QuantizationError(f"noise-floor: the layers of {type(model).__name__} are not known")
+        raise QuantizationError(
+            f"noise-floor: the layers of {type(model).__name__} cannot be found"
+        )
 
     def noisy(number: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -262,7 +262,7 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
     layers = linears(model, settings.ignore)
     if set(modules) != set(layers):
         missing = ", ".join(sorted(set(layers) ^ set(modules)))
-        raise QuantizationError(f"{settings.name}: not what the model has: {missing}")
+        raise QuantizationError(f"{settings.name}: does not fit the model: {missing}")
     from_packed: Callable[..., nn.Module] = backend(settings).from_packed
     streamed, device = stream_of(model), model.device
 

@@ -156,8 +156,8 @@ def require(name: str, module: nn.Module, form: QuantFormat) -> None:
     """Raise QuantizationError, naming the layer, where it cannot multiply codes of ``form``."""
     if not isinstance(module, ScaledLinear) or module.codes.dtype != CODES[form.type]:
         raise QuantizationError(
-            f"{name}: {type(module).__name__} holds no {form.element} codes that real products "
-            "could take; set arithmetic: simulated"
+            f"{name}: {type(module).__name__} holds no {form.element} codes for real products; set "
+            "arithmetic: simulated"
         )
     size = MULTIPLE[form.type]
     if module.in_features % size or module.out_features % size:

@@ -60,10 +60,7 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
             return _parsed(file, path, most)
     payload = path.read_bytes()
     if hashlib.sha256(payload).hexdigest() != digest:
-        raise DataError(
-            f"{path}: the calibration text changed after this run began; run again, so that what "
-            "is quantized with it stands under its key"
-        )
+        raise DataError(f"{path}: the calibration text changed after this run began; run again")
     return _parsed(io.BytesIO(payload), path, most)
 
 
@@ -141,8 +138,8 @@ def _parsed(file: BinaryIO, path: Path, most: int | None) -> list[str]:
         for number, line in enumerate(islice(read, most), start=1):
             if len(line) > LONGEST_LINE:
                 raise DataError(
-                    f"{path}: line {number}: longer than {LONGEST_LINE // 2**20} MiB; one JSON "
-                    "object a line is needed"
+                    f"{path}: line {number}: longer than {LONGEST_LINE // 2**20} MiB; each line "
+                    "must be one JSON object"
                 )
             if line.strip():
                 texts.append(_text(line, path, number))
@@ -168,10 +165,13 @@ def _beside(data: Path) -> Path:
             return files[0]
         if files:
             names = ", ".join(file.name for file in files)
-            raise DataError(f"{folder}: which is the calibration text? say --calibration ({names})")
+            raise DataError(
+                f"{folder}: which one is the calibration text? choose it with --calibration "
+                f"({names})"
+            )
     raise DataError(
-        f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with a "
-        "data folder the hub is not asked; say --calibration FILE"
+        f"calibration: no *.jsonl in {data}/calibration or {data.parent}/calibration, and with "
+        "--data the hub is not used; add --calibration FILE"
     )
 
 

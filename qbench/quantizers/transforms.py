@@ -44,7 +44,7 @@ def require_known(config: Mapping[str, Any], transform: str) -> None:
     kind = config.get("model_type")
     if kind is not None and kind not in KNOWN:
         raise RecipeError(
-            f"outliers: {transform}: the blocks of {kind} models are not known to it; it knows "
+            f"outliers: {transform}: the blocks of {kind} models are not supported; supported: "
             f"{', '.join(KNOWN)}"
         )
 
@@ -138,7 +138,8 @@ class Rotation(TransformSettings):
         if self.queries_keys and getattr(kv, "before_rope", False):
             raise RecipeError(
                 "outliers: rotation: queries_keys rotates keys after RoPE, and kv: "
-                f"{kv.name} keeps them before it; set one of queries_keys and before_rope to false"
+                f"{kv.name} quantizes them before it; set one of queries_keys and before_rope to "
+                "false"
             )
         if self.queries_keys and kv is None:
             raise RecipeError(
@@ -250,7 +251,7 @@ def decoder_modules(model: PreTrainedModel, transform: str) -> DecoderModules:
     kind = type(model).__name__
     if kind not in KNOWN.values():
         raise QuantizationError(
-            f"{transform}: the blocks of {kind} are not known to it; it knows "
+            f"{transform}: the blocks of {kind} are not supported; supported: "
             f"{', '.join(dict.fromkeys(KNOWN.values()))}"
         )
     decoder, config = model.model, model.config
@@ -278,4 +279,6 @@ def _require(
     found = {child for child, _ in module.named_children()}
     if odd := (found ^ wanted) - allowed:
         kind, parts = type(module).__name__, ", ".join(sorted(odd))
-        raise QuantizationError(f"{transform}: {name} ({kind}) is not as known: {parts}")
+        raise QuantizationError(
+            f"{transform}: {name} ({kind}) does not have the known structure: {parts}"
+        )

@@ -97,8 +97,8 @@ def connected(
             client.wait_for_workers(1, timeout=SECONDS_FOR_A_WORKER)
         except (TimeoutError, distributed.TimeoutError):
             raise UnavailableError(
-                f"--cluster: no worker in {SECONDS_FOR_A_WORKER:.0f} s; start some, such as "
-                "`dask worker ADDRESS --nthreads 1`"
+                f"--cluster: no worker in {SECONDS_FOR_A_WORKER:.0f} s; start one, such as `dask "
+                "worker ADDRESS --nthreads 1`"
             ) from None
         tokens = tuple(stack.enter_context(_token(folder)) for folder in folders)
         hosts = _hosts(client, tokens, device)
@@ -110,7 +110,7 @@ def connected(
                 "whose scores could differ; use workers with one kind"
             )
         if device == "cuda" and not kinds:
-            raise UnavailableError("--cluster: no worker has a GPU; say --device cpu")
+            raise UnavailableError("--cluster: no worker has a GPU; use --device cpu")
         gpu = next(iter(kinds)) if device == "cuda" and kinds else None
         wanted = _here(device, gpu)
         for worker, host in hosts.items():

@@ -123,7 +123,7 @@ def _mapped(folder: Path, about: AboutTokens, part: Part) -> NDArray:
     if size != stated.tokens * dtype.itemsize:
         raise DataError(f"{path}: {size} bytes, not {stated.tokens} tokens; tokenize again")
     if file_digest(path) != stated.sha256:
-        raise DataError(f"{path}: not the bytes that were written; tokenize again")
+        raise DataError(f"{path}: its content is not what was written; tokenize again")
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 
 
@@ -283,8 +283,7 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
         raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")
     if recipe.data.bos_first and not (files.folder / TOKENIZER).is_file():
         raise RecipeError(
-            f"data.bos_first: {files.folder} has no {TOKENIZER}, in which the trained checkpoint "
-            "would say that BOS is first"
+            f"data.bos_first: {files.folder} has no {TOKENIZER}, which must state that BOS is first"
         )
     at_once = recipe.batch.sequences * processes
     if recipe.global_batch_size % at_once:

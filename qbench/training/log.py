@@ -67,8 +67,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         if not whole:
             if number < len(texts):
                 raise TrainingError(
-                    f"{path}:{number}: damaged; remove that line: records and curves then lack "
-                    "it, and nothing else does"
+                    f"{path}:{number}: damaged; remove that line; only records and curves lack it "
+                    "then"
                 )
             continue
         found.append(line)

@@ -92,7 +92,7 @@ def joined(device: str) -> Iterator[Processes]:
         if local >= torch.cuda.device_count():
             raise UnavailableError(
                 f"process {local} of this host has no GPU of its own: {torch.cuda.device_count()} "
-                "are visible; say torchrun --nproc-per-node with at most that"
+                "are visible; start torchrun with at most that --nproc-per-node"
             )
         torch.cuda.set_device(local)
     if count == 1:

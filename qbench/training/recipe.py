@@ -37,7 +37,7 @@ class Compute(Strict):
         if mode in ("reduce-overhead", "max-autotune"):
             raise ValueError(
                 f"{mode} replays CUDA graphs, where a step's second pass overwrites the gradients "
-                "of its first; there are default, max-autotune-no-cudagraphs and false"
+                "of its first; use default, max-autotune-no-cudagraphs and false"
             )
         return mode
 
@@ -278,7 +278,7 @@ class TrainingRecipe(Strict):
 def _once(values: tuple[T, ...]) -> tuple[T, ...]:
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise ValueError(f"{value} stands there twice")
+            raise ValueError(f"{value} is listed twice")
     return values
 
 

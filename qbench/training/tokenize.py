@@ -128,7 +128,7 @@ def require_source(source: str) -> None:
         raise DataError(f"{source}: no such file; name text files, or {HUB}OWNER/NAME")
     if kind(path) not in KINDS:
         raise DataError(
-            f"{source}: text comes as {', '.join(KINDS)} (the first two also .gz or .xz)"
+            f"{source}: text must be {', '.join(KINDS)} (the first two also .gz or .xz)"
         )
 
 
@@ -192,7 +192,7 @@ def _field(row: Any, field: str, place: str) -> str:
     if not isinstance(text, str | None):
         known = ", ".join(name for name, value in row.items() if isinstance(value, str))
         raise DataError(
-            f"{place}: no text in field {field!r}; say --field with one of: {known or 'none'}"
+            f"{place}: no text in field {field!r}; give --field one of: {known or 'none'}"
         )
     return text or ""
 
@@ -285,7 +285,7 @@ def tokenize(
     for source in sources:
         require_source(source)
     if out.exists():
-        raise RecipeError(f"--out {out}: is there already; name a new folder, or remove it")
+        raise RecipeError(f"--out {out}: exists already; name a new folder, or remove it")
     found = _tokenizer_folder(tokenizer) if isinstance(tokenizer, str) else None
     making = temporary(out)
     making.mkdir(parents=True)
@@ -415,7 +415,7 @@ def _load(folder: Path, named: str, settings: Tokenizing) -> tuple[Tokenizer, di
     ids = {"bos": whole.bos_token_id, "eos": whole.eos_token_id, "pad": whole.pad_token_id}
     for what in ("bos", "eos"):
         if getattr(settings, what) and ids[what] is None:
-            raise DataError(f"--tokenizer {named}: it has no {what.upper()} token; say --no-{what}")
+            raise DataError(f"--tokenizer {named}: it has no {what.upper()} token; add --no-{what}")
     encode.no_truncation()
     encode.no_padding()
     return encode, ids

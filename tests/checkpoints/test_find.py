@@ -68,7 +68,7 @@ def test_a_configuration_that_cannot_be_run_is_refused(tmp_path, changes, words)
 def test_without_attn_impl_softmax_must_be_stated(tmp_path):
     config = {key: value for key, value in CONFIG.items() if key != "attn_impl"}
     folder = str(write(tmp_path / "c", config))
-    with pytest.raises(CheckpointError, match=r"has no attn_impl.*say normalizer: softmax"):
+    with pytest.raises(CheckpointError, match=r"has no attn_impl.*put normalizer: softmax"):
         find(folder)
     with pytest.raises(CheckpointError, match="has no attn_impl"):
         find(folder, normalizer="softpick")

@@ -144,5 +144,7 @@ def test_a_head_narrower_than_the_layers_is_scored_as_lm_eval_does(mode):
 def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
     model = opt(64)
     model.get_decoder = lambda: lambda ids, use_cache: (torch.zeros(1, 8, 48),)
-    with pytest.raises(UnavailableError, match=r"does not give what its LM head takes.*lm-eval"):
+    with pytest.raises(
+        UnavailableError, match=r"does not return the input of its LM head.*lm-eval"
+    ):
         scorer(model, "exact")

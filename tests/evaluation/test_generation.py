@@ -219,7 +219,7 @@ def test_logits_that_are_no_numbers_fail_where_the_probe_met_none(mode, value):
     model.model.embed_tokens.weight.data[word] = value
     good, bad = "the cat sat on", "the cat sat on photosynthesis"
     lm.generate_until([request(good)])
-    with pytest.raises(EvaluationError, match="NaN or infinite, which no scoring mode can mend"):
+    with pytest.raises(EvaluationError, match="NaN or infinite, which no scoring mode can fix"):
         lm.generate_until([request(good), request(bad, 1)])
     assert not model._forward_hooks
 

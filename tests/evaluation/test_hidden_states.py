@@ -118,7 +118,9 @@ def test_a_cell_at_work_is_waited_for_whole(tmp_path, status):
         found = read_baseline(cell, store, tmp_path, lambda: said.append("waits"))
         assert found.record is record
     else:
-        with pytest.raises(ResultsError, match="has no good record; run it, then this again"):
+        with pytest.raises(
+            ResultsError, match="has no finished record; run that cell first, then this one again"
+        ):
             read_baseline(cell, store, tmp_path, lambda: said.append("waits"))
     assert said == ["waits"]
     thread.join()

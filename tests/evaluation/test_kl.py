@@ -164,8 +164,8 @@ def test_requests_in_another_order_meet_their_own_rows():
 @pytest.mark.parametrize(
     ("requests", "words"),
     [
-        (choices(6), "in the unquantized cell 0"),
-        (choices(5, seed=1), "scored tokens, in the unquantized cell"),
+        (choices(6), "but 0 in the unquantized cell"),
+        (choices(5, seed=1), "scored tokens, but"),
     ],
 )
 def test_other_requests_than_the_bases_are_refused(requests, words):
@@ -188,5 +188,5 @@ def test_an_lm_head_that_is_no_linear_layer_is_refused():
 
     model = llama()
     model.lm_head.__class__ = Scaled
-    with pytest.raises(EvaluationError, match=r"not Scaled; say evaluation\.damage: false"):
+    with pytest.raises(EvaluationError, match=r"not Scaled; set evaluation\.damage: false"):
         watch(model, BaselineWriter(), choices(2))

@@ -159,7 +159,7 @@ def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tm
     ("checkpoint", "path", "words"),
     [
         ("softmax", "none.gguf", "no such file"),
-        ("softmax", "text.gguf", "no whole GGUF file"),
+        ("softmax", "text.gguf", "not a complete GGUF file"),
         ("softpick", "F32", "llama.cpp computes softmax, and"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():
 def test_logits_that_are_no_numbers_are_not_blamed_on_the_scoring_mode(mode):
     model = llama()
     model.model.norm.weight.data[3] = float("nan")
-    with pytest.raises(EvaluationError, match=r"NaN or infinite .* no scoring mode can mend"):
+    with pytest.raises(EvaluationError, match=r"NaN or infinite .* no scoring mode can fix"):
         scorer(model, mode)
 
 

@@ -94,12 +94,12 @@ def test_the_checkpoints_own_context_is_a_bound():
     assert resolved(own_length=512).max_length == 512
     assert resolved(own_length=512, max_length=4096).max_length == 512
     assert resolved(own_length=4096, max_length=512).max_length == 512
-    with pytest.raises(RecipeError, match=r"evaluation\.max_length: .* say one"):
+    with pytest.raises(RecipeError, match=r"evaluation\.max_length: .* set max_length"):
         resolved(own_length=None)
 
 
 def test_fast_scoring_of_what_mixes_batches_is_refused():
-    with pytest.raises(RecipeError, match="say scoring: auto or exact"):
+    with pytest.raises(RecipeError, match="set scoring: auto or exact"):
         resolved(scoring="fast", mixes_batches=True)
 
 

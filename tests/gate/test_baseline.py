@@ -36,7 +36,7 @@ def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, 
     shutil.copy(standard, path)
     worse = changed(tmp_path, shift={"softpick/hqq-4bit": 0.4})
     before = path.read_bytes()
-    with pytest.raises(ResultsError, match=r"exists; .* --replace"):
+    with pytest.raises(ResultsError, match=r"exists already; .* --replace"):
         baseline.make(worse, path)
     assert path.read_bytes() == before
     change = baseline.make(worse, path, replace=True)

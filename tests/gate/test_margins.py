@@ -109,6 +109,6 @@ def test_a_broken_quantizer_does_not_widen_its_own_margin(tmp_path, good, standa
 
 def test_a_metric_without_a_family_needs_a_margin_of_its_own():
     bleu = score("bleu", "bleu", 60)
-    with pytest.raises(RecipeError, match="t: bleu has no margin; give --margin bleu=NUMBER"):
+    with pytest.raises(RecipeError, match="t: bleu has no margin; add --margin bleu=NUMBER"):
         margins.margin_of(bleu, column(np.arange(60.0)), {}, lines=1)
     assert margins.margin_of(bleu, column(np.arange(60.0)), {"bleu": 2.0}, lines=1).given

@@ -41,7 +41,7 @@ def test_one_that_fails_on_our_attention_is_refused(monkeypatch):
         raise AttributeError("'Mask' object has no attribute 'dtype'")
 
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", reads_the_mask)
-    with pytest.raises(UnavailableError, match=r"fails on our attention \('Mask' .*: native"):
+    with pytest.raises(UnavailableError, match=r"fails on qbench's attention \('Mask' .*: native"):
         require_ours(model, logits)
 
 
@@ -66,7 +66,7 @@ def test_other_logits_than_its_own_are_refused():
     model = tiny_model("llama")
     logits = own_logits(model)
     require_ours(model, logits)
-    with pytest.raises(UnavailableError, match="moves the logits of LlamaForCausalLM"):
+    with pytest.raises(UnavailableError, match="changes the logits of LlamaForCausalLM"):
         require_ours(model, logits + 0.1)
 
 

@@ -140,8 +140,8 @@ REFUSED = {
     "{activations: 8}": "activations: a name, or {name: …, option: value}, not 8",
     "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: say weights: gptq-4bit where there "
     "is activations beside it",
-    "{weights: gptq-4bit, group_size: 64}": "unknown part 'group_size'; there are weights, "
-    "activations, kv, outliers, prune_heads, and label",
+    "{weights: gptq-4bit, group_size: 64}": "unknown part 'group_size'; known: weights, "
+    "activations, kv, outliers, prune_heads, label",
     "{weights: bnb-8bit, activations: int8-token}": "weights: bnb-8bit quantizes activations "
     "itself; leave activations out",
     "{outliers: rotation}": "outliers: rotation alone quantizes nothing",

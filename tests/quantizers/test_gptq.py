@@ -318,9 +318,9 @@ def depends_on_text(model):
     ("change", "says"),
     [
         (outside, r"outside the blocks model.layers: model.extra; say ignore: \[extra\]"),
-        (changed_between, r"layers.1: receives something else"),
+        (changed_between, r"layers.1: does not receive"),
         (skipped, r"calibration never reaches model.layers.0"),
-        (depends_on_text, "depends on the text"),
+        (depends_on_text, "depend on the text"),
     ],
 )
 def test_a_model_that_cannot_be_walked_is_refused_with_the_reason(change, says):

@@ -74,7 +74,7 @@ REFUSED = {
     "latent": ("int4-token", {}),
     "group_size 5 does not divide": ("int4-token", {"group_size": 5}),
     "group_size 32 does not divide this checkpoint's head width 16": ("int4-channel", {}),
-    "keep_recent 128 leave nothing of this checkpoint's 128 tokens": (
+    "keep_recent 128 leave no token of this checkpoint's context of 128": (
         "int4-token", {"keep_recent": 128},
     ),
     "keep_first 100, keep_recent 20 and a group of 16": (
@@ -110,7 +110,7 @@ def test_impossible_settings_are_refused_in_one_line(name, options, message):
 def test_attention_that_reads_no_cache_is_refused():
     torch.manual_seed(0)
     model = MODELS["llama"]()
-    with pytest.raises(QuantizationError, match="only attention of qbench"):
+    with pytest.raises(QuantizationError, match="only qbench's attention"):
         apply(model, config_of({"kv": "int4-token"}, compute_dtype="float32"), {})
 
 

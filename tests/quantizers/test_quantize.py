@@ -126,8 +126,8 @@ def test_a_group_size_that_does_not_divide_a_layer_is_named_with_what_does(name,
     with pytest.raises(QuantizationError) as raised:
         make(settings(name, group_size=64), tmp_path)
     assert str(raised.value) == (
-        f"{name}: model.layers.0.mlp.down_proj has 160 inputs, no multiple of group_size 64; "
-        "choose 8 or 16 or 32"
+        f"{name}: model.layers.0.mlp.down_proj has 160 inputs, which group_size 64 does not "
+        "divide; choose 8 or 16 or 32"
     )
 
 

@@ -221,7 +221,7 @@ def test_real_that_cannot_be_is_refused_before_work():
     with pytest.raises(RecipeError) as raised:
         cell(parts("bnb-4bit", "int8-token", "real"))
     assert str(raised.value) == (
-        "int8-token: arithmetic: real: it takes weights: int8-row, not bnb-4bit; say simulated "
+        "int8-token: arithmetic: real: it takes weights: int8-row, not bnb-4bit; set simulated "
         "or auto"
     )
 
@@ -229,7 +229,7 @@ def test_real_that_cannot_be_is_refused_before_work():
 def test_an_undecided_choice_does_not_run(tmp_path):
     undecided = config_of({"name": "w8a8-int8"}, compute_dtype="float32")
     assert undecided.precision.activations.simulated is None
-    with pytest.raises(QuantizationError, match="auto is decided where a run is planned"):
+    with pytest.raises(QuantizationError, match="auto is decided by the plan"):
         make(undecided, tmp_path, WHICH)
 
 

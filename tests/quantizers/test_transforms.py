@@ -102,7 +102,7 @@ def test_classes_that_are_not_known_are_refused_by_name(transform):
     with pytest.raises(QuantizationError) as raised:
         calibrated(transform, model)
     assert str(raised.value).startswith(
-        f"{transform.name}: the blocks of {type(model).__name__} are not known to it; it knows "
+        f"{transform.name}: the blocks of {type(model).__name__} are not supported; supported: "
         "LlamaForCausalLM"
     )
 
@@ -121,8 +121,8 @@ def test_a_block_with_something_more_is_refused():
     [
         (
             {"name": "int4-token", "before_rope": True},
-            "outliers: rotation: queries_keys rotates keys after RoPE, and kv: int4-token keeps "
-            "them before it; set one of queries_keys and before_rope to false",
+            "outliers: rotation: queries_keys rotates keys after RoPE, and kv: int4-token "
+            "quantizes them before it; set one of queries_keys and before_rope to false",
         ),
         (
             None,
@@ -143,7 +143,7 @@ def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
     [
         (
             "smoothquant", {"model_type": "gemma2"},
-            "outliers: smoothquant: the blocks of gemma2 models are not known to it; it knows "
+            "outliers: smoothquant: the blocks of gemma2 models are not supported; supported: "
             "llama, transformer, mistral, qwen2, qwen3",
         ),
         (

@@ -58,9 +58,9 @@ def test_all_that_was_trained_is_evaluated(
     [
         (
             ("--normalizer", "softmax", "--evaluate", "RECIPE"),
-            "softpick: is none of what is trained",
+            "softpick: is not trained here",
         ),
-        (("--cluster", "local:1"), "is of --evaluate RECIPE"),
+        (("--cluster", "local:1"), "needs --evaluate RECIPE"),
     ],
 )
 def test_what_could_not_be_evaluated_is_refused_before_training(

@@ -20,8 +20,8 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"normalisers": ["softmax"]}, "normalisers: unknown key; known: name, model, normalizers"),
         ({"model": {"width": 3}}, "model.width: unknown key; known: hidden, layers"),
         ({"normalizers": ["softplus"]}, "unknown normalizer 'softplus'; known: softmax, softpick"),
-        ({"normalizers": ["softmax", "softmax"]}, "softmax stands there twice"),
-        ({"seeds": [1, 1]}, "1 stands there twice"),
+        ({"normalizers": ["softmax", "softmax"]}, "softmax is listed twice"),
+        ({"seeds": [1, 1]}, "1 is listed twice"),
         ({"seeds": []}, "at least 1 item"),
         ({"model": {"heads": 3}}, "heads must divide hidden into even parts"),
         ({"batch": {"tokens": 65}}, "batch.tokens 65 must be a multiple of model.context 16"),
@@ -54,7 +54,7 @@ def test_recipes_of_one_kind_are_no_recipes_of_the_other(recipe_file):
     ):
         TrainingRecipe.load(SHIPPED[0].parents[1] / "gptq.yaml")
     with pytest.raises(
-        RecipeError, match=r"recipe\.yaml: it is a training recipe; say qbench train"
+        RecipeError, match=r"recipe\.yaml: it is a training recipe; use qbench train"
     ):
         Recipe.load(recipe_file())
 

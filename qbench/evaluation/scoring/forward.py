@@ -246,18 +246,18 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
             if is_out_of_memory(error):
                 raise
             raise UnavailableError(
-                f"the decoder of {type(model).__name__} does not give what its LM head takes "
+                f"the decoder of {type(model).__name__} does not return the input of its LM head "
                 f"({(str(error).splitlines() or [''])[0]}); use scoring: lm-eval"
             ) from error
     if not torch.isfinite(whole).all():
         raise EvaluationError(
             f"the logits of {type(model).__name__} are NaN or infinite on eight ordinary tokens, "
-            "which no scoring mode can mend; look at its weights, its quantizer and its dtype"
+            "which no scoring mode can fix; check its weights, its quantizer and its dtype"
         )
     if not torch.equal(whole, parts):
         raise UnavailableError(
             f"{type(model).__name__} changes its logits after the LM head, by scaling or capping "
-            "them, which exact and fast scoring leave out; use scoring: lm-eval"
+            "them, which exact and fast scoring do not do; use scoring: lm-eval"
         )
     return decoder, head
 

@@ -60,7 +60,7 @@ NO_EFFECT = frozenset({
 LIMITS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
 
 NOT_FINITE = (
-    "logits of generated tokens are NaN or infinite, which no scoring mode can mend; look at the "
+    "logits of generated tokens are NaN or infinite, which no scoring mode can fix; look at the "
     "model's weights, its quantizer and its dtype"
 )
 

@@ -45,7 +45,9 @@ class HFLMScorer(LM):
     def __init__(self, model: Any, tokenizer: Any, settings: ScoringSettings) -> None:
         super().__init__()
         if settings.shuffle is not None:
-            raise RecipeError("scoring: lm-eval has no other order of batches; use exact or fast")
+            raise RecipeError(
+                "scoring: lm-eval cannot change the order of batches; use exact or fast"
+            )
         self.settings = settings
         self.hflm = pinned_hflm(model, tokenizer, settings)
         reset_peak_memory(self.hflm.device.type)

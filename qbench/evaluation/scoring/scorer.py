@@ -102,7 +102,7 @@ def language_model(
         return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
     if observer is not None:
         raise RecipeError(
-            "scoring: lm-eval shows nobody its log-probabilities; use exact or fast for damage"
+            "scoring: lm-eval does not give its log-probabilities; use exact or fast for damage"
         )
     return HFLMScorer(model, tokenizer, settings)
 
@@ -555,7 +555,7 @@ class Check:
         if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
             raise EvaluationError(
                 f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
-                "infinite logits, which no scoring mode can mend"
+                "infinite logits, which no scoring mode can fix"
             )
         signed = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
         per_token = [abs(d) / count for d, count in zip(signed, tokens, strict=True)]
