@@ -84,3 +84,8 @@ def shown(value: object, *, most: int = SHOWN) -> str:
         text = f"{type(value).__name__}: too large to show"
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says in its first line; its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

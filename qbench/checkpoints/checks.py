@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qbench.checkpoints.find import Header
-from qbench.errors import CheckpointError, QbenchError, UnavailableError
+from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line
 from qbench.streaming import bring
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
     except QbenchError:
         raise
     except Exception as error:  # whatever a class does with a mask or an output that is not its own
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnavailableError(f"{name} fails on qbench's attention ({line}); {remedy}") from error
+        raise UnavailableError(
+            f"{name} fails on qbench's attention ({first_line(error)}); {remedy}"
+        ) from error
     if not calls:
         raise UnavailableError(f"{name} does not call the attention that it is given; {remedy}")
     # Of the middle token: rounding that sends one of them to another expert moves it far.

@@ -22,7 +22,7 @@ from qbench.checkpoints.find import (
     read_headers,
     weight_files,
 )
-from qbench.checkpoints.load import load_tokenizer
+from qbench.checkpoints.load import load_tokenizer, read_tensors
 from qbench.checkpoints.supported import class_names
 from qbench.errors import CheckpointError, OutputError
 from qbench.files import clean_temporaries, reason, require_folder, temporary
@@ -122,7 +122,7 @@ def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
             f"norm_eps {settings['rms_norm_eps']:g} with qk_norm: flash-linear-attention's query "
             f"and key norms have {fla.QK_NORM_EPS:g}, but Qwen3ForCausalLM has one for all norms"
         )
-    tensors = fla.llama_tensors(_read(checkpoint))
+    tensors = fla.llama_tensors(read_tensors(checkpoint))
     if kind == "qwen3" and settings["attention_bias"]:
         for layer in range(settings["num_hidden_layers"]):
             zeros = tensors[fla.EMBEDDINGS].new_zeros(settings["hidden_size"])
@@ -141,7 +141,7 @@ def _to_fla(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         raise CheckpointError(f"flash-linear-attention has no {checkpoint.support.name}")
     config = AutoConfig.from_pretrained(checkpoint.folder)
-    tensors = _read(checkpoint)
+    tensors = read_tensors(checkpoint)
     if checkpoint.normalizer not in fla.IMPLEMENTATION_OF:
         raise CheckpointError(f"flash-linear-attention has no normalizer {checkpoint.normalizer}")
     window = _window(config)
@@ -228,20 +228,6 @@ def _window(config: Any) -> int | None:
     if kinds != {"sliding_attention"}:
         raise CheckpointError("layer_types: flash-linear-attention has one window for all layers")
     return window
-
-
-def _read(checkpoint: Checkpoint) -> Tensors:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return {
-            name: tensor
-            for file in weight_files(checkpoint.folder)
-            for name, tensor in load_file(checkpoint.folder / file).items()
-        }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 def _dtype(checkpoint: Checkpoint) -> str:

@@ -19,7 +19,7 @@ from qbench.checkpoints.find import (
     weight_files,
 )
 from qbench.checkpoints.supported import choose_attention, class_names
-from qbench.errors import CheckpointError, UnavailableError
+from qbench.errors import CheckpointError, UnavailableError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ def _attend_natively(model: PreTrainedModel, implementation: str) -> None:
     try:
         model.set_attn_implementation(implementation)
     except (ValueError, ImportError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
     if model.config._attn_implementation != implementation:
         raise UnavailableError(
             f"{type(model).__name__} has no {implementation} of its own ({reason})"
@@ -111,7 +111,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(checkpoint.folder)
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of the libraries
-        why = _unknown_class(checkpoint.folder) or _first_line(error)
+        why = _unknown_class(checkpoint.folder) or first_line(error)
         raise CheckpointError(
             f"checkpoint {checkpoint.source}: no usable tokenizer ({why})"
         ) from error
@@ -133,24 +133,28 @@ def _unknown_class(folder: Path) -> str | None:
     )
 
 
-def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """All tensors of the weight files by name. Raises CheckpointError for a broken file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
+
+    try:
+        return {
+            name: tensor
+            for file in weight_files(checkpoint.folder)
+            for name, tensor in load_file(checkpoint.folder / file).items()
+        }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(first_line(error)) from error
+
+
+def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import GenerationConfig
 
     from qbench.checkpoints.checks import require_tied
 
     settings = fla.llama_settings(checkpoint.config)
-    try:
-        state = fla.llama_tensors(
-            {
-                name: tensor
-                for file in weight_files(checkpoint.folder)
-                for name, tensor in load_file(checkpoint.folder / file).items()
-            }
-        )
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(_first_line(error)) from error
+    state = fla.llama_tensors(read_tensors(checkpoint))
     if settings["tie_word_embeddings"] and fla.HEAD in state:
         require_tied(fla.HEAD, state.pop(fla.HEAD), state[fla.EMBEDDINGS])
     known = fla.expected_shapes(settings)
@@ -161,7 +165,7 @@ def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> 
         try:
             model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
         except Exception as error:  # whatever odd values make of transformers
-            raise CheckpointError(f"generation_config.json: {_first_line(error)}") from error
+            raise CheckpointError(f"generation_config.json: {first_line(error)}") from error
     return model
 
 
@@ -200,7 +204,7 @@ def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrained
             ignore_mismatched_sizes=True,  # so that they are named below, not loaded
         )
     except Exception as error:  # whatever an odd configuration makes of transformers
-        raise CheckpointError(_first_line(error)) from error
+        raise CheckpointError(first_line(error)) from error
     headers = read_headers(checkpoint.folder)
     extra = set(report.get("unexpected_keys") or ()) & set(headers)
     own = sorted(name for name in extra if is_parameter(checkpoint.normalizer, name))
@@ -222,11 +226,6 @@ def _problems(report: dict[str, Any], left_out: Sequence[str]) -> list[str]:
         if names:
             problems.append(f"{what}: {', '.join(names[:6])}")
     return problems
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:

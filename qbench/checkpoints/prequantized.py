@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import Checkpoint, stamps
-from qbench.errors import CheckpointError, UnavailableError
+from qbench.errors import CheckpointError, UnavailableError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +56,10 @@ def load_prequantized(
                     module.support_avx512bf16_for_cpu = False
             logits = own_logits(model)  # compressed-tensors decompresses in the first forward
     except Exception as error:  # whatever a library makes of files, devices and versions
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         method = checkpoint.config["quantization_config"].get("quant_method")
         raise UnavailableError(
             f"checkpoint {checkpoint.source}: transformers cannot load this {method} checkpoint "
-            f"here: {line}"
+            f"here: {first_line(error)}"
         ) from error
     if missing := sorted(map(str, report.get("missing_keys") or ())):
         raise CheckpointError(

@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 
-from qbench.errors import EvaluationError, UnavailableError
+from qbench.errors import EvaluationError, UnavailableError, first_line
 from qbench.evaluation.settings import ScoringSettings
 from qbench.records import ScoringReport
 
@@ -21,8 +21,9 @@ def external_model(model: str, args: Mapping[str, Any]) -> LM:
     try:
         return get_model(model).create_from_arg_obj(dict(args))
     except Exception as error:  # whatever its library, its server or its arguments say
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnavailableError(f"lm-eval's {model} cannot be started: {line}") from error
+        raise UnavailableError(
+            f"lm-eval's {model} cannot be started: {first_line(error)}"
+        ) from error
 
 
 class ExternalScorer(LM):
@@ -72,9 +73,8 @@ class ExternalScorer(LM):
         try:
             return getattr(self.model, kind)(requests, disable_tqdm=True)
         except (Exception, SystemExit) as error:  # of the runtime, whatever it is
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             what = f"{type(self.model).__name__}.{kind}"
-            raise EvaluationError(f"{what}: {type(error).__name__}: {line}") from error
+            raise EvaluationError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
     @property
     def renderer(self) -> LM:

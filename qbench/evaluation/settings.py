@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from qbench.errors import RecipeError
 
 if TYPE_CHECKING:
+    from qbench.recipe import Evaluation
     from qbench.records import SampleDifference, ScoringReport
 
 
@@ -178,23 +179,6 @@ class ScoringSettings:
         judged = ("tolerance", "shuffle", "amplifies_rounding", "fallback")
         left_out = judged if self.chat else (*judged, "chat")
         return {k: v for k, v in asdict(self).items() if k not in left_out}
-
-
-class Evaluation(Protocol):
-    """What a recipe says of scoring (``qbench.recipe.Evaluation``)."""
-
-    scoring: Asked
-    batch_size: int | Literal["auto"]
-    max_length: int | None
-    add_bos: bool
-    softmax_dtype: SoftmaxDtype
-    tolerance: Tolerance
-    limit: int | None
-    seed: int
-    fewshot_seed: int
-    apply_chat_template: bool
-    fewshot_as_multiturn: bool
-    system_instruction: str | None
 
 
 def resolve(

@@ -65,8 +65,6 @@ def test_a_shard_that_the_index_does_not_list_is_refused(tmp_path):
         (lambda files: files.update({"x": "../y.safetensors"}), "no weight_map"),
         (lambda files: files.update({"x": 3}), "no weight_map"),
         (lambda files: files.update({"x": "model-9.safetensors"}), "lists model-9"),
-        (lambda files: files.update({"x": "model-1.safetensors"}), "lists x, which its file"),
-        (lambda files: files.pop("lm_head.weight"), "does not list lm_head"),
         (lambda files: files.clear(), r"model-1\.safetensors, model-2.*is not listed"),
     ],
 )
@@ -95,8 +93,7 @@ def test_an_adapter_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "word"),
     [
-        (torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3"),
-        (torch.uint8, "U8"), (torch.int64, "I64"), (torch.float8_e5m2, "F8_E5M2"),
+        (torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"),
     ],
 )  # fmt: skip
 def test_numbers_that_are_no_weights_are_refused(tmp_path, config, dtype, word):

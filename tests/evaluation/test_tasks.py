@@ -225,16 +225,13 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
     assert [(row.line, row.fields["text"]) for row in rows] == [(1, "a\u2028b"), (3, "c")]
 
 
-def test_coqa_names_what_its_code_lacks_not_the_datas_fields(tmp_path):
+def test_what_a_tasks_code_lacks_is_named(tmp_path):
     code = (tmp_path / "code.py").with_suffix(".py")
     code.write_text("import no_such_package_at_all.part\n\ndef target(doc):\n    return ''\n")
     (tmp_path / "mine.yaml").write_text(MINE)
     write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
     with pytest.raises(DataError, match=r"code\.py:1 imports no_such_package_at_all, which is not "
                        "installed: pip install"):  # fmt: skip
-        plan_task("mine", data=tmp_path, definitions=tmp_path)
-    code.write_text("import qbench.no_such_part\n\ndef target(doc):\n    return ''\n")
-    with pytest.raises(DataError, match=r"imports qbench\.no_such_part, which the installed qb"):
         plan_task("mine", data=tmp_path, definitions=tmp_path)
 
 

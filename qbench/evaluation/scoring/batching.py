@@ -292,6 +292,9 @@ class Pack:
         )
 
 
+BatchPlan = PaddedBatch | Pack  # collated when its turn comes
+
+
 def prefix_groups(
     requests: Sequence[Request], max_length: int, batch_tokens: int
 ) -> list[PrefixGroup]:

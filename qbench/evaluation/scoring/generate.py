@@ -39,7 +39,7 @@ from qbench.attention.masks import Mask
 from qbench.checkpoints.supported import moving_rope
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memory
-from qbench.evaluation.scoring.requests import check_tokens, encode
+from qbench.evaluation.scoring.requests import check_tokens, encode_texts
 from qbench.streaming import is_spread, stream_of
 
 CACHE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
@@ -92,8 +92,14 @@ def generate(
     kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
     eos = hflm.tok_decode(hflm.eot_token_id, skip_special_tokens=False)
     stops = [handle_stop_sequences(one.get("until"), eos=eos) for one in kwargs]
+    encoded = encode_texts(
+        hflm.tokenizer,
+        texts,
+        add_bos=bool(hflm.add_bos_token),
+        prefix_id=hflm.prefix_token_id,
+    )
     prompts = []
-    for ids, one in zip(_encoded(hflm, texts), kwargs, strict=True):
+    for ids, one in zip(encoded, kwargs, strict=True):
         limit = one["max_gen_toks"]
         if limit >= hflm.max_length:
             raise EvaluationError(
@@ -560,23 +566,6 @@ def _side_by_side(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> 
     if not bool(finite):
         raise EvaluationError(NOT_FINITE)
     return torch.cat(chosen, dim=1).tolist()
-
-
-def _encoded(hflm: HFLM, texts: Sequence[str]) -> list[list[int]]:
-    """As HFLM: BOS where it is asked for, but not twice."""
-    tokenizer, bos = hflm.tokenizer, hflm.tokenizer.bos_token
-    with_bos = [bool(hflm.add_bos_token) and not (bos and t.startswith(bos)) for t in texts]
-    by_kind = {
-        special: iter(
-            encode(
-                tokenizer,
-                [t for t, one in zip(texts, with_bos, strict=True) if one is special],
-                special_tokens=special,
-            )
-        )
-        for special in (True, False)
-    }
-    return [next(by_kind[special]) for special in with_bos]
 
 
 def _end_tokens(hflm: HFLM) -> set[int]:

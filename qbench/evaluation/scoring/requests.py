@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -69,27 +69,6 @@ class Batch:
     request_indices: np.ndarray
     counts: np.ndarray
     read: np.ndarray | None = None
-
-
-class BatchPlan(Protocol):
-    """What will be a batch: laid out when its turn comes."""
-
-    @property
-    def requests(self) -> int:
-        """How many it scores."""
-
-    @property
-    def tokens(self) -> int:
-        """How many it computes, padding included."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of its longest sequence."""
-
-    def collate(self, requests: Sequence[Request]) -> Batch: ...
-
-    def split(self) -> tuple[BatchPlan, BatchPlan] | None:
-        """For a device that it does not fit; None where it cannot be divided."""
 
 
 def shuffled(things: list[T], seed: int | None) -> list[T]:

@@ -3,11 +3,10 @@ top to bottom.
 
 1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
 2. ``_score`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
-3. ``_run`` collates one batch, and splits it where it does not fit the device;
+3. ``_run`` collates one batch, or those that go through a streamed model together
+   (``qbench.streaming``), and splits what does not fit the device;
 4. ``_scores`` makes of its hidden states (``forward``), of the rows that are scored, the
    log-probabilities (``logits``), which ``in_order`` adds up, request by request.
-
-Where the model is streamed (``qbench.streaming``), ``_streamed`` stands for ``_run``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from qbench.errors import EvaluationError, RecipeError, UnavailableError
-from qbench.evaluation.scoring.batching import Packing, Padding
+from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
 from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
 from qbench.evaluation.scoring.generate import (
     generate,
@@ -54,7 +53,6 @@ from qbench.evaluation.scoring.logits import (
 )
 from qbench.evaluation.scoring.requests import (
     Batch,
-    BatchPlan,
     Request,
     check_lengths,
     check_tokens,
@@ -394,90 +392,61 @@ class Scorer(LM):
         """Answers in the order of ``requests``."""
         if not requests:
             return []
-        results: list[tuple[Batch, RowScores]] = []
-        done = 0
         with backend.forward.ready():
             plans = backend.batching.plan(requests, windows=windows)
-            if self._stream is not None:
-                plans, results = [], self._streamed(plans, backend, requests, counts, observer)
-            for planned in plans:
-                results += self._run(backend, planned, requests, counts, observer)
-                done += planned.requests
-                if self._progress is not None and counts is self._counts:
-                    self._progress(done, len(requests))
+            results: list[tuple[Batch, RowScores]] = []
+            done = 0
+            for part in _parts(plans, self._state_bytes) if self._stream else [[p] for p in plans]:
+                count = sum(planned.requests for planned in part)
+
+                def tell(share: float, done: int = done, count: int = count) -> None:
+                    if self._progress is not None and counts is self._counts:
+                        self._progress(done + round(share * count), len(requests))
+
+                results += self._run(backend, part, requests, counts, observer, tell)
+                tell(1.0)
+                done += count
         return in_order(results, len(requests), backend.total)
-
-    def _streamed(
-        self,
-        plans: Sequence[BatchPlan],
-        backend: Backend,
-        requests: Sequence[Request],
-        counts: Counts,
-        observer: Observer | None,
-    ) -> list[tuple[Batch, RowScores]]:
-        """Scores of batches that go through a streamed model's blocks together, as many as the host
-        keeps hidden states of. Where one does not fit the device, all are split."""
-        assert self._stream is not None
-        results: list[tuple[Batch, RowScores]] = []
-        for part in _parts(plans, self._state_bytes):
-            batches = [planned.collate(requests) for planned in part]
-            calls = [partial(backend.forward, batch) for batch in batches]
-            before, count = len(results), sum(planned.requests for planned in part)
-
-            def say(share: float, count: int = count) -> None:
-                if self._progress is not None and counts is self._counts:
-                    self._progress(round(share * count), count)
-
-            try:
-                with torch.no_grad():
-                    for batch, hidden in zip(
-                        batches, self._stream.in_step(calls, say), strict=True
-                    ):
-                        results.append((batch, self._scores(backend, batch, hidden, observer)))
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                halves = [half for planned in part for half in planned.split() or (planned,)]
-                if len(halves) == len(part):
-                    raise _too_large(max(planned.longest for planned in part)) from error
-            else:
-                counts.batches += len(batches)
-                counts.tokens += sum(batch.ids.size for batch in batches)
-                continue
-            del results[before:]
-            free_cached_memory(self._device)
-            counts.halvings += len(halves) - len(part)
-            results += self._streamed(halves, backend, requests, counts, observer)
-        return results
 
     def _run(
         self,
         backend: Backend,
-        planned: BatchPlan,
+        part: Sequence[BatchPlan],
         requests: Sequence[Request],
         counts: Counts,
         observer: Observer | None,
+        tell: Callable[[float], None],
     ) -> list[tuple[Batch, RowScores]]:
-        """Scores on the device; a batch that does not fit is split."""
-        batch = planned.collate(requests)
-        halves = planned.split()
+        """Scores on the device. A streamed model's batches go through its blocks together, and
+        ``tell`` hears how far they are, 0 to 1. Where one does not fit, all are split."""
+        batches = [planned.collate(requests) for planned in part]
+        calls = [partial(backend.forward, batch) for batch in batches]
         try:
             with torch.no_grad():
-                result = self._scores(backend, batch, backend.forward(batch), observer)
+                states = self._stream.in_step(calls, tell) if self._stream else (f() for f in calls)
+                results = [
+                    (batch, self._scores(backend, batch, hidden, observer))
+                    for batch, hidden in zip(batches, states, strict=True)
+                ]
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            if halves is None:
-                raise _too_large(planned.longest) from error
+            halves = [half for planned in part for half in planned.split() or (planned,)]
+            if len(halves) == len(part):
+                raise _too_large(max(planned.longest for planned in part)) from error
         else:
-            counts.batches += 1
-            counts.tokens += batch.ids.size
-            return [(batch, result)]
+            counts.batches += len(batches)
+            counts.tokens += sum(batch.ids.size for batch in batches)
+            return results
         # Outside the handler: there the traceback would keep the failed forward's tensors.
         free_cached_memory(self._device)
-        counts.halvings += 1
-        parts = (self._run(backend, half, requests, counts, observer) for half in halves)
-        return [scores for part in parts for scores in part]
+        counts.halvings += len(halves) - len(part)
+        parts = [halves] if self._stream else [[half] for half in halves]
+        return [
+            scores
+            for smaller in parts
+            for scores in self._run(backend, smaller, requests, counts, observer, tell)
+        ]
 
     def _scores(
         self, backend: Backend, batch: Batch, hidden: Tensor, observer: Observer | None
