@@ -34,6 +34,7 @@ def load_prequantized(
     from qbench.attention.transformers import attend
     from qbench.checkpoints.checks import own_logits, require_causal
 
+    stated = checkpoint.config["quantization_config"]
     if stamps(checkpoint.folder) != checkpoint.files:
         raise CheckpointError(
             f"checkpoint {checkpoint.source}: its files changed after this run began; run again"
@@ -48,7 +49,7 @@ def load_prequantized(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                **_loading(checkpoint.config["quantization_config"], dequantize),
+                **_loading(stated, dequantize),
             )
             model = model.eval().requires_grad_(False)
             for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
@@ -56,12 +57,17 @@ def load_prequantized(
                     module.support_avx512bf16_for_cpu = False
             logits = own_logits(model)  # compressed-tensors decompresses in the first forward
     except Exception as error:  # whatever a library makes of files, devices and versions
-        method = checkpoint.config["quantization_config"].get("quant_method")
         raise UnavailableError(
-            f"checkpoint {checkpoint.source}: transformers cannot load this {method} checkpoint "
-            f"here: {first_line(error)}"
+            f"checkpoint {checkpoint.source}: transformers cannot load this "
+            f"{stated.get('quant_method')} checkpoint here: {first_line(error)}"
         ) from error
     if missing := sorted(map(str, report.get("missing_keys") or ())):
+        if stated["quant_method"] in ("awq", "gptq") and all(".experts." in n for n in missing):
+            raise UnavailableError(
+                f"checkpoint {checkpoint.source}: transformers 5 keeps this model's experts as one "
+                f"tensor and loads none from {stated['quant_method']} files; compressed-tensors, "
+                "fp8 and mxfp4 copies load"
+            )
         raise CheckpointError(
             f"checkpoint {checkpoint.source}: its files lack {', '.join(missing[:6])}"
         )

@@ -190,6 +190,24 @@ def _in_blocks(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: codes.to(torch.float8_e4m3fn).contiguous(), f"{name}_scale_inv": scale}
 
 
+def fp8_rows(source: Path, folder: Path) -> Path:
+    """``source`` as compressed-tensors keeps FP8 weights with a scale a row."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    return _rewritten(
+        source, folder, _in_rows, quant_method="compressed-tensors", format="float-quantized",
+        quantization_status="compressed", ignore=["lm_head"],
+        config_groups={"all": {"targets": ["Linear"], "weights": weights}},
+    )  # fmt: skip
+
+
+def _in_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name:
+        return {name: tensor}
+    scale = tensor.float().abs().amax(1, keepdim=True) / 448
+    codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale": scale.bfloat16()}
+
+
 def mxfp4(source: Path, folder: Path) -> Path:
     """The experts of ``source``, a gpt-oss, as OpenAI publishes them."""
     ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]

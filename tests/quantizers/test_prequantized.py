@@ -15,6 +15,7 @@ from published_copies import (
     copy_of,
     experts,
     fp8,
+    fp8_rows,
     gptq,
     mxfp4,
     original,
@@ -22,7 +23,7 @@ from published_copies import (
 from small_recipe import qbench, small_recipe
 
 from qbench.cell import load
-from qbench.errors import CheckpointError, QbenchError, RecipeError
+from qbench.errors import CheckpointError, QbenchError, RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.quantizers import prequantized
 from qbench.quantizers.audit.cell import audit, probe_of
@@ -96,6 +97,7 @@ def test_fp8_in_blocks_is_weights_only_on_a_cpu(whole, tmp_path):
     [
         ("gpt_oss", mxfp4, 4.25, 0.79),  # all experts in one tensor; its attention stays
         ("qwen3_moe", fp8, 8.002, 0.99),  # the halves of an expert's matrix apart
+        ("qwen3_moe", fp8_rows, 8.125, 0.99),
     ],
 )
 def test_copies_of_experts_are_held_against_their_originals(kind, copied, bits, coverage, tmp_path):
@@ -119,6 +121,13 @@ def _harmed(source, folder):
         tensors[name] = whole.flip(0) if whole.dim() == 2 else torch.cat([whole[1:2], whole[1:]])
 
     return changed(source, folder, harm)
+
+
+def test_experts_that_transformers_loads_not_are_refused_in_a_line(tmp_path):
+    source = experts("qwen3_moe", tmp_path / "original")
+    found = planned(tmp_path, awq(source, tmp_path / "copy"), checkpoint=source)
+    with pytest.raises(UnavailableError, match="experts as one tensor and loads none from awq"):
+        load(found.cell("base/copy"), found)
 
 
 def test_experts_that_a_library_left_alone_are_counted_as_they_are(tmp_path):
