@@ -1,9 +1,9 @@
-"""qbench from Python: all that is meant to be imported by others.
+"""qbench from Python: the names that others may import.
 
-``Recipe.load`` reads a recipe, ``plan`` finds all that it speaks of, ``run`` makes its records,
-``compare`` sets them side by side, ``tables`` shows that, ``load_records`` gives every score as a
-row of a pandas table. ``attend`` sets the attention of a model of one's own. Everything else may
-change without notice. Importing this imports no torch.
+``Recipe.load`` reads a recipe and ``plan`` finds its cells. ``run`` makes their records,
+``compare`` compares them, and ``tables`` shows the result. ``load_records`` gives every score as a
+row of a pandas table. ``attend`` sets the attention of your own model. Everything else may change
+without notice. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ settle()
 def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:
     """What ``recipe`` asks for: its cells, each with the key of all that can change its scores.
 
-    ``device`` is "auto", "cpu" or "cuda"; ``only`` a glob over the cells that are to run. Nothing
-    is loaded or run. Raises QbenchError for what cannot work.
+    ``device`` is "auto", "cpu" or "cuda". ``only`` is a glob: the cells that should run. Nothing is
+    loaded or run. Raises QbenchError for what cannot work.
     """
     return plan_on(recipe, device=choose_device(device), only=only)
 
@@ -46,11 +46,12 @@ def run(
     force: bool = False,
     executor: Executor | None = None,
 ) -> list[Record]:
-    """Run the cells of a plan that the results folder ``out`` has no good record of.
+    """Run the cells of a plan that have no finished record in the results folder ``out``.
 
-    ``only`` is a glob over cells' names such as "softpick/gptq-*"; ``force`` makes good records
-    again; ``executor`` is any of ``concurrent.futures`` (None: one cell after the other, here).
-    Progress goes to standard error. A cell that fails has a record with ``status`` "failed".
+    ``only`` is a glob over cells' names such as "softpick/gptq-*"; ``force`` runs cells again that
+    have one. ``executor`` is any of ``concurrent.futures``; None runs one cell after the other in
+    this process. Progress goes to standard error. A cell that fails has a record with ``status``
+    "failed".
     """
     from qbench.runner.grid import run_cells
     from qbench.runner.progress import Display
@@ -71,17 +72,19 @@ def compare(folder: str | Path) -> Comparison:
 
 
 def tables(comparison: Comparison, format: str = "md", published: str | None = None) -> str:
-    """The delta tables as text: "md", "tex", "csv" or "html", beside a ``published`` set."""
+    """The delta tables as text. ``format``: "md", "tex", "csv" or "html". ``published``: a set of a
+    paper's numbers to print beside, such as "softpick-340m"."""
     from qbench.tables.write import render
 
     return render(comparison, format=format, published=published)
 
 
 def load_records(folder: str | Path) -> pd.DataFrame:
-    """One row a score of every good record of a results folder's grid.
+    """One row for each score of each finished record of a results folder's last run.
 
     Columns: checkpoint, quantizer, method, precision, normalizer, task, metric, value, stderr,
-    documents, higher_is_better, bits_per_weight and key. Raises ResultsError.
+    documents, higher_is_better, bits_per_weight and key. Raises ResultsError for a folder without
+    results or with a damaged file.
     """
     import pandas as pd
 
@@ -110,12 +113,12 @@ def load_records(folder: str | Path) -> pd.DataFrame:
 
 
 def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
-    """Makes a model of transformers attend by ``normalizer``, one of ``qbench list normalizers``;
-    returns what runs, e.g. "softpick/triton".
+    """Let a model of transformers attend with ``normalizer``, one of ``qbench list normalizers``.
+    Returns what runs, e.g. "softpick/triton".
 
-    ``implementation``: "triton" (kernels, on a CUDA GPU), "reference" (PyTorch), or "auto", triton
-    on CUDA. Raises RecipeError for an unknown name, UnavailableError where triton cannot run or the
-    model's class does not take its attention from outside.
+    ``implementation``: "triton" (kernels, on a CUDA GPU), "reference" (PyTorch), or "auto" (triton
+    on CUDA, else reference). Raises RecipeError for an unknown name, UnavailableError where triton
+    cannot run or the model's class does not take its attention from outside.
     """
     from qbench.attention.transformers import attend as set_attention
 

@@ -368,7 +368,7 @@ def _baseline(
     if not plan.recipe.evaluation.damage:
         return None
     if cell.scoring.mode == "lm-eval" and not isinstance(cell.quantization.weights, LmEvalModel):
-        reason = "scoring: lm-eval shows nobody its log-probabilities"
+        reason = "scoring: lm-eval does not give its log-probabilities"
         result.damage = Unavailable(reason=reason)
     elif not cell.quantization.precision.quantized:
         return baseline_file(folder, cell.key)
@@ -440,7 +440,9 @@ def _evaluate(
         try:
             observer.hidden_states().save(baseline, cell.key)
         except ResultsError as error:
-            progress.log(f"{cell.name}: scored, but no damage against it: {error}", "bold red")
+            progress.log(
+                f"{cell.name}: scored, but its damage could not be measured: {error}", "bold red"
+            )
     elif baseline is not None:
         assert isinstance(observer, KLObserver)
         outcomes, responses = result.tables()

@@ -5,7 +5,7 @@ Quantization, audit and evaluation errors fail their cell; the others end a comm
 
 from __future__ import annotations
 
-STOPPED = "stopped; finished cells are kept, run the same command to go on"
+STOPPED = "stopped; finished cells are kept; run the same command to continue"
 INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
 
 

@@ -28,10 +28,10 @@ REASONS = {
     "RemoteEntryNotFoundError": "it has no such file",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, so what the cache lacks is not fetched",
     "TimeoutException": "no answer in time; try again, or raise HF_HUB_DOWNLOAD_TIMEOUT (seconds)",
-    "ConnectError": "it cannot be reached; is there a connection?",
-    "NetworkError": "the connection broke; run again, it goes on where it stopped",
-    "RemoteProtocolError": "the connection broke; run again, it goes on where it stopped",
-    "XetDownloadError": "the download broke; run again, it goes on where it stopped",
+    "ConnectError": "it cannot be reached; check the connection",
+    "NetworkError": "the connection broke; run again, it continues where it stopped",
+    "RemoteProtocolError": "the connection broke; run again, it continues where it stopped",
+    "XetDownloadError": "the download broke; run again, it continues where it stopped",
 }
 STATUSES = {
     401: f"access was denied (401): {SIGN_IN}",
@@ -127,7 +127,7 @@ def _known(error: BaseException) -> str | None:
         if name in kinds:
             return text
     if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
-        return "no space is left on the disk of its cache (HF_HOME says where it lies)"
+        return "no space is left on the disk of its cache (its folder is set by HF_HOME)"
     for cause in causes:
         status = getattr(getattr(cause, "response", None), "status_code", 0)
         if status >= 400:

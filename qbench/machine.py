@@ -99,7 +99,7 @@ def cuda_problem() -> str | None:
     if build is None:
         return "the installed PyTorch is built without CUDA"
     if not visible_gpus():
-        return "no GPU of NVIDIA is visible here (is there a driver? is CUDA_VISIBLE_DEVICES set?)"
+        return "no NVIDIA GPU is visible here; check the driver and CUDA_VISIBLE_DEVICES"
     with suppress(pynvml.NVMLError):
         version = pynvml.nvmlSystemGetCudaDriverVersion()
         major, minor = version // 1000, version % 1000 // 10

@@ -333,8 +333,9 @@ def _unlike_a_stream(
     if what is None or streamable(quantization, copy, config):
         return None
     return (
-        f"evaluation.{what}: block by block weights alone are quantized, by rtn, bnb, hqq, gptq "
-        "and the like, and rotary angles must not depend on the length; leave it out, or the column"
+        f"evaluation.{what}: block by block, only weights can be quantized (rtn, bnb, hqq, gptq "
+        "and the like), and rotary angles must not depend on the length; leave it out, or the "
+        "quantizer"
     )
 
 
@@ -475,8 +476,8 @@ def _notes(checkpoint: Checkpoint, attention: Chosen, mode: Mode, slower: str) -
     """What is chosen for a model that another one would not get, a line each."""
     if not checkpoint.support.tried:
         yield (
-            f"{checkpoint.support.name} is none of the classes that were tried (qbench list "
-            "models); its attention is compared with transformers' own when it is loaded"
+            f"{checkpoint.support.name} was not tried yet (qbench list models); its attention is "
+            "compared with transformers' own when it is loaded"
         )
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
@@ -523,13 +524,13 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
         return str(error)
     if quantization.kv_cache is not None and checkpoint.normalizer == NATIVE:
         return (
-            f"{checkpoint.support.name} runs on its own attention, and the KV cache is quantized "
-            "in ours"
+            f"{checkpoint.support.name} runs on its own attention, but the KV cache is "
+            "quantized in qbench's; leave kv out"
         )
     spared = checkpoint.support.spared
     if spared and weights is not None and spared not in weights.ignore:
         return (
-            f"{checkpoint.support.name} reads the weight of {spared} by itself; say ignore: "
+            f"{checkpoint.support.name} reads the weight of {spared} directly; set ignore: "
             f"[{spared}]"
         )
     return None

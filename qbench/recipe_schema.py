@@ -16,7 +16,7 @@ Schema = dict[str, Any]
 HEAD = """# Keys of a recipe
 
 Made by `qbench schema --markdown`. `qbench schema > recipe.schema.json` writes the same as JSON
-Schema, by which editors check and complete a recipe that begins with
+Schema, with which editors check and complete a recipe that begins with
 `# yaml-language-server: $schema=recipe.schema.json`. Paths are relative to the recipe's file.
 [Recipes](../recipes.md) explains them with examples.
 """

@@ -99,7 +99,7 @@ def _damage(damage: Damage | Unavailable | None) -> str:
     if damage is None:
         return ""
     if isinstance(damage, Unavailable):
-        return f"not to be had: {damage.reason}"
+        return f"not available: {damage.reason}"
     rows = []
     for task, found in damage.tasks.items():
         spread, flips = found.distributions, found.flips.items()
@@ -224,7 +224,7 @@ def document_text(
         parts += filter(None, (_metrics(scored, summed), _requests(likelihoods)))
         parts += [_written(cell, of) for cell, of in texts.items() if len(of)]
     if parts and record.quantized and base is None:
-        parts.append("(the unquantized cell has no good record of these documents to show beside)")
+        parts.append("(no finished record of the unquantized cell for these documents)")
     if not parts:
         last = int(own["document"].max()) if len(own) else -1
         raise ResultsError(f"{record.cell}: no document {document}; the last one is {last}")

@@ -93,6 +93,6 @@ def test_the_commands_say_who_uses_what_and_what_dead_processes_left(cache, tmp_
     assert lines[-1].endswith("3 entries, 0.0 MiB")
     assert not app(["cache", "prune", "--max-gib", "0"], standalone_mode=False)
     shown = capsys.readouterr().out
-    assert f"removed what a process that died had left: {left}" in shown
+    assert f"removed files that a dead process left: {left}" in shown
     assert shown.count("removed") == 5
     assert entries(cache) == []

@@ -30,7 +30,7 @@ def folder(tmp_path):
 def test_report_and_tables_of_an_earlier_run_have_a_folder_of_their_own(folder, capsys):
     out, first, last = folder
     assert qbench("report", out) == 0
-    assert f"holds 2 runs; this is the last one, {last}; --run takes another: {first}" in (
+    assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in (
         capsys.readouterr().err
     )
     page = (out / "report.html").read_text()

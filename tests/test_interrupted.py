@@ -66,7 +66,7 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
         assert holder.stdout.readline() == "held\n"
         capfd.readouterr()
         assert qbench(*options, "--force") == 0
-    assert "another run is at work on it" in capfd.readouterr().err
+    assert "another run computes it" in capfd.readouterr().err
     assert store.records() == [first]
 
 
@@ -119,7 +119,7 @@ def alive(group):
     return [line for line in lines if line[0] == str(group) and not line[1].startswith("Z")]
 
 
-STOPPED = "stopped; finished cells are kept, run the same command to go on"
+STOPPED = "stopped; finished cells are kept; run the same command to continue"
 
 
 def nobody_left(group):

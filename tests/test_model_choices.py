@@ -133,8 +133,8 @@ REFUSED = [
     ("llama", {"name": "gptq-4bit", "group_size": 48}, "has 64 inputs, which group_size"),
     ("gpt2", {"name": "hqq-4bit", "group_size": 128}, "c_attn has 64 inputs, which group_size"),
     ("gpt_oss", {"name": "rtn-4bit", "group_size": 48}, "has 64 inputs, which group_size"),
-    ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj by itself; say ignore:"),
-    ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, and the KV cache"),
+    ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj directly; set ignore:"),
+    ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, but the KV cache"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
 ]
 

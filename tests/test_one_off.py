@@ -147,13 +147,13 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     assert qbench(*options, "--limit", "2", "--only", "softmax/*") == 0
     said = capfd.readouterr()
     assert f"`qbench tables {out} --run {first}` shows them" in said.err
-    assert f": missing: not run with these settings; --run {first} has it with others" in said.out
+    assert f": missing: not run with these settings; --run {first} has it with other" in said.out
     last = run_id(Store(out).grid())
     assert [name for name, _ in runs(out)] == [last, first]
     assert qbench("tables", out, "--run", first[:5]) == 0
     assert capfd.readouterr().out == tables
     assert qbench("tables", out) == 0
-    assert f"holds 2 runs; this is the last one, {last}; --run takes another: {first}" in (
+    assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in (
         capfd.readouterr().err
     )
     assert [entry.status for line in compare(Store(out, run=first)).lines
@@ -173,7 +173,7 @@ def test_a_record_of_a_newer_qbench_is_left_alone_and_the_others_are_made(tmp_pa
     capfd.readouterr()
     assert qbench(*options) == 1
     said = capfd.readouterr()
-    assert f"softpick/rtn-4bit: left alone: {file}: " in said.err
+    assert f"softpick/rtn-4bit: not changed: {file}: " in said.err
     assert said.err.count(": done (") == 3
     last = said.err.splitlines()[-1]
     assert last == "1 of 4 cells failed, as said above: softpick/rtn-4bit"

@@ -81,7 +81,7 @@ def test_beside_a_cell_stands_the_one_that_its_damage_is_against_or_none():
         update={"key_parts": {**record.key_parts, "damage against": "0" * 64}}
     )
     assert unquantized(store, other) is None  # and no other of that name in its place
-    assert "no good record of these documents" in document_text(store, other, 7)
+    assert "no finished record of the unquantized cell" in document_text(store, other, 7)
 
 
 @pytest.mark.parametrize(

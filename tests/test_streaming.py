@@ -59,7 +59,7 @@ def test_a_streamed_run_gives_the_bits_of_a_resident_one(
 
 def test_what_is_not_computed_block_by_block_is_refused_before_anything_runs(tmp_path):
     path = small_recipe(tmp_path, quantizers=["fp32", {"kv": "int3-token", "label": "kv3"}])
-    with pytest.raises(RecipeError, match="stream: block by block weights alone"):
+    with pytest.raises(RecipeError, match="stream: block by block, only weights"):
         qbench("plan", path, "--stream", "--device", "cpu")
 
 

@@ -36,7 +36,7 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, arguments, words):
     (line,) = said.err.splitlines()
     assert words in line
     command = "qbench" if arguments[0] == "rnu" else f"qbench {arguments[0]}"
-    assert line.endswith(f"; `{command} --help` shows what there is")
+    assert line.endswith(f"; `{command} --help` lists what is possible")
     assert said.out == ""
 
 

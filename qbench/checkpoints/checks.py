@@ -122,7 +122,7 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
     """Raise UnavailableError where our attention, set by now, is not what the model runs on, or
     does not compute what its own does, which gave ``logits``."""
     name = type(model).__name__
-    remedy = "say attention: native to run it on its own"
+    remedy = "set attention: native to run it on its own"
     try:
         with counted(model.config._attn_implementation) as calls:
             ours = own_logits(model)

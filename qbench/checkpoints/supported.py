@@ -21,10 +21,10 @@ from qbench.errors import RecipeError
 Mode = Literal["fast", "exact", "lm-eval"]
 Own = Literal["sdpa", "eager"]
 
-LINEAR, CONV1D = "linear layers", "linear layers (Conv1D turned)"
+LINEAR, CONV1D = "linear layers", "linear layers (Conv1D, transposed)"
 EXPERTS = "linear layers, fused experts one by one"
 NO_INTERFACE = "its class computes attention itself"
-DROPS = "its layers do not hand on what a pack needs"
+DROPS = "its layers do not pass on what a pack needs"
 HEAD = "scales or caps its logits after the LM head"
 MIXED = "windows or layers without attention"
 
@@ -248,11 +248,11 @@ def model_support(config: Mapping[str, Any]) -> ModelSupport:
             mode, slower = "fast", ""
     else:
         native, own = _by_source(kind)
-        mode, slower = "exact", "nobody tried this class"
+        mode, slower = "exact", "this class was not tried"
     if reason := _after_head(stated):
         mode, slower = "lm-eval", reason
     elif kind in NO_DECODER:
-        mode, slower = "lm-eval", "its class hands out no decoder without its LM head"
+        mode, slower = "lm-eval", "its class gives no access to the decoder without the LM head"
     elif mode == "fast" and (reason := unlike_a_pack(stated)):
         mode, slower = "exact", reason
     return ModelSupport(
@@ -354,7 +354,7 @@ def _by_source(kind: str) -> tuple[str | None, Own]:
     name = class_name(kind)
     source = _source(kind, name) if name else None
     if source is None:
-        return "nobody tried this class", "eager"
+        return "this class was not tried", "eager"
     own: Own = "eager" if "_supports_sdpa = True" not in source else "sdpa"
     if "ALL_ATTENTION_FUNCTIONS" not in source:
         return NO_INTERFACE, own

@@ -76,15 +76,15 @@ def analyze(
         str | None,
         typer.Option(
             metavar="PATTERN",
-            help="Cells like this glob, quantized ones too. Default: the unquantized ones.",
+            help="Cells that match this glob, quantized ones too. Default: the unquantized ones.",
         ),
     ] = None,
     heads: Annotated[
         str | None,
         typer.Option(
             metavar="LAYER.HEAD,…",
-            help="Heads whose attention maps are kept, from 0. Default: the one that weighs the "
-            "first key most, and the one with the sharpest weights.",
+            help="LAYER.HEAD, from 0: heads whose attention maps are kept. Default: the one that "
+            "weighs the first key most, and the one with the sharpest weights.",
         ),
     ] = None,
     long_context: Annotated[
@@ -92,7 +92,7 @@ def analyze(
         typer.Option(
             min=2,
             metavar="TOKENS",
-            help="Also read texts of so many tokens, such as four times the context: losses and "
+            help="Also read texts of this many tokens, such as four times the context: losses and "
             "weights along the text.",
         ),
     ] = None,
@@ -110,7 +110,7 @@ def analyze(
     out: Out = None,
     device: DeviceOption = Device.auto,
     force: Annotated[
-        bool, typer.Option("--force", help="Analyze cells again that have a good record.")
+        bool, typer.Option("--force", help="Analyze cells again that have a finished record.")
     ] = False,
     cluster: ClusterOption = None,
 ) -> None:
@@ -266,7 +266,7 @@ def run_part(
         if part.replaced:
             display.log(
                 f"{part.replaced} held analyses of other texts, settings or versions; their "
-                "records stay, its tables now show this one's (say --out to keep both)"
+                "records stay, but its tables now show this one (--out keeps both)"
             )
         if place.executor is None:
             found = [part.make(cell, progress=display, force=force) for cell in part.cells]

@@ -33,25 +33,25 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "run": Entry("run", RUN, "Quantize, audit and score every cell; write records and tables."),
-    "plan": Entry("plan", RUN, "Show what a run would do, and what it takes. Runs nothing."),
+    "plan": Entry("plan", RUN, "Show what a run would do, its time and memory. Runs nothing."),
     "noise": Entry("run", RUN, "Score unquantized checkpoints in other batches: the noise floor."),
     "analyze": Entry("analyze", RUN, "Measure attention sinks, outliers, sparsity and inputs."),
     "tables": Entry("tables", READ, "Write and show the tables of a results folder."),
     "view": Entry("view", READ, "Show results in a browser, down to one document's tokens."),
     "report": Entry("view", READ, "Write report.html, one file that needs no network."),
-    "show": Entry("show", READ, "Everything about one cell, or what a results folder holds."),
+    "show": Entry("show", READ, "Everything about one cell, one document or a results folder."),
     "export": Entry("show", READ, "Write results in others' formats."),
     "check": Entry("gate", READ, "The CI gate: is any score worse than the baseline's?"),
-    "baseline": Entry("gate", READ, "Make the baseline that `qbench check` holds results to."),
-    "compare": Entry("tables", READ, "What changed between two results of one recipe."),
-    "explain": Entry("show", READ, "Which part of their keys makes two cells different."),
+    "baseline": Entry("gate", READ, "Make the baseline that `qbench check` compares results with."),
+    "compare": Entry("tables", READ, "Show what changed between two results of one recipe."),
+    "explain": Entry("show", READ, "Say which part of their keys makes two cells different."),
     "published": Entry("show", READ, "List or print the papers' tables, or check them."),
     "tokenize": Entry("train", TRAIN, "Turn text into token files for `qbench train`."),
     "train": Entry("train", TRAIN, "Train models alike in all but the normalizer."),
     "convert": Entry("lookup", LOOK_UP, "Write a checkpoint in the other format, bit for bit."),
     "list": Entry("lookup", LOOK_UP, "List quantizers, normalizers, models or tasks."),
     "schema": Entry("lookup", LOOK_UP, "Print the JSON Schema of recipes, for editors."),
-    "cache": Entry("cache", LOOK_UP, "What runs keep for later ones: list it, bound it."),
+    "cache": Entry("cache", LOOK_UP, "List and bound what runs keep for later ones."),
     "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }
 
@@ -137,7 +137,7 @@ def _usage(error: Any, arguments: list[str]) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(error.ctx.get_help(), err=True)
         said = "no command was given"
-    return f"{command}: {said}; `{command} --help` shows what there is"
+    return f"{command}: {said}; `{command} --help` lists what is possible"
 
 
 WORDS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}

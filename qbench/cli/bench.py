@@ -228,15 +228,15 @@ def training(
         str,
         typer.Option(
             metavar="PARTS",
-            help="What is compiled at once: whole (auto), or layers, whose gradients are averaged "
-            "over the GPUs as they come.",
+            help="What is compiled at once: the whole model (auto), or its layers; then gradients "
+            "are averaged over the GPUs layer by layer.",
         ),
     ] = "auto",
     travel: Annotated[
         str,
         typer.Option(
             metavar="DTYPE",
-            help="In what gradients are averaged over the GPUs: float32 or bfloat16.",
+            help="The dtype in which gradients are averaged over the GPUs: float32 or bfloat16.",
         ),
     ] = "float32",
     device: DeviceOption = Device.auto,

@@ -16,7 +16,7 @@ cache = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="What runs keep for later ones: list it, bound it.",
+    help="List and bound what runs keep for later ones.",
 )
 
 
@@ -24,7 +24,10 @@ cache = typer.Typer(
 def list_entries(
     results: Annotated[
         list[Path],
-        typer.Option(metavar="FOLDER", help="Folders whose records say who uses what. Repeatable."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Results folders whose records say which cell uses what. Repeatable.",
+        ),
     ] = [Path("results")],  # noqa: B006
 ) -> None:
     """What is kept, with sizes, ages and who uses it, the least recently used first.
@@ -49,9 +52,14 @@ def list_entries(
 @cache.command()
 def prune(
     max_gib: Annotated[
-        float, typer.Option(min=0, help="What may stay. The least recently used goes first.")
+        float,
+        typer.Option(
+            min=0, help="Keep at most this much. The least recently used is removed first."
+        ),
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
 ) -> None:
     """Remove what nobody has used for longest, and what processes that died have left.
 
@@ -67,7 +75,7 @@ def prune(
     for one in removed:
         typer.echo(f"{word} {one.kind}: {one.about}, {in_words(one.bytes)}")
     for path in leftovers:
-        typer.echo(f"{word} what a process that died had left: {path}")
+        typer.echo(f"{word} files that a dead process left: {path}")
     freed = in_words(sum(one.bytes for one in removed))
     typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed}")
 

@@ -36,20 +36,20 @@ def check(
             metavar="METRIC=NUMBER",
             help="How much worse is tolerable: percentage points for accuracies (acc=1), per cent "
             "for perplexities (perplexity=2) and for what the audit measures (layer_error=10). "
-            "Default for scores: 1 point and 2 per cent, or the least that so many documents "
-            "support. Repeatable.",
+            "Default for scores: 1 point and 2 per cent, or the smallest margin that the documents "
+            "allow. Repeatable.",
         ),
     ] = [],  # noqa: B006
     across: Annotated[
         list[Across],
         typer.Option(
             metavar="weights|normalizer",
-            help="Hold results of other weights, or of another normalizer, to the baseline: a new "
-            "checkpoint of the same model. Repeatable.",
+            help="Compare results of other weights, or of another normalizer, with the baseline: "
+            "a new checkpoint of the same model. Repeatable.",
         ),
     ] = [],  # noqa: B006
     inconclusive: Annotated[
-        Inconclusive, typer.Option(help="What too few documents to tell counts as.")
+        Inconclusive, typer.Option(help="Verdict where there are too few documents to tell.")
     ] = Inconclusive.fails,
     summary: Annotated[Path | None, to_file("Also write Markdown here.")] = None,
     junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,

@@ -24,9 +24,9 @@ COLUMNS = 80
 WIDTH = 22
 ABOUT = {
     "weights": "by its name alone, or as weights: of an entry in parts",
-    "activations": "what linear layers take in, the LM head aside",
+    "activations": "inputs of linear layers, without the LM head",
     "kv": "keys and values that attention reads",
-    "outliers": "changes the model to an equal one that is easier to quantize",
+    "outliers": "changes the model to an equivalent one that is easier to quantize",
     "prune_heads": "attention heads that are cut out",
 }
 EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
@@ -37,7 +37,7 @@ def quantizer_lines() -> list[str]:
     lines = [f"a quantizer of a recipe is a name, or has parts: {EXAMPLE}", ""]
     for kind, about in ABOUT.items():
         lines += [f"{kind}: {about}", *_of(PARTS[kind]), ""]
-    lines.append("combinations: several parts under one name, each of which may be stated anew")
+    lines.append("combinations: several parts under one name; each can be replaced")
     for name in COMBINATIONS:
         one = COMBINATIONS.get(name)
         parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.parts.items())
@@ -146,7 +146,7 @@ def _listing(what: Listing) -> list[str]:
             for one in known
             for line in (f"{one.name:{wide}} {one.description}", f"{'':{wide}}   {one.traits}")
         ]
-        own = "what a model's own class in transformers computes, by its own code"
+        own = "the attention of the model's own class in transformers"
         return [*lines, f"{'native':{wide}} {own}"]
     return quantizer_lines()
 
@@ -177,7 +177,7 @@ def _scoring(row: ModelClass) -> str:
 
 
 def _weights(row: ModelClass) -> str:
-    spared = f"{row.spared} (say ignore: [{row.spared}])" if row.spared else ""
+    spared = f"{row.spared} (set ignore: [{row.spared}])" if row.spared else ""
     not_quantized = ", ".join(filter(None, [row.left_out, spared]))
     return f"{row.weights}; not {not_quantized}" if not_quantized else row.weights
 

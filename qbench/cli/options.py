@@ -58,13 +58,13 @@ RecipeOrOptions = Annotated[
     Path | None,
     typer.Argument(
         metavar="RECIPE",
-        help="A recipe, such as recipes/gptq.yaml. Without one, --checkpoint, --quantizers and "
-        "--tasks say what to run.",
+        help="A recipe, such as recipes/gptq.yaml. Without one, give --checkpoint, --quantizers "
+        "and --tasks.",
     ),
 ]
 Only = Annotated[
     str | None,
-    typer.Option(metavar="PATTERN", help="Only cells like this glob: 'softpick/gptq-*'."),
+    typer.Option(metavar="PATTERN", help="Only cells that match this glob: 'softpick/gptq-*'."),
 ]
 _RESULTS = "Results folder. Default: results/NAME of the recipe."
 Out = Annotated[Path | None, to_folder(_RESULTS)]
@@ -115,8 +115,8 @@ Against = Annotated[
     str | None,
     typer.Option(
         metavar="QUANTIZER",
-        help="Of one checkpoint: compare each other precision with this one. Default: each pair, "
-        "where they are few.",
+        help="With one checkpoint: compare each other precision with this one. Default: each "
+        "pair, if they are few.",
     ),
 ]
 Published = Annotated[
@@ -135,7 +135,7 @@ def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
         last = run_id(store.grid())
         others = ", ".join(name for name in known if name != last)
         typer.echo(
-            f"{folder} holds {len(known)} runs; this is the last one, {last}; {option} takes "
+            f"{folder} holds {len(known)} runs; this is the last one, {last}; {option} shows "
             f"another: {others}",
             err=True,
         )

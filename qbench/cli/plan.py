@@ -94,7 +94,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
 
 def _source(known: Sequence[Estimate]) -> str:
     measured = sum(one.measured for one in known)
-    told = "as earlier records of the same weights did on this hardware"
+    told = "by earlier records of the same weights on this hardware"
     guessed = "by their shapes, within a factor of three"
     if measured == len(known):
         return told
@@ -119,8 +119,8 @@ def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
     dtypes = {cell.quantization.compute_dtype for cell in cells}
     if planned.device == "cpu" and "bfloat16" in dtypes and not fast_bf16():
         lines.append(
-            "this processor has no instructions for bfloat16, which is about ten times slower than "
-            "float32 here; --dtype float32 computes in that"
+            "this processor has no bfloat16 instructions, so bfloat16 is about ten times slower "
+            "than float32 here; --dtype float32 avoids that"
         )
     return lines
 

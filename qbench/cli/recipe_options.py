@@ -45,14 +45,14 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             metavar="NAME=PATH_OR_HUB_ID",
             help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without "
-            "a recipe: the checkpoints, Δ is taken against the first.",
+            "a recipe: the checkpoints, of which the first is the baseline of Δ.",
         ),
     ],
     "quantized": Annotated[
         list[str],
         typer.Option(
             metavar="LABEL=PATH_OR_HUB_ID",
-            help="A checkpoint that is quantized already, as a column beside its original; without "
+            help="A checkpoint that is quantized already, scored beside its original; without "
             "--checkpoint it is scored alone. Repeatable.",
         ),
     ],
@@ -61,13 +61,15 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             metavar="NAMES",
             autocompletion=complete_quantizers,
-            help="These quantizers, by commas: bf16,gptq-4bit. With +, weights and more: "
+            help="These quantizers, separated by commas: bf16,gptq-4bit. With +, weights and more: "
             "gptq-4bit+kv4. With a recipe, its labels keep their settings.",
         ),
     ],
     "tasks": Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="These tasks, by commas, instead of the recipe's."),
+        typer.Option(
+            metavar="NAMES", help="These tasks, separated by commas, instead of the recipe's."
+        ),
     ],
     "definitions": Annotated[
         Path | None,
@@ -89,18 +91,18 @@ OPTIONS: dict[str, Any] = {
     "calibration": Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="JSON Lines with a text field: what calibrated quantizers see."
+            metavar="FILE", help="JSON Lines with a text field, read by quantizers that calibrate."
         ),
     ],
     "calibration_samples": Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Texts that calibrated quantizers see. Default: the recipe's, or 128."
-        ),
+        typer.Option(min=1, help="Number of calibration texts. Default: the recipe's, or 128."),
     ],
     "calibration_length": Annotated[
         int | None,
-        typer.Option(min=8, help="Tokens of each of them. Default: the recipe's, or 2048."),
+        typer.Option(
+            min=8, help="Tokens of each calibration text. Default: the recipe's, or 2048."
+        ),
     ],
     "limit": Annotated[
         int | None, typer.Option(min=1, help="Score the first N documents of each task only.")

@@ -63,7 +63,7 @@ def run(
     out: Out = None,
     device: DeviceOption = Device.auto,
     force: Annotated[
-        bool, typer.Option("--force", help="Run cells again that have a good record.")
+        bool, typer.Option("--force", help="Run cells again that have a finished record.")
     ] = False,
     gpus: Annotated[
         str | None, typer.Option(metavar="all|N", help="GPUs of this host to use. Default: one.")
@@ -80,7 +80,7 @@ def run(
     executor: ExecutorOption = None,
     against: Against = None,
     save_recipe: Annotated[
-        Path | None, to_file("Write what is run as a recipe, with absolute paths.")
+        Path | None, to_file("Write this run as a recipe, with absolute paths.")
     ] = None,
 ) -> None:
     """Quantize, audit and score every cell of a recipe, or of options alone; write records and

@@ -31,7 +31,7 @@ def explain(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The other cell.")],
 ) -> None:
-    """Which part of their keys makes two cells different.
+    """Say which part of their keys makes two cells different.
 
     Examples:
     ```
@@ -51,12 +51,12 @@ def show(
     ],
     document: Annotated[
         int | None,
-        typer.Option(min=0, help="What was asked of this document, by its number, and answered."),
+        typer.Option(min=0, help="Question and answers of the document with this number."),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Of this task only, with --document.")] = None,
+    task: Annotated[str | None, typer.Option(help="With --document: of this task only.")] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(help="With --document: also the text that was asked, made from this recipe."),
+        typer.Option(help="With --document: also the prompt, made from this recipe."),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="The recipe's --data, where the run had one.")
@@ -158,7 +158,7 @@ def published(
         str | None, typer.Argument(metavar="NAME", help="One table; default: a list of all.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="What is wrong with them, and every Δ recomputed.")
+        bool, typer.Option("--check", help="Show their known errors, and recompute every Δ.")
     ] = False,
 ) -> None:
     """List or print the papers' tables, or check that they add up.

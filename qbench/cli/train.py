@@ -32,8 +32,7 @@ def tokenize(
         typer.Argument(
             metavar="TEXT...",
             help="Text to train on: *.jsonl, *.txt (documents separated by a zero byte), both also "
-            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME, where wanted with @REVISION and "
-            "then :CONFIGURATION behind it.",
+            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION].",
         ),
     ],
     out: Annotated[Path, to_folder("The folder to write; it must not exist.")],
@@ -45,8 +44,8 @@ def tokenize(
         typer.Option(
             min=260,
             max=2**22,
-            help="Learn a tokenizer of so many entries from the text (byte-level BPE, digits "
-            "apart), in place of --tokenizer.",
+            help="Instead of --tokenizer: learn one with this many entries from the text "
+            "(byte-level BPE, digits apart).",
         ),
     ] = None,
     field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
@@ -58,12 +57,12 @@ def tokenize(
         typer.Option(
             min=0,
             metavar="TOKENS",
-            help="Documents of so many tokens are not trained on: one in fifty, until they have "
-            "them. A training is watched on these.",
+            help="Tokens to hold out for measuring: one document in fifty, until there are so "
+            "many.",
         ),
     ] = 200_000,
     most_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Stop after about so many tokens to train on.")
+        int | None, typer.Option(min=1, help="Stop after about this many tokens to train on.")
     ] = None,
     without: Annotated[
         Path | None,
@@ -73,7 +72,7 @@ def tokenize(
             "Lines files in this folder, such as those of --data.",
         ),
     ] = None,
-    licences: Annotated[str, typer.Option(help="Of the text: stands in the record.")] = "",
+    licences: Annotated[str, typer.Option(help="Licence of the text, for the record.")] = "",
 ) -> None:
     """Turn text into token files for `qbench train`.
 
@@ -119,18 +118,18 @@ def train(
     ],
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Token files, in place of the recipe's."),
+        typer.Option(metavar="FOLDER", help="Token files, instead of the recipe's."),
     ] = None,
     normalizer: Annotated[
         list[str], typer.Option(help="Train this one alone. Repeatable. Default: the recipe's.")
     ] = [],  # noqa: B006  typer copies it
     seed: Annotated[list[int], typer.Option(help="Train with this seed alone. Repeatable.")] = [],  # noqa: B006
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each run, in place of the recipe's.")
+        int | None, typer.Option(min=1, help="Tokens of each run, instead of the recipe's.")
     ] = None,
     sequences: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences that a device takes at once: less needs less memory."),
+        typer.Option(min=1, help="Sequences that a device takes at once; fewer need less memory."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -145,7 +144,9 @@ def train(
     ] = None,
     stop_after: Annotated[
         int | None,
-        typer.Option(min=1, metavar="STEPS", help="Stop each run after so many steps, this time."),
+        typer.Option(
+            min=1, metavar="STEPS", help="Stop each run after this many steps, this time."
+        ),
     ] = None,
     tracker: Annotated[
         list[str],
@@ -155,8 +156,8 @@ def train(
         Path | None,
         typer.Option(
             metavar="RECIPE",
-            help="When all is trained, run this recipe on the trained checkpoints, which take the "
-            "places of its own; results go to OUT/evaluation.",
+            help="After training, run this recipe on the trained checkpoints instead of its own; "
+            "results go to OUT/evaluation.",
         ),
     ] = None,
     evaluate_data: Annotated[
@@ -251,7 +252,7 @@ def show_trained(recipe: TrainingRecipe, found: Sequence[Training], folder: Path
             )
         typer.echo(line)
     if len(found) < len(runs := recipe.runs()):
-        typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command goes on")
+        typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command continues")
     curves = draw(recipe, folder)
     show_written([folder, *([curves] if curves else [])])
 

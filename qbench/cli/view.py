@@ -38,14 +38,14 @@ def view(
         to_folder("Write the same as a static site here, which needs no server and no network."),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the local server. Default: any free one.")
+        int, typer.Option(min=0, max=65535, help="Port of the local server. Default: any free one.")
     ] = 0,
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
     ] = True,
     recipe: Annotated[
         Path | None,
-        typer.Option(help="Whose documents were scored: their texts are shown, made from it."),
+        typer.Option(help="The recipe of the run: shows the documents' texts."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -117,6 +117,6 @@ def report(
     except OutputError as error:
         if out:
             raise
-        typer.echo(f"not beside the results: {error}", err=True)
+        typer.echo(f"not written beside the results: {error}", err=True)
         out = Path()
     show_written([write_report(Results(store), (out or store.place()) / "report.html")])

@@ -150,7 +150,7 @@ def unlike(
             )
         if seeds and pair[0].normalizer != pair[1].normalizer:
             lines.append(
-                f"{one} and {other} stand for seeds of one kind, and have two normalizers."
+                f"{one} and {other} are listed as seeds of one kind, but have two normalizers."
             )
     return lines
 

@@ -242,7 +242,7 @@ class Comparison:
             status, reason = judge(record)
             if cell.cell in self.elsewhere:
                 run = self.elsewhere[cell.cell]
-                reason = f"not run with these settings; --run {run} has it with others"
+                reason = f"not run with these settings; --run {run} has it with other settings"
             if status != "ok":
                 lines.append(f"{cell.cell}: {status}: {reason}")
             elif record.audit is None and cell.quantized:

@@ -278,7 +278,7 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
 
 def _near(name: str, definitions: Path | None) -> str:
     near = difflib.get_close_matches(name, task_names(definitions), n=3)
-    return f"; near it: {', '.join(near)}" if near else "; `qbench list tasks` names them"
+    return f"; similar: {', '.join(near)}" if near else "; `qbench list tasks` names them"
 
 
 @functools.cache

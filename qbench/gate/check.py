@@ -232,9 +232,9 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
 
 def _too_few(documents: int, needed: int | None, supported: float | None, *, given: bool) -> str:
     told = (
-        f"too few documents to tell: about {needed} would, at this difference"
+        f"too few documents to tell: about {needed} are needed at this difference"
         if needed
-        else "exactly at the margin: no number of documents tells"
+        else "exactly at the margin: no number of documents can tell"
     )
     offer = f"; {documents} support a margin of {supported:g}" if given and supported else ""
     return told + offer

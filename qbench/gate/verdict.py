@@ -50,7 +50,7 @@ def as_markdown(verdict: Verdict) -> str:
         "",
         "- Worse by: in percentage points for accuracies, in per cent for perplexities and the "
         "audit; at most: its one-sided 95 % bound, paired by document.",
-        "- Margin: * what so many documents support, since no margin was given.",
+        "- Margin: * the smallest that the documents allow, since no margin was given.",
         *(f"- {for_markdown(note)}" for note in verdict.notes),
     ]
     return "\n".join(lines) + "\n"

@@ -45,8 +45,8 @@ Percentile = Annotated[
     Field(
         ge=50,
         le=100,
-        description="per cent of the values on calibration text that the range holds, what is "
-        "beyond is clipped; 100: from the smallest to the largest",
+        description="per cent of the values on calibration text that the range holds, others are "
+        "clipped; 100: from the smallest to the largest",
     ),
 ]
 
@@ -293,8 +293,8 @@ class Nvfp4(FakeQuantized):
     tensor_scale: Annotated[
         Literal["static", "dynamic", "none"],
         Field(
-            description="the layer's scale: static, from calibration text; dynamic, from all that "
-            "it takes in at once, so that scores depend on batch-mates; none, which is 1"
+            description="the layer's scale: static, from calibration text; dynamic, from its "
+            "whole input at once, so scores depend on the batch; none: 1"
         ),
     ] = "static"
 
@@ -320,7 +320,7 @@ def _register(name: str, kind: type[FakeQuantized], line: str, **fixed: Any) -> 
 
 KINDS: tuple[tuple[type[Multipliable], str], ...] = (
     (PerToken, "one scale a token, from its own values"),
-    (PerTensor, "one scale a batch; scores depend on batch-mates"),
+    (PerTensor, "one scale a batch; scores depend on the batch"),
     (Static, "one scale a layer, fixed on calibration text"),
 )
 for _bits in (8, 6, 4):

@@ -202,7 +202,7 @@ class WeightSettings(Settings):
             fitting = [n for n in (8, 16, 32, 64, 128, 256) if features % n == 0]
             offer = f"choose {' or '.join(map(str, fitting))}"
             if not fitting:
-                offer = f"no usual size divides it: say ignore: [{layer.rpartition('.')[2]}]"
+                offer = f"no usual size divides it: set ignore: [{layer.rpartition('.')[2]}]"
             raise QuantizationError(
                 f"{self.name}: {layer} has {features} {what}, which group_size {size} does not "
                 "divide; "

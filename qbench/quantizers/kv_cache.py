@@ -46,7 +46,7 @@ class KVCache(KVCacheSettings):
     ] = 0
     keep_recent: Annotated[
         Tokens,
-        Field(description="latest tokens, the query's own among them, that are unquantized still"),
+        Field(description="latest tokens, with the query's own, that are not quantized yet"),
     ] = 0
     scale_dtype: Annotated[
         Literal["float16", "float32"],
@@ -234,7 +234,7 @@ for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float"
     for _kind, _line in (
         (ByToken, "a scale for each head and token"),
         (ByChannel, "keys along channels in groups of tokens, values along tokens (KIVI)"),
-        (ByTensor, "one scale a layer, batch-mates mixed"),
+        (ByTensor, "one scale a layer; scores depend on the batch"),
     ):
         _name = "fp8" if _type == "float" else f"int{_bits}"
         if _name != "fp8" or _kind is not ByChannel:

@@ -32,7 +32,8 @@ class LmEvalModel(WeightSettings):
         Field(default_factory=dict)
     )
     bits: Annotated[
-        float, Field(ge=1, le=32, description="of a weight, as tables show it; nobody counts them")
+        float,
+        Field(ge=1, le=32, description="of a weight, as tables show it; not counted by qbench"),
     ] = UNQUANTIZED_BITS
 
     @property

@@ -68,7 +68,7 @@ class SmoothQuant(TransformSettings):
         Field(
             ge=0,
             le=1,
-            description="how much of the difficulty moves to the weights: 0 none, 1 all",
+            description="how much of the outliers moves to the weights: 0 none, 1 all",
         ),
     ] = 0.5
     layers: Annotated[
@@ -209,8 +209,8 @@ TRANSFORMS.register(
     backend="qbench.quantizers.rotation",
 )
 for _name, _kind, _line in (
-    ("dormant", Dormant, "heads that give about nothing on the calibration text"),
-    ("weakest", Weakest, "a share of all heads, those that give least on that text"),
+    ("dormant", Dormant, "heads with nearly no output on the calibration text"),
+    ("weakest", Weakest, "a share of all heads, those with the least output on that text"),
 ):
     PRUNINGS.register(_name, _kind, _line, backend="qbench.quantizers.head_pruning")
 

@@ -177,7 +177,7 @@ class Gptq(WeightSettings):
     title: ClassVar[str] = "GPTQ"
     needs_calibration = True
     gone: ClassVar[dict[str, str]] = {
-        "backend": "there is one way now, which gives gptqmodel's results; leave it out"
+        "backend": "there is only one way now, with gptqmodel's results; leave it out"
     }
 
     num_bits: Literal[2, 3, 4, 8]
@@ -191,8 +191,8 @@ class Gptq(WeightSettings):
     group_aware: Annotated[
         bool,
         Field(
-            description="that order within groups and among groups alone (GPTQModel's); "
-            "not with desc_act"
+            description="that order, but only within groups and among groups (GPTQModel's); not "
+            "with desc_act"
         ),
     ] = False
     damp: Annotated[
@@ -202,8 +202,8 @@ class Gptq(WeightSettings):
     true_sequential: Annotated[
         bool,
         Field(
-            description="inside a block, each layer sees inputs that earlier layers' quantization "
-            "has changed"
+            description="inside a block, each layer sees inputs changed by the quantization of "
+            "earlier layers"
         ),
     ] = True
     batch_size: Annotated[
@@ -293,7 +293,7 @@ for _bits, _kind, _line in (
 for _kind, _line in (
     (Gptq, "GPTQ, {} bits, calibrated"),
     (Hqq, "half-quadratic quantization, {} bits, no calibration"),
-    (Rtn, "round to nearest in groups, {} bits: the yardstick"),
+    (Rtn, "round to nearest in groups, {} bits: the simplest method"),
 ):
     for _bits in (2, 3, 4, 8):
         register(
@@ -304,8 +304,8 @@ for _kind, _line in (
             num_bits=_bits,
         )
 for _name, _scaled, _per, _line in (
-    ("int8-row", Int8Weights, "row", "int8, a scale a row: what int8 products take"),
-    ("fp8-row", Fp8Weights, "row", "fp8 e4m3, a scale a row: what fp8 products take"),
+    ("int8-row", Int8Weights, "row", "int8, a scale a row, for int8 products"),
+    ("fp8-row", Fp8Weights, "row", "fp8 e4m3, a scale a row, for fp8 products"),
     ("fp8-tensor", Fp8Weights, "tensor", "fp8 e4m3, one scale a matrix, for fp8 products"),
 ):
     register(_name, _scaled, _line, backend="qbench.quantizers.scaled_mm", num_bits=8, per=_per)

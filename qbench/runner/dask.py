@@ -233,7 +233,7 @@ def require_fit(worker: str, host: Host, wanted: Host) -> None:
     elif host.threads != 1:
         problem = f"has {host.threads} threads; start it with --nthreads 1"
     elif host.code != wanted.code:
-        problem = "has another qbench than this host; install the same on both"
+        problem = "has a different qbench from this host; install the same on both"
     elif other:
         problem = f"has {other[0]} {host.versions.get(other[0])}, this host "
         problem += f"{wanted.versions[other[0]]}; install the same on both"

@@ -173,7 +173,7 @@ class _Grid:
         while left:
             died = [cell for cell in left if cell.name in self.died][:1]
             for cell in died:
-                heard.log(f"{cell.name}: its process died; once more, alone", "bold red")
+                heard.log(f"{cell.name}: its process died; it runs once more, alone", "bold red")
             batch = died or left
             rest = [cell for cell in left if cell not in batch]
             left = rest + self._side_by_side(batch, executor, heard, busy_waits=True)
@@ -261,7 +261,7 @@ def run_cell(
             progress.end(cell.name)
             return record
     except Timeout:
-        progress.log(f"{cell.name}: another run is at work on it; later")
+        progress.log(f"{cell.name}: another run computes it; it comes later")
         return None
 
 
@@ -343,7 +343,7 @@ def _refused(
                     store.get(one)
         except NewerSchemaError as error:
             found[cell.name] = failed(cell, plan, str(error))
-            progress.log(f"{cell.name}: left alone: {error}", "bold red")
+            progress.log(f"{cell.name}: not changed: {error}", "bold red")
         except ResultsError:
             pass  # damaged or older: made again
     return found
@@ -371,8 +371,8 @@ def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
         other = False
     if other:
         progress.log(
-            f"{store.directory} held results of other settings or versions; they stay, and "
-            f"`qbench tables {store.directory} --run {earlier}` shows them"
+            f"{store.directory} held results of other settings or versions; they stay: `qbench "
+            f"tables {store.directory} --run {earlier}` shows them"
         )
     store.put_grid(plan.grid)
 
@@ -393,7 +393,7 @@ def _without_distributions(
             continue
         again.add(cell.name)
         if settled(store.whole(cell.grid_cell), cell):
-            progress.log(f"{cell.name}: made again for {needed[cell.key]}: {why}")
+            progress.log(f"{cell.name}: made again, since {needed[cell.key]} needs it: {why}")
     return again
 
 

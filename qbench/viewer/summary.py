@@ -85,7 +85,7 @@ def summary(comparison: Comparison) -> list[str]:
     problems = comparison.problems()
     if problems:
         cells = len(comparison.grid.cells)
-        sentences.append(f"{len(problems)} of {cells} cells have no sound score: see below.")
+        sentences.append(f"{len(problems)} of {cells} cells have no valid score: see below.")
     return sentences
 
 

@@ -165,7 +165,7 @@ def test_masks_that_do_not_say_where_sequences_begin_are_refused():
     parts = draw()
     dense = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
     assert_equal(attend("int8", *parts, dense), attend("int8", *parts))
-    with pytest.raises(UnavailableError, match="a 4-D mask does not say"):
+    with pytest.raises(UnavailableError, match="a 4-D mask does not show"):
         attend("kivi", *parts, dense)
     holes = torch.ones(1, T, dtype=torch.long)
     holes[0, 4] = 0

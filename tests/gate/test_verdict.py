@@ -72,7 +72,7 @@ def test_a_default_margin_is_marked_and_the_mark_explained(good, standard):
     text = verdict.as_markdown(result)
     assert re.search(r"\| +9 \|", text)
     assert re.search(r"\d\* \|", text)
-    assert "* what so many documents support" in text
+    assert "* the smallest that the documents allow" in text
     given = dataclasses.replace(next(g for g in result.gates if g.change), given=True)
     assert (
         "*" not in verdict.as_markdown(dataclasses.replace(result, gates=(given,))).split("\n-")[0]

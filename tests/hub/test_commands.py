@@ -101,7 +101,7 @@ def test_data_that_the_hub_refuses_is_one_line(hub, qbench, small, fault, words)
     line = qbench("run", small, "--device", "cpu").line
     assert line.startswith(f"sciq: the hub did not give the data set {SCIQ}: ")
     assert words in line
-    assert "say --data DIR" in line
+    assert "add --data DIR" in line
 
 
 @pytest.mark.parametrize(

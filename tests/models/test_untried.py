@@ -22,9 +22,9 @@ from qbench.errors import UnavailableError
         ("diffllama", None),
         ("doge", None),
         ("vaultgemma", None),
-        ("openai-gpt", "nobody tried this class"),
+        ("openai-gpt", "this class was not tried"),
         ("xlstm", "its class computes attention itself"),
-        ("of-a-later-transformers", "nobody tried this class"),
+        ("of-a-later-transformers", "this class was not tried"),
     ],
 )
 def test_it_is_taken_for_what_the_source_of_transformers_says(kind, native):

@@ -89,7 +89,7 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
         ("gptq-4bit", {"symmetric": "no"}, ["symmetric must be true or false, not 'no'"]),
         ("gptq-4bit", {"damp": 0.0}, ["damp", "between 0 and 1", "not 0.0"]),
         ("gptq-4bit", {"damp": float("nan")}, ["damp", "nan"]),
-        ("gptq-4bit", {"backend": "gptqmodel"}, ["gptq-4bit: backend: there is one way now"]),
+        ("gptq-4bit", {"backend": "gptqmodel"}, ["gptq-4bit: backend: there is only one way now"]),
         ("gptq-4bit", {"desc_act": True, "group_aware": True}, ["desc_act", "group_aware"]),
         ("gptq-4bit", {"group_size": -1, "group_aware": True}, ["set a group_size"]),
         ("bnb-4bit", {"quant_type": "nf3"}, ["quant_type must be nf4 or fp4, not 'nf3'"]),

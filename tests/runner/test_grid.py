@@ -149,7 +149,7 @@ def test_a_cell_that_dies_once_is_tried_again_alone(tmp_path):
     """It may have been another one that took all the memory."""
     records, shown, _ = run_quickly(tmp_path, workers(), {"softmax/fp32"}, times=1)
     assert {record.status for record in records.values()} == {"ok"}
-    assert shown.count("softmax/fp32: its process died; once more, alone") == 1
+    assert shown.count("softmax/fp32: its process died; it runs once more, alone") == 1
 
 
 def test_a_good_record_is_never_replaced_by_one_of_a_killed_process(tmp_path):

@@ -194,7 +194,7 @@ def test_the_report_of_a_read_only_folder_is_written_here(folder, tmp_path, caps
     assert qbench("report", folder) == 0
     assert (tmp_path / "report.html").is_file()
     told = capsys.readouterr().err
-    assert told.startswith(f"not beside the results: {folder}: cannot be written to (Read-only")
+    assert told.startswith(f"not written beside the results: {folder}: cannot be written to (Read")
     assert told.endswith("written: report.html\n")
     with pytest.raises(OutputError):
         qbench("report", folder, "--out", tmp_path)

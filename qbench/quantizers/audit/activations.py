@@ -56,16 +56,18 @@ def measure_inputs(
     part = config.precision.activations
     about = evidence_of(quantized, config).activations
     if part is None:
-        return None, [f"{name}: its input is quantized, unasked" for name in list(about)[:3]]
+        return None, [
+            f"{name}: its input is quantized, but should not be" for name in list(about)[:3]
+        ]
     if not about and config.activations is None:
         return None, []
     ignored = matching(wanted, config.activations.ignore if config.activations else ())
     problems = [
-        f"{name}: its input is not quantized; say ignore beside the activations to allow it"
+        f"{name}: its input is not quantized; add ignore to the activations to allow it"
         for name in wanted
         if name not in about and name not in ignored
     ]
-    problems += [f"{n}: its input is quantized, unasked" for n in about if n in ignored]
+    problems += [f"{n}: its input is quantized, but should not be" for n in about if n in ignored]
     sums = _watch(quantized, about, config, probe)
     measured = {name: one for name, one in sums.items() if one.count}
     if about and not measured:

@@ -73,13 +73,13 @@ def _independence(
     problems = []
     if not future <= allow_future and config.causal:
         problems.append(
-            f"changing the last token moves earlier logits by {future:.2g} (rounding: "
+            f"changing the last token changes earlier logits by {future:.2g} (rounding: "
             f"{allow_future:.2g}): the settings do not declare that tokens see the future"
         )
     if not mates <= allow_mates and config.batch_invariant:
         problems.append(
-            f"changing the rest of a batch moves a row's logits by {mates:.2g} (rounding: "
-            f"{allow_mates:.2g}): the settings do not declare that scores depend on batch-mates"
+            f"changing the rest of a batch changes a row's logits by {mates:.2g} (rounding: "
+            f"{allow_mates:.2g}): the settings do not declare that scores depend on the batch"
         )
     return causality, batch_mates, problems
 

@@ -35,9 +35,7 @@ def measure_kv(
     it, a line each. None where the cache is not to be quantized."""
     found = evidence_of(quantized, config).kv_cache
     if config.precision.kv_cache is None:
-        return None, [
-            f"{name}: its KV cache is quantized, which nobody asked for" for name in found
-        ]
+        return None, [f"{name}: its KV cache is quantized, but should not be" for name in found]
     problems = [
         f"{name}: its KV cache is not quantized"
         for name in attention_modules(quantized)
@@ -58,7 +56,7 @@ def measure_kv(
         modules.append(module)
         problems += wrong
     if not modules:
-        return None, problems or ["the KV cache is to be quantized, and no attention has one"]
+        return None, problems or ["the KV cache should be quantized, but no attention has one"]
     return _summary(modules, consumed, found, quantized), problems
 
 
@@ -115,7 +113,7 @@ def _module(
         if not math.isfinite(one["error"]):
             problems.append(f"{name}: {what} are not finite")
         elif one["error"] == 0:
-            problems.append(f"{name}: {what} are read as they are: nothing was quantized")
+            problems.append(f"{name}: {what} are read unchanged: nothing was quantized")
         if one["clipped"] > CLIPPED:
             problems.append(
                 f"{name}: {one['clipped']:.1%} of the {what} lie farther from their values than "

@@ -36,8 +36,8 @@ def measure_transform(
     most, problems = MOST[next(original.parameters()).dtype], []
     if not off <= most:
         problems.append(
-            f"the transform moved the unquantized model's logits by {off:.2g} of their norm; "
-            f"it should change nothing, and rounding gives less than {most:g}"
+            f"the transform moved the unquantized model's logits by {off:.2g} of their norm; it "
+            f"should change nothing beyond rounding, which is less than {most:g}"
         )
     return off, problems + _others(original, quantized)
 

@@ -108,7 +108,7 @@ def _uncovered(
     if _size(others) > SPARE * weights:
         problems.append(
             f"not quantized: {_some(others)}, {_size(others) / weights:.1%} of all weights; "
-            f"{config.method} takes linear layers only: say ignore: "
+            f"{config.method} takes linear layers only: set ignore: "
             f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
         )
     return problems
