@@ -182,7 +182,7 @@ def _to_fla(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
         "pad_token_id": config.pad_token_id,
         "qk_norm": kind == "qwen3",
         "qkv_bias": biased,
-        "rope_theta": _rope(config)["rope_theta"],
+        "rope_theta": config.rope_parameters["rope_theta"],
         "tie_word_embeddings": config.tie_word_embeddings,
         "vocab_size": config.vocab_size,
         "window_size": window,
@@ -192,7 +192,7 @@ def _to_fla(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
 def _require_same(config: Any, tensors: Tensors, odd_window: bool) -> None:
     """Raise CheckpointError for what flash-linear-attention's attention does not compute."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = _rope(config)
+    rope = config.rope_parameters
     biases = [t for n, t in tensors.items() if n.endswith("o_proj.bias")]
     problems = {
         "hidden_act": config.hidden_act not in ("silu", "swish"),
@@ -211,10 +211,6 @@ def _require_same(config: Any, tensors: Tensors, odd_window: bool) -> None:
                 f"{name} {getattr(config, name, None)!r:.60}: flash-linear-attention's transformer "
                 "does not have that"
             )
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    return dict(config.rope_parameters)
 
 
 def _window(config: Any) -> int | None:

@@ -168,20 +168,17 @@ def _kind(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def llama_name(name: str) -> str:
     """The Llama name of a tensor; names that the two share come back as they are."""
-    for pattern, replacement in KEY_MAPPING:
-        name, changed = re.subn(pattern, replacement, name)
-        if changed:
-            break
-    return name
+    return _renamed(name, KEY_MAPPING)
 
 
 def own_name(name: str) -> str:
     """The inverse of :func:`llama_name`."""
-    for theirs, ours in KEY_MAPPING_BACK:
-        name, changed = re.subn(theirs, ours, name)
-        if changed:
-            break
-    return name
+    return _renamed(name, KEY_MAPPING_BACK)
+
+
+def _renamed(name: str, mapping: tuple[tuple[str, str], ...]) -> str:
+    found = (re.subn(old, new, name) for old, new in mapping)
+    return next((renamed for renamed, changed in found if changed), name)
 
 
 def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:

@@ -256,7 +256,7 @@ def model_support(config: Mapping[str, Any]) -> ModelSupport:
     elif mode == "fast" and (reason := unlike_a_pack(stated)):
         mode, slower = "exact", reason
     return ModelSupport(
-        name=row.name if row else class_name(kind) or kind,
+        name=row.name if row else class_names().get(kind, kind),
         native=native,
         own=own,
         scoring=mode,
@@ -317,11 +317,6 @@ def class_names() -> dict[str, str]:
     return dict(re.findall(r'\("([\w.-]+)", "(\w+)"\)', table))
 
 
-def class_name(kind: str) -> str | None:
-    """The class of transformers for this ``model_type``; None where it has no causal model."""
-    return class_names().get(kind)
-
-
 def _after_head(config: Mapping[str, Any]) -> str | None:
     for name, neutral in AFTER_HEAD.items():
         if name in config and config[name] not in neutral:
@@ -351,7 +346,7 @@ def moving_rope(config: Mapping[str, Any]) -> str | None:
 @functools.cache
 def _by_source(kind: str) -> tuple[str | None, Own]:
     """Whether a class takes its attention from AttentionInterface, and what its own is."""
-    name = class_name(kind)
+    name = class_names().get(kind)
     source = _source(kind, name) if name else None
     if source is None:
         return "this class was not tried", "eager"

@@ -88,21 +88,18 @@ def read_definition(path: Path) -> Definition:
 def definition_file(name: str, definitions: Path | None) -> Path:
     """The YAML file that defines the leaf task ``name``: one of ``definitions``, a folder, before
     lm-eval's. Raises RecipeError where none does."""
-    for folder in (definitions, lm_eval_tasks()):
-        if folder is not None and (path := _file_with("task", name, folder)) is not None:
-            return path
+    if (path := _found("task", name, definitions)) is not None:
+        return path
     raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
 
 
 def expand(name: str, definitions: Path | None) -> list[str]:
     """The leaf tasks that ``name`` stands for: itself, or the members of a group or tag."""
-    folders = [folder for folder in (definitions, lm_eval_tasks()) if folder is not None]
-    if any(_file_with("task", name, folder) for folder in folders):
+    if _found("task", name, definitions) is not None:
         return [name]
-    for folder in folders:
-        if (path := _file_with("group", name, folder)) is not None:
-            return _members(name, read_definition(path).config, definitions)
-    if tagged := _tagged(name, folders):
+    if (path := _found("group", name, definitions)) is not None:
+        return _members(name, read_definition(path).config, definitions)
+    if tagged := _tagged(name, _folders(definitions)):
         return tagged
     raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
 
@@ -130,11 +127,8 @@ class TaskGroup:
 def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
     """What ``name`` stands for in groups: itself and those within it, where lm-eval gives them a
     score of their own (``aggregate_metric_list``)."""
-    folders = [folder for folder in (definitions, lm_eval_tasks()) if folder is not None]
-    if any(_file_with("task", name, folder) for folder in folders):
-        return []
-    path = next((p for folder in folders if (p := _file_with("group", name, folder))), None)
-    if path is None:
+    path = _found("group", name, definitions)
+    if path is None or _found("task", name, definitions) is not None:
         return []
     config = read_definition(path).config
     stated = config.get("aggregate_metric_list") or []
@@ -166,7 +160,7 @@ def _group_metric(stated: dict[str, Any]) -> GroupMetric:
 
 def task_names(definitions: Path | None = None) -> list[str]:
     """Names of all leaf tasks that lm-eval and ``definitions`` define, sorted."""
-    folders = [lm_eval_tasks(), *([definitions] if definitions else [])]
+    folders = _folders(definitions)
     return sorted({n for folder in folders for kind, n in _index(folder) if kind == "task"})
 
 
@@ -214,6 +208,16 @@ def _functions(value: Any) -> Iterator[Function]:
 
 def _written(value: Any) -> str:
     return f"!function {value.name}" if isinstance(value, Function) else str(value)
+
+
+def _folders(definitions: Path | None) -> list[Path]:
+    """The user's own, which come first, and lm-eval's."""
+    return [lm_eval_tasks()] if definitions is None else [definitions, lm_eval_tasks()]
+
+
+def _found(kind: str, name: str, definitions: Path | None) -> Path | None:
+    folders = _folders(definitions)
+    return next((path for one in folders if (path := _file_with(kind, name, one))), None)
 
 
 def _file_with(kind: str, name: str, folder: Path) -> Path | None:

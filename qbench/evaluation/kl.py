@@ -298,7 +298,8 @@ class KLObserver:
         rows = scored.row[order]
         _, firsts = np.unique(rows, return_index=True)  # one token of each row: all have its input
         assert len(firsts) == len(hidden)
-        before = self._states(measured.task, origin[order][firsts], hidden.device)
+        kept = measured.task.states[torch.from_numpy(origin[order][firsts])]
+        before = to_device(kept, hidden.device)
         logits_of = projection.of(self._head, before)
         entries = to_device(np.stack((rows, indexes[order], scored.token[order])), hidden.device)
 
@@ -334,16 +335,6 @@ class KLObserver:
     def _head(self, states: Tensor) -> Tensor:
         assert self._weight is not None
         return functional.linear(states, self._weight, self._bias)
-
-    def _states(self, task: TaskHiddenStates, origin: np.ndarray, device: torch.device) -> Tensor:
-        """Kept states [R, H], copied beside the device's work."""
-        index = torch.from_numpy(origin)
-        if device.type != "cuda":
-            return task.states[index]
-        shape = (len(index), task.states.shape[1])
-        states = torch.empty(shape, dtype=task.states.dtype, pin_memory=True)
-        torch.index_select(task.states, 0, index, out=states)
-        return states.to(device, non_blocking=True)
 
 
 def _compare(

@@ -12,12 +12,10 @@ from qbench.checkpoints.find import file_names
 from qbench.errors import CheckpointError
 
 READ = [
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/tools.jinja", "vocab.json", "vocab.txt", "merges.txt",
-    "spiece.model", "sentencepiece.bpe.model", "tokenizer.4.0.0.json", "qwen.tiktoken",
+    "generation_config.json", "tokenizer.json", "chat_template.jinja",
+    "additional_chat_templates/tools.jinja", "vocab.txt", "spiece.model",
 ]  # fmt: skip
-NOT_READ = ["README.md", "training.json", "trainer_state.json", "optimizer.pt", "LICENSE.txt"]
+NOT_READ = ["README.md", "training.json", "optimizer.pt"]
 
 
 def digest_with(folder: Path, name: str, content: str) -> str:

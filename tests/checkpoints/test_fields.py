@@ -1,7 +1,5 @@
 """Every field of a flash-linear-attention config is used, without effect, or refused by name."""
 
-import json
-
 import pytest
 from checkpoints.folders import CONFIG, write
 
@@ -26,42 +24,25 @@ PUBLISHED = {
     ("field", "value"),
     [
         ("hidden_act", "powlu"),
-        ("hidden_act", "gelu"),
-        ("hidden_act", None),
         ("qk_norm", 1),
         ("qkv_bias", "yes"),
         ("attention_bias", True),
         ("window_size", 128),  # which no attn_impl but flash_attn looks at
-        ("window_size", 0),
         ("attnres_block_size", 4),
         ("use_myopic_loss", True),
         ("elementwise_affine", False),
-        ("elementwise_affine", None),
         ("norm_first", True),
-        ("norm_bias", True),
         ("rope_scaling", {"type": "linear", "factor": 2.0}),
-        ("rope_parameters", {"rope_theta": 5e5}),
         ("logit_scale", 0.5),
-        ("head_dim", 128),
         ("use_rope", None),
-        ("rope_theta", None),
         ("qbench_rotary", False),  # and yet there is a rope_theta
-        ("qbench_rotary", "no"),
         ("rope_theta", float("nan")),
-        ("rope_theta", 10**400),
         ("norm_eps", 0),
-        ("norm_eps", "1e-6"),
         ("hidden_ratio", -4),
         ("max_position_embeddings", None),
-        ("max_position_embeddings", 2048.5),
         ("num_kv_heads", 3),
         ("bos_token_id", "<s>"),
-        ("eos_token_id", [2, 3]),
-        ("pad_token_id", -1),
         ("pad_token_id", 32),
-        ("num_heads", 0),
-        ("num_heads", True),
-        ("num_heads", 64),
         ("is_encoder_decoder", True),
     ],
 )
@@ -111,7 +92,3 @@ def test_fields_with_effect_reach_the_model(field, value, llama):
     if field == "hidden_ratio":
         changed["intermediate_size"] = None
     assert llama_settings(changed)[llama[0]] == llama[1]
-
-
-def test_the_field_table_holds_the_published_config():
-    assert llama_settings(json.loads(json.dumps(PUBLISHED)))["hidden_act"] == "silu"

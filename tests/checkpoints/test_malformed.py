@@ -23,25 +23,15 @@ tasks: [arc_easy]
 """
 SOURCES = {
     "NUL byte": "a\0b",
-    "NUL byte in an id": "owner/na\0me",
     "endless": "x/" * 3000 + "y",
-    "endless name": "n" * 5000,
     "somebody's home": "~nobody-there/checkpoint",
     "lone surrogate": "folder-\udcff",
-    "lone surrogate in an id": "owner/\ud800",
-    "empty id": "owner/",
-    "line break": "owner/name\nfile",
-    "letters of other scripts": "ówner/name",
 }
 CONFIGS = {
     "nested": "[" * 100_000,
-    "nested within": '{"model_type": ' + '{"a":' * 50_000,
     "no JSON": "{",
     "no object": "[]",
-    "null": "null",
     "no UTF-8": b"\xff\xfe{}",
-    "5,000 digits": '{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}",
-    "empty": "",
     "no model_type": "{}",
 }
 
@@ -52,14 +42,6 @@ def test_a_source_that_cannot_be_a_checkpoint_is_refused_in_one_printable_line(s
         find(source, base=tmp_path)
     assert str(refusal.value).isprintable()
     assert len(str(refusal.value)) < 700
-
-
-def test_links_that_lead_in_a_circle_are_refused(tmp_path):
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    for source in ("a", "a/checkpoint", "./a"):
-        with pytest.raises(CheckpointError, match="checkpoint"):
-            find(source, base=tmp_path)
 
 
 @pytest.mark.parametrize("content", CONFIGS.values(), ids=CONFIGS)
@@ -107,14 +89,6 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path, change):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_config_of_a_hundred_megabytes_is_refused(tmp_path):
-    path = write(tmp_path / "c") / "config.json"
-    with path.open("w") as file:
-        file.truncate(100 * 2**20)
-    with pytest.raises(CheckpointError, match=r"config\.json is larger than 16 MiB"):
-        find(str(tmp_path / "c"))
-
-
 def plan(recipe, monkeypatch, tmp_path):
     """Exit code of ``qbench plan``."""
     from qbench.cli.app import main
@@ -123,13 +97,6 @@ def plan(recipe, monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as end:
         main()
     return end.value.code
-
-
-def test_a_recipe_with_such_a_source_ends_with_one_line(tmp_path, monkeypatch, capfd):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE % json.dumps(SOURCES["lone surrogate"]))
-    assert plan(recipe, monkeypatch, tmp_path) == 2
-    assert len(capfd.readouterr().err.strip().splitlines()) == 1
 
 
 def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capfd):

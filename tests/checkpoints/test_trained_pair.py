@@ -17,7 +17,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(("normalizer", "expected"), [("softmax", 37.467), ("softpick", 36.494)])
+@pytest.mark.parametrize(
+    ("normalizer", "expected"),
+    [
+        pytest.param("softmax", 37.467, marks=pytest.mark.slow),
+        ("softpick", 36.494),
+    ],
+)
 def test_perplexity_is_that_of_an_independent_implementation(normalizer, expected):
     checkpoint = find(str(SHARED / "checkpoints" / f"{normalizer}-27M"))
     assert checkpoint.normalizer == normalizer

@@ -118,51 +118,28 @@ def test_masks_that_old_files_carry_along_are_no_weights(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"nonsense",
         struct.pack("<Q", 2**60) + b"{}",
-        struct.pack("<Q", 2**63 + 1) + b"{}",
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 2) + b"{}" + b"left over",
-        struct.pack("<Q", 100_000) + b"[" * 100_000,
         (lambda h: struct.pack("<Q", len(h)) + h)(json.dumps({"a": HEADER}).encode()),
         (lambda h: struct.pack("<Q", len(h)) + h + b"1234")(
             json.dumps({"a": {**HEADER, "shape": [2**40, 2**40]}}).encode()
         ),
-        (lambda h: struct.pack("<Q", len(h)) + h + b"1234")(
-            json.dumps({"a": {**HEADER, "dtype": "F31"}}).encode()
-        ),
         pickle.dumps({"a": 1}),
     ],
-    ids=["empty", "text", "long header", "longer", "list", "uncovered", "nested", "cut short",
-         "overflow", "unknown dtype", "pickle"],
-)  # fmt: skip
+    ids=["text", "long header", "cut short", "overflow", "pickle"],
+)
 def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
     (write(tmp_path / "c") / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
         find(str(tmp_path / "c"))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (name, kind)
-        for name in ("model.safetensors", "config.json", "generation_config.json")
-        for kind in ("pipe", "folder", "loop", "dangling")
-        # a broken link to a file that need not be there counts as absent
-        if name != "generation_config.json" or kind in ("pipe", "folder")
-    ],
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
 @pytest.mark.timeout(20)
-def test_what_is_no_regular_file_is_not_opened(tmp_path, name, kind):
+def test_what_is_no_regular_file_is_not_opened(tmp_path, name):
     path = write(tmp_path / "c") / name
     path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(path if kind == "loop" else tmp_path / "nowhere")
+    os.mkfifo(path)
     with pytest.raises(CheckpointError, match=rf"{name} is not a regular file|no config\.json"):
         find(str(tmp_path / "c"))
 

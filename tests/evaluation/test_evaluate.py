@@ -166,7 +166,10 @@ def assert_same(found, results, name):
             assert rows["log_likelihood"].tolist() == numbers
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "first_shots")) for name in TASKS],
+)
 def test_a_task_gives_what_simple_evaluate_gives_to_the_bit(folder, name):
     chosen = settings("exact", max_length=200, limit=6)
     model, task = scorer(llama(), "exact", max_length=200), loaded(folder, name)
@@ -186,8 +189,15 @@ USER_ALONE = CHAT.replace(
 )
 
 
-@pytest.mark.parametrize("name", ["five_shot", "page", "sums"])
-@pytest.mark.parametrize(("multiturn", "system"), [(True, "Answer briefly."), (False, None)])
+@pytest.mark.parametrize(
+    ("name", "multiturn", "system"),
+    [
+        ("five_shot", True, "Answer briefly."),
+        ("five_shot", False, None),
+        pytest.param("page", True, "Answer briefly.", marks=pytest.mark.slow),
+        pytest.param("sums", True, "Answer briefly.", marks=pytest.mark.slow),
+    ],
+)
 def test_conversations_are_those_of_simple_evaluate_to_the_bit(folder, name, multiturn, system):
     asked = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn,
              "system_instruction": system}  # fmt: skip
@@ -238,7 +248,7 @@ def test_groups_are_scored_as_by_simple_evaluate(folder):
     assert {g.group for g in group_scores(groups, kept)} == {"both"}  # never of other tasks
 
 
-@pytest.mark.parametrize("name", ["five_shot", "coded", "shuffled"])
+@pytest.mark.parametrize("name", ["five_shot", "coded"])
 def test_seeds_are_counted_from_lm_evals(folder, name):
     chosen = settings("exact", max_length=200, seed=3, fewshot_seed=5)
     results = theirs(

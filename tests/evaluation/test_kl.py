@@ -62,12 +62,11 @@ REQUESTS = {
 LOOSE_BOUNDS = Tolerance(mean=10.0, largest=100.0, changed=1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_a_model_against_itself_differs_by_nothing(kind, mode, dtype):
+def test_a_model_against_itself_differs_by_nothing(kind, mode):
     """Argmax by one rule on both sides: in bfloat16 the likeliest tokens are often tied."""
-    model = llama(dtype=dtype)
+    model = llama(dtype=torch.bfloat16)
     result = measured(model, model, REQUESTS[kind], (mode, mode), tolerance=LOOSE_BOUNDS)
     assert np.abs(result.kl).max() < 1e-6
     assert result.agrees.all()
@@ -75,10 +74,9 @@ def test_a_model_against_itself_differs_by_nothing(kind, mode, dtype):
 
 
 @pytest.mark.parametrize("modes", [("fast", "exact"), ("exact", "fast")])
-@pytest.mark.parametrize("kind", REQUESTS)
-def test_the_modes_of_the_two_cells_may_differ(kind, modes):
+def test_the_modes_of_the_two_cells_may_differ(modes):
     model = llama()
-    result = measured(model, model, REQUESTS[kind], modes)
+    result = measured(model, model, REQUESTS["windows"], modes)
     assert np.abs(result.kl).max() < 1e-6
     assert result.agrees.all()
 
@@ -87,14 +85,10 @@ def test_the_modes_of_the_two_cells_may_differ(kind, modes):
     ("kind", "mode", "dtype", "softmax_dtype"),
     [
         ("choices", "exact", torch.float32, "float32"),
-        ("choices", "fast", torch.float32, "float32"),
-        ("choices", "exact", torch.bfloat16, "float32"),
         ("choices", "fast", torch.bfloat16, "float32"),
         ("choices", "exact", torch.bfloat16, "model"),
-        ("windows", "exact", torch.float32, "float32"),
         ("windows", "fast", torch.bfloat16, "float32"),
         ("one token", "fast", torch.float32, "float32"),
-        ("one token", "exact", torch.bfloat16, "float32"),
     ],
 )
 def test_it_is_the_divergence_of_full_logits(kind, mode, dtype, softmax_dtype):

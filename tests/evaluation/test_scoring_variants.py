@@ -48,6 +48,10 @@ MODELS = {
     "hands nothing on": ("StableLm", {}, None, "StableLmForCausalLM .*use scoring: exact"),
     "no attention": ("Mamba", {}, None, "use scoring: exact"),
 }
+# The two of the pair and one with parameters; the others at night.
+QUICK = ("softmax", "softpick", "scalable-softpick-next")
+EVERY = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+         for name in NORMALIZERS]  # fmt: skip
 SCHEMES = {
     "token": "int4-token",
     "recent tokens": {"name": "int3-token", "keep_recent": 6},
@@ -111,7 +115,7 @@ def model_with(normalizer="softpick", scheme=None, make=llama, slopes=True):
 
 
 @pytest.mark.parametrize("make", [llama, pytest.param(gemma2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("normalizer", EVERY)
 def test_exact_scores_equal_those_of_hflm_to_the_bit(normalizer, make):
     model = model_with(normalizer, make=make, slopes=make is gemma2)
     expected = answers(model, "lm-eval")
@@ -125,7 +129,7 @@ def test_exact_scores_equal_those_of_hflm_to_the_bit(normalizer, make):
 
 
 @pytest.mark.parametrize("requests", [choices(7), pages((3, 75, 40))], ids=["choices", "windows"])
-@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
+@pytest.mark.parametrize("normalizer", EVERY)
 def test_fast_scores_are_the_exact_ones(normalizer, requests):
     model = model_with(normalizer)
     found, expected = (answers(model, mode, requests) for mode in ("fast", "exact"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qbench.errors import RecipeError
-from qbench.evaluation.scoring.scorer import Check
+from qbench.evaluation.scoring.scorer import compare
 from qbench.evaluation.settings import (
     ScoringSettings,
     Tolerance,
@@ -194,9 +194,8 @@ def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
 
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():
-    check = Check(Tolerance(), by_bias=True)
-    found = check.compare(
-        task="a", documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
+    found = compare(
+        "a", tolerance=Tolerance(), by_bias=True, documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
         fast=[(-1.0, True), (-2.0, True), (-3.0, True), (-1.5, True)],
         exact=[(-1.2, True), (-1.8, True), (-2.4, True), (-1.2, False)],
     ).sample  # fmt: skip

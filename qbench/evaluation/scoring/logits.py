@@ -187,9 +187,9 @@ def score_rows(
     return RowScores(torch.cat(picked)[indices[2]], torch.cat(tops)[indices[3]] == indices[4])
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """A copy that does not wait for the work already queued on the device."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.as_tensor(array)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -186,14 +186,6 @@ class _Asked:
                 for i, r in enumerate(self.requests)]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Requests on which fast scores are compared with exact ones: their indexes in the call."""
-
-    indexes: list[int]
-    exact: list[Answer]
-
-
 class Scorer(LM):
     """An lm-eval language model with exact or fast scores; ``report()`` says how it ran.
 
@@ -227,7 +219,7 @@ class Scorer(LM):
         self._counts = Counts()
         self.exact = exact_backend(settings, decoder, self._device, shuffle=settings.shuffle)
         self.fast: Backend | None = None
-        self._check = Check(settings.tolerance, settings.amplifies_rounding)
+        self._differences: list[Differences] = []  # of each task that was scored fast
         self._exact_tasks: dict[str, str] = {}
         self._generated: dict[str, str] = {}  # why a task's answers came from transformers
         self._refused = ""  # why no task can be scored fast
@@ -251,7 +243,7 @@ class Scorer(LM):
         return found.model_copy(
             update={
                 **{name: getattr(self._counts, name) for name in Counts.__slots__},
-                "difference_from_exact": self._check.report() if fast else None,
+                "difference_from_exact": difference_from_exact(self._differences) if fast else None,
                 "exact_tasks": dict(self._exact_tasks),
                 "transformers_generation": dict(self._generated),
             }
@@ -330,11 +322,11 @@ class Scorer(LM):
         if self.fast is not None and asked.requests:
             try:
                 # Of the sample alone before all is scored, then of the very scores that are kept.
-                sample = self._sample(asked)
+                indexes, exact = self._sample(asked)
                 answers = self._observed(self.fast, asked)
-                fast = [answers[i] for i in sample.indexes]
-                if sample.indexes:
-                    self._check.add(self._compared(asked, sample, fast))
+                fast = [answers[i] for i in indexes]
+                if indexes:
+                    self._differences.append(self._compared(asked, indexes, fast, exact))
                 return answers
             except EvaluationError as error:
                 if not (self.settings.fallback and isinstance(error, BeyondTolerance)):
@@ -354,8 +346,8 @@ class Scorer(LM):
             observer.end()
         return answers
 
-    def _sample(self, asked: _Asked) -> _Sample:
-        """Some documents' requests with their exact scores; of few windows just one. Raises
+    def _sample(self, asked: _Asked) -> tuple[list[int], list[Answer]]:
+        """Indexes of some documents' requests, and their exact scores; of few windows one. Raises
         BeyondTolerance where fast scores of them alone are too far off."""
         count = self.settings.sample
         if asked.windows:
@@ -367,18 +359,25 @@ class Scorer(LM):
             self._score(backend, requests, asked.windows, Counts())
             for backend in (self._reference, self.fast)
         )
-        sample = _Sample(indexes, exact)
         if indexes:
-            self._compared(asked, sample, fast)
-        return sample
+            self._compared(asked, indexes, fast, exact)
+        return indexes, exact
 
-    def _compared(self, asked: _Asked, sample: _Sample, fast: Sequence[Answer]) -> Differences:
-        return self._check.compare(
-            task=asked.task,
-            documents=[asked.documents[i] for i in sample.indexes],
-            tokens=[asked.requests[i].scored for i in sample.indexes],
+    def _compared(
+        self,
+        asked: _Asked,
+        indexes: Sequence[int],
+        fast: Sequence[Answer],
+        exact: Sequence[Answer],
+    ) -> Differences:
+        return compare(
+            asked.task,
+            documents=[asked.documents[i] for i in indexes],
+            tokens=[asked.requests[i].scored for i in indexes],
             fast=fast,
-            exact=sample.exact,
+            exact=exact,
+            tolerance=self.settings.tolerance,
+            by_bias=self.settings.amplifies_rounding,
         )
 
     def _score(
@@ -502,70 +501,60 @@ class Differences:
     total: float
 
 
-@dataclass(slots=True)
-class Check:
-    """Fast scores against exact ones, so far. ``by_bias``: judged by their mean with its sign."""
-
-    tolerance: Tolerance
-    by_bias: bool = False
-    found: list[Differences] = field(default_factory=list)
-
-    def compare(
-        self,
-        *,
-        task: str,
-        documents: Sequence[Hashable],
-        tokens: Sequence[int],
-        fast: Sequence[Answer],
-        exact: Sequence[Answer],
-    ) -> Differences:
-        """One entry a request. Raises BeyondTolerance where they leave the tolerance,
-        EvaluationError where they are not numbers."""
-        if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
-            raise EvaluationError(
-                f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
-                "infinite logits, which no scoring mode can fix"
-            )
-        signed = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
-        per_token = [abs(d) / count for d, count in zip(signed, tokens, strict=True)]
-        groups: dict[Hashable, list[int]] = {}
-        for i, document in enumerate(documents):
-            groups.setdefault(document, []).append(i)
-        bias, stderr = _bias([d / n for d, n in zip(signed, tokens, strict=True)], groups)
-        sample = SampleDifference(
-            task=task,
-            documents=len(groups),
-            requests=len(tokens),
-            mean_per_token=sum(per_token) / len(per_token),
-            largest_per_token=max(per_token),
-            changed_answers=sum(_answer(fast, at) != _answer(exact, at) for at in groups.values()),
-            bias_per_token=bias,
-            bias_stderr=stderr,
-            by_bias=self.by_bias,
+def compare(
+    task: str,
+    *,
+    documents: Sequence[Hashable],
+    tokens: Sequence[int],
+    fast: Sequence[Answer],
+    exact: Sequence[Answer],
+    tolerance: Tolerance,
+    by_bias: bool = False,
+) -> Differences:
+    """Of a sample, one entry a request; ``by_bias``: judged by their mean with its sign. Raises
+    BeyondTolerance where they leave ``tolerance``, EvaluationError where they are not numbers."""
+    if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
+        raise EvaluationError(
+            f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
+            "infinite logits, which no scoring mode can fix"
         )
-        if reason := beyond(self.tolerance, sample):
-            raise BeyondTolerance(f"{reason}; use scoring: exact or raise it")
-        return Differences(sample, max(map(abs, signed)), sum(map(abs, signed)))
+    signed = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
+    per_token = [abs(d) / count for d, count in zip(signed, tokens, strict=True)]
+    groups: dict[Hashable, list[int]] = {}
+    for i, document in enumerate(documents):
+        groups.setdefault(document, []).append(i)
+    bias, stderr = _bias([d / n for d, n in zip(signed, tokens, strict=True)], groups)
+    sample = SampleDifference(
+        task=task,
+        documents=len(groups),
+        requests=len(tokens),
+        mean_per_token=sum(per_token) / len(per_token),
+        largest_per_token=max(per_token),
+        changed_answers=sum(_answer(fast, at) != _answer(exact, at) for at in groups.values()),
+        bias_per_token=bias,
+        bias_stderr=stderr,
+        by_bias=by_bias,
+    )
+    if reason := beyond(tolerance, sample):
+        raise BeyondTolerance(f"{reason}; use scoring: exact or raise it")
+    return Differences(sample, max(map(abs, signed)), sum(map(abs, signed)))
 
-    def add(self, differences: Differences) -> None:
-        """For the record."""
-        self.found.append(differences)
 
-    def report(self) -> DifferenceFromExact:
-        """For the record; differences in nats, of whole requests and per scored token."""
-        samples = [one.sample for one in self.found]
-        requests = sum(sample.requests for sample in samples)
-        count = max(1, requests)
-        return DifferenceFromExact(
-            documents=sum(sample.documents for sample in samples),
-            requests=requests,
-            largest=max((one.largest for one in self.found), default=0.0),
-            mean=sum(one.total for one in self.found) / count,
-            largest_per_token=max((s.largest_per_token for s in samples), default=0.0),
-            mean_per_token=sum(s.mean_per_token * s.requests for s in samples) / count,
-            changed_answers=sum(sample.changed_answers for sample in samples),
-            samples=tuple(samples),
-        )
+def difference_from_exact(found: Sequence[Differences]) -> DifferenceFromExact:
+    """For the record; differences in nats, of whole requests and per scored token."""
+    samples = [one.sample for one in found]
+    requests = sum(sample.requests for sample in samples)
+    count = max(1, requests)
+    return DifferenceFromExact(
+        documents=sum(sample.documents for sample in samples),
+        requests=requests,
+        largest=max((one.largest for one in found), default=0.0),
+        mean=sum(one.total for one in found) / count,
+        largest_per_token=max((s.largest_per_token for s in samples), default=0.0),
+        mean_per_token=sum(s.mean_per_token * s.requests for s in samples) / count,
+        changed_answers=sum(sample.changed_answers for sample in samples),
+        samples=tuple(samples),
+    )
 
 
 def draw(documents: Sequence[Hashable], count: int, seed: int) -> list[int]:
