@@ -559,10 +559,10 @@ ANSWER_CHARACTERS = 4096
 class Score(RecordModel):
     """One metric of one task.
 
-    ``aggregation`` is lm-eval's name for how documents become the value: ``mean``,
-    ``perplexity`` exp(−mean value), ``weighted_perplexity`` exp(−Σ value / Σ weight),
-    ``bits_per_byte`` −Σ value / (Σ weight · ln 2), ``f1`` and ``matthews_corrcoef`` of all
-    documents at once, or another name, which statistics leave alone.
+    ``aggregation`` is lm-eval's name for how documents become the value: ``mean``, ``perplexity``
+    exp(−mean value), ``weighted_perplexity`` exp(−Σ value / Σ weight), or ``bits_per_byte`` −Σ
+    value / (Σ weight · ln 2). ``f1`` and ``matthews_corrcoef`` are of all documents at once.
+    Statistics leave other names alone.
     """
 
     task: TaskName  # as the recipe calls it; the name in the Parquet files

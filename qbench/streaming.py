@@ -1,11 +1,11 @@
 """A model that does not fit its device: decoder blocks lie on several GPUs, or on the host, from
 where they come to it in turn.
 
-What is not in a block (embeddings, last norm, LM head) stays on the device. A block's weights lie
-where transformers put them, which for safetensors is the mapped file: nothing of them is read
-before their turn, and the host may forget them after it. Every forward of a streamed model works,
-at the price of reading all weights once; :meth:`Stream.in_step` takes many forwards through one
-block after the other, and so reads them once for all.
+What is not in a block (embeddings, last norm, LM head) stays on the device. A block's weights stay
+where transformers put them, which for safetensors is the mapped file. They are read when their turn
+comes, and the host may drop them afterwards. Every forward of a streamed model works, at the price
+of reading all weights once; :meth:`Stream.in_step` takes many forwards through one block after the
+other, and so reads them once for all.
 """
 
 from __future__ import annotations

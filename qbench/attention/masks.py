@@ -1,10 +1,9 @@
 """The function that transformers asks once a forward pass who may attend to whom.
 
-Where it is plain causality no mask is made, so that the causal kernels run. Under torch.compile
-the values of padding masks and positions are not known when that is decided, and transformers
-cannot tell the positions that a model counts by itself from packed ones that it was given. So
-where kernels attend, which sequences there are is found when the compiled graph runs, by
-``varlen.sequence_spans``.
+Where it is plain causality no mask is made, so that the causal kernels run. Under torch.compile the
+values of padding masks and positions are not known when that is decided. transformers cannot tell
+the positions that a model counts by itself from packed ones. So where kernels attend, which
+sequences there are is found when the compiled graph runs, by ``varlen.sequence_spans``.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _positions = _Positions()
 
 @contextmanager
 def positions_counted() -> Iterator[None]:
-    """Models that are given no positions hold whole sequences, none packed: under torch.compile
-    nothing has to be found when the graph runs, which would wait for the GPU."""
+    """Models that are given no positions hold whole sequences, none packed. Then torch.compile's
+    graph has nothing to find when it runs, which would wait for the GPU."""
     before, _positions.counted = _positions.counted, True
     try:
         yield
@@ -40,14 +39,14 @@ def positions_counted() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks:
-    never for packed sequences with ``cu_seq_lens``, nor where the kernels are given ``spans``,
-    which rows are sequences (see :mod:`qbench.attention.kernels.varlen`), of which ``span_count``
-    count, or ``window``, how many keys up to its own a query sees. Where ``banded``, these say all
-    there is to say beside causality. ``padding`` [B, T]: the model's ``attention_mask``, of which
-    the keys are the part from ``kv_offset`` on: a cache of a sliding window has dropped those
-    before. ``written``: how many keys a static cache holds; what comes after is room for later
-    ones."""
+    """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks for it.
+    It is never made for packed sequences with ``cu_seq_lens``, nor where the kernels are given
+    ``spans`` or ``window``. ``spans`` says which rows are sequences (see
+    :mod:`qbench.attention.kernels.varlen`), of which ``span_count`` count; ``window`` how many keys
+    up to its own a query sees. Where ``banded``, these say all there is to say beside causality.
+    ``padding`` [B, T]: the model's ``attention_mask``, of which the keys are the part from
+    ``kv_offset`` on: a cache of a sliding window has dropped those before. ``written``: how many
+    keys a static cache holds; what comes after is room for later ones."""
 
     make: Callable[[], Tensor]
     made: list[Tensor]

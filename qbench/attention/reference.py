@@ -20,9 +20,9 @@ CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's c
 
 
 class Chunk(NamedTuple):
-    """Scores [B, Hq, R, N] of R queries over N keys that any of them may see, what each of them
-    may see, how far each key is behind each query [R, N] if that was asked for, and which keys
-    these are."""
+    """Scores [B, Hq, R, N] of R queries over N keys that any of them may see, and what each of them
+    may see. Also which keys these are and, if asked for, [R, N]: how far each is behind each
+    query."""
 
     scores: Tensor
     allowed: Tensor | None

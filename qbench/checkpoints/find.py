@@ -1,5 +1,5 @@
-"""From what the user named to a Checkpoint that can be loaded: what its configuration and the
-headers of its weight files say, and a digest of all that loading reads. Imports no torch.
+"""From what the user named to a Checkpoint that can be loaded. It holds its configuration, the
+headers of its weight files, and a digest of all that loading reads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_headers(folder: Path, *, quantized: bool = False) -> dict[str, Header]:
-    """All tensors of the weight files by name. Raises CheckpointError for a name that stands in
-    two files, for a file that cannot be read, and unless it is ``quantized`` for numbers that are
-    not floating-point."""
+    """All tensors of the weight files by name. Raises CheckpointError for a name in two files and
+    for a file that cannot be read. Unless it is ``quantized``, numbers that are not floating-point
+    raise it too."""
     found: dict[str, Header] = {}
     for file in weight_files(folder):
         for name, header in _read(folder / file).items():
@@ -363,8 +363,9 @@ def parameter_shapes(
 
 
 def require_present(normalizer: str, names: Iterable[str]) -> None:
-    """Raise CheckpointError where ``normalizer`` needs a parameter that none of the tensors'
-    ``names`` ends as: for classes whose attention modules are not known before they are made."""
+    """Raise CheckpointError where ``normalizer`` needs a parameter and no name in ``names`` of
+    tensors ends as its own. For classes whose attention modules are not known before they are
+    made."""
     there = {name.rpartition(".")[2] for name in names}
     for parameter in _parameters(normalizer):
         if parameter.required and parameter.attribute not in there:

@@ -41,11 +41,11 @@ def load_model(
     place: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
     verify: bool = True,
 ) -> PreTrainedModel:
-    """The model in ``dtype`` on ``device``, in evaluation mode, attending with the checkpoint's
-    normalizer through ``attention``: reference or triton, and where the normalizer is
-    ``native``, sdpa or eager, which are the class's own; auto is what a plan would choose.
-    ``place`` puts the model, which lies on the host, elsewhere (see :mod:`qbench.streaming`).
-    Without ``verify`` the weights, which have been loaded before, are not looked at.
+    """The model in ``dtype`` on ``device``, in evaluation mode. It attends with the checkpoint's
+    normalizer through ``attention``: reference or triton. Where the normalizer is ``native`` it is
+    sdpa or eager, which are the class's own; auto is what a plan would choose. ``place`` puts the
+    model, which lies on the host, elsewhere (see :mod:`qbench.streaming`). Without ``verify`` the
+    weights, which have been loaded before, are not looked at.
 
     Raises CheckpointError where tensors are left over or missing, where weights are not finite,
     where the model is not causal or the files are no longer those that were found;
@@ -231,8 +231,8 @@ def _problems(report: dict[str, Any], left_out: Sequence[str]) -> list[str]:
 def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:
     """Put ``tensors`` by name into the attention modules of ``model``, in its dtype.
 
-    Raises CheckpointError for a module that is not there, for a shape that is not the parameter's,
-    and for a module without what others of its class have.
+    Raises CheckpointError for a missing module, for a shape that is not the parameter's, and for a
+    module that lacks what others of its class have.
     """
     from torch import nn
 

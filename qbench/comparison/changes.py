@@ -276,8 +276,9 @@ class Changes:
 def compare_results(a: Store, b: Store) -> Changes:
     """What the results of folder ``b`` change against those of folder ``a``, paired.
 
-    Raises ResultsError where the folders have no cell in common, score different data, or hold
-    models whose training differs in more than the normalizer and the seed, in one of them or both.
+    Raises ResultsError where the folders have no cell in common or score different data. So it does
+    where models were trained differently in more than the normalizer and the seed, within a folder
+    or between the two.
     """
     old, new = read_results(a), read_results(b)
     for folder, results in ((a, old), (b, new)):

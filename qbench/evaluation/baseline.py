@@ -69,8 +69,8 @@ def checksum_file(path: Path) -> Path:
 
 
 def baseline_lock(path: Path) -> FileLock:
-    """Held while the file is read whole or replaced: runs into several results folders may share a
-    cache, and score the same unquantized cell at the same time."""
+    """Held while the file is read whole or replaced. Runs into several results folders may share a
+    cache and score the same unquantized cell at the same time."""
     return FileLock(path.with_name(f"{path.name}.lock"))
 
 

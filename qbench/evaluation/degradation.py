@@ -180,8 +180,8 @@ def flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, Flips]:
 
 def answers(before: pd.DataFrame, after: pd.DataFrame) -> tuple[pd.Series, pd.Series] | None:
     """Which documents of one metric are right, in two cells; None where they are neither right nor
-    wrong. ``value`` is 0 or 1 (``weight`` 1), or ``value`` is the right answer, the same in both
-    cells, and ``weight`` the prediction, as f1 and mcc have it."""
+    wrong. ``value`` is 0 or 1 (``weight`` 1). For f1 and mcc ``value`` is the right answer, the
+    same in both cells, and ``weight`` the prediction."""
     if (before["weight"] == 1).all() and (after["weight"] == 1).all():
         binary = before["value"].isin((0, 1)).all() and after["value"].isin((0, 1)).all()
         return (before["value"] == 1, after["value"] == 1) if binary else None
@@ -227,8 +227,8 @@ def _common(one: str, other: str) -> int:
 def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
     """ln(PPL quantized / PPL unquantized) = −Σ (difference of log-likelihoods) / Σ weight.
 
-    Its standard error is that of a ratio estimator over paired documents (delta method, with
-    n / (n − 1)): documents are drawn, the words or bytes in them come along.
+    Its standard error is a ratio estimator's over paired documents (delta method, with n / (n −
+    1)). The documents are the sample, not their words or bytes.
     """
     pairs = _paired(base, quantized, ["document"], "value", keep="weight")
     change = (pairs["value_base"] - pairs["value"]).to_numpy()

@@ -82,8 +82,8 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     """Score one task with ``model``; requests of one task alone, so batches depend on no other.
     Passkey retrieval is decoded by our own loop, see :mod:`qbench.evaluation.passkey`.
 
-    Raises DataError where a document asks nothing or has no right answer, or the task is one that
-    is not run here, EvaluationError where a log-likelihood or a score is not a number.
+    Raises DataError where a document asks nothing or has no right answer, or where qbench cannot
+    run the task. Raises EvaluationError where a log-likelihood or a score is not a number.
     """
     if task.kind == passkey.KIND:
         return _passkey(model, task, settings)

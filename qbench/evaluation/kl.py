@@ -1,11 +1,11 @@
 """Exact Kullback-Leibler divergence of next-token distributions, unquantized from quantized.
 
 The unquantized cell keeps, of every scored token, the LM head's input, and the head. Such hidden
-states take hidden size × bytes of the dtype (768 bytes at the bundled 27M pair's 384 in bfloat16,
-2 kB at 340M parameters), where log-probabilities would take 64 kB and more. Beside each part of
-the quantized model's logits, the unquantized model's are computed from them by its own LM head, in
-a product of the same shape, so that both round alike: a model against itself gives 0. The
-divergence is over the whole vocabulary.
+states take hidden size × bytes of the dtype: 768 bytes at the 27M pair's 384 in bfloat16, 2 kB at
+340M parameters. Log-probabilities would take 64 kB and more. Beside each part of the quantized
+model's logits, the unquantized model's are computed from them by its own LM head. The product has
+the same shape, so both round alike: a model against itself gives 0. The divergence is over the
+whole vocabulary.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""lm-eval's task object of what was planned, with the very data that was planned, and its
-documents checked: those without a usable answer lm-eval would count as wrongly answered."""
+"""lm-eval's task object of what was planned, with the same data. Its documents are checked: lm-eval
+would count those without a usable answer as wrongly answered."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class TemplateTask(ConfigurableTask):
     """lm-eval's task, without work that it does again and again; what it asks stays its own.
 
     lm-eval compiles a Jinja template anew for every document and every question about it, 0.5 ms
-    each and 16,000 times for ARC-easy; here each is compiled once. Documents are taken out of
-    their table at once, and zero-shot requests that no code of a definition's own has a say in
-    are built once for all models of a process.
+    each and 16,000 times for ARC-easy; here each is compiled once. Documents are taken out of their
+    table at once. Zero-shot requests are built once for all models of a process, unless the
+    definition's own code changes them.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ def _written(value: Any) -> str:
 @functools.lru_cache(maxsize=KEPT)
 def check_documents(task: LoadedTask, limit: int | None = None) -> None:
     """Raises DataError where one of the first ``limit`` documents of ``task`` asks nothing or has
-    no right answer: a label that is missing, hidden (−1) or names none of the choices.
+    no right answer. Its label may be missing, hidden (−1) or name none of the choices.
 
     Tasks with a ``process_results`` of their own judge by their own rules and are only checked
     for targets that cannot be made at all.

@@ -1,9 +1,9 @@
 """Passkey retrieval, a task of our own: a number in a long text of no meaning is asked for.
 
-The set-up is that of Mohtashami and Jaggi 2023 (Landmark Attention, arXiv 2305.16300, section
-4.2), which the softpick paper takes over (section 7.7, tables 5 and 7): a description, filler, a
-line with the key, filler, and the question; what the model says next, greedily decoded, must be
-the key to the digit. Here all prompts of a task have the same number of tokens, so that they are
+The set-up is that of Mohtashami and Jaggi 2023 (Landmark Attention, arXiv 2305.16300, section 4.2).
+The softpick paper uses it too (section 7.7, tables 5 and 7). A prompt is a description, filler, a
+line with the key, filler, and the question; what the model says next, greedily decoded, must be the
+key to the digit. Here all prompts of a task have the same number of tokens, so that they are
 decoded side by side without padding, and the key has always five digits.
 """
 

@@ -28,14 +28,14 @@ class Tolerance:
     """Bounds on the sample of each task's documents that is scored both ways.
 
     ``mean`` and ``largest`` bound the absolute difference of log-likelihoods in nats per scored
-    token, over the sample and for a single request: bfloat16 logits of ±16 step by 0.125, so
-    single tokens differ by that much for no other reason than rounding. ``changed`` bounds the
-    share of sampled documents with another answer; a single one never fails.
+    token, over the sample and for a single request. bfloat16 logits of ±16 step by 0.125, so single
+    tokens differ by that much through rounding alone. ``changed`` bounds the share of sampled
+    documents with another answer; a single one never fails.
 
-    Where activations or the KV cache are quantized, rounding moves values by whole steps, and two
-    equally right computations differ by about as much as quantization costs. Of such cells the
-    mean difference with its sign is judged, alone: it fails where it is more standard errors beyond
-    ``mean`` than chance gives 1 sample in 10,000 by Student's t (``standard_errors``).
+    Where activations or the KV cache are quantized, rounding moves values by whole steps. Two
+    correct computations then differ by about as much as quantization costs. Such cells are judged
+    by the mean difference with its sign alone. It fails where it is more standard errors beyond
+    ``mean`` than chance gives 1 sample in 10,000, by Student's t (``standard_errors``).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -75,9 +75,9 @@ def beyond(tolerance: Tolerance, sample: SampleDifference) -> str | None:
 
 
 def standard_errors(documents: int) -> float:
-    """How many of them a sample's mean may lie beyond the bound: the two-sided t quantile at
-    FALSE_ALARMS with ``documents`` − 1 degrees of freedom, of few documents with LEAST_DEGREES.
-    4.5 of 32 documents, 6.6 of ten and fewer."""
+    """How many standard errors a sample's mean may lie beyond the bound: the two-sided t quantile
+    at FALSE_ALARMS. Degrees of freedom are ``documents`` − 1, at least LEAST_DEGREES. It is 4.5 for
+    32 documents, 6.6 for ten and fewer."""
     from scipy import special  # slow to import, and most cells are judged without
 
     return float(special.stdtrit(max(documents - 1, LEAST_DEGREES), 1 - FALSE_ALARMS / 2))
@@ -194,11 +194,11 @@ def resolve(
 ) -> ScoringSettings:
     """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
 
-    ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration, ``max_length`` the
-    longest context in tokens that it states: beyond it positions were never trained, so it is a
-    bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring
-    regroups. ``amplifies_rounding``: see ``ScoringSettings``. ``fastest``: the fastest mode that
-    works for the model, ``slower`` why that is not fast. Raises RecipeError for what cannot be.
+    ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration. ``max_length`` is the
+    longest context in tokens that it states. Positions beyond it were never trained, so it is a
+    bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring regroups.
+    ``amplifies_rounding``: see ``ScoringSettings``. ``fastest``: the fastest mode that works for
+    the model, ``slower`` why that is not fast. Raises RecipeError for what cannot be.
     """
     lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
     if not lengths:

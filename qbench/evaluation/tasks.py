@@ -206,8 +206,8 @@ class HubData:
 class TaskSpec:
     """A task with its definition and data found and digested; none of it is loaded.
 
-    ``digest`` is of all that can change what is asked of a model: the definition with the code
-    that it names, and the bytes of its local files or the commit of its data set.
+    ``digest`` covers all that can change what a model is asked: the definition with the code that
+    it names, and its local files' bytes or its data set's commit.
     """
 
     name: str

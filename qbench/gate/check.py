@@ -93,9 +93,9 @@ def check(
     """Hold a results folder to a baseline.
 
     ``margins`` are the user's (``parse_margins``), ``across`` names parts of the keys that may
-    differ (``identity.ACROSS``). Raises ResultsError where either cannot be read, or they are of
-    other data, weights or normalizers, and RecipeError for a margin of no metric or a metric that
-    no margin is given for.
+    differ (``identity.ACROSS``). Raises ResultsError where either cannot be read, or where data,
+    weights or normalizers differ. Raises RecipeError for a margin without a metric, or a metric
+    without a margin.
     """
     standard, new, given = (
         read(baseline),

@@ -1,7 +1,7 @@
 """Formats of activations: the settings, and when hardware multiplies them. Imports no torch.
 
-What a linear layer takes in is rounded to a format and multiplied in the model's dtype
-(``activation_inputs``), or multiplied as codes by weights of the same format (``scaled_mm``).
+A linear layer's input is rounded to a format. It is multiplied in the model's dtype
+(``activation_inputs``), or as codes by weights of the same format (``scaled_mm``).
 
 FP8 is E4M3 with a float32 scale. MX formats have blocks of 32 with a power of two as scale (OCP
 Microscaling Formats v1.0, 2023). NVFP4 has blocks of 16 with an E4M3 scale under a float32 one of
@@ -233,8 +233,8 @@ class PerToken(Multipliable):
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class PerTensor(Multipliable):
-    """One scale for everything that a layer takes in at once: every token of a batch depends on
-    all others, so that scores depend on batch-mates and on the future."""
+    """One scale for a layer's whole input. Every token of a batch depends on all others, so scores
+    depend on the batch and on later tokens."""
 
     per: ClassVar[Literal["token", "tensor", "static"]] = "tensor"
 

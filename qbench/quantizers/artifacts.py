@@ -128,8 +128,8 @@ class Artifact:
 
 
 def chunk_digest(payload: bytes | mmap.mmap) -> str:
-    """SHA-256 over the SHA-256 of each 64 MiB of ``payload``, which threads compute side by side:
-    SHA-256 of all at once takes seconds for a model of 7B."""
+    """SHA-256 over the SHA-256 of each 64 MiB of ``payload``. Threads compute these side by side; a
+    single SHA-256 takes seconds for a model of 7B."""
     starts = range(0, len(payload), CHUNK)
     with memoryview(payload) as view, ThreadPoolExecutor(THREADS) as pool:
         parts = pool.map(lambda start: _sha256(view, start), starts)

@@ -224,10 +224,10 @@ class WeightSettings(Settings):
     def error_bound(self) -> float:
         """The largest relative error ‖W' − W‖ / ‖W‖ of one matrix that can be right.
 
-        Rounding evenly spaced levels gives √(step² / 12) (Bennett 1948): for Gaussian weights
-        in groups of 128, whose largest is about 2.7 standard deviations, 0.52, 0.22, 0.10 and 0.006
-        of the weights at 2, 3, 4 and 8 bits. The bounds are at least twice that, for heavy tails
-        and long groups; 1 is as bad as a matrix of zeros."""
+        Rounding to evenly spaced levels gives √(step² / 12) (Bennett 1948). Take Gaussian weights
+        in groups of 128, whose largest is about 2.7 standard deviations: the error is 0.52, 0.22,
+        0.10 and 0.006 of the weights at 2, 3, 4 and 8 bits. The bounds are at least twice that, for
+        heavy tails and long groups; 1 is as bad as a matrix of zeros."""
         return ROUNDING_BOUND[self.num_bits]
 
     def agreement(self, dtype: str) -> tuple[float, float]:
@@ -295,8 +295,8 @@ RECIPE_KEYS = {
 class QuantizationConfig:
     """The precision of a cell. ``weights`` None: unquantized, in ``dtype``.
 
-    A transform comes first, then what is calibrated for activations, KV cache and pruning on the
-    transformed model, whose weights are still whole, then the weights are quantized.
+    A transform comes first. Then activations, KV cache and pruning are calibrated on the
+    transformed model with unquantized weights. The weights are quantized last.
     """
 
     weights: WeightSettings | None = None
@@ -391,9 +391,9 @@ class QuantizationConfig:
 
     @property
     def amplifies_rounding(self) -> bool:
-        """Whether what a model computes is rounded in coarse steps while it runs. Then two
-        computations that are equally right, but round otherwise, may differ by as much as
-        quantization costs: a value near the border of two codes moves by a whole step."""
+        """Whether what a model computes is rounded in coarse steps while it runs. Then two correct
+        computations that round differently may differ by as much as quantization costs: a value
+        near the border of two codes moves by a whole step."""
         precision = self.precision
         return precision.activations is not None or precision.kv_cache is not None
 

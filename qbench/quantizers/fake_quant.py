@@ -1,9 +1,9 @@
 """Rounding values to few bits and back: the definition, in plain PyTorch and float32.
 
 A format (:class:`~qbench.quantizers.formats.QuantFormat`) says what codes there are and what shares
-a scale. Ties go to even. What is not finite comes out as NaN, and where a scale is taken from the
-values, all that share it with them: a broken activation cannot pass for a number. On a GPU a kernel
-computes the same, bit for bit.
+a scale. Ties go to even. A value that is not finite becomes NaN, and so do all values that share a
+scale taken from it. So a broken activation cannot pass for a number. On a GPU a kernel computes the
+same, bit for bit.
 
 Formulas: integers, scale = max|x| / (2^(b−1) − 1) or (max − min) / (2^b − 1); FP8 and MX, OCP
 Microscaling Formats v1.0 (2023); NVFP4, NVIDIA, "Pretraining Large Language Models with NVFP4"

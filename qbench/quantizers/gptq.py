@@ -3,10 +3,10 @@
 
 With the Hessian H of a layer's inputs, columns are rounded one by one; each column's error, divided
 by its diagonal entry of the Cholesky factor of H⁻¹, is taken from the columns still to come. What
-the paper leaves open is as in gptqmodel, to whose results a test holds this file: a group's scale
-is that of the weights at the beginning of its block of 128 columns, scales are float32 until they
-are stored, and where H is singular damping is raised. Its own class is not used: on a GPU it waits
-at every group, and it builds a CUDA kernel where it finds a compiler and says nothing where not.
+the paper leaves open is as in gptqmodel; a test compares the results. A group's scale is that of
+the weights at the beginning of its block of 128 columns. Scales are float32 until they are stored.
+Where H is singular, damping is raised. gptqmodel's own class is not used: on a GPU it waits at
+every group, and it builds a CUDA kernel where it finds a compiler, silently not elsewhere.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def quantize_model(
 ) -> tuple[dict[str, Tensors], str]:
     """What is to be stored for each linear layer, and what did it; ``model`` is overwritten.
 
-    Raises QuantizationError for models that cannot be walked block by block, for layers that no
-    calibration text reaches, and for a Hessian that no damping makes regular.
+    Raises QuantizationError for models that cannot be computed block by block, for layers that no
+    calibration text reaches, and for a Hessian that stays singular.
     """
     walk = BlockInputs(model, linears(model, settings.ignore), calibration, settings.batch_size)
     result: dict[str, Tensors] = {}

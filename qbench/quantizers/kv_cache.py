@@ -1,7 +1,7 @@
 """KV caches of few bits: the settings, and what can be asked of them. Imports no torch.
 
-What shares a scale: a head's channels of one token (or a part of them), a channel over some tokens
-(KIVI, Liu et al. 2024), or all keys, and all values, of a layer.
+A scale is shared by a head's channels of one token (or a part of them), by a channel over some
+tokens (KIVI, Liu et al. 2024), or by all keys, and all values, of a layer.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class ByToken(KVCache):
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class ByChannel(KVCache):
     """KIVI: keys have a scale for each channel and group of tokens, values for each token and group
-    of channels, since it is keys whose channels are of very different size."""
+    of channels. The reason: channels of keys differ much in size."""
 
     scales: ClassVar[Literal["token", "channel", "tensor"]] = "channel"
 
@@ -179,8 +179,8 @@ class ByChannel(KVCache):
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class ByTensor(KVCache):
-    """One scale for all keys of a layer that a forward pass holds, and one for all values: later
-    tokens and batch-mates change it, which is declared."""
+    """One scale for all keys of a layer in a forward pass, and one for all values. Later tokens and
+    the rest of the batch change it, which is declared."""
 
     scales: ClassVar[Literal["token", "channel", "tensor"]] = "tensor"
 

@@ -1,16 +1,16 @@
 """The weight matrices of a model, which a quantizer of weights must cover, and the linear layers
 that it replaces.
 
-A weight matrix is a parameter of floating point with at least two dimensions longer than one, bias
-left out, whose product with activations the model computes: linear layers, Conv1D layers of GPT-2,
-experts (one by one where a model keeps them as one parameter), routers, convolutions. Those of
-embeddings, of normalizing layers and of the LM head are none. Parameters of that shape that are no
-factors of a product (a state space's A) count as well, for a name cannot tell them: they are small.
+A weight matrix is a floating-point parameter, not a bias, with at least two dimensions longer than
+one, which the model multiplies with activations. These are linear layers, Conv1D layers of GPT-2,
+experts (one by one where a model keeps them as one parameter), routers and convolutions. Those of
+embeddings, of normalizing layers and of the LM head are none. Parameters of that shape that are not
+multiplied so (a state space's A) count too, since names do not tell them apart. They are small.
 
 transformers holds the experts of Mixtral, Qwen MoE, DeepSeek, gpt-oss and others as
 ``gate_up_proj`` [experts, 2 · inner, hidden] and ``down_proj`` [experts, hidden, inner] (gpt-oss
-turned), which no quantizer of linear layers would see. ``split_experts`` puts in their place a
-module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down_proj``.
+transposed). A quantizer of linear layers would not see them. ``split_experts`` puts in their place
+a module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down_proj``.
 """
 
 from __future__ import annotations

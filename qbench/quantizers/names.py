@@ -2,8 +2,8 @@
 
 One registry a field of :class:`~qbench.quantizers.config.QuantizationConfig`. A name stands for a
 class of settings, some of them fixed, and for the backend whose functions do the work (see
-``qbench.quantizers.config``): a module's name, by default that of the module that the class stands
-in, so that a plug-in is one file.
+``qbench.quantizers.config``). The backend is a module's name, by default that of the class's own
+module, so a plug-in is one file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The least divergence that can mean anything: the unquantized model with rounding noise of its
 dtype after each layer. KL below it tells a format from nothing but another order of the same sums.
 
-Of the values that a layer gives, one in twelve moves by one unit in its last place, up or down: the
-variance of rounding to nearest, a twelfth of a unit squared. Which ones is a hash of the value's
-own bits, its channel and its layer, so that a score depends on no other token and no batch-mate.
+One in twelve of a layer's output values moves by one unit in its last place, up or down. That is
+the variance of rounding to nearest: a twelfth of a unit squared. A hash of the value's own bits,
+its channel and its layer says which ones. So a score depends on no other token and no other row.
 """
 
 from __future__ import annotations

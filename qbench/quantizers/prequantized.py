@@ -282,8 +282,8 @@ class Prequantized(Published):
 
     @property
     def weights_only(self) -> bool:
-        """Whether weights are dequantized when they are loaded, and activations that the format
-        quantizes stay as they are: on a CPU, or without the kernels of the format's products."""
+        """Whether weights are dequantized when they are loaded, and activations are left
+        unquantized: on a CPU, or without the kernels of the format's products."""
         here = self.device == "cpu" or find_spec(KERNELS) is None
         return bool(here and FORMATS[self.format].cpu)
 

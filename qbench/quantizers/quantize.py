@@ -1,7 +1,7 @@
 """From a config to a quantized model: made once, kept on disk, applied.
 
-What is scored is built from what is stored, also on the first run: a library whose model differs
-before and after saving cannot give one number today and another tomorrow.
+The scored model is built from what is stored, also on the first run. So a library whose model
+differs before and after saving cannot give two different scores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What changes a model before it is quantized: settings. Imports no torch.
 
 Transforms give an equal model whose activations are easier to round: SmoothQuant and Hadamard
-rotation. Pruning cuts attention heads out that give about nothing on a text: the softpick paper's
+rotation. Pruning cuts out attention heads with nearly no output on a text. The softpick paper's
 section 7.4 expects that heads which softpick shuts off can go without loss.
 """
 

@@ -244,10 +244,10 @@ class Tested:
 class Effect(Tested):
     """A contrast of scores on the same documents.
 
-    ``difference`` is the contrast of the scores in their own units, as papers print it: a number
-    without an interval, and equal to the estimate for the kind ``difference``. ``detectable`` is
-    the smallest effect that a two-sided 5 % test on as many documents finds with 80 % power, on
-    the scale of ``interval``, as ``bounds`` are.
+    ``difference`` is the contrast of the scores in their own units, as papers print it. It has no
+    interval, and equals the estimate for the kind ``difference``. ``detectable`` is the smallest
+    effect that a two-sided 5 % test on as many documents finds with 80 % power. It is on the scale
+    of ``interval``, as ``bounds`` are.
     """
 
     difference: float
@@ -550,9 +550,9 @@ def worsening(effect: Effect, *, higher_is_better: bool) -> Worsening:
     """From an effect (new − old), on the scale of its test: for perplexities, of logarithms.
 
     Student's t on the documents' contributions; score bounds where few answers changed; for
-    perplexities of pages that differ in length the ends of the two-sided 95 % interval, since in
-    simulations where damage grows with a page's length the bootstrap-t's own one-sided bounds
-    covered 91 to 95 %, and these 94 % or more.
+    perplexities of pages that differ in length the ends of the two-sided 95 % interval. In
+    simulations where damage grows with a page's length they covered 94 % or more, the bootstrap-t's
+    own one-sided bounds 91 to 95 %.
     """
     low, high = effect.bounds
     if higher_is_better:

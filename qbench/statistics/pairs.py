@@ -1,7 +1,7 @@
 """Metrics over all documents at once, of right answers and predictions: f1 and mcc.
 
-Such a score is no mean over documents, so its error comes from drawing documents: of each draw the
-score is computed anew from its counts, as scikit-learn does it for lm-eval.
+Such a score is not a mean over documents, so its error comes from resampling documents. For each
+sample the score is computed again from its counts, as scikit-learn does it for lm-eval.
 """
 
 from __future__ import annotations

@@ -198,12 +198,12 @@ class Studentized:
     """How (estimate − truth) / standard error is spread, by the bootstrap-t (Efron and Tibshirani
     1993, section 12.5; Hall 1992, section 3.2), for a ratio of sums over documents.
 
-    Where what is summed depends on the weight of a document (damage on the length of a page), both
-    estimate and standard error miss what the longest documents carry, and Student's t is short:
-    too often the truth lies beyond one end. ``quantiles`` are those of the rounds at ``NORMAL``.
-    The percentiles are moved outwards as in :func:`bootstrap_interval`, for as many degrees of
-    ``freedom`` as the documents' own spread leaves, and neither end is nearer than Student's t has
-    it: skewness from some dozens of documents is noise.
+    Where the summed value depends on a document's weight (damage on a page's length), estimate and
+    standard error miss what the longest documents contribute. Student's t is then too short: too
+    often the truth lies beyond one end. ``quantiles`` are those of the rounds at ``NORMAL``. The
+    percentiles are moved outwards as in :func:`bootstrap_interval`, with degrees of ``freedom``
+    from the documents' own spread. Neither end is nearer than Student's t has it: skewness from
+    some dozens of documents is noise.
 
     Coverage in percent of 95 % intervals, of 2,000 simulations each; lengths are lognormal:
 
@@ -307,9 +307,9 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Bias-corrected and accelerated interval (Efron 1987, equations 2.3 and 6.6).
 
-    Below ``ENOUGH_TO_CORRECT`` documents it is the percentile interval. The percentiles are
-    moved outwards as Student's t on ``documents`` − 1 is wider than the normal, and as the
-    bootstrap's variance falls short by (n − 1)/n (Hesterberg 2015, section 3.3).
+    Below ``ENOUGH_TO_CORRECT`` documents it is the percentile interval. The percentiles are moved
+    outwards: Student's t on ``documents`` − 1 is wider than the normal, and the bootstrap's
+    variance falls short by (n − 1)/n (Hesterberg 2015, section 3.3).
 
     ``resampled`` holds the statistic of each round, ``left_out`` that of each jackknife sample.
     Ties count half, which matters for accuracies, whose rounds take few values. Where all

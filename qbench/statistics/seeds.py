@@ -1,8 +1,8 @@
 """Effects over several trainings: their mean, with the error of documents and of seeds.
 
-Each training was scored on the same documents, so that a document's contribution to a training's
-effect is μ + seed + document + rest, a two-way layout without repeats. The mean's variance has a
-part of the seeds, which more documents do not make smaller, and one of the documents.
+Each training was scored on the same documents. So a document's contribution to a training's effect
+is μ + seed + document + rest, a two-way layout without repeats. The mean's variance has a part of
+the seeds, which more documents do not make smaller, and one of the documents.
 """
 
 from __future__ import annotations
@@ -100,16 +100,16 @@ def over_seeds(
     Contrasts of trainings that are pairs (same seed, data and order) stand in one group; of two
     normalizers with unequal numbers of trainings each is a group of its own.
 
-    The interval is Banerjee's (1960, Sankhyā 22, 359–364): the mean's distance from the truth is
-    at most √(Σ t²ₖ sₖ²), where each part of the variance sₖ² has Student's t of its own degrees of
-    freedom: the trainings of a group less one, and the documents less one. It covers 95 % or more
-    whatever the sizes of the parts are, as Satterthwaite's does not with two or three seeds (87 and
-    92 %). What document and seed share counts to the seeds, so that the interval is wide with two.
+    The interval is Banerjee's (1960, Sankhyā 22, 359–364): the mean's distance from the truth is at
+    most √(Σ t²ₖ sₖ²). Each part of the variance sₖ² has Student's t of its own degrees of freedom:
+    the trainings of a group less one, and the documents less one. It covers 95 % or more whatever
+    the sizes of the parts are, as Satterthwaite's does not with two or three seeds (87 and 92 %).
+    What document and seed share counts to the seeds, so that the interval is wide with two.
 
     That holds where the parts are near normal. Where seeds' effects are skewed (one training in
-    some goes much worse) it covers 87 to 90 % with three seeds, which no interval from three
-    values can mend; nor is it corrected, as ``effect``'s is, for damage of perplexities that
-    depends on a document's weight.
+    some goes much worse) it covers 87 to 90 % with three seeds, which no interval from three values
+    can correct; nor is it corrected, as ``effect``'s is, for damage of perplexities that depends on
+    a document's weight.
 
     It is never narrower than that of the documents alone, which two or three trainings that happen
     to agree would make it; of right-or-wrong answers of which few changed, the score interval.

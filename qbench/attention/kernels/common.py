@@ -124,7 +124,7 @@ def key_ranges(
     first, start_k, limits, mask,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries from ``first`` on, the keys in three ranges: from begin to whole_begin
+    """The keys of a block of queries from ``first`` on, in three ranges: from begin to whole_begin
     (left of a sliding window for some row), to whole_end (every row sees every key), to end (cut by
     causality or the end of the sequence). Only tiles of the first and last need masks; with a
     ``mask`` all are in the last."""

@@ -1,7 +1,7 @@
 """Normalizers: what turns scores into attention weights, one object a file. Imports no torch.
 
-A new one is a file with a subclass of :class:`Normalizer`, and a call of :func:`register`: here
-for one that comes with qbench, in the file itself for one from outside the package.
+A new one is a file with a subclass of :class:`Normalizer` and a call of :func:`register`. The call
+stands here for one that comes with qbench, in the file itself for one from outside.
 """
 
 from __future__ import annotations

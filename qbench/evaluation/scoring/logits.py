@@ -1,10 +1,10 @@
 """From hidden states to log-likelihoods of requests, only for the rows that are scored.
 
-A matrix product adds up in an order that depends on its number of rows and on a row's index in
-it: CPU libraries give a thread's last few rows to another kernel. Which sizes that concerns
-differs by processor (1–3 rows on one AMD EPYC, up to 15 on an Intel Xeon, and there any row of a
-32,000-wide head with two threads), so which rows the LM head must take for its product to round
-as HFLM's whole one does is tried out on the head itself.
+A matrix product adds up in an order that depends on its number of rows and on a row's index in it:
+CPU libraries give a thread's last few rows to another kernel. Which sizes that concerns differs by
+processor: 1–3 rows on one AMD EPYC, up to 15 on an Intel Xeon, and there any row of a 32,000-wide
+head with two threads. So trials on the LM head itself find the rows that it must take to round as
+HFLM's whole product does.
 """
 
 from __future__ import annotations
@@ -113,16 +113,16 @@ class LogitsPart:
 class Observer(Protocol):
     """Sees every scored row in the forward that scores it.
 
-    ``begin`` comes before a call's rows, with its requests in order (lm-eval ``Instance``
+    ``begin`` comes before a call's rows. It gets the requests in order (lm-eval ``Instance``
     objects: ``task_name``, ``doc_id``, ``idx``), how many tokens of each are scored, and the LM
     head; ``end`` comes when the call is scored.
 
-    ``batch`` comes once a forward: ``hidden`` [R, H] are the LM head's input rows, still being
-    computed where the device is asynchronous, ``projection`` how they go through it. What it
+    ``batch`` comes once a forward. ``hidden`` [R, H] are the LM head's input rows, still being
+    computed where the device is asynchronous. ``projection`` says how they go through it. What it
     returns is called with each part of their logits.
 
-    Rows come in no particular order. Each (request, index) comes at least once: again where a batch
-    ran out of memory and was repeated, so that what is kept must be kept by index.
+    Rows come in no particular order. Each (request, index) comes at least once. It comes again
+    where a batch ran out of memory and was repeated, so keep results by index.
     """
 
     def begin(

@@ -42,9 +42,9 @@ class Request:
 class Scored:
     """What rows of log-probabilities score: one entry a scored token, int64 arrays [M].
 
-    ``row`` is the index among the rows handed over with it (a row may serve several requests),
-    ``request`` the request's index within the call of the language model, ``index`` the
-    token's index among that request's scored tokens, ``token`` its id.
+    ``row`` is the index among the rows that come with it (a row may serve several requests).
+    ``request`` is the request's index within the call of the language model, ``index`` the token's
+    among that request's scored tokens, ``token`` its id.
     """
 
     row: np.ndarray

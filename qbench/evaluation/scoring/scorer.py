@@ -125,9 +125,9 @@ def exact_backend(
     window_batch_size: int | None = None,
     shuffle: int | None = None,
 ) -> Backend:
-    """HFLM's scores to the bit, without what does not change them: the LM head and log-softmax
-    of rows that nobody scores, the KV cache, a [B, L, V] tensor, one tokenizer call a request,
-    and two waits for the device a request. ``misread``: see ``batching.Padding``."""
+    """HFLM's scores to the bit, without the work that does not change them. That is the LM head and
+    log-softmax of rows that are not scored, the KV cache, and a [B, L, V] tensor. It is also one
+    tokenizer call and two waits for the device a request. ``misread``: see ``batching.Padding``."""
     padding = Padding(
         max_length=settings.max_length,
         batch_size=settings.batch_size,
