@@ -246,15 +246,17 @@ def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
         return dict.fromkeys((number for number, _ in documents), 0)
     if kind != "multiple_choice":
         return {}
-    golds = {number: _gold(inner, document) for number, document in documents}
+    golds = {number: right_choice(inner, document) for number, document in documents}
     return {number: gold for number, gold in golds.items() if gold is not None}
 
 
-def _gold(inner: Any, document: dict[str, Any]) -> int | None:
-    gold = (inner.doc_to_text if inner.multiple_input else inner.doc_to_target)(document)
+def right_choice(task: Any, document: Mapping[str, Any]) -> int | None:
+    """The index of a document's right choice, the first of several; None where there is none.
+    ``task``: lm-eval's object of a multiple-choice task."""
+    gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
     gold = gold[0] if isinstance(gold, list) and gold else gold
     if isinstance(gold, str):
-        choices = inner.doc_to_choice(document)
+        choices = task.doc_to_choice(document)
         gold = choices.index(gold) if gold in choices else None
     return gold if isinstance(gold, int) and gold >= 0 else None
 

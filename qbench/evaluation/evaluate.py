@@ -27,6 +27,7 @@ from lm_eval.tasks import TaskManager
 
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation import passkey
+from qbench.evaluation.degradation import right_choice
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.settings import (
     FEWSHOT_SEED,
@@ -187,14 +188,10 @@ def rebuild_requests(
 
 
 def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
-    """As lm-eval's ``process_results`` looks it up; None where it is not one choice or text."""
+    """The index of the right choice, or the right text; None where there is neither."""
     with suppress(Exception):  # a task's own code, for display alone
         if task.OUTPUT_TYPE == "multiple_choice":
-            of = task.doc_to_text if task.multiple_input else task.doc_to_target
-            target = of(document)
-            if isinstance(target, str):
-                target = task.doc_to_choice(document).index(target)
-            return target if isinstance(target, int) else None
+            return right_choice(task, document)
         if task.OUTPUT_TYPE == "generate_until":
             target = task.doc_to_target(document)
             return target if isinstance(target, str) else " | ".join(map(str, target))

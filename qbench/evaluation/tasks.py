@@ -123,8 +123,7 @@ def _require_template(
 ) -> None:
     needed = {template} if template in rows[0].fields else _variables(template)
     for row in rows:
-        missing = sorted(needed - row.fields.keys())
-        if missing and not _renders(template, row.fields):
+        if missing := sorted(needed - row.fields.keys()):
             raise DataError(
                 f"{path}:{row.line}: no field {missing[0]!r}, which {what} needs; "
                 f"are the fields those of {source}? this line has {', '.join(row.fields) or 'none'}"
@@ -132,34 +131,16 @@ def _require_template(
 
 
 def _variables(template: str) -> set[str]:
-    from jinja2 import TemplateSyntaxError, meta
+    """What a template names, where that is what it needs: one that decides for itself, as by
+    ``is defined``, is left to lm-eval."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
 
+    if any(word in template for word in ("{%", "defined", "default", " if ")):
+        return set()
     try:
-        return meta.find_undeclared_variables(_environment().parse(template))
+        return meta.find_undeclared_variables(Environment().parse(template))
     except TemplateSyntaxError:
         return set()  # lm-eval says so
-
-
-def _renders(template: str, fields: dict[str, Any]) -> bool:
-    """Whether a template can do without what it names, as behind ``is defined``."""
-    from jinja2 import UndefinedError
-
-    try:
-        _environment().from_string(template).render(**fields)
-    except UndefinedError:
-        return False
-    return True
-
-
-def _environment() -> Any:
-    """As lm-eval renders: what is not there is an error, not an empty text."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(
-        pattern, new, text, count=count
-    )
-    return environment
 
 
 def _require_labels(name: str, field: str, choices: Any, path: Path, rows: Sequence[Row]) -> None:

@@ -2,10 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import time
-from socket import socket
 
 import pytest
 import torch
@@ -15,9 +11,8 @@ from published_copies import DEMO, gguf, original
 from small_recipe import qbench, small_recipe
 
 from qbench.cell import load
-from qbench.errors import EvaluationError, QbenchError
+from qbench.errors import QbenchError
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
-from qbench.evaluation.lm_eval_model import ExternalScorer, external_model
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
@@ -211,42 +206,3 @@ def test_k_and_iq_types_lose_more_the_fewer_bits_they_have(tmp_path):
     bits, losses = zip(*found, strict=True)
     assert list(bits) == sorted(bits, reverse=True)
     assert list(losses) == sorted(losses)
-
-
-@pytest.mark.slow
-def test_the_server_of_llama_cpp_answers_as_a_column_of_lm_eval(files, both):
-    """Its answers are transformers'; of the log-likelihoods of its prompts the last is missing."""
-    pytest.importorskip("uvicorn", reason="pip install 'llama-cpp-python[server]'")
-    pytest.importorskip("fastapi", reason="pip install 'llama-cpp-python[server]'")
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "llama_cpp.server", "--model", str(files["F32"]), "--n_ctx", "256",
-         "--logits_all", "true", "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        for _ in range(600):
-            with socket() as probe:
-                if server.poll() is not None or probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        assert server.poll() is None
-        args = {"model": "m", "base_url": f"http://127.0.0.1:{port}/v1/completions",
-                "tokenizer": str(DEMO / "softmax"), "tokenized_requests": False,
-                "tokenizer_backend": "huggingface", "max_length": 256}  # fmt: skip
-        served = ExternalScorer(external_model("local-completions", args), settings=None)
-        kwargs = {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False}
-        asked = [
-            Instance(request_type="generate_until", doc={}, arguments=(text, kwargs), idx=i,
-                     metadata=("t", i, 1))
-            for i, text in enumerate(["the cat sat on", "once upon a time there was"])
-        ]  # fmt: skip
-        _, (theirs, _) = both
-        assert served.generate_until(asked) == theirs.generate_until(asked)
-        with pytest.raises(EvaluationError, match="leaves tokens out"):
-            served.loglikelihood([])
-    finally:
-        server.terminate()
-        server.wait()
