@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Three seeds of softmax and softpick, 27 M parameters each, from text to tables: weights at 2 to 8
 # bits, the KV cache, activations, and what their hidden states look like. For a host with GPUs, all of
-# which are used. It stops at the first command that fails; given again it goes on where it stopped.
+# which are used. It stops at the first command that fails; started again it continues there.
 #
 #   recipes/train/seeds-27m.sh TEXT DATA
 #
