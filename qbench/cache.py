@@ -8,6 +8,7 @@ used for longest is known. Imports no torch.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,17 @@ from qbench.store import KEY_DIGITS, Store
 MANIFEST = "manifest.json"
 GIB = 2**30
 MIB = 2**20
+
+
+def cache_folder() -> Path:
+    """Where quantized weights are kept: $QBENCH_CACHE, else ~/.cache/qbench."""
+    return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
+
+
+def distributions_folder(cache: Path) -> Path:
+    """Where unquantized cells keep what damage is measured against: bytes = scored tokens ×
+    hidden size × bytes of the dtype, and the LM head."""
+    return cache / "distributions"
 
 
 def in_words(bytes: int) -> str:

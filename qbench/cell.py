@@ -4,113 +4,52 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
+import torch
+
+from qbench.attention.transformers import batch_invariant
+from qbench.cache import distributions_folder
+from qbench.cell_result import CellResult
+from qbench.checkpoints import load_model, load_tokenizer
 from qbench.checkpoints.find import elements, read_headers
+from qbench.checkpoints.prequantized import load_prequantized, without_weights
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
-from qbench.machine import environment, hardware, measured, redirected
+from qbench.evaluation.baseline import BaselineReader, baseline_file, read_baseline
+from qbench.evaluation.definitions import TaskGroup
+from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
+from qbench.evaluation.evaluate import evaluate, group_scores, require_fast
+from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
+from qbench.evaluation.llamacpp import LlamaCpp
+from qbench.evaluation.lm_eval_model import external_model
+from qbench.evaluation.loaded import LoadedTask, load_task
+from qbench.evaluation.scoring import language_model
+from qbench.machine import hardware, measured, redirected
 from qbench.plan import Cell, Plan, resident, streamable
 from qbench.prequantized import GGUF
 from qbench.progress import Progress
+from qbench.quantizers.audit.cell import audit, probe_of
+from qbench.quantizers.calibration import read_calibration
+from qbench.quantizers.gguf_file import write_into
+from qbench.quantizers.linear import split_experts
 from qbench.quantizers.lm_eval_model import LmEvalModel
-from qbench.records import (
-    Audit,
-    Damage,
-    GroupScore,
-    Record,
-    Score,
-    ScoringReport,
-    Stage,
-    Unavailable,
-)
+from qbench.quantizers.quantize import quantize
+from qbench.records import Record, Unavailable
 from qbench.store import Store
+from qbench.streaming import is_spread, spread, stream, stream_of
 
 if TYPE_CHECKING:
     import numpy as np
-    import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from qbench.evaluation.baseline import BaselineReader
-    from qbench.evaluation.definitions import TaskGroup
-    from qbench.evaluation.loaded import LoadedTask
-
-
 SECOND_MODEL = 12 << 30  # bytes that an original may take beside the same model, unquantized
-
-
-def cache_folder() -> Path:
-    """Where quantized weights are kept: $QBENCH_CACHE, else ~/.cache/qbench."""
-    return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
-
-
-def distributions_folder(cache: Path) -> Path:
-    """Where unquantized cells keep what damage is measured against: bytes = scored tokens ×
-    hidden size × bytes of the dtype, and the LM head."""
-    return cache / "distributions"
-
-
-@dataclass(kw_only=True, slots=True)
-class CellResult:
-    """What is known of a cell so far; a failure leaves the rest as it is."""
-
-    started: datetime
-    stages: list[Stage] = field(default_factory=list)
-    documents: dict[str, str] = field(default_factory=dict)
-    audit: Audit | None = None
-    scores: list[Score] = field(default_factory=list)
-    groups: tuple[GroupScore, ...] = ()
-    failed_tasks: dict[str, str] = field(default_factory=dict)
-    outcomes: list[pd.DataFrame] = field(default_factory=list)
-    responses: list[pd.DataFrame] = field(default_factory=list)
-    divergences: pd.DataFrame | None = None
-    scoring: ScoringReport | None = None
-    damage: Damage | Unavailable | None = None
-
-    def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Outcomes and responses of all tasks that were scored."""
-        import pandas as pd  # slow: worker processes would start later
-
-        return (
-            pd.concat(self.outcomes, ignore_index=True),
-            pd.concat(self.responses, ignore_index=True),
-        )
-
-    def record(self, cell: Cell, plan: Plan, error: str | None) -> Record:
-        """The record of ``cell``, finished now: failed with ``error``, where there is one."""
-        settings = cell.quantization
-        return Record(
-            key=cell.key,
-            key_parts=cell.key_parts,
-            checkpoint=cell.checkpoint_name,
-            quantizer=cell.label,
-            method=settings.method,
-            title=settings.title,
-            precision=settings.precision,
-            normalizer=cell.checkpoint.normalizer,
-            training=cell.checkpoint.training,
-            attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
-            status="failed" if error else "ok",
-            error=error,
-            scores=() if error else tuple(self.scores),
-            groups=() if error else self.groups,
-            failed_tasks={} if error else self.failed_tasks,
-            documents=self.documents,
-            audit=self.audit,
-            scoring=self.scoring,
-            damage=self.damage,
-            stages=tuple(self.stages),
-            environment=environment(plan.device, settings.requirements, plan.hardware),
-            started=self.started,
-            finished=datetime.now(UTC),
-        )
 
 
 def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
@@ -131,12 +70,7 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
     record = result.record(cell, plan, error)
     if error is not None:
         return store.put(record, None, None)
-    return store.put(record, *result.tables(), result.divergences)
-
-
-def failed(cell: Cell, plan: Plan, error: str) -> Record:
-    """The record of a cell that left none itself."""
-    return CellResult(started=datetime.now(UTC)).record(cell, plan, error)
+    return store.put(record, *_tables(result), result.divergences)
 
 
 def _run(
@@ -145,8 +79,6 @@ def _run(
     progress.stage(cell.name, "prepare")
     tasks = _prepare(cell, plan)
     result.documents = {task.name: task.digest for task in tasks}
-    from qbench.streaming import is_spread, stream_of
-
     progress.stage(cell.name, "load")
     with measured("load", plan.device, result.stages) as detail:
         model, tokenizer = load(cell, plan)
@@ -164,8 +96,6 @@ def _run(
 def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
     """What can fail without a model, first: is this the device that the cell's key speaks of, and
     are its data here?"""
-    from qbench.evaluation.loaded import load_task
-
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
@@ -178,23 +108,12 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The cell's checkpoint on the plan's device, not yet quantized unless it was published so,
     and its tokenizer."""
-    import torch
-
-    from qbench.checkpoints import load_tokenizer
-
     weights = cell.quantization.weights
     if isinstance(weights, LmEvalModel):
-        from qbench.evaluation.lm_eval_model import external_model
-
         return external_model(weights.model, weights.args), load_tokenizer(cell.checkpoint)
     if cell.copy is None:
         return load_original(cell, plan), load_tokenizer(cell.checkpoint)
-    from qbench.checkpoints.prequantized import load_prequantized, without_weights
-    from qbench.quantizers.linear import split_experts
-
     if cell.copy.format == GGUF:
-        from qbench.evaluation.llamacpp import LlamaCpp
-
         runtime = LlamaCpp(
             cell.copy.folder,
             context=cell.scoring.max_length,
@@ -218,10 +137,6 @@ def load_original(
     cell: Cell, plan: Plan, *, verify: bool = True, room: float = math.inf
 ) -> PreTrainedModel:
     """The unquantized model, whole on a GPU where it takes ``room`` bytes or less."""
-    import torch
-
-    from qbench.checkpoints import load_model
-
     dtype = getattr(torch, cell.quantization.compute_dtype)
     return load_model(
         cell.checkpoint,
@@ -238,10 +153,6 @@ def _elsewhere(
 ) -> Callable[[PreTrainedModel], PreTrainedModel] | None:
     """What puts a model over several GPUs, or lets it come block by block, as the recipe says or
     where it would take more than ``room`` bytes; None where it lies on its device."""
-    import torch
-
-    from qbench.streaming import spread, stream
-
     asked = plan.recipe.evaluation
     if asked.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
@@ -272,9 +183,6 @@ def _require_fast(
     calibrated = cell.quantization.needs_calibration and not scoring.amplifies_rounding
     if scoring.mode != "fast" or scoring.fallback or not calibrated:
         return
-    from qbench.evaluation.evaluate import require_fast
-    from qbench.evaluation.scoring import language_model
-
     progress.stage(cell.name, "check fast scoring")
     require_fast(language_model(model, tokenizer, scoring), tasks, scoring)
 
@@ -289,9 +197,6 @@ def quantized(
     cache: Path,
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
-    from qbench.quantizers.calibration import read_calibration
-    from qbench.quantizers.quantize import quantize
-
     settings = cell.quantization
     progress.stage(cell.name, "quantize", 1)
     with measured("quantize", plan.device, result.stages) as detail:
@@ -325,10 +230,6 @@ def quantized(
 def _audit(
     cell: Cell, plan: Plan, model: PreTrainedModel, result: CellResult, progress: Progress
 ) -> None:
-    from qbench.attention.transformers import batch_invariant
-    from qbench.quantizers.audit.cell import audit, probe_of
-    from qbench.quantizers.gguf_file import write_into
-
     if cell.alone or isinstance(cell.quantization.weights, LmEvalModel):
         return  # there is nothing to hold against anything: the record is not audited
     progress.stage(cell.name, "audit")
@@ -363,8 +264,6 @@ def _baseline(
 ) -> BaselineReader | Path | None:
     """What a quantized cell is measured against; for an unquantized one the file that it is to
     write; None where damage is not measured, and ``result`` says why."""
-    from qbench.evaluation.baseline import baseline_file, read_baseline
-
     if not plan.recipe.evaluation.damage:
         return None
     if cell.scoring.mode == "lm-eval" and not isinstance(cell.quantization.weights, LmEvalModel):
@@ -396,16 +295,6 @@ def _evaluate(
     baseline: BaselineReader | Path | None,
 ) -> None:
     """Scores of every task; a task that cannot be scored is named, and the others are kept."""
-    from qbench.evaluation.degradation import (
-        Outcomes,
-        correct_requests,
-        damage,
-        divergence_table,
-    )
-    from qbench.evaluation.evaluate import evaluate, group_scores
-    from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
-    from qbench.evaluation.scoring import language_model
-
     observer: BaselineWriter | KLObserver | None = None
     if isinstance(baseline, Path):
         observer = BaselineWriter()
@@ -445,7 +334,7 @@ def _evaluate(
             )
     elif baseline is not None:
         assert isinstance(observer, KLObserver)
-        outcomes, responses = result.tables()
+        outcomes, responses = _tables(result)
         result.damage = damage(
             Outcomes(
                 outcomes=store.outcomes(baseline.record),
@@ -461,6 +350,13 @@ def _evaluate(
             result.divergences = divergence_table(
                 observer.divergences, dict.fromkeys(whole, partial(token_texts, tokenizer))
             )
+
+
+def _tables(result: CellResult) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Outcomes and responses of all tasks that were scored."""
+    found = (result.outcomes, result.responses)
+    outcomes, responses = (pd.concat(tables, ignore_index=True) for tables in found)
+    return outcomes, responses
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
@@ -486,6 +382,4 @@ def free(device: str) -> None:
     """Give back what nobody holds any more."""
     gc.collect()
     if device == "cuda":
-        import torch
-
         torch.cuda.empty_cache()

@@ -9,9 +9,26 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from qbench import text
+from qbench.analysis.attention import measure_weights
+from qbench.analysis.capture import (
+    attention_observed,
+    decoder_layers,
+    inputs_observed,
+    states_observed,
+)
+from qbench.analysis.hidden import States
+from qbench.analysis.inputs import Inputs
+from qbench.analysis.measure import measure
+from qbench.analysis.text import BATCH_TOKENS
+from qbench.attention.transformers import attend
 from qbench.errors import EvaluationError
+from qbench.evaluation.scoring.generate import at_once, greedy
 from qbench.machine import environment
+from qbench.quantizers.linear import linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,11 +70,6 @@ class Signs:
 
 def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
     """A Llama of random weights, bfloat16, attending with ``normalizer``."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from qbench.attention.transformers import attend
-
     width, layers, heads, kv_heads, inner, vocabulary = SHAPES[shape]
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -118,21 +130,6 @@ def table(found: dict[str, Any]) -> str:
 
 def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) -> Iterator[Row]:
     """The whole of it, and of an eighth of the texts each part alone."""
-    import torch
-
-    from qbench.analysis.attention import measure_weights
-    from qbench.analysis.capture import (
-        attention_observed,
-        decoder_layers,
-        inputs_observed,
-        states_observed,
-    )
-    from qbench.analysis.hidden import States
-    from qbench.analysis.inputs import Inputs
-    from qbench.analysis.measure import measure
-    from qbench.analysis.text import BATCH_TOKENS
-    from qbench.quantizers.linear import linears
-
     kind = model.device.type
     batch = max(1, BATCH_TOKENS[kind] // length)
     names = list(linears(model))
@@ -171,10 +168,6 @@ def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) ->
 
 
 def _decoding(model: PreTrainedModel, normalizer: str, prompts: int, length: int) -> Iterator[Row]:
-    import torch
-
-    from qbench.evaluation.scoring.generate import at_once, greedy
-
     kind = model.device.type
     ids = torch.randint(3, model.config.vocab_size, (prompts, length)).tolist()
 
@@ -213,8 +206,6 @@ def _decoding(model: PreTrainedModel, normalizer: str, prompts: int, length: int
 @contextmanager
 def clock(kind: str) -> Iterator[Callable[[], dict[str, float]]]:
     """Gives a function that, called after the body, says its seconds and peak memory."""
-    import torch
-
     on_gpu = kind == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
+from torch._functorch import config as functorch
+from torch._inductor import config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from qbench import text
 from qbench.attention import kernels
@@ -104,8 +109,6 @@ def bench_attention(
     without a CUDA device, EvaluationError where a check is red: then nothing is timed.
     """
     require_gpu(device)
-    import triton
-
     for name in only:
         require(name)
     repeat_ms = 20 if quick else 100
@@ -187,8 +190,6 @@ def peers(variant: str) -> tuple[str, ...]:
 
 def contender(name: str, shape: Shape, variant: str) -> Run:
     """What the row ``name`` calls."""
-    from torch.nn.attention import SDPBackend
-
     if name == FLASH:
         return _torchs(SDPBackend.FLASH_ATTENTION, shape)
     if name == CUDNN:
@@ -206,8 +207,6 @@ def contender(name: str, shape: Shape, variant: str) -> Run:
 
 
 def _torchs(backend: Any, shape: Shape) -> Run:
-    from torch.nn.attention import sdpa_kernel
-
     grouped = shape.kv_heads != shape.heads
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -218,10 +217,6 @@ def _torchs(backend: Any, shape: Shape) -> Run:
 
 
 def _flex(shape: Shape, variant: str) -> Run:
-    from torch._functorch import config as functorch
-    from torch._inductor import config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     slopes = 2.0 ** (-8.0 * torch.arange(1, shape.heads + 1, device="cuda") / shape.heads)
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
 from pydantic import TypeAdapter
 
 from qbench import text
 from qbench.errors import RecipeError
+from qbench.evaluation.evaluate import evaluate
+from qbench.evaluation.kl import BaselineWriter, KLObserver
+from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import environment
 from qbench.records import Environment, ScoringReport
@@ -85,9 +89,6 @@ def compare(
     modes = tuple(settings)
     if not modes or modes[0] != "lm-eval" or set(modes) - set(MODES):
         raise RecipeError(f"--modes {', '.join(modes)}: lm-eval first, then exact and fast")
-    from qbench.evaluation.kl import BaselineWriter
-    from qbench.evaluation.scoring import language_model
-
     rows: list[Row] = []
     reports: dict[str, ScoringReport] = {}
     runs: dict[str, list[Timed]] = {}
@@ -130,8 +131,6 @@ def _runs(
     """Name, settings and observer of each run: the modes, and the last of them again as the
     unquantized and as a quantized cell run it where damage is asked for. The observer is made
     from the rows that an earlier run kept."""
-    from qbench.evaluation.kl import BaselineWriter, KLObserver
-
     for mode, chosen in settings.items():
         yield mode, chosen, lambda kept: None
     if mode != "lm-eval":
@@ -199,10 +198,6 @@ def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
 
 
 def _timed(scorer: Any, task: LoadedTask, settings: ScoringSettings) -> Timed:
-    import torch
-
-    from qbench.evaluation.evaluate import evaluate
-
     inside = 0.0
     methods = ("loglikelihood", "loglikelihood_rolling")
 

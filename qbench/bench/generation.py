@@ -6,8 +6,15 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from qbench.bench.analysis import Row, clock, measured
 from qbench.errors import EvaluationError
+from qbench.evaluation.scoring import Scorer
+from qbench.evaluation.scoring.generate import at_once
+from qbench.evaluation.settings import ScoringSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -46,8 +53,6 @@ def _rows(
     tokens: int,
     batch_size: int,
 ) -> list[Row]:
-    from qbench.evaluation.scoring.generate import at_once
-
     vocabulary, kind = model.config.vocab_size, model.device.type
     model.generation_config.eos_token_id = None
     scorer = _scorer(model, _tokenizer(vocabulary), length + tokens, batch_size)
@@ -90,9 +95,6 @@ def _rows(
 def _scorer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, length: int, batch_size: int
 ) -> Scorer:
-    from qbench.evaluation.scoring import Scorer
-    from qbench.evaluation.settings import ScoringSettings
-
     settings = ScoringSettings(
         mode="exact", max_length=length, batch_size=batch_size, window_batch_size=1
     )
@@ -101,9 +103,6 @@ def _scorer(
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """A word for each id. What ends a text is one more, so that no answer says it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = {f"w{i}": i for i in range(vocabulary)} | {"</s>": vocabulary}
     inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -112,8 +111,6 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 def _requests(count: int, length: int, tokens: int, vocabulary: int) -> list[Any]:
     """``count`` prompts of ``length`` words, and ``tokens`` as their limit."""
-    from lm_eval.api.instance import Instance
-
     draw = random.Random(0)
     return [
         Instance(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.testing import do_bench
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES
 from qbench.files import write_atomically
@@ -40,8 +41,6 @@ def given(
 
 def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
     """Median of CUDA-event timings over ``repeat_ms``, after a warm-up of half as long."""
-    from triton.testing import do_bench
-
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 

@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from qbench import hub
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS, Parameter
@@ -219,8 +221,6 @@ def compare_shapes(found: dict[str, list[int]], expected: dict[str, list[int]]) 
 
 
 def _read(path: Path) -> dict[str, Header]:
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():  # a pipe would block its reader for ever
         raise CheckpointError(f"{path.name} is not a regular file")
     found = {}

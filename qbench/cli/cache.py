@@ -9,8 +9,7 @@ import typer
 from tabulate import tabulate
 
 from qbench import cache as kept
-from qbench.cache import GIB, entries, in_words
-from qbench.cell import cache_folder
+from qbench.cache import GIB, cache_folder, entries, in_words
 
 cache = typer.Typer(
     add_completion=False,

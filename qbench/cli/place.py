@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 
-from qbench.cell import cache_folder
+from qbench.cache import cache_folder
 from qbench.errors import RecipeError, UnavailableError
 from qbench.machine import choose_device, gpu_slots
 from qbench.plan import Plan, plan

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import typer
 
-from qbench.cell import cache_folder
+from qbench.cache import cache_folder
 from qbench.checkpoints.find import elements, read_headers
 from qbench.cli.options import Device, DeviceOption, Only, OutToRead, RecipeOrOptions
 from qbench.cli.place import here

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.cell import cache_folder
+from qbench.cache import cache_folder
 from qbench.cli.messages import complain, show_written
 from qbench.cli.options import (
     Against,
@@ -40,7 +40,6 @@ from qbench.recipe import Overrides, save
 from qbench.records import Record
 from qbench.runner.estimates import TimeLeft, earlier, expected
 from qbench.runner.grid import readable, run_cells, run_each, total
-from qbench.runner.noise import measure
 from qbench.runner.progress import Display
 from qbench.store import Store
 from qbench.text import some
@@ -215,6 +214,8 @@ def noise(
 
 def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[str, Noise]]:
     """By cell, here or on the cluster. Raises EvaluationError for one that failed there."""
+    from qbench.runner.noise import measure  # torch
+
     out = place.out.resolve()
     with terminal() as screen, Display(screen, len(cells)) as display:
         if place.description:

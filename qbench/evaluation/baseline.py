@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 
 from qbench.errors import ResultsError
 from qbench.files import mark_used
@@ -82,8 +83,6 @@ def sha256(path: Path) -> str:
 def verify_baseline(path: Path, key: str) -> None:
     """Reads the file whole. Raises ResultsError where it is not there, not what was written, or
     another cell's."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         matches = _matches(path)
         if not matches and os.access(path.parent, os.W_OK):

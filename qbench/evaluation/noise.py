@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 
 from qbench.evaluation.degradation import answers
+from qbench.evaluation.evaluate import evaluate
+from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 
 if TYPE_CHECKING:
@@ -83,8 +85,6 @@ def measure_noise(
     ``scorer`` makes the language model for a variation (see :func:`scorer_of`). Raises what
     scoring raises.
     """
-    from qbench.evaluation.evaluate import evaluate
-
     usual = Variation(name="as usual")
     moved: list[Moved] = []
     settings: dict[str, ScoringSettings] = {}
@@ -111,7 +111,6 @@ def measure_noise(
 
 def scorer_of(model: Any, tokenizer: Any, settings: ScoringSettings) -> Callable[[Variation], Any]:
     """Makes exact or fast language models over ``model`` for :func:`measure_noise`."""
-    from qbench.evaluation.scoring import language_model
 
     def scaled(size: int | None, by: float) -> int | None:
         return None if size is None else max(1, int(size * by))

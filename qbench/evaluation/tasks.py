@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError, meta
+
 from qbench import hub
 from qbench.errors import DataError, MissingDataError, RecipeError
 from qbench.evaluation import passkey
@@ -133,8 +135,6 @@ def _require_template(
 def _variables(template: str) -> set[str]:
     """What a template names, where that is what it needs: one that decides for itself, as by
     ``is defined``, is left to lm-eval."""
-    from jinja2 import Environment, TemplateSyntaxError, meta
-
     if any(word in template for word in ("{%", "defined", "default", " if ")):
         return set()
     try:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from qbench.cache import find_record, remember_record
-from qbench.cell import cache_folder, distributions_folder, failed, run
+from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
+from qbench.cell_result import failed
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
@@ -245,6 +245,8 @@ def run_cell(
     are kept. ``force`` makes the record again. Whoever holds a cell's lock is at work on it, so
     that several runs may share a results folder: None where that is another and ``wait`` is false.
     """
+    from qbench.cell import run  # torch
+
     cell, store = plan.cell(name), Store(out)
     try:
         with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qbench.cell import free, load, one_line
 from qbench.errors import EvaluationError
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.noise import Noise, measure_noise, scorer_of
 from qbench.machine import redirected
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
-
-if TYPE_CHECKING:
-    from qbench.evaluation.noise import Noise
 
 LOG = "noise.log"
 
 
 def noise_of(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
     """Score the cell's checkpoint under every variation of batches. Raises what scoring raises."""
-    from qbench.evaluation.loaded import load_task  # torch
-    from qbench.evaluation.noise import measure_noise, scorer_of
-
     model, tokenizer = load(cell, plan)
     try:
         return measure_noise(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qbench.analysis.measure import measure
 from qbench.records import TrainingSample
@@ -52,8 +52,6 @@ class Evaluator:
 def evaluator(recipe: TrainingRecipe, files: TokenFiles, dtype: torch.dtype) -> Evaluator:
     """The first held-out documents that are long enough, each BOS, where the tokenizer has one,
     and its first tokens. Raises DataError where there are too few."""
-    from transformers import PreTrainedTokenizerFast
-
     rows = watched_rows(recipe, files)
     return Evaluator(
         ids=torch.tensor(rows, dtype=torch.int64),

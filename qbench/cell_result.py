@@ -1,0 +1,76 @@
+"""What is known of a cell, and its record. Imports no torch: a run itself writes the record of a
+cell whose process died."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from qbench.machine import environment
+from qbench.plan import Cell, Plan
+from qbench.records import (
+    Audit,
+    Damage,
+    GroupScore,
+    Record,
+    Score,
+    ScoringReport,
+    Stage,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(kw_only=True, slots=True)
+class CellResult:
+    """What is known of a cell so far; a failure leaves the rest as it is."""
+
+    started: datetime
+    stages: list[Stage] = field(default_factory=list)
+    documents: dict[str, str] = field(default_factory=dict)
+    audit: Audit | None = None
+    scores: list[Score] = field(default_factory=list)
+    groups: tuple[GroupScore, ...] = ()
+    failed_tasks: dict[str, str] = field(default_factory=dict)
+    outcomes: list[pd.DataFrame] = field(default_factory=list)
+    responses: list[pd.DataFrame] = field(default_factory=list)
+    divergences: pd.DataFrame | None = None
+    scoring: ScoringReport | None = None
+    damage: Damage | Unavailable | None = None
+
+    def record(self, cell: Cell, plan: Plan, error: str | None) -> Record:
+        """The record of ``cell``, finished now: failed with ``error``, where there is one."""
+        settings = cell.quantization
+        return Record(
+            key=cell.key,
+            key_parts=cell.key_parts,
+            checkpoint=cell.checkpoint_name,
+            quantizer=cell.label,
+            method=settings.method,
+            title=settings.title,
+            precision=settings.precision,
+            normalizer=cell.checkpoint.normalizer,
+            training=cell.checkpoint.training,
+            attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
+            status="failed" if error else "ok",
+            error=error,
+            scores=() if error else tuple(self.scores),
+            groups=() if error else self.groups,
+            failed_tasks={} if error else self.failed_tasks,
+            documents=self.documents,
+            audit=self.audit,
+            scoring=self.scoring,
+            damage=self.damage,
+            stages=tuple(self.stages),
+            environment=environment(plan.device, settings.requirements, plan.hardware),
+            started=self.started,
+            finished=datetime.now(UTC),
+        )
+
+
+def failed(cell: Cell, plan: Plan, error: str) -> Record:
+    """The record of a cell that left none itself."""
+    return CellResult(started=datetime.now(UTC)).record(cell, plan, error)
