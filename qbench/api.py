@@ -12,10 +12,17 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
+
+from qbench.comparison.compare import compare as compare_store
 from qbench.machine import choose_device, settle, terminal
 from qbench.plan import Plan
 from qbench.plan import plan as plan_on
 from qbench.recipe import Overrides, Recipe
+from qbench.runner.grid import run_cells
+from qbench.runner.progress import Display
+from qbench.store import Store
+from qbench.tables.write import render
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,9 +60,6 @@ def run(
     this process. Progress goes to standard error. A cell that fails has a record with ``status``
     "failed".
     """
-    from qbench.runner.grid import run_cells
-    from qbench.runner.progress import Display
-
     cells = planned.select(only)
     with terminal() as screen, Display(screen, len(cells)) as display:
         return run_cells(
@@ -65,17 +69,12 @@ def run(
 
 def compare(folder: str | Path) -> Comparison:
     """Every score of a results folder's grid, with intervals and tests of the differences."""
-    from qbench.comparison.compare import compare as compare_store
-    from qbench.store import Store
-
     return compare_store(Store(Path(folder)))
 
 
 def tables(comparison: Comparison, format: str = "md", published: str | None = None) -> str:
     """The delta tables as text. ``format``: "md", "tex", "csv" or "html". ``published``: a set of a
     paper's numbers to print beside, such as "softpick-340m"."""
-    from qbench.tables.write import render
-
     return render(comparison, format=format, published=published)
 
 
@@ -86,10 +85,6 @@ def load_records(folder: str | Path) -> pd.DataFrame:
     documents, higher_is_better, bits_per_weight and key. Raises ResultsError for a folder without
     results or with a damaged file.
     """
-    import pandas as pd
-
-    from qbench.store import Store
-
     rows = [
         {
             "checkpoint": record.checkpoint,

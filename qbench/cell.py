@@ -37,10 +37,10 @@ from qbench.prequantized import GGUF
 from qbench.progress import Progress
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
-from qbench.quantizers.gguf_file import write_into
 from qbench.quantizers.linear import split_experts
 from qbench.quantizers.lm_eval_model import LmEvalModel
 from qbench.quantizers.quantize import quantize
+from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import Record, Unavailable
 from qbench.store import Store
 from qbench.streaming import is_spread, spread, stream, stream_of
@@ -241,7 +241,7 @@ def _audit(
         wrong: list[str] = []
         if cell.copy is not None and cell.copy.format == GGUF:
             runtime, model = model, load_original(cell, plan)
-            write_into(model, str(cell.copy.folder))
+            write_gguf_into(model, str(cell.copy.folder))
             wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
         found = audit(original, model, cell.quantization, probe, batch_invariant)
         problems = (*wrong, *found.problems)

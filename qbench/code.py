@@ -15,7 +15,14 @@ from typing import Any
 PACKAGE = Path(__file__).parent
 # What these decide stands in keys; the rest of qbench says what is asked, or reads what came out.
 QUANTIZING = ("attention", "checkpoints", "quantizers", "streaming.py")  # makes a quantized model
-SCORING = (*QUANTIZING, "cell.py", "evaluation", "metrics.py", "passkey.py")  # and scores it
+SCORING = (
+    *QUANTIZING,
+    "cell.py",
+    "cell_result.py",
+    "evaluation",
+    "metrics.py",
+    "passkey.py",
+)  # and scores it
 # Of a syntax tree: places in the file, and what only some versions of Python say.
 SILENT = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 

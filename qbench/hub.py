@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import huggingface_hub  # which imports what is asked of it when that is
+
 from qbench.errors import CheckpointError, DataError
 
 SECONDS = 30.0  # to wait for an answer that names a commit
@@ -46,10 +48,12 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
 
     Raises CheckpointError, with the reason in one line, where the hub does not give it.
     """
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        return Path(
+            huggingface_hub.snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(patterns)
+            )
+        )
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -60,10 +64,10 @@ def snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path
 
 def dataset_file(dataset: str, name: str, revision: str | None = None) -> Path:
     """One file of a data-set repository. Raises DataError where the hub does not give it."""
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(dataset, name, repo_type="dataset", revision=revision))
+        return Path(
+            huggingface_hub.hf_hub_download(dataset, name, repo_type="dataset", revision=revision)
+        )
     except Exception as error:
         raise DataError(f"the hub did not give {name} of {dataset}: {reason(error)}") from error
 
@@ -74,12 +78,10 @@ def dataset_commit(dataset: str, revision: str | None = None, name: str | None =
 
     Raises DataError where neither is there.
     """
-    from huggingface_hub import HfApi
-
     try:
-        found = HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS)
+        found = huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=SECONDS)
         if found.gated:  # everyone may read what it is, not everyone its files
-            HfApi().auth_check(dataset, repo_type="dataset")
+            huggingface_hub.HfApi().auth_check(dataset, repo_type="dataset")
     except Exception as error:
         if (cached := _cached_dataset(dataset, name)) and _out_of_reach(error):
             return cached

@@ -23,16 +23,15 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 import psutil
 import pynvml
 
 from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError
-
-if TYPE_CHECKING:
-    from qbench.records import Environment, Stage
+from qbench.plugins import stated
+from qbench.records import Environment, Stage
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 GIB = 2**30
@@ -61,13 +60,18 @@ def visible_gpus() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         if not Path("/proc/driver/nvidia").is_dir():
             return ()
-    import torch
-
-    known = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    cuda = _cuda()
+    known = map(cuda.get_device_properties, range(cuda.device_count()))
     return tuple(
         Gpu(name=one.name, capability=(one.major, one.minor), memory_gib=one.total_memory / GIB)
         for one in known
     )
+
+
+def _cuda() -> Any:
+    import torch
+
+    return torch.cuda
 
 
 def _gpu(name: str) -> Gpu:
@@ -135,8 +139,8 @@ def torch_cuda() -> str | None:
     if found is None or found.origin is None:
         return None
     text = (Path(found.origin).parent / "version.py").read_text()
-    stated = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return stated[1] if stated else None
+    found = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def gpu_slots(
@@ -188,9 +192,6 @@ def _version(name: str) -> str:
 
 def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> Environment:
     """``gpu``: the one that was planned for, which need not be of this host."""
-    from qbench.plugins import stated
-    from qbench.records import Environment
-
     return Environment(
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
@@ -231,8 +232,6 @@ def git_revision() -> str | None:
 @contextmanager
 def measured(name: str, device: str, stages: list[Stage]) -> Iterator[list[str]]:
     """Append a Stage with wall seconds and peak memory; what the body appends is its detail."""
-    from qbench.records import Stage
-
     detail: list[str] = []
     reset_peak_memory(device)
     start = time.perf_counter()
@@ -254,9 +253,8 @@ def peak_memory_gib(device: str) -> float:
     """CUDA: peak of PyTorch's allocator, of the fullest GPU; CPU: peak resident set of this
     process. In GiB."""
     if device == "cuda":
-        import torch
-
-        each = map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
+        cuda = _cuda()
+        each = map(cuda.max_memory_allocated, range(cuda.device_count()))
         return max(each) / GIB
     if peak := _proc("self/status", "VmHWM"):
         return int(peak.split()[0]) * 1024 / GIB
@@ -268,18 +266,15 @@ def peak_memory_gib(device: str) -> float:
 
 def _synchronize(device: str) -> None:
     if device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
+        _cuda().synchronize()
 
 
 def reset_peak_memory(device: str) -> None:
     """The peak that ``peak_memory_gib`` gives is counted from here on."""
     if device == "cuda":
-        import torch
-
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)
+        cuda = _cuda()
+        for index in range(cuda.device_count()):
+            cuda.reset_peak_memory_stats(index)
         return
     try:
         Path("/proc/self/clear_refs").write_text("5")

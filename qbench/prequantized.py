@@ -16,6 +16,7 @@ from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import HUB_ID, SIZES, Shapes, read_headers
 from qbench.checkpoints.fla import llama_settings, recognizes
 from qbench.errors import CheckpointError, RecipeError
+from qbench.files import file_digest
 from qbench.quantizers import gguf_file
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.prequantized import FORMATS, REFUSED, Prequantized, Published
@@ -90,7 +91,7 @@ def _gguf(source: str, original: Checkpoint, base: Path) -> Checkpoint:
         format=GGUF,
         normalizer=original.normalizer,
         config={**about["sizes"], "quantization_config": {"quant_method": GGUF, **about}},
-        digest=gguf_file.digest(path),
+        digest=file_digest(path),
         files=((path.name, stat.st_size, stat.st_mtime_ns),),
     )
 

@@ -81,9 +81,9 @@ def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_
 
 def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monkeypatch):
     """It was held to a copy of itself, which cannot fail."""
-    from qbench import checkpoints
+    from qbench import cell
 
-    inner, loads = checkpoints.load_model, []
+    inner, loads = cell.load_model, []
 
     def load_model(*of, **named):
         model = inner(*of, **named)
@@ -92,7 +92,7 @@ def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monk
         loads.append(model)
         return model
 
-    monkeypatch.setattr(checkpoints, "load_model", load_model)
+    monkeypatch.setattr(cell, "load_model", load_model)
     out = tmp_path / "out"
     options = ("--out", out, "--device", "cpu", "--only", "softmax/fp32")
     assert qbench("run", small_recipe(tmp_path), *options) == 1

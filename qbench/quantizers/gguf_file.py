@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.errors import CheckpointError, UnavailableError
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
-    from torch import nn
-
-    from qbench.quantizers.config import PackedWeight
 
 # Weights that share a scale, by type (ggml-common.h)
 BLOCKS = {
@@ -46,14 +40,19 @@ def levels_of(kind: str) -> int:
     return LEVELS.get(kind) or int(2 ** bits_of(kind))
 
 
+def library() -> Any:
+    """The gguf package. Raises UnavailableError where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise UnavailableError("gguf: pip install 'qbench[llamacpp]' reads it") from None
+    return gguf
+
+
 @functools.lru_cache(maxsize=4)
 def _reader(path: str) -> Any:
     try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise UnavailableError("gguf: pip install 'qbench[llamacpp]' reads it") from None
-    try:
-        return GGUFReader(path)
+        return library().GGUFReader(path)
     except (OSError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path} is not a complete GGUF file ({error})") from None
 
@@ -87,16 +86,14 @@ def _field(reader: Any, name: str) -> Any:
 
 def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
     """The file's tensors by ``<module>.<weight or bias>`` of transformers' names."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
     reader = _reader(path)
     architecture = _field(reader, "general.architecture")
-    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    kinds = {name: kind for kind, name in library().MODEL_ARCH_NAMES.items()}
     if architecture not in kinds:
         raise CheckpointError(
             f"{path}: the gguf package does not know architecture {architecture!r}"
         )
-    known = get_tensor_name_map(kinds[architecture], layers)
+    known = library().get_tensor_name_map(kinds[architecture], layers)
     held = {tensor.name: tensor for tensor in reader.tensors}
     found = {}
     for module in modules:
@@ -110,10 +107,8 @@ def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
 def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np.ndarray:
     """What a tensor of ``tensors`` stands for, float32, in transformers' order of rows; ``heads``
     are those of queries and of keys."""
-    from gguf.quants import dequantize
-
     try:
-        values = dequantize(tensor.data, tensor.tensor_type)
+        values = library().dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         kind = tensor.tensor_type.name
         raise UnavailableError(f"{path}: the gguf package cannot read {kind} back") from None
@@ -128,58 +123,6 @@ def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np
     return values
 
 
-def write_into(model: nn.Module, path: str) -> None:
-    """Give ``model``, the original, the weights of the file in place of its own."""
-    import torch
-
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]  # transformers'
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    modules = [name for name, _ in model.named_modules() if name]
-    parameters = dict(model.named_parameters())
-    for name, tensor in tensors(path, modules, config.num_hidden_layers).items():
-        if name not in parameters:
-            continue
-        values = dequantized(path, name, tensor, (heads, kv_heads))
-        if values.shape != tuple(parameters[name].shape):
-            raise CheckpointError(
-                f"{path}: {tensor.name} {list(values.shape)}, and the original's {name} is "
-                f"{list(parameters[name].shape)}: it is not a copy of it"
-            )
-        parameters[name].data.copy_(torch.from_numpy(values.copy()))
-
-
-def evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
-    """What the file holds for each matrix of ``model``, which has its weights."""
-    import torch
-
-    from qbench.quantizers.config import PackedWeight
-    from qbench.quantizers.linear import linears
-
-    layers = linears(model)
-    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    found = {}
-    for name, tensor in tensors(path, list(layers), count).items():
-        module, _, part = name.rpartition(".")
-        if part == "weight":
-            layer = layers[module]
-            size = BLOCKS.get(tensor.tensor_type.name, layer.in_features)
-            found[module] = PackedWeight(
-                tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
-                dequantize=_held(layer),
-                groups=_in_groups(size if layer.in_features % size == 0 else layer.in_features),
-            )
-    return found
-
-
-def _held(layer: nn.Linear) -> Callable[[], torch.Tensor]:
-    return lambda: layer.weight.data
-
-
-def _in_groups(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda weight: weight.reshape(-1, size)
-
-
 def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
     """Bits of every tensor, by transformers' name where it has one."""
     reader = _reader(path)
@@ -189,11 +132,3 @@ def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
 
 def is_gguf(source: str) -> bool:
     return source.endswith(".gguf")
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of the file."""
-    import hashlib
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

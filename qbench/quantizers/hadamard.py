@@ -13,6 +13,8 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -72,8 +74,6 @@ def matrix(order: int) -> Matrix:
 
 
 def _sylvester(order: int) -> Matrix:
-    import numpy as np  # slow: a plan asks for factors alone
-
     rows = np.ones((1, 1), np.int8)
     while len(rows) < order:
         rows = np.block([[rows, rows], [rows, -rows]])
@@ -81,8 +81,6 @@ def _sylvester(order: int) -> Matrix:
 
 
 def _paley(order: int) -> Matrix:
-    import numpy as np  # slow: a plan asks for factors alone
-
     field = _source(order)
     assert field is not None
     prime, degree, second = field
@@ -102,8 +100,6 @@ def _paley(order: int) -> Matrix:
 def _characters(prime: int, degree: int) -> Matrix:
     """χ(a − b) for all a, b of the field: 1 for squares, −1 for others, 0 for 0. Elements are
     polynomials over the integers modulo ``prime``, modulo one that has no divisor."""
-    import numpy as np  # slow: a plan asks for factors alone
-
     elements = list(itertools.product(range(prime), repeat=degree))
     modulus = _irreducible(prime, degree)
     squares = {_product(a, a, modulus, prime) for a in elements if any(a)}

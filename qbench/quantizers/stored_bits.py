@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from qbench.errors import CheckpointError
 from qbench.quantizers import gguf_file
 from qbench.quantizers.audit.weights import forward_weight
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.linear import Experts, Matrix
+from qbench.quantizers.linear import Experts, Matrix, linears
 from qbench.quantizers.prequantized import Prequantized
 from qbench.records import StoredSize
 
@@ -30,7 +31,7 @@ GIB = 8 * 2**30  # bits
 def evidence(model: nn.Module, settings: Prequantized) -> dict[str, PackedWeight]:
     """What the files hold for each layer that they quantize, by its module's name in ``model``."""
     if settings.format == "gguf":
-        return gguf_file.evidence(model, settings.folder)
+        return _gguf_evidence(model, settings.folder)
     modules, found = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
         plain = all(n.endswith("weight") and _is_plain(t) for n, t in tensors.items())
@@ -97,6 +98,51 @@ def _parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def _gguf_evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
+    """What the file holds for each matrix of ``model``, which has its weights."""
+    layers = linears(model)
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    found = {}
+    for name, tensor in gguf_file.tensors(path, list(layers), count).items():
+        module, _, part = name.rpartition(".")
+        if part == "weight":
+            layer = layers[module]
+            size = gguf_file.BLOCKS.get(tensor.tensor_type.name, layer.in_features)
+            found[module] = PackedWeight(
+                tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
+                dequantize=_held(layer),
+                groups=_in_groups(size if layer.in_features % size == 0 else layer.in_features),
+            )
+    return found
+
+
+def _held(layer: nn.Linear) -> Callable[[], torch.Tensor]:
+    return lambda: layer.weight.data
+
+
+def _in_groups(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda weight: weight.reshape(-1, size)
+
+
+def write_gguf_into(model: nn.Module, path: str) -> None:
+    """Give ``model``, the original, the weights of the file in place of its own."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]  # transformers'
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = dict(model.named_parameters())
+    for name, tensor in gguf_file.tensors(path, modules, config.num_hidden_layers).items():
+        if name not in parameters:
+            continue
+        values = gguf_file.dequantized(path, name, tensor, (heads, kv_heads))
+        if values.shape != tuple(parameters[name].shape):
+            raise CheckpointError(
+                f"{path}: {tensor.name} {list(values.shape)}, and the original's {name} is "
+                f"{list(parameters[name].shape)}: it is not a copy of it"
+            )
+        parameters[name].data.copy_(torch.from_numpy(values.copy()))
 
 
 # --- size

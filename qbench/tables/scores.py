@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qbench.comparison.changes import MOST_PAIRED, training_notes
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
 from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
+from qbench.metrics import is_percentage
 from qbench.published import printed
 from qbench.records import Damage, Record, TaskDamage
 from qbench.store import KEY_DIGITS
@@ -425,8 +426,6 @@ def group_tables(comparison: Comparison) -> list[Table]:
 
 
 def _group_text(score: Any) -> str:
-    from qbench.metrics import is_percentage
-
     if score is None:
         return NO_VALUE
     percent = is_percentage(score.metric)

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._inductor import config
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from qbench.code import code_digest, digest_of
@@ -344,8 +346,6 @@ class Trainer:
 def deterministic(wanted: bool) -> Iterator[None]:
     """Within the body torch's operators, and the kernels that its compiler chooses, give the same
     bits every time, or raise where they cannot; not so where that is not ``wanted``."""
-    from torch._inductor import config  # imports the compiler, which few need
-
     before = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     # The compiler measures kernels against each other, and the fastest may sum in another order.
@@ -369,8 +369,6 @@ def attention_kernels(step: Callable[[], None], device: torch.device) -> list[st
     if device.type != "cuda":
         step()
         return ["none"]
-    from torch.profiler import ProfilerActivity, profile
-
     # Nothing is accumulated in one cycle; without it torch 2.11 warns of events that it clears.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         step()

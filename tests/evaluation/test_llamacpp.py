@@ -16,7 +16,7 @@ from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserve
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
-from qbench.quantizers import gguf_file
+from qbench.quantizers import gguf_file, stored_bits
 from qbench.recipe import Recipe
 from qbench.store import Store
 
@@ -140,7 +140,7 @@ def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tm
     other, whole = load(base, found)[0], load(base, found)[0]
     for parameter in whole.parameters():
         parameter.data = parameter.data.roll(1, 0)
-    gguf_file.write_into(other, str(files["Q8_0"]))
+    stored_bits.write_gguf_into(other, str(files["Q8_0"]))
     assert runtime.disagreement(other, probe) == []
     assert any("weight error" in line for line in audit(whole, other, cell.quantization,
                                                         probe).problems)  # fmt: skip
