@@ -101,11 +101,7 @@ def test_data_that_the_hub_refuses_is_one_line(hub, qbench, small, fault, words)
     line = qbench("run", small, "--device", "cpu").line
     assert line.startswith(f"sciq: the hub did not give the data set {SCIQ}: ")
     assert words in line
-<<<<<<< HEAD
     assert "add --data DIR" in line
-=======
-    assert "--data DIR" in line
->>>>>>> 7ab9d2d (Fewer imports inside functions: gguf, torch.cuda and the hub's library each in one place)
 
 
 @pytest.mark.parametrize(
