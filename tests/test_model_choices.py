@@ -173,7 +173,7 @@ def test_a_reason_that_several_cells_share_is_said_once(tmp_path, models):
 def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):
     configs = {
         "t5": {"model_type": "t5", "is_encoder_decoder": True},
-        "bert": {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2},
+        "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
     }
     for name, config in configs.items():
         (tmp_path / name).mkdir()

@@ -74,7 +74,7 @@ def test_documents_longer_than_a_chunk_stay_whole(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in field 'text'; say"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in field 'text'; give"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: not a JSON object"),
         ("a.txt", b"\xff\xfe", "cannot be read ("),
         ("a.txt.xz", b"no xz", "cannot be read ("),
@@ -144,7 +144,7 @@ def test_a_changed_byte_is_noticed(tmp_path, tokens, name):
 
 
 def test_a_folder_that_is_there_is_not_written_into(tmp_path, tokens):
-    with pytest.raises(RecipeError, match="is there already"):
+    with pytest.raises(RecipeError, match="exists already"):
         tokenize([str(separated(tmp_path))], tokens, tokenizer=str(tokens), settings=Tokenizing())
 
 
