@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -99,6 +101,16 @@ def require_folder(path: Path, option: str = "") -> None:
         _try(Path(os.path.realpath(path)))
     except (OSError, ValueError) as error:
         raise OutputError(f"{location}: cannot be written to ({reason(error)})") from None
+
+
+def write_page(out: Path, results: Any, table: str) -> list[Path]:
+    """``results`` to ``out`` as JSON, the table beside it in Markdown; gives what was written."""
+    files = {out: json.dumps(results, indent=1)}
+    if out.suffix:  # /dev/stdout has nothing beside it
+        files[out.with_suffix(".md")] = table
+    for path, content in files.items():
+        write_atomically(path, f"{content.rstrip()}\n".encode())
+    return list(files)
 
 
 def temporary(path: Path) -> Path:

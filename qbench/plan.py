@@ -489,7 +489,7 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
     """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none."""
     if not add_bos:
         return
-    from qbench.checkpoints import load_tokenizer
+    from qbench.checkpoints.load import load_tokenizer
     from qbench.evaluation.scoring.requests import check_bos
 
     try:

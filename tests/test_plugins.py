@@ -9,7 +9,8 @@ import torch
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model
 from qbench.plugins import source_digest
 from qbench.store import Store
 

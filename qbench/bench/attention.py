@@ -36,9 +36,9 @@ from qbench.bench.timing import (
     milliseconds,
     random_tensor,
     sparse_keys,
-    write_page,
 )
 from qbench.errors import UnavailableError
+from qbench.files import write_page
 from qbench.runner.workers import Workers
 
 CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention 2", "FlexAttention"  # torch's

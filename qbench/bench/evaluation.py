@@ -15,18 +15,19 @@ import torch
 from pydantic import TypeAdapter
 
 from qbench import text
+from qbench.cell import load
 from qbench.errors import RecipeError
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.kl import BaselineWriter, KLObserver
+from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.settings import ScoringSettings
+from qbench.evaluation.settings import ScoringSettings, resolve
 from qbench.machine import environment
 from qbench.records import Environment, ScoringReport
 
 if TYPE_CHECKING:
-    from qbench.evaluation.kl import BaselineWriter
-    from qbench.evaluation.loaded import LoadedTask
     from qbench.evaluation.scoring import Observer
+    from qbench.plan import Plan
 
 MODES = ("lm-eval", "exact", "fast")
 WARM_UP = 2  # full batches of each task that every mode scores before the clock starts
@@ -69,6 +70,27 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         return TypeAdapter(Comparison).dump_python(self, mode="json")
+
+
+def bench_evaluation(
+    planned: Plan, batch_size: int | None, *, say: Callable[[str], None]
+) -> Comparison:
+    """:func:`compare` of the plan's first cell and its tasks, softmax in float32 everywhere."""
+    cell, asked = planned.cells[0], planned.recipe.evaluation
+    if batch_size is not None:
+        asked = asked.model_copy(update={"batch_size": batch_size})
+    model, tokenizer = load(cell, planned)
+    settings = {
+        mode: resolve(
+            asked.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),
+            device=planned.device,
+            config=cell.checkpoint.config,
+            max_length=cell.checkpoint.max_length,
+            mixes_batches=False,
+        )
+        for mode in MODES
+    }
+    return compare(model, tokenizer, [load_task(task) for task in planned.tasks], settings, say=say)
 
 
 def compare(

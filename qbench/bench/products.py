@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qbench import text
-from qbench.bench.timing import milliseconds, write_page
+from qbench.bench.timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
+from qbench.files import write_page
 from qbench.quantizers import scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor

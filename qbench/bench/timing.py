@@ -1,11 +1,9 @@
-"""What the benches share: inputs as models have them, the clock, and the page."""
+"""What the benches share: inputs as models have them, and the clock."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES
-from qbench.files import write_atomically
 
 
 def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
@@ -65,16 +62,6 @@ def captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
 def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> None:
     """``run``: is only held."""
     graph.replay()
-
-
-def write_page(out: Path, results: Any, table: str) -> list[Path]:
-    """``results`` to ``out`` as JSON, the table beside it in Markdown; gives what was written."""
-    files = {out: json.dumps(results, indent=1)}
-    if out.suffix:  # /dev/stdout has nothing beside it
-        files[out.with_suffix(".md")] = table
-    for path, content in files.items():
-        write_atomically(path, f"{content.rstrip()}\n".encode())
-    return list(files)
 
 
 def sparse_keys(query: Tensor, key: Tensor) -> Tensor:

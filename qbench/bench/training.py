@@ -24,7 +24,13 @@ from qbench import text
 from qbench.errors import RecipeError
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
-from qbench.training.loop import Processes, Step, attention_kernels, deterministic, peak_tflops
+from qbench.training.loop import (
+    Processes,
+    Step,
+    attention_kernels,
+    deterministic,
+    peak_tflops,
+)
 from qbench.training.model import flops_per_token, initial_model
 from qbench.training.recipe import Compute, TrainingRecipe
 

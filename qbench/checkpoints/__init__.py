@@ -1,6 +1,8 @@
-"""Checkpoints: weights, tokenizer and normalizer, read as a stock transformers model."""
+"""Checkpoints: weights, tokenizer and normalizer, read as a stock transformers model.
+
+``load`` makes the model; what stands here imports no torch.
+"""
 
 from qbench.checkpoints.find import Checkpoint, find
-from qbench.checkpoints.load import load_model, load_tokenizer
 
-__all__ = ["Checkpoint", "find", "load_model", "load_tokenizer"]
+__all__ = ["Checkpoint", "find"]

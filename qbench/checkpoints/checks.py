@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.checkpoints.find import Header
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line
@@ -72,8 +75,6 @@ def require_tied(name: str, head: torch.Tensor, embeddings: torch.Tensor) -> Non
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:
     """One tensor of a safetensors file."""
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(name)
 
@@ -149,9 +150,6 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
 @contextmanager
 def counted(name: str) -> Iterator[list[None]]:
     """Counts the calls of the attention function that transformers knows as ``name``."""
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     function, calls = ALL_ATTENTION_FUNCTIONS[name], []
 
     def count(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import (
     INDEX,
@@ -79,8 +82,6 @@ def convert(checkpoint: Checkpoint, to: Format, out: Path) -> list[Path]:
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: Tensors, checkpoint: Checkpoint) -> None:
-    from safetensors.torch import save_file
-
     weights = {*weight_files(checkpoint.folder), INDEX, "config.json"}
     for name in file_names(checkpoint.folder):
         if name not in weights:
@@ -113,8 +114,6 @@ def _require_same_tokens(before: Checkpoint, after: Checkpoint) -> None:
 
 
 def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
-    from transformers import AutoConfig
-
     settings = fla.llama_settings(checkpoint.config)
     kind = settings["model_type"]
     if kind == "qwen3" and settings["rms_norm_eps"] != fla.QK_NORM_EPS:
@@ -135,8 +134,6 @@ def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
 
 
 def _to_fla(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
-    from transformers import AutoConfig
-
     kind = checkpoint.config["model_type"]
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         raise CheckpointError(f"flash-linear-attention has no {checkpoint.support.name}")

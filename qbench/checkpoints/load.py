@@ -8,8 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
 from qbench.attention.implementation import NATIVE
+from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
+from qbench.checkpoints.checks import (
+    own_logits,
+    read_tensor,
+    require_causal,
+    require_finite,
+    require_ours,
+    require_own_head,
+    require_tied,
+)
 from qbench.checkpoints.find import (
     Checkpoint,
     is_parameter,
@@ -51,9 +72,6 @@ def load_model(
     where the model is not causal or the files are no longer those that were found;
     UnavailableError where the attention cannot be had.
     """
-    from qbench.attention.transformers import attend
-    from qbench.checkpoints.checks import own_logits, require_causal, require_finite, require_ours
-
     if attention == "auto":
         chosen = choose_attention(
             checkpoint.source, checkpoint.support, checkpoint.normalizer, attention, device
@@ -104,8 +122,6 @@ def _attend_natively(model: PreTrainedModel, implementation: str) -> None:
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """The checkpoint's own tokenizer; runs no remote code."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     try:
         if (checkpoint.folder / "tokenizer.json").is_file() and checkpoint.format != "transformers":
             return PreTrainedTokenizerFast.from_pretrained(checkpoint.folder)
@@ -119,8 +135,6 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 def _unknown_class(folder: Path) -> str | None:
     """What is wrong with the class that tokenizer_config.json names; None where nothing is."""
-    import transformers
-
     try:
         name = json.loads((folder / "tokenizer_config.json").read_bytes()).get("tokenizer_class")
     except (OSError, ValueError, AttributeError):
@@ -135,9 +149,6 @@ def _unknown_class(folder: Path) -> str | None:
 
 def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """All tensors of the weight files by name. Raises CheckpointError for a broken file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         return {
             name: tensor
@@ -149,10 +160,6 @@ def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import GenerationConfig
-
-    from qbench.checkpoints.checks import require_tied
-
     settings = fla.llama_settings(checkpoint.config)
     state = fla.llama_tensors(read_tensors(checkpoint))
     if settings["tie_word_embeddings"] and fla.HEAD in state:
@@ -173,8 +180,6 @@ def _of_class(
     settings: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> PreTrainedModel:
     """The stock class that ``settings`` name, with the weights of ``state``."""
-    import transformers
-
     kind = settings["model_type"]
     config = transformers.AutoConfig.for_model(**settings)
     if kind == "qwen3" and settings["attention_bias"]:  # its output projection has one, too
@@ -190,10 +195,6 @@ def _of_class(
 
 
 def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    from qbench.checkpoints.checks import read_tensor, require_own_head
-
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
@@ -234,8 +235,6 @@ def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Ten
     Raises CheckpointError for a missing module, for a shape that is not the parameter's, and for a
     module that lacks what others of its class have.
     """
-    from torch import nn
-
     if not tensors:  # models without attention heads are refused by name elsewhere
         return
     heads = model.config.num_attention_heads

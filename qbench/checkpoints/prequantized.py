@@ -5,8 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
 from qbench.attention.implementation import NATIVE
+from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
+from qbench.checkpoints.checks import own_logits, require_causal
 from qbench.checkpoints.find import Checkpoint, stamps
 from qbench.errors import CheckpointError, UnavailableError, first_line
 
@@ -29,11 +35,6 @@ def load_prequantized(
 
     Raises UnavailableError for what this machine cannot load, CheckpointError for broken files.
     """
-    from transformers import AutoModelForCausalLM
-
-    from qbench.attention.transformers import attend
-    from qbench.checkpoints.checks import own_logits, require_causal
-
     stated = checkpoint.config["quantization_config"]
     if stamps(checkpoint.folder) != checkpoint.files:
         raise CheckpointError(
@@ -85,8 +86,6 @@ def load_prequantized(
 def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
     """What transformers is told beside the files. GPTQ's and AWQ's automatic kernels differ by
     machine, and on CPUs some repack weights wrongly, so the one in torch is named."""
-    import transformers
-
     method = stated.get("quant_method")
     if method == "gptq":
         chosen = transformers.GPTQConfig(bits=stated["bits"], backend="gptq_torch")
@@ -104,9 +103,6 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's class of transformers with its settings, on no device: what says how another
     runtime's model is to be asked."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
     if fla.recognizes(checkpoint.config):
         config = AutoConfig.for_model(**fla.llama_settings(checkpoint.config))
     else:

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from qbench.cli.messages import show_written
 from qbench.cli.options import Device, DeviceOption, Json, RecipeFile
 from qbench.cli.place import here
 from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
-from qbench.files import require_folder, write_atomically
+from qbench.files import require_folder, write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides
+from qbench.training.recipe import Compute
 
 NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
 
@@ -162,44 +164,19 @@ def evaluation(
     qbench bench evaluation recipes/demo.yaml --limit 50
     ```
     """
-    from qbench.bench.evaluation import MODES, compare, table
-    from qbench.cell import load
-    from qbench.evaluation.loaded import load_task
-    from qbench.evaluation.settings import resolve
+    from qbench.bench.evaluation import bench_evaluation, table
 
     place = here(recipe, overrides, out=None, device=device)
     require_folder(place.out)
     planned = place.plan()
-    cell = planned.cells[0]
-    asked = planned.recipe.evaluation
-    if batch_size is not None:
-        asked = asked.model_copy(update={"batch_size": batch_size})
     with terminal() as screen, redirected(place.out / "bench.log"):
-        model, tokenizer = load(cell, planned)
-        found = compare(
-            model,
-            tokenizer,
-            [load_task(task) for task in planned.tasks],
-            {
-                mode: resolve(
-                    asked.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),
-                    device=planned.device,
-                    config=cell.checkpoint.config,
-                    max_length=cell.checkpoint.max_length,
-                    mixes_batches=False,
-                )
-                for mode in MODES
-            },
-            say=lambda line: print(line, file=screen),
-        )
+        found = bench_evaluation(planned, batch_size, say=lambda line: print(line, file=screen))
     typer.echo(table(found))
     if out is not None:
         _write(out, found.to_json(), table(found))
 
 
 def _write(out: Path, found: object, table: str) -> None:
-    from qbench.bench.timing import write_page
-
     show_written(write_page(out, found, table))
 
 
@@ -252,10 +229,6 @@ def training(
     qbench bench training --shape 27m
     ```
     """
-    from pydantic import ValidationError
-
-    from qbench.training.recipe import Compute
-
     try:
         compute = Compute(
             precision=precision,

@@ -5,7 +5,8 @@ import torch
 from small_recipe import DEMO
 
 from qbench.analysis.attention import TOKENS, attention_maps
-from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.errors import RecipeError
 
 

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
 from qbench.analysis.measure import DELIMITERS, delimiters, measure
 from qbench.attention.transformers import attend
-from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linear import linears
 from qbench.quantizers.names import config_of

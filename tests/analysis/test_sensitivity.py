@@ -11,7 +11,8 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.analysis import run
 from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model
 from qbench.errors import EvaluationError, RecipeError
 from qbench.quantizers.linear import linears
 from qbench.store import sensitivities

@@ -14,7 +14,8 @@ from qbench.attention import reference
 from qbench.attention.implementation import choose
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model
 from qbench.errors import UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe

@@ -11,7 +11,8 @@ import torch
 from scoring_models import settings
 
 from qbench.bench.evaluation import MODES, compare, table
-from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.errors import RecipeError
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.tasks import plan_task

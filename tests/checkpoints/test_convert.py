@@ -12,9 +12,10 @@ from small_recipe import DEMO, qbench
 from tiny import write_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
 from qbench.checkpoints.fla import logarithms
+from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError, OutputError
 
 IDS = torch.randint(0, 32, (2, 23), generator=torch.Generator().manual_seed(1))
@@ -156,7 +157,7 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("qbench.checkpoints.convert.save_file", full)
     with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
         convert(find(str(folder)), "llama", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

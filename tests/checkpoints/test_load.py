@@ -8,8 +8,9 @@ from checkpoints.folders import CONFIG, random_tensors, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
 from qbench.checkpoints.checks import require_finite
+from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError
 
 SMALL = {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from checkpoints.folders import CONFIG, write
 
-from qbench.checkpoints import find, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_tokenizer
 from qbench.errors import CheckpointError
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo" / "softpick"

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.attention.normalizers.softmax import Softmax
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError
 
 NAME = {"fla": "model.layers.0.attn.s", "stock": "model.layers.0.self_attn.s"}

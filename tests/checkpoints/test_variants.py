@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
 from qbench.checkpoints.fla import logarithms
+from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError
 
 VARIANTS = {

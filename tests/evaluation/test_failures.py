@@ -11,7 +11,8 @@ from scoring_models import choices, scorer
 from small_recipe import DEMO, qbench, small_recipe
 from transformers import OPTConfig, OPTForCausalLM
 
-from qbench.checkpoints import find, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_tokenizer
 from qbench.comparison.compare import compare
 from qbench.errors import CheckpointError, DataError, UnavailableError
 from qbench.evaluation.evaluate import evaluate

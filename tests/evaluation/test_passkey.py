@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.passkey import Passkey, key, prompts, scores
 from qbench.evaluation.scoring import generate as decoding

@@ -190,7 +190,8 @@ def test_lengths_and_batch_sizes_do_not_compile_again():
 def test_the_trained_pair_has_the_references_perplexity():
     from tokenizers import Tokenizer
 
-    from qbench.checkpoints import find, load_model
+    from qbench.checkpoints import find
+    from qbench.checkpoints.load import load_model
 
     folder = SHARED / "checkpoints/softpick-27M"
     checkpoint = find(str(folder))

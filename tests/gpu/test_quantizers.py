@@ -111,7 +111,8 @@ def test_a_trained_softpick_model_passes_its_audit(name, stated, tmp_path):
     texts = sorted((shared / "data" / "calibration").glob("*.jsonl"))
     if not folder.is_dir() or not texts:
         pytest.skip("needs a trained softpick checkpoint and calibration text in ../shared")
-    from qbench.checkpoints import find, load_model, load_tokenizer
+    from qbench.checkpoints import find
+    from qbench.checkpoints.load import load_model, load_tokenizer
 
     checkpoint = find(str(folder))
     chosen = parse(name, stated)

@@ -7,7 +7,8 @@ import torch
 from quantizer_models import DIGEST
 from tiny import KINDS, tiny_model, write_tiny
 
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model
 from qbench.checkpoints.supported import CLASSES
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse

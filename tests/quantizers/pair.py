@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model, load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared"
 NAMES = ("softmax", "softpick")

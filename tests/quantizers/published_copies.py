@@ -18,8 +18,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
+from qbench.checkpoints.load import load_model
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 BF16 = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}

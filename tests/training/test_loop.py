@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints import find, load_model, load_tokenizer
+from qbench.checkpoints import find
+from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import Training
 from qbench.training.log import read_log, require_trackers

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints import find, load_model
+from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
+from qbench.checkpoints.load import load_model
 from qbench.errors import RecipeError
 from qbench.training import checkpoint as writing
 from qbench.training.model import initial_model
