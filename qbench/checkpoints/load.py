@@ -93,13 +93,12 @@ def load_model(
         if verify:
             require_finite(model)
         if native:
-            _attend_natively(model, attention)
+            set_attention(model, NATIVE, attention)
         logits = own_logits(model) if verify and not fla_format else None
         if logits is not None:
             require_causal(model, logits)
-        model.config.qbench_normalizer = checkpoint.normalizer
         if not native:
-            attend(model, normalizer=checkpoint.normalizer, implementation=attention)
+            set_attention(model, checkpoint.normalizer, attention)
             if logits is not None and "qbench_normalizer" not in checkpoint.config:
                 require_ours(model, logits)
     except CheckpointError as error:
@@ -107,8 +106,13 @@ def load_model(
     return model
 
 
-def _attend_natively(model: PreTrainedModel, implementation: str) -> None:
-    """Raises UnavailableError where the class has it not: transformers may only log that."""
+def set_attention(model: PreTrainedModel, normalizer: str, implementation: str) -> None:
+    """Let ``model`` attend with ``normalizer``, or as its own class does. Raises UnavailableError
+    where that has not the ``implementation``: transformers may only log it."""
+    model.config.qbench_normalizer = normalizer
+    if normalizer != NATIVE:
+        attend(model, normalizer=normalizer, implementation=implementation)
+        return
     reason = "transformers keeps another"
     try:
         model.set_attn_implementation(implementation)

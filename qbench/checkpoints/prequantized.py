@@ -9,11 +9,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from qbench.attention.implementation import NATIVE
-from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
 from qbench.checkpoints.checks import own_logits, require_causal
 from qbench.checkpoints.find import Checkpoint, stamps
+from qbench.checkpoints.load import set_attention
 from qbench.errors import CheckpointError, UnavailableError, first_line
 
 if TYPE_CHECKING:
@@ -75,11 +74,7 @@ def load_prequantized(
     if not logits.isfinite().all():
         raise CheckpointError(f"checkpoint {checkpoint.source}: its logits are not finite")
     require_causal(model, logits)
-    model.config.qbench_normalizer = checkpoint.normalizer
-    if checkpoint.normalizer == NATIVE:
-        model.set_attn_implementation(attention)
-    else:
-        attend(model, normalizer=checkpoint.normalizer, implementation=attention)
+    set_attention(model, checkpoint.normalizer, attention)
     return model
 
 

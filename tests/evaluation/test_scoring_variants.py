@@ -10,7 +10,6 @@ import bitsandbytes
 import numpy as np
 import pytest
 import torch
-import transformers
 from normalizer_parameters import attach
 from quantizer_models import DIGEST
 from recorded_rows import recorded, watch
@@ -21,7 +20,6 @@ from treated_models import decoder
 from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
-from qbench.errors import UnavailableError
 from qbench.evaluation.kl import KLObserver
 from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.forward import PackedForward, unquantized_activations
@@ -31,23 +29,6 @@ from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import bnb, config_of, parse
 from qbench.quantizers.quantize import apply, quantize
 
-SMALL = {
-    "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.15,
-}  # fmt: skip
-AFTER_HEAD = r"changes its logits after the LM head.*use scoring: lm-eval"
-WINDOWS = "windows or layers without attention; use scoring: exact"
-# Class, changes of the configuration, what exact and what fast scoring say (None: they score).
-# tests/models runs every class of the table in the modes that it says.
-MODELS = {
-    "tied": ("Llama", {"tie_word_embeddings": True}, None, None),
-    "window": ("Mistral", {"sliding_window": 8}, None, WINDOWS),
-    "scaled": ("Granite", {"logits_scaling": 8.0}, AFTER_HEAD, AFTER_HEAD),
-    "capped": ("Gemma2", {"head_dim": 16}, AFTER_HEAD, AFTER_HEAD),
-    "hands nothing on": ("StableLm", {}, None, "StableLmForCausalLM .*use scoring: exact"),
-    "no attention": ("Mamba", {}, None, "use scoring: exact"),
-}
 # The two of the pair and one with parameters; the others at night.
 QUICK = ("softmax", "softpick", "scalable-softpick-next")
 EVERY = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
@@ -75,23 +56,6 @@ def assert_close(found, expected):
     off = sorted(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
     assert off[len(off) * 3 // 4] < 1e-3
     assert off[-1] < 0.5
-
-
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_scored_as_lm_eval_scores_it_or_refused(name, mode):
-    kind, changes, *refusals = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    refusal = refusals[0 if mode == "exact" else 1]
-    bounds = Tolerance(mean=1e-3, largest=1e-3, changed=0.0)
-    if refusal is not None:
-        with pytest.raises(UnavailableError, match=refusal):
-            scorer(model, mode, tolerance=bounds)
-        return
-    ours, expected = answers(model, mode, tolerance=bounds), answers(model, "lm-eval")
-    assert [a for a, _ in ours] == pytest.approx([a for a, _ in expected], abs=1e-3)
 
 
 def gemma2():

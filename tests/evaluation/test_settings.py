@@ -75,12 +75,9 @@ def test_whatever_changes_a_score_changes_the_key(change):
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
-        ({"hidden_size": 384}, 32_768),
         (SMALL, 32_768),
-        ({"hidden_size": 2048}, 16_384),
         ({"hidden_size": 4096}, 8_192),
         ({"hidden_size": 100_000}, 1_024),
-        ({"n_embd": 1600}, 20_480),
         ({"text_config": {"hidden_size": 2048}}, 16_384),
         ({}, 4_096),
     ],
