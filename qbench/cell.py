@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from lm_eval.api.model import LM
 
 from qbench.attention.transformers import batch_invariant
 from qbench.cache import distributions_folder
@@ -32,13 +33,11 @@ from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
 from qbench.machine import hardware, measured, redirected
-from qbench.plan import Cell, Plan, resident, streamable
-from qbench.prequantized import GGUF
+from qbench.plan import Cell, Plan, Runtime, resident, streamable
 from qbench.progress import Progress
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.linear import split_experts
-from qbench.quantizers.lm_eval_model import LmEvalModel
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import Record, Unavailable
@@ -108,29 +107,42 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The cell's checkpoint on the plan's device, not yet quantized unless it was published so,
     and its tokenizer."""
-    weights = cell.quantization.weights
-    if isinstance(weights, LmEvalModel):
-        return external_model(weights.model, weights.args), load_tokenizer(cell.checkpoint)
+    return OPEN[cell.runtime](cell, plan), load_tokenizer(cell.checkpoint)
+
+
+def _open_transformers(cell: Cell, plan: Plan) -> PreTrainedModel:
     if cell.copy is None:
-        return load_original(cell, plan), load_tokenizer(cell.checkpoint)
-    if cell.copy.format == GGUF:
-        runtime = LlamaCpp(
-            cell.copy.folder,
-            context=cell.scoring.max_length,
-            shell=without_weights(cell.checkpoint),
-            device=plan.device,
-        )
-        return runtime, load_tokenizer(cell.checkpoint)
-    dtype = getattr(torch, cell.quantization.compute_dtype)
+        return load_original(cell, plan)
     model = load_prequantized(
         cell.copy,
-        dtype=dtype,
+        dtype=getattr(torch, cell.quantization.compute_dtype),
         device=plan.device,
         attention=cell.attention,
-        dequantize=weights.weights_only,
+        dequantize=cell.quantization.weights.weights_only,
     )
     split_experts(model)  # so that each can be held against its original
-    return model, load_tokenizer(cell.checkpoint)
+    return model
+
+
+def _open_llamacpp(cell: Cell, plan: Plan) -> LlamaCpp:
+    return LlamaCpp(
+        cell.copy.folder,
+        context=cell.scoring.max_length,
+        shell=without_weights(cell.checkpoint),
+        device=plan.device,
+    )
+
+
+def _open_lm_eval(cell: Cell, plan: Plan) -> LM:
+    weights = cell.quantization.weights
+    return external_model(weights.model, weights.args)
+
+
+OPEN: dict[Runtime, Callable[[Cell, Plan], Any]] = {
+    "transformers": _open_transformers,
+    "llama.cpp": _open_llamacpp,
+    "lm-eval": _open_lm_eval,
+}
 
 
 def load_original(
@@ -230,7 +242,7 @@ def quantized(
 def _audit(
     cell: Cell, plan: Plan, model: PreTrainedModel, result: CellResult, progress: Progress
 ) -> None:
-    if cell.alone or isinstance(cell.quantization.weights, LmEvalModel):
+    if cell.alone or cell.runtime == "lm-eval":
         return  # there is nothing to hold against anything: the record is not audited
     progress.stage(cell.name, "audit")
     with measured("audit", plan.device, result.stages):
@@ -239,7 +251,7 @@ def _audit(
         original = load_original(cell, plan, verify=cell.copy is not None, room=room)
         probe = probe_of(original.config.vocab_size).to(plan.device)
         wrong: list[str] = []
-        if cell.copy is not None and cell.copy.format == GGUF:
+        if cell.runtime == "llama.cpp":
             runtime, model = model, load_original(cell, plan)
             write_gguf_into(model, str(cell.copy.folder))
             wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
@@ -266,7 +278,7 @@ def _baseline(
     write; None where damage is not measured, and ``result`` says why."""
     if not plan.recipe.evaluation.damage:
         return None
-    if cell.scoring.mode == "lm-eval" and not isinstance(cell.quantization.weights, LmEvalModel):
+    if cell.scoring.mode == "lm-eval" and cell.runtime != "lm-eval":
         reason = "scoring: lm-eval does not give its log-probabilities"
         result.damage = Unavailable(reason=reason)
     elif not cell.quantization.precision.quantized:

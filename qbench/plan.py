@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qbench import __version__, passkey
 from qbench.attention.implementation import NATIVE
@@ -45,6 +45,11 @@ from qbench.quantizers.texts import (
 from qbench.recipe import Column, Recipe, Task
 from qbench.records import Grid, GridCell, canonical
 
+Runtime = Literal["transformers", "llama.cpp", "lm-eval"]  # what runs a cell's model
+ONE_WAY: dict[Runtime, Mode] = {  # to score, whatever the recipe says
+    "llama.cpp": "exact",
+    "lm-eval": "lm-eval",
+}
 CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundreds of thousands
 
 
@@ -73,6 +78,11 @@ class Cell:
     def alone(self) -> bool:
         """Whether the checkpoint itself is a quantized one, whose original is not there."""
         return self.copy is not None and self.copy.folder == self.checkpoint.folder
+
+    @property
+    def runtime(self) -> Runtime:
+        """What runs its model."""
+        return runtime_of(self.quantization, self.copy)
 
     @property
     def grid_cell(self) -> GridCell:
@@ -249,8 +259,8 @@ def _cell(
     attention = choose_attention(name, can, checkpoint.normalizer, evaluation.attention, device)
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     fastest, slower = _fastest(checkpoint, evaluation.scoring)
-    if runtime := _runtime_scoring(quantization, copy):
-        fastest, evaluation = runtime, evaluation.model_copy(update={"scoring": "auto"})
+    if (mode := ONE_WAY.get(runtime_of(quantization, copy))) is not None:
+        fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})
     scoring = resolve(
         evaluation,
         device=device,
@@ -454,12 +464,12 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
 # --- what is chosen for a model, and what can never run
 
 
-def _runtime_scoring(quantization: QuantizationConfig, copy: Checkpoint | None) -> Mode | None:
-    """Of a runtime that has one way to score, whatever the recipe says."""
+def runtime_of(quantization: QuantizationConfig, copy: Checkpoint | None) -> Runtime:
+    """``copy``: the quantized files, of a checkpoint that is published so."""
     if copy is not None and copy.format == GGUF:
-        return "exact"
+        return "llama.cpp"
     weights = quantization.weights
-    return "lm-eval" if weights is not None and weights.external else None
+    return "lm-eval" if weights is not None and weights.external else "transformers"
 
 
 def _fastest(checkpoint: Checkpoint, asked: str) -> tuple[Mode, str]:
