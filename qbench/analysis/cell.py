@@ -109,8 +109,8 @@ class Work:
         rescaled = self.result.audit is not None and self.result.audit.rescaled > 0
         if rescaled and not settings.blocks:
             raise UnavailableError(
-                f"{of.label}: factors of its columns stand in the layer before (as AWQ puts them), "
-                "so that no linear layer can be put into the original alone: say --blocks"
+                f"{of.label}: factors of its columns are in the layer before (as AWQ puts them), "
+                "so no linear layer can be put into the original alone; add --blocks"
             )
         model = load_original(of, plan)
         linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts

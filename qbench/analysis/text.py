@@ -134,7 +134,7 @@ def settle_length(wanted: int | None, contexts: Mapping[str, int | None]) -> int
     for name, context in known.items():
         if wanted > context:
             raise RecipeError(
-                f"--length {wanted}: checkpoint {name} has a context of {context} tokens; say "
+                f"--length {wanted}: checkpoint {name} has a context of {context} tokens; use "
                 f"--length {min(known.values())} or less"
             )
     return wanted

@@ -71,8 +71,8 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="Cells side by side on each GPU, one process each, so that one is quantized while "
-            "others are scored. Default: 3 on a GPU, 1 on a CPU.",
+            help="Cells side by side on each GPU, one process each: one is quantized while others "
+            "are scored. Default: 3 on a GPU, 1 on a CPU.",
         ),
     ] = None,
     cluster: ClusterOption = None,

@@ -378,7 +378,7 @@ def _missing(
     if present:
         other = f"[{present[0]}]"
         files = other if said == ["evaluation"] else f"{{{said[0]}: {other}}}"
-        remedy += f"; or let the recipe say tasks: [{{name: {name}, files: {files}}}]"
+        remedy += f"; or put into the recipe tasks: [{{name: {name}, files: {files}}}]"
     return f"{name}: {' and '.join(lacks)} in {folder} ({has}); {remedy}"
 
 

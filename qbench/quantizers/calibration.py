@@ -184,7 +184,7 @@ def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.Mod
     outside = [n for n in layers if not n.startswith(f"{name}.")]
     if outside:
         raise QuantizationError(
-            f"linear layers outside the blocks {name}: {', '.join(outside)}; say ignore: "
+            f"linear layers outside the blocks {name}: {', '.join(outside)}; set ignore: "
             f"[{', '.join(dict.fromkeys(n.rpartition('.')[2] for n in outside))}]"
         )
     return name, blocks

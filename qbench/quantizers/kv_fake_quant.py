@@ -291,7 +291,7 @@ class Unrotated:
             if not off <= CLOSE:
                 raise UnavailableError(
                     f"before_rope: the keys of {type(module).__name__} are not its key projection "
-                    f"turned by its angles ({float(off):.0%} off); leave before_rope out"
+                    f"rotated by its angles ({float(off):.0%} off); leave before_rope out"
                 )
             setattr(module, CHECKED, True)
 

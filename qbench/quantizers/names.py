@@ -170,7 +170,7 @@ def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> Q
         stated = {**COMBINATIONS.get(name).parts, **stated}
     elif name is not None:
         if both := [kind for kind in stated if kind in PARTS]:
-            raise RecipeError(f"{name}: say weights: {name} where there is {both[0]} beside it")
+            raise RecipeError(f"{name}: write weights: {name} if {both[0]} is there too")
         stated = {"weights": {"name": name, **stated}}
     elif not any(kind in PARTS for kind in stated):
         raise RecipeError("a quantizer is a name, or {name: …, option: value}")

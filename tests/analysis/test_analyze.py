@@ -195,7 +195,7 @@ def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, mon
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (("--length", 300), RecipeError, "context of 256 tokens; say --length 256 or less"),
+        (("--length", 300), RecipeError, "context of 256 tokens; use --length 256 or less"),
         (("--field", "page"), RecipeError, "--field: needs --text"),
         (("--only", "softmax/none"), RecipeError, "matches no cell"),
         (("--text", "nowhere.jsonl"), RecipeError, "--text nowhere.jsonl: no such file"),

@@ -142,7 +142,7 @@ def test_a_published_copys_layers_are_put_into_its_original(made, units, tmp_pat
     assert qbench("analyze", path, "--out", out, *options) == (0 if units else 1)
     (found,) = sensitivities(out).records()
     if units == 0:
-        assert "say --blocks" in found.error
+        assert "add --blocks" in found.error
         return
     assert len(found.units) == units
     assert all(0 < unit.kl.value < 0.01 for unit in found.units)

@@ -138,8 +138,8 @@ REFUSED = {
     "{activations: {name: int8-static, percentile: 20}}": "percentile must be a number of at least "
     "50 and at most 100, not 20",
     "{activations: 8}": "activations: a name, or {name: …, option: value}, not 8",
-    "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: say weights: gptq-4bit where there "
-    "is activations beside it",
+    "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: write weights: gptq-4bit if "
+    "activations is there too",
     "{weights: gptq-4bit, group_size: 64}": "unknown part 'group_size'; known: weights, "
     "activations, kv, outliers, prune_heads, label",
     "{weights: bnb-8bit, activations: int8-token}": "weights: bnb-8bit quantizes activations "

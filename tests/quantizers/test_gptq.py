@@ -317,7 +317,7 @@ def depends_on_text(model):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (outside, r"outside the blocks model.layers: model.extra; say ignore: \[extra\]"),
+        (outside, r"outside the blocks model.layers: model.extra; set ignore: \[extra\]"),
         (changed_between, r"layers.1: does not receive"),
         (skipped, r"calibration never reaches model.layers.0"),
         (depends_on_text, "depend on the text"),

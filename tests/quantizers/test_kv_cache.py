@@ -118,5 +118,5 @@ def test_a_rotation_that_is_another_one_is_found():
     model = model_of("llama", "softmax", "kivi before RoPE")
     for layer in model.model.layers:
         layer.self_attn.qbench_rotation = lambda x: x.flip(-1)
-    with pytest.raises(UnavailableError, match="are not its key projection turned"):
+    with pytest.raises(UnavailableError, match="are not its key projection rotated"):
         model(ids(1, 9), use_cache=False)

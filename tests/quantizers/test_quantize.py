@@ -133,7 +133,7 @@ def test_a_group_size_that_does_not_divide_a_layer_is_named_with_what_does(name,
 
 def test_a_layer_that_no_group_size_divides_can_be_left_out(tmp_path):
     narrow = llama(intermediate=36)
-    with pytest.raises(QuantizationError, match=r"36 inputs.*say ignore: \[down_proj\]"):
+    with pytest.raises(QuantizationError, match=r"36 inputs.*set ignore: \[down_proj\]"):
         make(settings("rtn-4bit"), tmp_path, model=narrow)
     chosen = settings("rtn-4bit", ignore=("down_proj",))
     made = make(chosen, tmp_path, model=llama(intermediate=36)).model
