@@ -40,10 +40,7 @@ from qbench.evaluation.scoring.logits import (
     Observer,
     Projection,
     RowScores,
-    Total,
-    as_hflm,
     free_cached_memory,
-    in_float64,
     in_order,
     is_out_of_memory,
     rows_at_once,
@@ -107,13 +104,12 @@ def language_model(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """A way to score: how requests become batches, the forward that fits them, and how
-    log-likelihoods add up. ``as_whole``: the LM head must round as it does over the whole batch."""
+    """A way to score: how requests become batches, and the forward that fits them. ``exact``: all
+    is rounded as HFLM rounds it."""
 
     batching: Padding | Packing
     forward: PaddedForward | PackedForward
-    total: Total
-    as_whole: bool
+    exact: bool
 
 
 def exact_backend(
@@ -135,8 +131,7 @@ def exact_backend(
         misread=misread,
         shuffle=shuffle,
     )
-    forward = PaddedForward(decoder, device)
-    return Backend(batching=padding, forward=forward, total=as_hflm, as_whole=True)
+    return Backend(batching=padding, forward=PaddedForward(decoder, device), exact=True)
 
 
 def fast_backend(settings: ScoringSettings, model: Any, decoder: torch.nn.Module) -> Backend:
@@ -151,8 +146,7 @@ def fast_backend(settings: ScoringSettings, model: Any, decoder: torch.nn.Module
         batch_tokens=settings.batch_tokens,
         shuffle=settings.shuffle,
     )
-    forward = PackedForward(model, decoder)
-    return Backend(batching=packing, forward=forward, total=in_float64, as_whole=False)
+    return Backend(batching=packing, forward=PackedForward(model, decoder), exact=False)
 
 
 @dataclass(slots=True)
@@ -405,7 +399,7 @@ class Scorer(LM):
                 results += self._run(backend, part, requests, counts, observer, tell)
                 tell(1.0)
                 done += count
-        return in_order(results, len(requests), backend.total)
+        return in_order(results, len(requests), exact=backend.exact)
 
     def _run(
         self,
@@ -453,7 +447,7 @@ class Scorer(LM):
         """Of the batch's ``hidden`` states [tokens, H]."""
         rows = to_device(batch.rows, self._device)
         projection = Projection()
-        if backend.as_whole:
+        if backend.exact:
             projection = self._product.projection(batch.ids.size, rows, self._logits_bytes)
         return score_rows(
             self.head,
