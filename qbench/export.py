@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pandas as pd
 
 from qbench.errors import QbenchError, UnavailableError
@@ -166,13 +167,11 @@ def write_model_card(store: Store, record: Record, folder: Path) -> list[Path]:
 
 def card(record: Record) -> str:
     """YAML between lines of dashes, and a table of the same scores for people."""
-    from huggingface_hub import EvalResult, ModelCardData
-
     results = []
     for score in record.scores:
         percent = is_percentage(score.metric)
         results.append(
-            EvalResult(
+            huggingface_hub.EvalResult(
                 task_type="text-generation",
                 task_name="Text Generation",
                 dataset_type=data_set(score.task),
@@ -184,7 +183,7 @@ def card(record: Record) -> str:
             )
         )
     name = f"{record.checkpoint}/{record.quantizer}"
-    head = ModelCardData(model_name=name, eval_results=results).to_yaml()
+    head = huggingface_hub.ModelCardData(model_name=name, eval_results=results).to_yaml()
     rows = [
         f"| {score.label} | {score.metric} | {result.metric_value:.2f} | {score.documents} |"
         for score, result in zip(record.scores, results, strict=True)

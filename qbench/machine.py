@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -258,8 +259,6 @@ def peak_memory_gib(device: str) -> float:
         return max(each) / GIB
     if peak := _proc("self/status", "VmHWM"):
         return int(peak.split()[0]) * 1024 / GIB
-    import resource
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 

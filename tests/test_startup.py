@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import resource
 import subprocess
 import sys
@@ -77,3 +78,17 @@ def cpu_seconds(command):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_imports_stand_at_the_top():
+    """But for torch where readers and plans must not load it, and libraries that may be absent:
+    no more of them than these."""
+    late = {
+        (path, node.lineno)
+        for path in (ROOT / "qbench").rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert len(late) <= 67

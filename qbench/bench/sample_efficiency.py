@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from matplotlib import pyplot
 from torch import Tensor
 
 from qbench import text
@@ -321,11 +322,7 @@ def table(rows: list[Row]) -> str:
 def figure(rows: list[Row]) -> bytes:
     """The paper's figure 1 as SVG: mean loss over n on logarithmic axes, bars from the smallest to
     the largest repetition, and the fitted lines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot.switch_backend("Agg")
     colours = {"softmax": "#0072B2", "sigmoid": "#D55E00"}
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         drawn, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)

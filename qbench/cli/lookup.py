@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from qbench import recipe_schema
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
 from qbench.checkpoints.supported import CLASSES, ModelClass
 from qbench.cli.messages import show_written
 from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError, shown
+from qbench.evaluation.definitions import task_names
 from qbench.plugins import load_packages
 from qbench.quantizers.names import COMBINATIONS, PARTS, Presets
 from qbench.quantizers.prequantized import format_lines
@@ -129,16 +131,12 @@ def folded(line: str) -> str:
 
 def _listing(what: Listing) -> list[str]:
     if what is Listing.tasks:
-        from qbench.evaluation.definitions import task_names
-
         return ["passkey", "passkey_TOKENS (qbench's own, without data)", *task_names()]
     if what is Listing.formats:
         return format_lines()
     if what is Listing.models:
         return model_lines()
     if what is Listing.normalizers:
-        from qbench.attention.normalizers import NORMALIZERS
-
         known = [NORMALIZERS.get(name) for name in NORMALIZERS]
         wide = max(len(one.name) for one in known)
         lines = [

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from qbench.comparison.changes import compare_precisions
+from qbench.comparison.effects import with_effects
 from qbench.comparison.lines import Comparison, Entry, Line, judge, read_floors
 from qbench.errors import ResultsError
 from qbench.metrics import rank
@@ -41,9 +43,6 @@ def compare(
     )
     if not statistics:
         return comparison
-    from qbench.comparison.changes import compare_precisions
-    from qbench.comparison.effects import with_effects
-
     comparison = with_effects(comparison, store, seed=seed)
     if len(grid.checkpoints) > 1:
         if against is not None:

@@ -12,6 +12,8 @@ Microscaling Formats v1.0 (2023); NVFP4, NVIDIA, "Pretraining Large Language Mod
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,13 @@ from qbench.quantizers.formats import (
 )
 
 CODES = {"int": torch.int8, "float": torch.float8_e4m3fn}  # dtypes of codes of 8 bits
+
+
+def kernels() -> ModuleType:
+    """The same formulas as Triton kernels, on a GPU."""
+    from qbench.quantizers import fake_quant_kernels
+
+    return fake_quant_kernels
 
 
 def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
@@ -45,11 +54,8 @@ def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> T
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
     """``fake_quantize`` where each row along the last axis is a group."""
-    if x.is_cuda:
-        from qbench.quantizers import fake_quant_kernels as kernels  # needs Triton
-
-        if kernels.fits(x):
-            return kernels.fake_quantize_rows(x, form, fixed)
+    if x.is_cuda and kernels().fits(x):
+        return kernels().fake_quantize_rows(x, form, fixed)
     return fake_quantize_definition(x, form, fixed)
 
 
@@ -73,11 +79,8 @@ def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Te
     assert form.num_bits == 8
     if form.one_of_tensor and x.numel():
         fixed = scale_of_tensor(*torch.aminmax(x), form)
-    if x.is_cuda:
-        from qbench.quantizers import fake_quant_kernels as kernels  # needs Triton
-
-        if x.numel() and kernels.fits(x):
-            return kernels.encode(x, form, fixed)
+    if x.is_cuda and x.numel() and kernels().fits(x):
+        return kernels().encode(x, form, fixed)
     return encode_definition(x, form, fixed)
 
 

@@ -25,6 +25,7 @@ from qbench.quantizers.config import KVEvidence
 from qbench.quantizers.fake_quant import (
     dequantize,
     fake_quantize_definition,
+    kernels,
     quantize,
     scale_of_ends,
 )
@@ -77,18 +78,14 @@ class KVFakeQuant:
     def _tokens(self, x: Tensor, positions: Tensor | None) -> Tensor:
         group = x.shape[-1] if self.format.group_size == WHOLE_ROW else self.format.group_size
         if by_kernel(x):
-            from qbench.quantizers import fake_quant_kernels as kernels  # needs Triton
-
-            return kernels.fake_quantize_tokens(x, self.format, group, positions, self.keep_first)
+            return kernels().fake_quantize_tokens(x, self.format, group, positions, self.keep_first)
         return self._but_first(by_token(x, self.format, group), x, positions)
 
     def _channels(self, x: Tensor, positions: Tensor | None) -> Tensor:
         assert positions is not None
         options = (x, self.format, positions, self.keep_first, self.key_group)
         if by_kernel(x):
-            from qbench.quantizers import fake_quant_kernels as kernels  # needs Triton
-
-            return kernels.fake_quantize_channels(*options)
+            return kernels().fake_quantize_channels(*options)
         return by_channel(*options)
 
     def _tensor(self, x: Tensor, positions: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
+from qbench.tables.analyses import beside_paper, gather
 from qbench.tables.comparison_csv import comparison_csv
 from qbench.tables.scores import costs, group_tables, pair_tables, parts, tables_of
 from qbench.tables.seeds import FILE, seed_tables, seeds_csv
@@ -47,8 +48,6 @@ def score_tables(comparison: Comparison, *, published: str | None = None) -> lis
 
 def paper(store: Store, published: str) -> str:
     """What a paper prints of analyses and of passkey retrieval, with ours, in Markdown."""
-    from qbench.tables.analyses import beside_paper, gather  # scipy
-
     return "\n" + markdown(beside_paper(gather(store), published))
 
 

@@ -136,11 +136,9 @@ STROKES = ("-", "--", "-.", ":")
 def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Write the curves of runs by (normalizer, seed) to ``path`` (.svg, .png or .pdf): one colour
     and stroke a normalizer, a line a seed. Their numbers stand in the runs' logs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.switch_backend("Agg")
     seeds: dict[str, list[str]] = {}
     for normalizer, seed in logs:
         seeds.setdefault(normalizer, []).append(str(seed))

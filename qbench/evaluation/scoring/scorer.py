@@ -26,6 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from qbench.errors import EvaluationError, RecipeError, UnavailableError
+from qbench.evaluation.lm_eval_model import ExternalScorer
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
 from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
 from qbench.evaluation.scoring.generate import (
@@ -86,8 +87,6 @@ def language_model(
     scoring do not fit the model; scoring itself raises EvaluationError.
     """
     if isinstance(model, LM):  # lm-eval's, of another runtime
-        from qbench.evaluation.lm_eval_model import ExternalScorer
-
         return ExternalScorer(model, settings)
     if hasattr(model, "shell"):  # llama.cpp's
         from qbench.evaluation.llamacpp import LlamaCppScorer
