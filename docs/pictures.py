@@ -1,6 +1,7 @@
-"""Pictures of the viewer for README and viewer.md: `make pictures`, by Chromium and playwright.
+"""Pictures of the viewer for README and docs: `make pictures`, by Chromium and playwright.
 
-Of results/pair-27m: the answer, a task's documents beside each other, why.
+Of results/pair-27m: the answer, a task's documents beside each other, why. Of results/published-27m:
+quality against size.
 """
 
 from __future__ import annotations
@@ -17,29 +18,41 @@ from qbench.viewer.server import Server
 
 DOCS = Path(__file__).parent
 CELLS = "cell=softmax/gptq-3bit&cell=softpick/gptq-3bit"
-PICTURES = {
-    "answer": ("light", "", ".headline:has-text('Quantization')"),
-    "documents": ("light", f"#view=documents&task=sciq&show=lost&{CELLS}", ".tabulator-row"),
-    "why": ("dark", "#view=why", "figure svg circle"),
+SIZES = "figure:has(h3:has-text('against bits'))"
+PICTURES = {  # file: results, colours, view, what is there when it is ready, what is shown of it
+    "answer": ("pair-27m", "light", "", ".headline:has-text('Quantization')", "html"),
+    "documents": (
+        *("pair-27m", "light", f"#view=documents&task=sciq&show=lost&{CELLS}"),
+        *(".tabulator-row", "html"),
+    ),
+    "why": ("pair-27m", "dark", "#view=why", "figure svg circle", "html"),
+    "sizes": ("published-27m", "light", "", f"{SIZES} svg", SIZES),
 }
 
 
 def main() -> None:
-    results = Results(Store(DOCS.parent / "results" / "pair-27m"))
-    results.comparison(wait=True)
-    with Server([results]) as server, sync_playwright() as playwright:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        for name, (scheme, view, ready) in PICTURES.items():
-            page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme=scheme)
-            page.goto(server.address + view)
-            page.wait_for_selector(ready)
-            page.wait_for_timeout(1000)
-            page.screenshot(path=DOCS / "pictures" / f"{name}.png")
+        for name, (folder, scheme, view, ready, part) in PICTURES.items():
+            results = Results(Store(DOCS.parent / "results" / folder))
+            results.comparison(wait=True)
+            with Server([results]) as server:
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+                page = browser.new_page(
+                    viewport={"width": 1200, "height": 860}, color_scheme=scheme
+                )
+                page.goto(server.address + view)
+                page.wait_for_selector(ready)
+                page.wait_for_timeout(1000)
+                path = DOCS / "pictures" / f"{name}.png"
+                if part == "html":
+                    page.screenshot(path=path)
+                else:
+                    page.locator(part).screenshot(path=path)
+                server.shutdown()
         browser.close()
-        server.shutdown()
 
 
 if __name__ == "__main__":
