@@ -1,7 +1,7 @@
 """Pictures of the viewer for README and docs: `make pictures`, by Chromium and playwright.
 
-Of results/pair-27m: the answer, a task's documents beside each other, why. Of results/published-27m:
-quality against size.
+Of results/pair-27m: the answer, documents of a task, why. Of results/published-27m: quality
+against size.
 """
 
 from __future__ import annotations
