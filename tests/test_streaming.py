@@ -116,7 +116,7 @@ def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch):
     places = []
     spread, at = streaming.spread, streaming._forward_at
     monkeypatch.setattr(
-        streaming, "spread", lambda model, devices: spread(model, ["cpu", torch.device("cpu", 0)])
+        "qbench.cell.spread", lambda model, devices: spread(model, ["cpu", torch.device("cpu", 0)])
     )
     monkeypatch.setattr(
         streaming, "_forward_at",
