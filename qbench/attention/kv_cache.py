@@ -274,9 +274,10 @@ def kernel_attention(
     spans: Tensor | None = None,
     span_count: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor:
-    """:func:`attention` by a kernel, for inference; ``spans``, ``span_count`` and ``max_seqlen_q``
-    as ``kernels.attention``. Raises UnavailableError for a normalizer or a parameter that the
+    """:func:`attention` by a kernel, for inference; ``spans`` and what follows as
+    ``kernels.attention``. Raises UnavailableError for a normalizer or a parameter that the
     kernels do not have, and for inputs that need gradients."""
     from qbench.attention.kernels import ops, require
     from qbench.attention.kernels.kv_cache import quantized_kv_fwd
@@ -302,7 +303,13 @@ def kernel_attention(
     assert positions.stride(1) == 1
     longest = max_seqlen_q or queries
     settings = ops.Settings(
-        normalizer, scale or width**-0.5, softcap or 0.0, causal, window or 0, longest, keys
+        normalizer,
+        scale or width**-0.5,
+        softcap or 0.0,
+        causal,
+        window or 0,
+        longest,
+        max_seqlen_k or keys,
     )
     of_heads = ops.Parameters.of(given)
     counts = None if mask is None else ops.allowed_counts(mask, query, key, of_heads, settings)
@@ -328,30 +335,18 @@ def packed_attention(
     query: Tensor,
     sources: Sources,
     *,
-    implementation: str,
-    residual: Residual,
     positions: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
     causal: bool = True,
     **settings: Any,
 ) -> Tensor:
     """:func:`attention` of sequences laid in a row, see ``reference.packed_attention``."""
-    if implementation == "triton":
-        from qbench.attention.kernels.varlen import packed_spans
-
-        return kernel_attention(
-            query, sources, residual=residual, positions=positions, causal=causal,
-            spans=packed_spans(cu_seqlens_q, cu_seqlens_k), max_seqlen_q=max_seqlen_q, **settings,
-        )  # fmt: skip
     output = sources.value.new_zeros(*query.shape[:3], sources.value.shape[3])
     for rows, keys in reference.sequences(cu_seqlens_q, cu_seqlens_k):
         output[:, :, rows] = attention(
             query[:, :, rows],
             Sources(*(tensor[:, :, keys] for tensor in sources)),
-            residual=residual,
             positions=positions[:, keys],
             causal=causal,
             **settings,

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
+from qbench.attention.kernels.varlen import padded_spans, sequence_spans
+
 
 class _Positions:
     counted = False
@@ -134,16 +136,12 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         if packed and whole and by_kernels and _is_packed(mask_function):
             joined = _joined(mask_function, batch_size, q_length, options["device"])
         if joined is not None or (compiling and banded and whole):
-            from qbench.attention.kernels.varlen import sequence_spans
-
             spans, count = sequence_spans(joined, attention_mask)
             return Mask(make, [], banded=True, spans=spans, span_count=count, window=window, **rows)
         if compiling:
             return make()
         spans = None
         if banded and attention_mask is not None:
-            from qbench.attention.kernels.varlen import padded_spans
-
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
             if padding.shape[1] == kv_length:
                 spans = padded_spans(padding, q_length, q_offset - kv_offset)

@@ -232,16 +232,14 @@ def packed_attention(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
     causal: bool = True,
     **settings: Any,
 ) -> Tensor:
     """:func:`attention` of sequences laid in a row in [1, H, T, D], none of which sees another.
 
     Sequence s has the queries ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]``, and so its keys;
-    both are integer tensors [S + 1]. Queries outside every sequence give 0. The most rows of one
-    sequence are for kernels to know. Other arguments and errors as in :func:`attention`.
+    both are integer tensors [S + 1]. Queries outside every sequence give 0. Other
+    arguments and errors as in :func:`attention`.
     """
     output = value.new_zeros(*query.shape[:3], value.shape[3])
     for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):

@@ -21,15 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from qbench.attention import kv_cache, reference
+from qbench.attention import kernels, kv_cache, reference
 from qbench.attention.implementation import choose
+from qbench.attention.kernels.varlen import packed_spans
 from qbench.attention.kv_cache import KV_CACHE, READ, read, residual, rotate
 from qbench.attention.masks import Mask, mask_function
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
@@ -130,26 +131,25 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         tensors = two_sources or {"key": key, "value": value}
         shared = {"normalizer": normalizer, "parameters": parameters, "scale": scaling}
         shared["softcap"] = softcap
+        settings: dict[str, Any] = {"causal": causal}
         if cu_seq_lens_q is not None:
-            output = function(
-                query, **tensors, **shared, causal=causal, cu_seqlens_q=cu_seq_lens_q,
-                cu_seqlens_k=cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k,
-            )  # fmt: skip
-            return _of_kept_heads(module, output).transpose(1, 2), None
-        settings: dict[str, Any] = {}
-        if isinstance(attention_mask, Mask) and attention_mask.banded:
-            settings = attention_mask.settings(query.shape[2])
-            attention_mask = None
-        elif isinstance(attention_mask, Mask):
-            attention_mask = attention_mask.dense()
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            raise UnavailableError(
-                f"{normalizer} attention takes bool masks, True = attend, not "
-                f"{attention_mask.dtype}; pass mask > -1 of an additive one"
-            )
-        settings = {"mask": attention_mask, "causal": causal and attention_mask is None} | settings
-        output = function(query, **tensors, **shared, **settings)
-        output = _of_kept_heads(module, output)
+            assert cu_seq_lens_k is not None, "transformers hands over both"
+            if implementation == "triton":
+                settings["spans"] = packed_spans(cu_seq_lens_q, cu_seq_lens_k)
+                settings |= {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
+            else:
+                settings |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k}
+        elif isinstance(attention_mask, Mask) and attention_mask.banded:
+            settings |= attention_mask.settings(query.shape[2])
+        elif attention_mask is not None:
+            mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+            if mask.dtype != torch.bool:
+                raise UnavailableError(
+                    f"{normalizer} attention takes bool masks, True = attend, not "
+                    f"{mask.dtype}; pass mask > -1 of an additive one"
+                )
+            settings = {"mask": mask, "causal": False}
+        output = _of_kept_heads(module, function(query, **tensors, **shared, **settings))
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward
@@ -196,15 +196,11 @@ def parameters_of(
 def _function(implementation: str, two_sources: bool, packed: bool) -> Callable[..., Tensor]:
     """What computes attention: of keys and values as they are, or of ``two_sources``; of batch
     rows, or of sequences ``packed`` in one."""
-    if two_sources and packed:
-        return partial(kv_cache.packed_attention, implementation=implementation)
+    if implementation == "triton":
+        return kv_cache.kernel_attention if two_sources else kernels.attention
     if two_sources:
-        return kv_cache.attention if implementation == "reference" else kv_cache.kernel_attention
-    if implementation == "reference":
-        return reference.packed_attention if packed else reference.attention
-    from qbench.attention import kernels
-
-    return kernels.packed_attention if packed else kernels.attention
+        return kv_cache.packed_attention if packed else kv_cache.attention
+    return reference.packed_attention if packed else reference.attention
 
 
 @cache

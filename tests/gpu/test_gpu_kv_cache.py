@@ -112,7 +112,7 @@ def test_two_sources_are_read_as_the_definition_reads_them(normalizer, dtype, wi
             query[:1, :, :30], row, positions=places, spans=packed_spans(*edges), **options
         )
         wanted = kv_cache.packed_attention(
-            query[:1, :, :30], row, implementation="reference", positions=places,
+            query[:1, :, :30], row, positions=places,
             cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
         )  # fmt: skip
         assert_near(found, wanted, limit)

@@ -9,7 +9,7 @@ nor Triton.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
 from qbench.errors import UnavailableError
@@ -115,20 +115,3 @@ def attention(
         max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
     )  # fmt: skip
     return ops.apply(query, key, value, mask, spans, span_count, ops.Parameters.of(given), settings)
-
-
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    causal: bool = True,
-    **settings: Any,
-) -> Tensor:
-    """Sequences laid in a row in [1, H, T, D]; arguments as ``reference.packed_attention``."""
-    from qbench.attention.kernels.varlen import packed_spans
-
-    spans = packed_spans(cu_seqlens_q, cu_seqlens_k)
-    return attention(query, key, value, spans=spans, causal=causal, **settings)

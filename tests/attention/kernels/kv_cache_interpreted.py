@@ -88,7 +88,7 @@ def layouts(residual, normalizer):
         query[:1, :, :20], row, positions=places, spans=packed_spans(*edges), **options
     )
     wanted = kv_cache.packed_attention(
-        query[:1, :, :20], row, implementation="reference", positions=places,
+        query[:1, :, :20], row, positions=places,
         cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
     )  # fmt: skip
     yield error(found, wanted)
