@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.attention import reference
+from qbench.attention.kernels.varlen import token_bounds
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import UnavailableError
@@ -198,16 +199,13 @@ def find_positions(
             "sequence begins, which a 4-D mask does not show; pass attention_mask [B, T]"
         )
     if mask.padding is not None:
-        tokens = mask.padding.bool()
-        first = tokens.to(torch.int8).argmax(1)
-        span = torch.arange(tokens.shape[1], device=tokens.device)
-        inside = (span >= first[:, None]) & (span < (first + tokens.sum(1))[:, None])
-        if not torch.equal(inside, tokens):
+        bounds = token_bounds(mask.padding.bool())
+        if bounds is None:
             raise UnavailableError(
                 "a KV cache with groups of tokens, keep_first or keep_recent needs the tokens of a "
                 "row side by side; this attention_mask has holes"
             )
-        return index + (mask.kv_offset - first[:, None]).to(torch.int32)
+        return index + mask.kv_offset - bounds[0][:, None]
     if position_ids is not None and queries == key.shape[2]:  # packed without cu_seqlens
         jumps = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
         starts = torch.where(jumps, index, 0).cummax(1).values

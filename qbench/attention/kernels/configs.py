@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qbench.attention.kernels.common import (
-    BIASED,
-    CAPPED,
-    SLOPED,
-)
+from qbench.attention.kernels.common import BIASED, CAPPED, SLOPED
 from qbench.attention.normalizers import Kernels
 
 

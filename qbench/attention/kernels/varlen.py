@@ -24,18 +24,24 @@ def packed_spans(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     ).contiguous()
 
 
+def token_bounds(padding: Tensor) -> tuple[Tensor, Tensor] | None:
+    """First and last + 1 token of each row, int32 [B], from ``padding`` bool [B, T] (True = a
+    token); None where the tokens of a row do not lie side by side."""
+    first = padding.to(torch.int8).argmax(1).to(torch.int32)
+    last = first + padding.sum(1, dtype=torch.int32)
+    index = torch.arange(padding.shape[1], device=padding.device)
+    inside = (index >= first[:, None]) & (index < last[:, None])
+    return (first, last) if torch.equal(inside, padding) else None
+
+
 def padded_spans(padding: Tensor, queries: int, shift: int) -> Tensor | None:
     """One sequence a batch row, from ``padding`` bool [B, Tk] (True = a token), where the tokens of
     each row lie side by side; None where they do not. Query row i stands at key row i + shift."""
-    batch, keys = padding.shape
-    count = padding.sum(1, dtype=torch.int32)
-    first = padding.to(torch.int8).argmax(1).to(torch.int32)
-    last = first + count
-    index = torch.arange(keys, device=padding.device)
-    inside = (index >= first[:, None]) & (index < last[:, None])
-    if not torch.equal(inside, padding):
+    bounds = token_bounds(padding)
+    if bounds is None:
         return None
-    rows = torch.arange(batch, device=padding.device, dtype=torch.int32)
+    first, last = bounds
+    rows = torch.arange(padding.shape[0], device=padding.device, dtype=torch.int32)
     first_q = (first - shift).clamp(0, queries)
     last_q = (last - shift).clamp(0, queries)
     shifts = torch.full_like(rows, shift)
