@@ -16,6 +16,7 @@ from filelock import FileLock
 from qbench.analysis.text import AnalysisSettings
 from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
+from qbench.machine import redirected
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress, SilentProgress
 from qbench.records import Analysis, AnalysisGrid, CellKey, Sensitivity
@@ -139,8 +140,6 @@ def analyze_if_needed(
 ) -> Analysis | Sensitivity:
     """The cell's good record, made or finished now if need be; where another process is at work
     on it, that one's."""
-    from qbench.analysis.cell import analyze  # torch
-
     asked = datetime.now(UTC)
     with FileLock(analyses.lock_file(cell.grid_cell)):
         progress.begin(cell.name)
@@ -151,6 +150,8 @@ def analyze_if_needed(
                 what = "sensitivity already" if isinstance(known, Sensitivity) else "already"
                 progress.log(f"{cell.name}: {what} there")
                 return known
+            with redirected(analyses.log(cell.grid_cell)):  # what libraries say as they load
+                from qbench.analysis.cell import analyze
             found = analyze(cell, plan, analyses, progress, None if force else known)
             progress.log(_summary(found), "bold red" if found.status == "failed" else "")
             return found

@@ -55,7 +55,8 @@ def attention(
     qbench bench attention --quick
     ```
     """
-    from qbench.bench.attention import bench_attention, table
+    with redirected(NOWHERE):
+        from qbench.bench.attention import bench_attention, table
 
     typer.echo(table(bench_attention(out, "cuda", quick, only, jobs)))
 
@@ -72,7 +73,8 @@ def products(
     qbench bench products --quick
     ```
     """
-    from qbench.bench.products import bench_products, table
+    with redirected(NOWHERE):
+        from qbench.bench.products import bench_products, table
 
     typer.echo(table(bench_products(out, quick)))
 
@@ -94,7 +96,8 @@ def analysis(
     qbench bench analysis --shape tiny
     ```
     """
-    from qbench.bench.analysis import SHAPES, bench_analysis, table
+    with redirected(NOWHERE):
+        from qbench.bench.analysis import SHAPES, bench_analysis, table
 
     if shape not in SHAPES:
         raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
@@ -129,8 +132,9 @@ def generation(
     qbench bench generation
     ```
     """
-    from qbench.bench.analysis import SHAPES, table
-    from qbench.bench.generation import bench_generation
+    with redirected(NOWHERE):
+        from qbench.bench.analysis import SHAPES, table
+        from qbench.bench.generation import bench_generation
 
     if shape not in SHAPES:
         raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
@@ -164,7 +168,8 @@ def evaluation(
     qbench bench evaluation recipes/demo.yaml --limit 50
     ```
     """
-    from qbench.bench.evaluation import bench_evaluation, table
+    with redirected(NOWHERE):
+        from qbench.bench.evaluation import bench_evaluation, table
 
     place = here(recipe, overrides, out=None, device=device)
     require_folder(place.out)
@@ -241,15 +246,17 @@ def training(
         problem = error.errors()[0]
         raise RecipeError(f"--{problem['loc'][0]}: {problem['msg']}") from None
     where = choose_device(device)
-    from qbench.bench.training import (
-        CONTENDERS,
-        CUDNN,
-        SHAPES,
-        bench_training,
-        table,
-        to_json,
-    )
-    from qbench.training.loop import joined
+    with redirected(NOWHERE):
+        from qbench.bench.training import (
+            CONTENDERS,
+            CUDNN,
+            SHAPES,
+            bench_training,
+            table,
+            to_json,
+        )
+    with redirected(NOWHERE):
+        from qbench.training.loop import joined
 
     with joined(where) as processes:
         first = processes.is_main_process
@@ -285,7 +292,8 @@ def sample_efficiency(
     qbench bench sample-efficiency
     ```
     """
-    from qbench.bench.sample_efficiency import bench_sample_efficiency, figure, table, to_json
+    with redirected(NOWHERE):
+        from qbench.bench.sample_efficiency import bench_sample_efficiency, figure, table, to_json
 
     rows = bench_sample_efficiency(
         repetitions=repetitions, largest=largest, say=lambda line: typer.echo(line, err=True)

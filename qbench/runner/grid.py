@@ -21,6 +21,7 @@ from qbench.cell_result import failed
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
+from qbench.machine import redirected
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
@@ -245,8 +246,6 @@ def run_cell(
     are kept. ``force`` makes the record again. Whoever holds a cell's lock is at work on it, so
     that several runs may share a results folder: None where that is another and ``wait`` is false.
     """
-    from qbench.cell import run  # torch
-
     cell, store = plan.cell(name), Store(out)
     try:
         with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
@@ -256,6 +255,8 @@ def run_cell(
                 progress.log(f"{cell.name}: already there")
                 record = known
             else:
+                with redirected(store.log(cell.grid_cell)):  # what libraries say as they load
+                    from qbench.cell import run
                 record = run(cell, plan, store, progress, cache)
                 if settled(record, cell):
                     remember_record(cache, record, store.directory)
