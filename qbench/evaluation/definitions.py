@@ -315,10 +315,11 @@ def require_modules(name: str, definition: Definition) -> None:
 
 def missing_module(task: str, module: str, location: str) -> str:
     """One line for a task whose code imports ``module`` at ``location`` and does not find it."""
-    return (
-        f"{task}: its code in {location} imports {module}, which is not installed: "
-        f"pip install {module.partition('.')[0]}, or leave the task out"
-    )
+    package = module.partition(".")[0]
+    why = f"is not installed: pip install {package}, or"
+    if importlib.util.find_spec(package) is not None:
+        why = f"the installed {package} does not have:"
+    return f"{task}: its code in {location} imports {module}, which {why} leave the task out"
 
 
 def _imported(path: Path) -> Iterator[tuple[int, str]]:

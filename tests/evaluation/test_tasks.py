@@ -8,7 +8,7 @@ import pytest
 
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation import loaded
-from qbench.evaluation.definitions import definition_file
+from qbench.evaluation.definitions import definition_file, missing_module
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.tasks import plan_task, read_rows
 
@@ -215,6 +215,11 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
     with pytest.raises(DataError, match=r"code\.py:1 imports no_such_package_at_all, which is not "
                        "installed: pip install"):  # fmt: skip
         plan_task("mine", data=tmp_path, definitions=tmp_path)
+
+
+def test_a_part_that_an_installed_package_lacks_is_not_said_to_be_installed_by_pip():
+    said = missing_module("mine", "json.nothing", "code.py:1")
+    assert "json.nothing, which the installed json does not have: leave the task out" in said
 
 
 def test_documents_from_elsewhere_have_the_digest_of_the_same_documents(tmp_path):
