@@ -38,7 +38,7 @@ def test_too_few_documents_are_inconclusive_and_it_is_said_what_would_tell(nearl
     gates = [gate for gate in of(result, CELL, "arc_easy") if gate.outcome == "inconclusive"]
     assert gates
     assert all(gate.needed > 700 for gate in gates)
-    assert f"about {gates[0].needed} would" in gates[0].reason
+    assert f"about {gates[0].needed} are needed" in gates[0].reason
     assert f"700 support a margin of {gates[0].supported:g}" in gates[0].reason
     wide = check.check(nearly, standard, margins={"acc": gates[0].supported})
     assert {gate.outcome for gate in of(wide, CELL, "arc_easy")} == {"pass"}

@@ -8,7 +8,6 @@ import yaml
 from small_recipe import DEMO, qbench, small_recipe
 from transformers import AutoTokenizer
 
-from qbench.quantizers import calibration
 from qbench.quantizers.calibration import read_calibration
 from qbench.store import Analyses, Store
 from qbench.training import loop
@@ -96,7 +95,7 @@ def test_a_checkpoint_whose_sequences_began_with_bos_is_evaluated_with_it(
         calibrated_on.append(read_calibration(*arguments, **options))
         return calibrated_on[-1]
 
-    monkeypatch.setattr(calibration, "read_calibration", read)
+    monkeypatch.setattr("qbench.cell.read_calibration", read)
     recipe = small_recipe(
         tmp_path, checkpoints={"softmax": str(trained)}, tasks=["demo_pages"],
         quantizers=["fp32", {"activations": "int8-static", "label": "a8-static"}],
