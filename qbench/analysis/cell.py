@@ -76,6 +76,8 @@ class Work:
         """One pass over the text."""
         of, plan, settings, name = self.cell.cell, self.plan, self.cell.settings, self.cell.name
         model, tokenizer, ids = self._load()
+        if of.copy is not None and not of.alone:  # whose library may have layers of its own
+            model = load_original(of, plan)
         linearize(model)  # GPT-2's Conv1D too; other models stay as they are
         names = list(linears(model))
         if of.quantization.precision.quantized:

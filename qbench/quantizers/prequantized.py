@@ -187,9 +187,7 @@ FORMATS: dict[str, Format] = {
         read=_fp8,
         cpu=WEIGHTS_ONLY,
     ),
-    "mxfp4": Format(
-        title="MXFP4", modules={"accelerate": "accelerate"}, read=_mxfp4, cpu=WEIGHTS_ONLY
-    ),
+    "mxfp4": Format(title="MXFP4", modules={"accelerate": "accelerate"}, read=_mxfp4),
 }
 FORMATS["gguf"] = Format(
     title="GGUF", modules={"llama-cpp-python": "llama_cpp", "gguf": "gguf"}, read=_gguf
@@ -205,7 +203,8 @@ def format_lines() -> list[str]:
     lines = []
     for name, one in FORMATS.items():
         state = f"install {' and '.join(one.missing)}" if one.missing else "installed"
-        lines.append(f"{name:20} {', '.join(one.modules)} ({state}); CPU: {one.cpu or 'yes'}")
+        cpu = f"{one.cpu}, as on a GPU without the package {KERNELS}" if one.cpu else "yes"
+        lines.append(f"{name:20} {', '.join(one.modules)} ({state}); CPU: {cpu}")
     lines += [f"{name:20} refused: {why}" for name, why in REFUSED.items()]
     return lines
 

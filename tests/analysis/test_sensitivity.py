@@ -15,7 +15,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.load import load_model
 from qbench.errors import EvaluationError, RecipeError
 from qbench.quantizers.linear import linears
-from qbench.store import sensitivities
+from qbench.store import Analyses, sensitivities
 
 OPTIONS = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "rtn-4bit")
 
@@ -138,7 +138,7 @@ def test_a_published_copys_layers_are_put_into_its_original(made, units, tmp_pat
     path, out = small_recipe(tmp_path, checkpoints={"base": str(whole)}, compute_dtype="bfloat16",
                              quantizers=["bf16", column]), tmp_path / "out"  # fmt: skip
     options = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "copy")
-    options += ("--blocks",) * (units == 4)
+    options += ("--blocks",) * (units == 4) + ("--only", "base/*") * (made == "awq")
     assert qbench("analyze", path, "--out", out, *options) == (0 if units else 1)
     (found,) = sensitivities(out).records()
     if units == 0:
@@ -147,6 +147,8 @@ def test_a_published_copys_layers_are_put_into_its_original(made, units, tmp_pat
     assert len(found.units) == units
     assert all(0 < unit.kl.value < 0.01 for unit in found.units)
     assert max(unit.kl.value for unit in found.units) < found.together.kl.value < 0.02
+    if made == "awq":  # whose layers are its library's own
+        assert [len(one.measured.inputs) for one in Analyses(out).records()] == [28, 28]
 
 
 def test_a_copy_without_its_original_is_refused(tmp_path):
