@@ -9,7 +9,6 @@ from published_copies import awq, copy_of
 from published_copies import original as as_llama
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.analysis import run
 from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
 from qbench.checkpoints import find
 from qbench.checkpoints.load import load_model
@@ -102,7 +101,7 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
             raise MemoryError("stopped")
         return against(self, unit, quantized)
 
-    monkeypatch.setattr(run, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr("qbench.analysis.cell.SAVE_EVERY", -1.0)
     monkeypatch.setattr(Baseline, "against", stops)
     options = (*OPTIONS, "--only", "softpick/fp32")
     assert qbench("analyze", path, "--out", out, *options) == 1
