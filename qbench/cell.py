@@ -22,7 +22,7 @@ from qbench.checkpoints.find import elements, read_headers
 from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.checkpoints.prequantized import load_prequantized, without_weights
 from qbench.code import code_digest
-from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
+from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, one_line
 from qbench.evaluation.baseline import BaselineReader, baseline_file, read_baseline
 from qbench.evaluation.definitions import TaskGroup
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
@@ -379,15 +379,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str
         marked = str(tokenizer.convert_ids_to_tokens(token)).startswith("▁")
         known[token] = f" {text}" if marked and not text.startswith(" ") else text
     return [known[token] for token in ids.tolist()]
-
-
-def one_line(problem: Exception, log: Path) -> str:
-    """What went wrong with a cell, for its record."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    if isinstance(problem, QbenchError):
-        return " ".join(lines)
-    first = lines[0] if lines else ""
-    return f"{type(problem).__name__}: {first} (the traceback is in {log.name})"
 
 
 def free(device: str) -> None:

@@ -5,6 +5,8 @@ Quantization, audit and evaluation errors fail their cell; the others end a comm
 
 from __future__ import annotations
 
+from pathlib import Path
+
 STOPPED = "stopped; finished cells are kept; run the same command to continue"
 INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
 
@@ -89,3 +91,12 @@ def shown(value: object, *, most: int = SHOWN) -> str:
 def first_line(error: BaseException) -> str:
     """What a library's error says in its first line; its class where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def one_line(problem: Exception, log: Path) -> str:
+    """What went wrong with a cell, for its record; ``log`` has the traceback."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    if isinstance(problem, QbenchError):
+        return " ".join(lines)
+    first = lines[0] if lines else ""
+    return f"{type(problem).__name__}: {first} (the traceback is in {log.name})"

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,7 +31,7 @@ import psutil
 import pynvml
 
 from qbench import __version__
-from qbench.errors import RecipeError, UnavailableError
+from qbench.errors import RecipeError, UnavailableError, one_line
 from qbench.plugins import stated
 from qbench.records import Environment, Stage
 
@@ -352,6 +353,17 @@ def redirected(log: Path) -> Iterator[None]:
         os.close(target)
         root.setLevel(level)
         root.handlers[:] = handlers
+
+
+@contextmanager
+def importing(log: Path) -> Iterator[None]:
+    """For imports: what libraries print goes to ``log``. UnavailableError for one that breaks."""
+    with redirected(log):
+        try:
+            yield
+        except Exception as problem:
+            traceback.print_exc()
+            raise UnavailableError(one_line(problem, log)) from problem
 
 
 @contextmanager

@@ -6,21 +6,32 @@ Imports no torch before a cell is analyzed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock
 
 from qbench.analysis.text import AnalysisSettings
+from qbench.cell_result import CellResult
 from qbench.code import digest_of
-from qbench.errors import RecipeError, shown
-from qbench.machine import redirected
+from qbench.errors import RecipeError, UnavailableError, shown
+from qbench.machine import environment, importing
 from qbench.plan import Cell, Plan, content_key
-from qbench.progress import Progress, SilentProgress
-from qbench.records import Analysis, AnalysisGrid, CellKey, Sensitivity
+from qbench.progress import Progress
+from qbench.records import (
+    Analysis,
+    AnalysisGrid,
+    AnalyzedText,
+    CellKey,
+    Measured,
+    Sensitivity,
+    UnitSensitivity,
+)
 from qbench.store import Analyses
+
+TOGETHER = "all"  # of a sensitivity's units: all of them at once
 
 # Of a cell's key: what decides the model. Tasks, scoring and damage do not.
 MODEL_PARTS = (
@@ -47,6 +58,59 @@ class AnalysisCell:
         return CellKey(
             checkpoint=self.cell.checkpoint_name, quantizer=self.cell.label, key=self.key
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class AnalysisResult:
+    """What is known so far of a cell that is analyzed; a failure leaves the rest as it is."""
+
+    cell: AnalysisCell
+    plan: Plan
+    analyses: Analyses
+    result: CellResult = field(default_factory=lambda: CellResult(started=datetime.now(UTC)))
+    text: AnalyzedText | None = None
+    measured: Measured | None = None
+    perplexity: float | None = None
+    units: dict[str, UnitSensitivity] = field(default_factory=dict)
+
+    def put(
+        self, status: Literal["ok", "unfinished", "failed"], error: str | None
+    ) -> Analysis | Sensitivity:
+        """Write the record of what is known."""
+        cell, of = self.cell, self.cell.cell
+        stated: dict[str, Any] = {
+            "key": cell.key,
+            "key_parts": cell.key_parts,
+            "checkpoint": of.checkpoint_name,
+            "quantizer": of.label,
+            "method": of.quantization.method,
+            "title": of.quantization.title,
+            "precision": of.quantization.precision,
+            "normalizer": of.checkpoint.normalizer,
+            "status": status,
+            "error": error,
+            "text": self.text,
+            "stages": tuple(self.result.stages),
+            "environment": environment(
+                self.plan.device, of.quantization.requirements, self.plan.hardware
+            ),
+            "started": self.result.started,
+            "finished": datetime.now(UTC),
+        }
+        record: Analysis | Sensitivity
+        if self.analyses.kind is Sensitivity:
+            record = Sensitivity(
+                **stated,
+                unit="block" if cell.settings.blocks else "linear",
+                perplexity=self.perplexity,
+                together=self.units.get(TOGETHER),
+                units=tuple(one for name, one in self.units.items() if name != TOGETHER),
+            )
+        else:
+            attention = f"{of.checkpoint.normalizer}/{of.attention}"
+            record = Analysis(**stated, attention=attention, measured=self.measured)
+        self.analyses.put(record)
+        return record
 
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[AnalysisCell, ...]:
@@ -150,9 +214,7 @@ def analyze_if_needed(
                 what = "sensitivity already" if isinstance(known, Sensitivity) else "already"
                 progress.log(f"{cell.name}: {what} there")
                 return known
-            with redirected(analyses.log(cell.grid_cell)):  # what libraries say as they load
-                from qbench.analysis.cell import analyze
-            found = analyze(cell, plan, analyses, progress, None if force else known)
+            found = _analyze(cell, plan, analyses, progress, None if force else known)
             progress.log(_summary(found), "bold red" if found.status == "failed" else "")
             return found
         finally:
@@ -163,10 +225,22 @@ def failed(
     plan: Plan, analyses: Analyses, cell: AnalysisCell, error: str
 ) -> Analysis | Sensitivity:
     """The record, put into its place, of a cell that left none itself."""
-    from qbench.analysis.cell import Work  # torch
+    return AnalysisResult(cell=cell, plan=plan, analyses=analyses).put("failed", error)
 
-    work = Work(cell=cell, plan=plan, analyses=analyses, progress=SilentProgress())
-    return work.put("failed", error)
+
+def _analyze(
+    cell: AnalysisCell,
+    plan: Plan,
+    analyses: Analyses,
+    progress: Progress,
+    before: Analysis | Sensitivity | None,
+) -> Analysis | Sensitivity:
+    try:
+        with importing(analyses.log(cell.grid_cell)):
+            from qbench.analysis.cell import analyze
+    except UnavailableError as error:
+        return failed(plan, analyses, cell, str(error))
+    return analyze(cell, plan, analyses, progress, before)
 
 
 def _summary(found: Analysis | Sensitivity) -> str:

@@ -34,7 +34,7 @@ from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import FILE, read_noise, to_bytes
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder, write_atomically
-from qbench.machine import redirected, terminal
+from qbench.machine import importing, terminal
 from qbench.plan import Cell, Plan, cell_names, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
@@ -215,7 +215,7 @@ def noise(
 def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[str, Noise]]:
     """By cell, here or on the cluster. Raises EvaluationError for one that failed there."""
     out = place.out.resolve()
-    with redirected(out / "noise.log"):  # what libraries say as they load
+    with importing(out / "noise.log"):
         from qbench.runner.noise import measure
     with terminal() as screen, Display(screen, len(cells)) as display:
         if place.description:

@@ -18,10 +18,10 @@ from filelock import FileLock, Timeout
 
 from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
 from qbench.cell_result import failed
-from qbench.errors import NewerSchemaError, ResultsError
+from qbench.errors import NewerSchemaError, ResultsError, UnavailableError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
-from qbench.machine import redirected
+from qbench.machine import importing
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
@@ -255,9 +255,7 @@ def run_cell(
                 progress.log(f"{cell.name}: already there")
                 record = known
             else:
-                with redirected(store.log(cell.grid_cell)):  # what libraries say as they load
-                    from qbench.cell import run
-                record = run(cell, plan, store, progress, cache)
+                record = _run(cell, plan, store, progress, cache)
                 if settled(record, cell):
                     remember_record(cache, record, store.directory)
                 progress.log(summary(record), "bold red" if record.status == "failed" else "")
@@ -266,6 +264,15 @@ def run_cell(
     except Timeout:
         progress.log(f"{cell.name}: another run computes it; it comes later")
         return None
+
+
+def _run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
+    try:
+        with importing(store.log(cell.grid_cell)):
+            from qbench.cell import run
+    except UnavailableError as error:
+        return store.put(failed(cell, plan, str(error)), None, None)
+    return run(cell, plan, store, progress, cache)
 
 
 def give_up(

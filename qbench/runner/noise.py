@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from qbench.cell import free, load, one_line
-from qbench.errors import EvaluationError
+from qbench.cell import free, load
+from qbench.errors import EvaluationError, one_line
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.noise import Noise, measure_noise, scorer_of
 from qbench.machine import redirected
