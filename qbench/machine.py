@@ -182,10 +182,11 @@ ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
     """Installed versions of distributions; ``absent`` for one that is not installed."""
-    return {name: _version(name) for name in sorted({*ALWAYS, *names})}
+    return {name: version_of(name) for name in sorted({*ALWAYS, *names})}
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The installed version of a distribution, or ``absent``."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -9,15 +9,11 @@ A folder appears in one step, whole. A damaged one is noticed by digest and made
 
 from __future__ import annotations
 
-import hashlib
 import json
-import mmap
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +24,16 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from qbench.code import QUANTIZING, code_digest
-from qbench.errors import OutputError
-from qbench.files import clean_temporaries, mark_used, temporary
+from qbench.errors import OutputError, first_line
+from qbench.files import clean_temporaries, digest, file_digest, mark_used, temporary
+from qbench.machine import version_of
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig
+from qbench.records import canonical
 
-FORMAT = 3
+FORMAT = 4
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 DIGITS = 16
-CHUNK = 64 * 2**20  # bytes
-THREADS = 8
 
 
 class Damaged(Exception):
@@ -54,7 +50,7 @@ class Artifact:
 
     @property
     def key(self) -> str:
-        return _key(self.parts)
+        return digest(canonical(self.parts))
 
     @contextmanager
     def locked(self, waiting: Callable[[], None]) -> Iterator[None]:
@@ -85,7 +81,7 @@ class Artifact:
                 raise Damaged(f"{MANIFEST}: another key")
             # Read once and checked: a mapped file could change, or end, under a running model.
             payload = (self.folder / WEIGHTS).read_bytes()
-            if chunk_digest(payload) != wanted:
+            if digest(payload) != wanted:
                 raise Damaged(f"{WEIGHTS}: digest differs")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
@@ -105,60 +101,43 @@ class Artifact:
             making.mkdir(parents=True)
             path = making / WEIGHTS
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
-                about = {"digest": chunk_digest(view), "bytes": len(view)}
             manifest = {
                 "format": FORMAT,
                 "key": self.key,
                 "parts": self.parts,
                 "note": note,
-                "files": {WEIGHTS: about},
+                "files": {WEIGHTS: {"digest": file_digest(path), "bytes": path.stat().st_size}},
             }
             (making / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
             shutil.rmtree(self.folder, ignore_errors=True)
             making.rename(self.folder)
         except (OSError, SafetensorError) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
             raise OutputError(
-                f"{self.folder}: quantized weights cannot be kept ({line}); make room, or set "
-                "QBENCH_CACHE to another folder"
+                f"{self.folder}: quantized weights cannot be kept ({first_line(error)}); make "
+                "room, or set QBENCH_CACHE to another folder"
             ) from None
         finally:
             shutil.rmtree(making, ignore_errors=True)
 
 
-def chunk_digest(payload: bytes | mmap.mmap) -> str:
-    """SHA-256 over the SHA-256 of each 64 MiB of ``payload``. Threads compute these side by side; a
-    single SHA-256 takes seconds for a model of 7B."""
-    starts = range(0, len(payload), CHUNK)
-    with memoryview(payload) as view, ThreadPoolExecutor(THREADS) as pool:
-        parts = pool.map(lambda start: _sha256(view, start), starts)
-        return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def _sha256(view: memoryview, start: int) -> bytes:
-    with view[start : start + CHUNK] as part:
-        return hashlib.sha256(part).digest()
-
-
 def artifact(
     root: Path,
     *,
-    digest: str,
+    original: str,
     config: QuantizationConfig,
     calibration: Calibration | None,
     attention: str,
     normalizer_source: str | None,
     device: torch.device,
 ) -> Artifact:
-    """The artifact of the original weights ``digest`` under ``config``.
+    """The artifact of the weights of digest ``original`` under ``config``.
 
     ``attention`` is the name of what ran while calibrating, ``normalizer_source`` a digest of the
     plug-in that its normalizer stands in, if it does; they play no part without calibration.
     """
     libraries = ("torch", "transformers", "triton", *config.requirements)
     parts = {
-        "original": digest,
+        "original": original,
         "quantizer": config.to_dict(),
         "calibration": calibration
         and {
@@ -166,22 +145,10 @@ def artifact(
             "attention": attention,
             **({"normalizer source": normalizer_source} if normalizer_source else {}),
         },
-        "versions": {name: _version(name) for name in libraries},
+        "versions": {name: version_of(name) for name in libraries},
         "code": code_digest(QUANTIZING),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "format": FORMAT,
     }
-    name = f"{config.name}-{_key(parts)[:DIGITS]}"
-    return Artifact(folder=Path(root) / digest[:DIGITS] / name, parts=parts)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "absent"
-
-
-def _key(parts: dict[str, Any]) -> str:
-    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    name = f"{config.name}-{digest(canonical(parts))[:DIGITS]}"
+    return Artifact(folder=Path(root) / original[:DIGITS] / name, parts=parts)

@@ -14,11 +14,8 @@ weights of experts and multiplies by them, as the library does for many rows.
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 
 import bitsandbytes
-import numpy as np
 import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
@@ -32,8 +29,6 @@ from qbench.quantizers.weights import Bnb4, Bnb8
 logging.getLogger("bitsandbytes.autograd._functions").addFilter(
     lambda record: "inputs will be cast" not in record.getMessage()
 )
-
-_OPS = torch.ops.bitsandbytes
 
 
 class Linear4(bitsandbytes.nn.Linear4bit):
@@ -54,35 +49,11 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
 
 class Linear8(bitsandbytes.nn.Linear8bitLt):
-    """The library's layer, for inputs of more than three dimensions too (DeepSeek's latents), that
-    shares quantized inputs with its neighbours where no gradient is asked for."""
+    """The library's layer, for inputs of more than three dimensions too (DeepSeek's latents)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        if self._theirs(x):
-            return super().forward(flat).reshape(*x.shape[:-1], self.out_features)
-        if self.weight.CB is not None:
-            self.init_8bit_state()
-        codes, scales = self.state.CB, self.state.SCB
-        if self.bias is not None and self.bias.dtype != x.dtype:
-            self.bias.data = self.bias.data.to(x.dtype)
-        inputs = quantized(x, self.state.threshold)
-        outputs = _OPS.int8_scaled_mm.default(
-            inputs.codes, codes, inputs.scales, scales, bias=self.bias, dtype=x.dtype
-        )
-        if (outliers := inputs.outliers(flat)) is not None:
-            columns, values = outliers
-            weight = _OPS.int8_vectorwise_dequant.default(codes[:, columns].contiguous(), scales)
-            outputs = outputs.addmm(values, weight.to(x.dtype).t())
-        self.weight.data = codes  # one copy, also after a move to another device
-        return outputs.reshape(*x.shape[:-1], self.out_features)
-
-    def _theirs(self, x: Tensor) -> bool:
-        """Whether the library is to do it all: its gradients, and where nothing is computed."""
-        asked = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (x, self.weight, self.bias) if tensor is not None
-        )
-        return asked or self.training or not x.numel() or torch.compiler.is_compiling()
+        y = super().forward(x.reshape(-1, x.shape[-1]))
+        return y.reshape(*x.shape[:-1], self.out_features)
 
 
 def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
@@ -205,84 +176,3 @@ def _blocks_of(weight: Tensor) -> Tensor:
     if padding:  # with values that are there already, so that no level is added
         flat = torch.cat([flat, flat[-1:].expand(padding)])
     return flat.view(-1, BLOCK)
-
-
-# Inputs of LLM.int8's layers, quantized once for all layers that are given the same: a block has
-# seven linear layers and four inputs. The library quantizes seven times and each time waits for
-# the GPU, once to learn whether there are outliers and once to learn where, while the GPU has
-# nothing to do. Here which columns have outliers comes to the CPU beside the GPU's work, and is
-# asked for when the first product of the codes, which does not need to know, is under way.
-
-
-class Quantized:
-    """Inputs as rows [M, K]: ``codes`` int8 [M, K] and ``scales`` float32 [M]; columns with
-    outliers have codes of 0."""
-
-    def __init__(self, codes: Tensor, scales: Tensor, columns: Tensor | None) -> None:
-        """``columns``: the numbers of those with outliers, int64, or a bool for each [K]."""
-        self.codes, self.scales = codes, scales
-        self._columns, self._ready = columns, None
-        if columns is not None and columns.dtype == torch.bool and columns.is_cuda:
-            self._columns = columns.to("cpu", non_blocking=True)
-            self._ready = torch.cuda.current_stream(columns.device).record_event()
-        self._outliers: tuple[Tensor, Tensor] | None = None
-
-    def outliers(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The numbers [O] of columns with outliers, and these columns of ``rows`` [M, O], which
-        were quantized; None where there are none. The first call may wait for a GPU."""
-        columns, self._columns = self._columns, None
-        if columns is not None:
-            if self._ready is not None:
-                self._ready.synchronize()
-            if columns.dtype == torch.bool:
-                columns = columns.nonzero().view(-1)
-            if len(columns):
-                columns = _moved(columns, rows.device)
-                self._outliers = columns, rows[:, columns].contiguous()
-        return self._outliers
-
-
-class _Last(threading.local):
-    """What this thread quantized last: the input's id, its version, the threshold, and the result
-    in a list that is emptied as soon as the input is gone, when another may take its id."""
-
-    known: tuple[tuple[int, int, float], list[Quantized], object] | None = None
-
-
-_last = _Last()
-
-
-def quantized(x: Tensor, threshold: float) -> Quantized:
-    """``x`` [..., K] as the library quantizes it, or as it did at the last call of this thread
-    where that was about the same tensor and nobody has written to it since. A tensor of
-    ``torch.inference_mode`` does not tell that, and is always quantized."""
-    if x.is_inference():
-        return _quantize(x, threshold)
-    if _last.known is not None:
-        key, held, _ = _last.known
-        if held and key == (id(x), x._version, threshold):
-            return held[0]
-    _last.known = None  # its memory, before more is taken
-    found = _quantize(x, threshold)
-    held = [found]
-    key = (id(x), x._version, threshold)  # the library may write to it, and back
-    _last.known = key, held, weakref.ref(x, lambda _: held.clear())
-    return found
-
-
-def _quantize(x: Tensor, threshold: float) -> Quantized:
-    half = x.reshape(-1, x.shape[-1]).to(torch.float16)
-    # The library's GPU kernel compares in float16 here and in float32 there.
-    if not threshold or float(np.float16(threshold)) != threshold:
-        return Quantized(*functional.int8_vectorwise_quant(half, threshold=threshold))
-    outlying = half.abs() >= threshold
-    columns = outlying.any(dim=0)
-    codes, scales, _ = functional.int8_vectorwise_quant(half.masked_fill(outlying, 0))
-    return Quantized(codes.masked_fill_(columns, 0), scales, columns)
-
-
-def _moved(columns: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for what is queued on a GPU."""
-    if columns.device == device:
-        return columns
-    return columns.pin_memory().to(device, non_blocking=True)

@@ -454,31 +454,14 @@ class ActivationEvidence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVEvidence:
-    """How the cache of one attention module is quantized: what the audit measures it with.
-
-    With ``format.strategy`` channel, keys share scales along tokens, and values along as many
-    channels of a token. ``keep_first``, ``keep_recent``: tokens that stay unquantized.
-    """
-
-    format: QuantFormat
-    keep_first: int = 0
-    keep_recent: int = 0
-
-    @property
-    def key_group(self) -> int:
-        """Tokens whose keys share a scale in each channel."""
-        return self.format.group_size if self.format.strategy == "channel" else 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What the audit judges. ``weights``: by the name of the module that multiplies by them;
     ``activations``: by the name of the module that takes them in; ``kv_cache``: by the name of
-    the attention module; ``heads``: by the same name, which of its heads stay, [heads] of 1 and
-    0, where some are pruned."""
+    the attention module, the cache that it carries (``format``, ``keep_first``, ``keep_recent`` and
+    ``key_group``, as ``kv_cache.KVCache`` has them); ``heads``: by the same name, which of its
+    heads stay, [heads] of 1 and 0, where some are pruned."""
 
     weights: Mapping[str, PackedWeight] = field(default_factory=dict)
     activations: Mapping[str, ActivationEvidence] = field(default_factory=dict)
-    kv_cache: Mapping[str, KVEvidence] = field(default_factory=dict)
+    kv_cache: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, Tensor] = field(default_factory=dict)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError, UnavailableError
-from qbench.quantizers.config import KVEvidence
 from qbench.quantizers.fake_quant import (
     dequantize,
     fake_quantize_definition,
@@ -189,16 +188,13 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def evidence(model: nn.Module, settings: KVCache) -> dict[str, KVEvidence]:
-    """What quantizes the cache of each attention module that carries one."""
-    found = {}
-    for name, module in model.named_modules():
-        cache = getattr(module, ATTRIBUTE, None)
-        if cache is not None:
-            found[name] = KVEvidence(
-                format=cache.format, keep_first=cache.keep_first, keep_recent=cache.keep_recent
-            )
-    return found
+def evidence(model: nn.Module, settings: KVCache) -> dict[str, KVFakeQuant]:
+    """What each attention module carries that carries one."""
+    return {
+        name: getattr(module, ATTRIBUTE)
+        for name, module in model.named_modules()
+        if getattr(module, ATTRIBUTE, None) is not None
+    }
 
 
 # Keys before RoPE

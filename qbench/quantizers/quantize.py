@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.errors import QbenchError, QuantizationError
+from qbench.errors import QbenchError, QuantizationError, first_line
 from qbench.quantizers.artifacts import Artifact, Damaged, artifact
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import (
@@ -34,18 +34,6 @@ from qbench.quantizers.names import BACKENDS
 from qbench.streaming import Stream, bring, storage, stream_of
 
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedState:
-    """What is to be stored, and a line on how it came about.
-
-    ``tensors``: ``weights:<module>/<part>`` belong to a module that takes a layer's place, those of
-    other fields of the config are named ``<field>:…`` as their backend pleases.
-    """
-
-    tensors: Tensors
-    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +85,7 @@ def quantize(
     for stage in config.stages:
         store = artifact(
             artifacts,
-            digest=digest,
+            original=digest,
             config=stage,
             calibration=calibration if stage.needs_calibration else None,
             attention=attention,
@@ -121,10 +109,13 @@ def make(
     config: QuantizationConfig,
     calibration: Calibration | None,
     progress: Progress,
-) -> QuantizedState:
+) -> tuple[Tensors, str]:
     """Quantize ``model``: its weights are consumed, its modules stay in their places.
 
-    Raises QuantizationError where a method refuses the model.
+    Gives what is to be stored and a line on how it came about. Tensors ``weights:<module>/<part>``
+    belong to a module that takes a layer's place, those of other fields of the config are named
+    ``<field>:…`` as their backend pleases. Raises QuantizationError where a method refuses the
+    model.
     """
     tensors: Tensors = {}
     if config.transform is not None:
@@ -143,7 +134,7 @@ def make(
         for name, parts in layers.items():
             tensors |= {f"weights:{name}/{part}": tensor for part, tensor in parts.items()}
     names = [note, *(settings.name for settings in config.beside_weights.values())]
-    return QuantizedState(tensors=tensors, note=", ".join(names))
+    return tensors, ", ".join(names)
 
 
 def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) -> PreTrainedModel:
@@ -310,16 +301,17 @@ def _obtain(
     threads = config.weights.threads if config.weights else 1
     try:
         with torch.no_grad(), _threads(threads, model.device):
-            made = make(model, config, calibration, report)
+            made, note = make(model, config, calibration, report)
     except QbenchError:
         raise
     except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise QuantizationError(f"{config.name}: {type(error).__name__}: {line}") from error
+        raise QuantizationError(
+            f"{config.name}: {type(error).__name__}: {first_line(error)}"
+        ) from error
     # The bits that are written: modules are made of these, not of what made them.
-    tensors = {name: t.detach().to(storage(model)).contiguous() for name, t in made.tensors.items()}
-    store.write(tensors, made.note)
-    return tensors, f"{again}{made.note}"
+    tensors = {name: t.detach().to(storage(model)).contiguous() for name, t in made.items()}
+    store.write(tensors, note)
+    return tensors, f"{again}{note}"
 
 
 @contextmanager

@@ -3,16 +3,10 @@ as exact, or refused with the reason and what to say instead."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-
-import bitsandbytes
-import numpy as np
 import pytest
 import torch
 from normalizer_parameters import attach
 from quantizer_models import DIGEST
-from recorded_rows import recorded, watch
 from scoring_models import choices, llama, pages, scorer
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from treated_models import decoder
@@ -20,13 +14,12 @@ from treated_models import decoder
 from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
-from qbench.evaluation.kl import KLObserver
 from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.forward import PackedForward, unquantized_activations
 from qbench.evaluation.scoring.generate import greedy
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.settings import Tolerance
-from qbench.quantizers import bnb, config_of, parse
+from qbench.quantizers import config_of
 from qbench.quantizers.quantize import apply, quantize
 
 # The two of the pair and one with parameters; the others at night.
@@ -196,26 +189,3 @@ def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
         torch.testing.assert_close(packed, torch.stack(alone), rtol=1e-4, atol=1e-4)
         found[queries_keys] = alone[0]
     assert (found[True] - found[False]).norm() > 1e-3 * found[True].norm()
-
-
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_answers_and_divergence_of_llm_int8_are_the_librarys(mode, tmp_path, monkeypatch):
-    original, requests = llama(dtype=torch.bfloat16), choices(9)
-    chosen = parse("bnb-8bit", {"compute_dtype": "bfloat16", "threshold": 1.0})
-    model = quantize(
-        copy.deepcopy(original), chosen, calibration=None, digest=DIGEST, artifacts=tmp_path
-    ).model
-    base = recorded(original, requests)
-
-    def scored():
-        observer = KLObserver(base)
-        found = watch(model, observer, requests, mode, tolerance=LOOSE)
-        (one,) = observer.divergences.values()
-        return found, [getattr(one, f.name) for f in dataclasses.fields(one)]
-
-    found, measured = scored()
-    assert measured[0].max() > 0
-    monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
-    expected, same = scored()
-    assert found == expected
-    assert all(map(np.array_equal, measured, same))

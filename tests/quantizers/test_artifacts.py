@@ -36,7 +36,7 @@ def artifact_of(
     used = calibration(seed) if chosen.needs_calibration else None
     return artifact(
         root,
-        digest=digest,
+        original=digest,
         config=chosen,
         calibration=used,
         attention=attention,
@@ -125,13 +125,6 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatc
     with pytest.raises(OutputError, match=r"cannot be kept \(.*No space left.*QBENCH_CACHE"):
         make(settings("rtn-4bit"), tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_digest_of_chunks_is_of_every_byte_in_its_place(monkeypatch):
-    monkeypatch.setattr(artifacts, "CHUNK", 4)
-    payload = b"abcdefghij"
-    others = (payload[::-1], payload[:-1], payload + b"k", b"efghabcdij", b"abcdefghiX")
-    assert len({artifacts.chunk_digest(one) for one in (payload, *others)}) == 6
 
 
 def test_calibration_plays_no_part_where_none_is_needed(tmp_path):

@@ -65,7 +65,7 @@ def test_its_own_file_is_part_of_its_key(tmp_path, monkeypatch):
     def key():
         return artifact(
             tmp_path,
-            digest="0" * 64,
+            original="0" * 64,
             config=chosen,
             calibration=None,
             attention="none",

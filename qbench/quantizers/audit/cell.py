@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qbench.errors import first_line
 from qbench.quantizers.activation_inputs import weights_alone
 from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
-from qbench.quantizers.audit.weights import audit_weights, first_line
+from qbench.quantizers.audit.weights import audit_weights
 from qbench.quantizers.config import QuantizationConfig, WeightSettings
 from qbench.quantizers.linear import Matrix, matrices, not_finite, values
 from qbench.quantizers.stored_bits import size_of_files, size_of_model

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.audit.weights import levels
-from qbench.quantizers.config import WHOLE_ROW, KVEvidence, QuantizationConfig
+from qbench.quantizers.config import WHOLE_ROW, QuantizationConfig
 from qbench.quantizers.kv_cache import context_length
-from qbench.quantizers.kv_fake_quant import ATTRIBUTE, attention_modules
+from qbench.quantizers.kv_fake_quant import ATTRIBUTE, KVFakeQuant, attention_modules
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import KVAudit, KVModuleAudit
 
@@ -76,7 +76,7 @@ def _watched(names: Mapping[nn.Module, str], consumed: dict[str, Any]) -> Iterat
             cache.watch = None
 
 
-def _long_enough(probe: Tensor, found: Mapping[str, KVEvidence], model: nn.Module) -> Tensor:
+def _long_enough(probe: Tensor, found: Mapping[str, KVFakeQuant], model: nn.Module) -> Tensor:
     """``probe``, repeated where it ends before anything is quantized."""
     needed = max((e.keep_first + 2 * e.key_group for e in found.values()), default=0)
     context = context_length(model.config.to_dict())
@@ -88,7 +88,7 @@ def _long_enough(probe: Tensor, found: Mapping[str, KVEvidence], model: nn.Modul
 
 
 def _module(
-    name: str, read: Any, evidence: KVEvidence, bits: float
+    name: str, read: Any, evidence: KVFakeQuant, bits: float
 ) -> tuple[KVModuleAudit, list[str]]:
     positions = read.positions[0].long()  # the probe has no padding: all rows are alike
     sources = read.sources
@@ -137,7 +137,7 @@ def _module(
 
 
 def _groups(
-    x: Tensor, y: Tensor, positions: Tensor, evidence: KVEvidence, *, keys: bool
+    x: Tensor, y: Tensor, positions: Tensor, evidence: KVFakeQuant, *, keys: bool
 ) -> tuple[Tensor, Tensor]:
     """Values before and after rounding, [groups, values that share a scale], of those tokens that
     some query reads quantized. ``x``, ``y`` [B, H, T, D]."""
@@ -160,7 +160,7 @@ def _groups(
     return arranged(x), arranged(y)
 
 
-def _measure(x: Tensor, y: Tensor, evidence: KVEvidence, rounding: float) -> dict[str, Any]:
+def _measure(x: Tensor, y: Tensor, evidence: KVFakeQuant, rounding: float) -> dict[str, Any]:
     """``x`` and ``y`` [groups, values]: levels of a group, ‖y − x‖ / ‖x‖, and the share of values
     farther than half a step, and what rounding the scale and
     the result (by ``rounding``, relative) may add, from theirs."""
@@ -188,7 +188,7 @@ def _measure(x: Tensor, y: Tensor, evidence: KVEvidence, rounding: float) -> dic
 def _summary(
     modules: list[KVModuleAudit],
     consumed: Mapping[str, Any],
-    found: Mapping[str, KVEvidence],
+    found: Mapping[str, KVFakeQuant],
     model: nn.Module,
 ) -> KVAudit:
     """Over all modules; the memory is that of a sequence as long as the context."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from qbench.errors import first_line
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
 from qbench.quantizers.linear import Matrix, matrices, values
 from qbench.quantizers.quantize import evidence_of
@@ -422,10 +423,6 @@ def _word(name: str) -> str:
     """What ``ignore`` would call a matrix: ``experts`` for fused ones, else its last part."""
     parts = name.split(".")
     return "experts" if "experts" in parts else parts[-1]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _some(matrices: list[Matrix]) -> str:
