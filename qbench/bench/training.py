@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
 }
 TORCHS, CUDNN = "softmax, torch", "softmax, cuDNN"
 CONTENDERS = (TORCHS, CUDNN, "softmax", "softpick")  # normalizers are those on our kernels
+POSITIONS = {"ALiBi": {"rope_theta": None, "parameters": {"alibi_slopes": {}}}}
+KNOWN = (*CONTENDERS, "sigmoid", *(f"{name}, ALiBi" for name in ("softmax", "softpick", "sigmoid")))
 WARM_UP = 4  # steps; the first ones compile
 RUNS, STEPS = 3, 8  # timed: runs of steps that nobody waits for one by one, as in a training
 TORCHS_NAME = "qbench-bench-torch"
@@ -69,14 +72,16 @@ def bench_training(
     processes: Processes,
     *,
     sequences: int | None,
+    forward: bool,
     say: Callable[[str], None],
 ) -> list[Row]:
     """Measure every shape with every contender, one after the other. ``sequences`` None: as many as
-    the shape says. ``say`` gets a line as each part of it begins, and one with what each row gave.
+    the shape says. ``forward``: the forward pass alone, without gradients. ``say`` gets a line as
+    each part of it begins, and one with what each row gave.
     Raises RecipeError for an unknown one."""
     for what, known, named in (
         ("--shape", SHAPES, shapes),
-        ("--attention", CONTENDERS, contenders),
+        ("--attention", KNOWN, contenders),
     ):
         for name in named:
             if name not in known:
@@ -87,9 +92,9 @@ def bench_training(
             # cuDNN's attention has no deterministic gradient
             same = compute.deterministic and contender != CUDNN
             only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()
-            recipe = _recipe(shape, sequences, compute, processes)
+            recipe = _recipe(shape, contender, sequences, compute, processes)
             with deterministic(same), only:
-                row = _measured(shape, contender, recipe, processes, say)
+                row = _measured(shape, contender, recipe, processes, forward, say)
             row = replace(row, deterministic=same)
             rows.append(row)
             share = "" if row.share is None else f", {row.share:.1%} of peak"
@@ -104,6 +109,7 @@ def _measured(
     contender: str,
     recipe: TrainingRecipe,
     processes: Processes,
+    forward: bool,
     say: Callable[[str], None],
 ) -> Row:
     compute = recipe.compute
@@ -118,7 +124,10 @@ def _measured(
     if contender in (TORCHS, CUDNN):
         _attend_with_torch(model)
         attention = contender.replace(", ", "/")
+    elif contender != normalizer:
+        attention = f"{attention}, {contender.partition(', ')[2]}"
     step = Step(model, recipe, processes)
+    take = partial(_forward, step) if forward else step
     draw = np.random.default_rng(0)
     ids = draw.integers(0, recipe.model.vocabulary, 4 * recipe.batch.tokens, np.uint16)
     source = Sequences(tokens=ids, context=recipe.model.context, bos=None)
@@ -127,20 +136,20 @@ def _measured(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    step(0)[0].item()
+    take(0)[0].item()
     compiled = time.perf_counter() - started
     say(f"{which}: first step {compiled:.1f} s; {WARM_UP} more before any is timed")
     began = _now(cuda)
     for number in range(1, WARM_UP):
-        step(number)
+        take(number)
     warm = (_now(cuda) - began) / (WARM_UP - 1)
-    kernels = attention_kernels(lambda: step(WARM_UP), processes.device)
+    kernels = attention_kernels(lambda: take(WARM_UP), processes.device)
     say(f"{which}: timing {RUNS} runs of {STEPS} steps, about {STEPS * warm:.1f} s each")
     times = []
     for number in range(WARM_UP + 1, WARM_UP + 1 + RUNS * STEPS, STEPS):
         began = _now(cuda)
         for one in range(number, number + STEPS):
-            found = step(one)[0]
+            found = take(one)[0]
         times.append((_now(cuda) - began) / STEPS)
         say(f"{which}: run {len(times)} of {RUNS}: {1000 * times[-1]:.1f} ms a step")
     loss = float(found)
@@ -148,7 +157,8 @@ def _measured(
     speed = recipe.batch.tokens / seconds
     hardware = environment(processes.device.type, ()).hardware
     peak = peak_tflops(hardware)
-    used = speed / processes.count * flops_per_token(recipe.model) / 1e12
+    flops = flops_per_token(recipe.model) / (3 if forward else 1)
+    used = speed / processes.count * flops / 1e12
     return Row(
         shape=name,
         attention=attention,
@@ -163,8 +173,14 @@ def _measured(
     )
 
 
+@torch.no_grad()
+def _forward(step: Step, number: int) -> tuple[Tensor]:
+    """The loss of the next batch, as a step computes it."""
+    return (step.loss(next(step.dataloader)),)
+
+
 def _recipe(
-    name: str, sequences: int | None, compute: Compute, processes: Processes
+    name: str, contender: str, sequences: int | None, compute: Compute, processes: Processes
 ) -> TrainingRecipe:
     hidden, layers, heads, vocabulary, context, usual = SHAPES[name]
     sequences = sequences or usual
@@ -173,7 +189,7 @@ def _recipe(
         name="bench",
         model={
             "hidden": hidden, "layers": layers, "heads": heads, "vocabulary": vocabulary,
-            "context": context,
+            "context": context, **POSITIONS.get(contender.partition(", ")[2], {}),
         },
         normalizers=("softmax",),
         data={"tokens": "none"},
@@ -215,9 +231,12 @@ def _now(cuda: bool) -> float:
     return time.perf_counter()
 
 
-def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
+def table(rows: list[Row], processes: Processes, compute: Compute, forward: bool) -> str:
     """What was measured, in Markdown."""
     about = environment(processes.device.type, ("triton",))
+    took, what = ("the forward pass", "data and forward pass, without gradients")
+    if not forward:
+        took, what = "a step", "data, forward, backward, clipping, AdamW"
     torchs: dict[str, float] = {}  # the faster of the two
     for row in rows:
         if row.attention in ("softmax/torch", "softmax/cuDNN"):
@@ -242,7 +261,7 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
         )
     head = (
         *("shape", "attention", "deterministic", "tokens/s", "× torch's best", "of peak"),
-        *("ms a step", "GiB", "first step s"),
+        *(f"ms {took}", "GiB", "first s"),
     )
     ran = [f"- {row.shape}, {row.attention}: {', '.join(row.kernels)}" for row in rows]
     return (
@@ -254,10 +273,11 @@ def table(rows: list[Row], processes: Processes, compute: Compute) -> str:
                 f"{about.versions['transformers']}; {compute.precision} passes over float32 "
                 f"weights, torch.compile: {compute.compile or 'no'}. "
                 "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
-                "matrix products and token, and 6 · layers · hidden · context for attention, of a "
+                "matrix products and token, and 6 · layers · hidden · context for attention "
+                "(a third of it for the forward pass), of a "
                 "measured bf16 matrix product (H200: 790 TFLOP/s). "
                 f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
-                "data, forward, backward, clipping, AdamW.",
+                f"{what}.",
                 "",
                 text.table(head, lines, align="lllrrrrrr"),
                 "",

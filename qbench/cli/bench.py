@@ -194,12 +194,16 @@ def training(
         list[str],
         typer.Option(
             help="'softmax, torch' (torch's own function), 'softmax, cuDNN' (the same by "
-            "cuDNN), softmax or softpick (our kernels). Repeatable. Default: all that run here."
+            "cuDNN), or our kernels: softmax, softpick, sigmoid, each also as 'softmax, ALiBi'. "
+            "Repeatable. Default: the first four, as far as they run here."
         ),
     ] = [],  # noqa: B006
     sequences: Annotated[
         int | None, typer.Option(min=1, help="Sequences that a GPU takes at once.")
     ] = None,
+    forward: Annotated[
+        bool, typer.Option("--forward", help="The forward pass alone, without gradients.")
+    ] = False,
     precision: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     compile: Annotated[
         str,
@@ -267,11 +271,12 @@ def training(
                 compute,
                 processes,
                 sequences=sequences,
+                forward=forward,
                 say=lambda line: print(line, file=screen) if first else None,
             )
         if not first:
             return
-        lines = table(rows, processes, compute)
+        lines = table(rows, processes, compute, forward)
         typer.echo(lines)
         if out is not None:
             _write(out, to_json(rows, processes), lines)

@@ -45,10 +45,10 @@ def test_it_says_what_it_does_before_it_does_it(tiny, monkeypatch, capfd):
     told = []
     real = bench.bench_training
 
-    def listened(*choice, sequences, say):
+    def listened(*choice, say, **settings):
         return real(
             *choice,
-            sequences=sequences,
+            **settings,
             say=lambda line: (told.append((len(taken), line)), say(line)),
         )
 
@@ -70,6 +70,15 @@ def test_it_says_what_it_does_before_it_does_it(tiny, monkeypatch, capfd):
     ):
         assert re.fullmatch(f"tiny softpick: {words}", line)
     assert capfd.readouterr().err.splitlines() == list(lines)
+
+
+def test_the_forward_pass_alone(tiny, capfd):
+    attention = ("--attention", "sigmoid", "--attention", "sigmoid, ALiBi")
+    assert qbench(*tiny, *attention, "--forward") == 0
+    text = capfd.readouterr().out
+    assert "sigmoid/reference " in text
+    assert "sigmoid/reference, ALiBi " in text
+    assert "data and forward pass, without gradients" in text
 
 
 @pytest.mark.parametrize(
