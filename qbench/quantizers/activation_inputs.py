@@ -5,7 +5,6 @@ Where scales are fixed before, they come from what layers take in on calibration
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -38,8 +37,8 @@ class FakeQuant:
     ):
         self.quantize, self.scales, self.names = quantize, scales, names
         self.paused = False
-        # by thread: an input, its version and scale, and what became of it
-        self._last: dict[int, tuple[weakref.ref[Tensor], int, Scale | None, Any]] = {}
+        # an input, its version and scale, and what became of it
+        self._last: tuple[weakref.ref[Tensor], int, Scale | None, Any] | None = None
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
         """The forward pre-hook of the module ``name``."""
@@ -52,19 +51,12 @@ class FakeQuant:
 
     def once(self, x: Tensor, fixed: Scale | None) -> Any:
         """What ``quantize`` gives for ``x``, kept for the next that asks with the same tensor."""
-        thread = threading.get_ident()
         version = 0 if x.is_inference() else x._version
-        last = self._last.get(thread)
+        last = self._last  # read once: another thread may replace it
         if last and last[0]() is x and last[1] == version and last[2] is fixed:
             return last[3]
         quantized = self.quantize(x, fixed)
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            if self._last.get(thread, (None,))[0] is reference:
-                del self._last[thread]
-
-        # kept no longer than the input itself lives
-        self._last[thread] = weakref.ref(x, forget), version, fixed, quantized
+        self._last = weakref.ref(x), version, fixed, quantized
         return quantized
 
 
@@ -192,8 +184,9 @@ class Observer:
         self.low = torch.tensor(torch.inf, device=device)
         self.high = torch.tensor(-torch.inf, device=device)
 
-    def add(self, x: Tensor) -> None:
-        flat = x.detach().float().reshape(-1)
+    def look(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        """A forward pre-hook of the layer."""
+        flat = arguments[0].detach().float().reshape(-1)
         if not flat.numel():
             return
         if self.counts is not None:
@@ -202,12 +195,6 @@ class Observer:
             self.counts.scatter_add_(0, upper.long(), torch.ones_like(upper, dtype=torch.int64))
         low, high = torch.aminmax(flat)
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
-
-    def merge(self, other: Observer) -> None:
-        if self.counts is not None and other.counts is not None:
-            self.counts += other.counts
-        self.low = torch.minimum(self.low, other.low)
-        self.high = torch.maximum(self.high, other.high)
 
     def range(self, percentile: float, *, symmetric: bool) -> Tensor:
         """[low, high], float32: what ``percentile`` per cent of the values lie within.
@@ -254,22 +241,10 @@ def calibrate(
     counted, modules = settings.percentile < 100, layers_with_inputs(model, settings.ignore)
     device = next(model.parameters()).device
     seen = {name: Observer(device, counted=counted) for name in modules}
-    last: list[tuple[weakref.ref[Tensor], Observer]] = []
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def look(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            x = arguments[0]
-            if not last or last[0][0]() is not x:  # q, k and v take in one tensor
-                one = Observer(x.device, counted=counted)
-                one.add(x)
-                last[:] = [(weakref.ref(x), one)]
-            seen[name].merge(last[0][1])
-
-        return look
-
     with ExitStack() as stack:
         for name, module in modules.items():
-            stack.callback(module.register_forward_pre_hook(watch(name)).remove)
+            hook = module.register_forward_pre_hook(seen[name].look)
+            stack.callback(hook.remove)
         for number, ids in enumerate(calibration.ids):
             progress("ranges", number / calibration.samples)
             model(input_ids=ids[None].to(device), use_cache=False)

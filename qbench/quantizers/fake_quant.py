@@ -64,7 +64,7 @@ def fake_quantize_definition(x: Tensor, form: QuantFormat, fixed: Scale | None =
     wide = x.float()
     scale = scale_of_rows(wide, form, fixed)
     codes = quantize(wide, form, scale)
-    if fixed is not None and form.scale_dtype == "float32":  # else the scale is not finite
+    if fixed is not None:  # else the scale is not finite
         codes = codes + not_finite(wide)
     return dequantize(codes, form, scale).to(x.dtype)
 

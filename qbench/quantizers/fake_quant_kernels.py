@@ -63,29 +63,29 @@ def _stored(scale, SCALE: tl.constexpr):
 
 @triton.jit
 def _quantize(
-    x, inside, fixed, fixed_zero, AXIS: tl.constexpr, FIXED: tl.constexpr, FLOAT: tl.constexpr,
+    x, inside, fixed, fixed_zero, FIXED: tl.constexpr, FLOAT: tl.constexpr,
     SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr,
     MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Codes of float32 ``x`` [M, N], and the scale and zero point of each group, which lies along
-    AXIS, where ``inside``; or the ``fixed`` ones, [M, 1], under which E4M3 scales are groups' own.
+    """Codes of float32 ``x`` [M, N], and the scale and zero point of each row, where
+    ``inside``; or the ``fixed`` ones, [M, 1], under which E4M3 scales are groups' own.
     """
     scale = fixed
     zero = fixed_zero
     if not FIXED or SCALE == E4M3:
         # max() leaves NaN out; the sum of x · 0 does not
-        wrong = tl.sum(x * 0.0, AXIS, keep_dims=True)
+        wrong = tl.sum(x * 0.0, 1, keep_dims=True)
         zero = wrong
         if SYMMETRIC:
-            span = tl.max(tl.where(inside, tl.abs(x), 0.0), AXIS, keep_dims=True) + wrong
+            span = tl.max(tl.where(inside, tl.abs(x), 0.0), 1, keep_dims=True) + wrong
         elif LOW_IS_ZERO:
-            low = tl.min(tl.where(inside, x, float("inf")), AXIS, keep_dims=True) + wrong
-            high = tl.max(tl.where(inside, x, float("-inf")), AXIS, keep_dims=True)
+            low = tl.min(tl.where(inside, x, float("inf")), 1, keep_dims=True) + wrong
+            high = tl.max(tl.where(inside, x, float("-inf")), 1, keep_dims=True)
             zero = _stored(low, SCALE)
             span = tl.maximum(high - zero, 0.0) + wrong
         else:
-            low = tl.minimum(tl.min(tl.where(inside, x, 0.0), AXIS, keep_dims=True), 0.0) + wrong
-            high = tl.maximum(tl.max(tl.where(inside, x, 0.0), AXIS, keep_dims=True), 0.0) + wrong
+            low = tl.minimum(tl.min(tl.where(inside, x, 0.0), 1, keep_dims=True), 0.0) + wrong
+            high = tl.maximum(tl.max(tl.where(inside, x, 0.0), 1, keep_dims=True), 0.0) + wrong
             span = high - low
         scale = _stored(tl.div_rn(span, tl.full(span.shape, LARGEST, tl.float32)), SCALE)
         if not SYMMETRIC and not LOW_IS_ZERO:
@@ -122,33 +122,19 @@ def _dequantize(codes, scale, zero, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.con
     return value
 
 
-@triton.jit(do_not_specialize=["total", "tokens", "first", "position_stride"])
+@triton.jit(do_not_specialize=["total"])
 def _rows_kernel(
-    source, target, scales, fixed_at, zero_at, positions, strides, position_stride, heads, tokens,
-    parts, first, total, length,
+    source, target, scales, fixed_at, zero_at, total, length,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, FIXED: tl.constexpr,
     FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
     LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS groups of ``length`` values: of a dense matrix, or, where there are ``strides``, of
-    [B, H, T, D]: a row is one token, head and part of the head's channels."""
+    """ROWS of ``total`` groups of ``length`` values each, one after the other."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < total)[:, None] & (column < length)  # [ROWS, BLOCK]
-    if strides is None:
-        at = row * length
-        out = at
-    else:
-        s_batch, s_head, s_token = strides[0]  # Triton 3.6 takes no nested targets
-        t_batch, t_head, t_token = strides[1]
-        part = row % parts * length
-        head = row // parts % heads
-        token = row // (parts * heads) % tokens
-        batch = row // (parts * heads) // tokens
-        at = batch * s_batch + head * s_head + token * s_token + part
-        out = batch * t_batch + head * t_head + token * t_token + part
-    read = tl.load(source + at[:, None] + column, mask=inside, other=0.0)
-    x = read.to(tl.float32)
+    at = row[:, None] * length + column
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     fixed = tl.zeros([ROWS, 1], tl.float32)
     zero = tl.zeros([ROWS, 1], tl.float32)
     if FIXED:
@@ -156,7 +142,7 @@ def _rows_kernel(
         if not SYMMETRIC:
             zero += tl.load(zero_at)
     codes, scale, zero = _quantize(
-        x, inside, fixed, zero, 1, FIXED, FLOAT, SYMMETRIC, LOW_IS_ZERO, SCALE, LARGEST, MANTISSA,
+        x, inside, fixed, zero, FIXED, FLOAT, SYMMETRIC, LOW_IS_ZERO, SCALE, LARGEST, MANTISSA,
         LOWEST, HIGHEST,
     )  # fmt: skip
     if ENCODE:
@@ -166,45 +152,7 @@ def _rows_kernel(
         y = y.to(target.dtype.element_ty)
     else:
         y = _dequantize(codes, scale, zero, SYMMETRIC, LOW_IS_ZERO).to(target.dtype.element_ty)
-    if positions is not None:
-        place = tl.load(positions + batch * position_stride + token, mask=row < total, other=0)
-        y = tl.where((place < first)[:, None], read, y)
-    tl.store(target + out[:, None] + column, y, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tokens", "first", "position_stride"])
-def _channels_kernel(
-    source, target, positions, strides, position_stride, heads, tokens, first,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-):  # fmt: skip
-    """One program GROUP tokens and a head of [B, H, T, D]. Whole groups do not overlap, so at most
-    one begins among them: that one is rounded. Other rows of ``target`` are left as they are."""
-    s_batch, s_head, s_token = strides[0]  # Triton 3.6 takes no nested targets
-    t_batch, t_head, t_token = strides[1]
-    batch = tl.program_id(1).to(tl.int64) // heads
-    head = tl.program_id(1) % heads
-    index = tl.arange(0, TOKENS)
-    token = tl.program_id(0) * GROUP + index
-    row = positions + batch * position_stride
-    place = tl.load(row + token, mask=(index < GROUP) & (token < tokens), other=-1)
-    last = token + GROUP - 1
-    end = tl.load(row + last, mask=(index < GROUP) & (last < tokens), other=-1)
-    begins = (place >= first) & ((place - first) % GROUP == 0) & (end == place + GROUP - 1)
-    if tl.max(begins.to(tl.int32)) > 0:
-        one = (tl.sum(tl.where(begins, token, 0)) + index).to(tl.int64)  # tokens of the group
-        channel = tl.arange(0, BLOCK)[None, :]
-        inside = (index < GROUP)[:, None] & (channel < WIDTH)  # [TOKENS, BLOCK]
-        at = batch * s_batch + head * s_head + one * s_token
-        x = tl.load(source + at[:, None] + channel, mask=inside, other=0.0).to(tl.float32)
-        codes, scale, zero = _quantize(
-            x, inside, 1.0, 0.0, 0, False, FLOAT, SYMMETRIC, LOW_IS_ZERO, SCALE, LARGEST,
-            MANTISSA, LOWEST, HIGHEST,
-        )  # fmt: skip
-        y = _dequantize(codes, scale, zero, SYMMETRIC, LOW_IS_ZERO)
-        out = batch * t_batch + head * t_head + one * t_token
-        tl.store(target + out[:, None] + channel, y.to(target.dtype.element_ty), mask=inside)
+    tl.store(target + at, y, mask=inside)
 
 
 def fits(x: Tensor) -> bool:
@@ -216,9 +164,9 @@ def fits(x: Tensor) -> bool:
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
     """As ``fake_quant.fake_quantize_rows``."""
     x = x.contiguous()
-    out, length = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
     if x.numel():
-        _rows(x, out, None, form, fixed, total=x.numel() // length, length=length)
+        _rows(x, out, None, form, fixed)
     return out
 
 
@@ -230,58 +178,24 @@ def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Te
     scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     if fixed is not None and form.dynamic:
         fixed = Scale(torch.where(torch.isinf(fixed.scale), torch.nan, fixed.scale))
-    _rows(x, codes, scale, form, fixed, total=len(x), length=x.shape[1])
+    _rows(x, codes, scale, form, fixed)
     return codes, fixed.scale.view(1, 1) if fixed is not None and form.dynamic else scale
 
 
-def fake_quantize_tokens(
-    x: Tensor, form: QuantFormat, group: int, positions: Tensor | None = None, first: int = 0
-) -> Tensor:
-    """``x`` [B, H, T, D]: ``group`` channels of one head and token share a scale. Tokens at
-    ``positions`` [B or 1, T] before ``first`` come out as they are."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    out = _like(x)
-    batch, heads, tokens, width = x.shape
-    parts = width // group
-    if out.numel():
-        _rows(
-            x, out, None, form, None, total=batch * heads * tokens * parts, length=group,
-            positions=positions if first else None, strides=_strides(x, out), heads=heads,
-            tokens=tokens, parts=parts, first=first,
-        )  # fmt: skip
-    return out
-
-
-def fake_quantize_channels(
-    x: Tensor, form: QuantFormat, positions: Tensor, first: int, group: int
-) -> Tensor:
-    """``x`` [B, H, T, D] as ``kv_rounding.by_channel`` gives it."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    out = _like(x).copy_(x)
-    batch, heads, tokens, width = x.shape
-    if out.numel():
-        _channels_kernel[(triton.cdiv(tokens, group), batch * heads)](
-            x, out, positions, _strides(x, out), _position_stride(positions), heads, tokens, first,
-            GROUP=group, TOKENS=triton.next_power_of_2(group), WIDTH=width,
-            BLOCK=triton.next_power_of_2(width), enable_fp_fusion=False, **_constants(form),
-        )  # fmt: skip
-    return out
-
-
 def _rows(
-    x: Tensor, out: Tensor, scales: Tensor | None, form: QuantFormat, fixed: Scale | None, *,
-    total: int, length: int, positions: Tensor | None = None, strides: Any = None, heads: int = 1,
-    tokens: int = 1, parts: int = 1, first: int = 0,
-) -> None:  # fmt: skip
+    x: Tensor, out: Tensor, scales: Tensor | None, form: QuantFormat, fixed: Scale | None
+) -> None:
+    length = x.shape[-1]
+    total = x.numel() // length
     block = triton.next_power_of_2(length)
     rows = max(1, TILE // block)
     scale = None if fixed is None else fixed.scale
     zero = None if fixed is None else fixed.zero
     _rows_kernel[(triton.cdiv(total, rows),)](
-        x, out, scales, scale, zero, positions, strides, _position_stride(positions), heads,
-        tokens, parts, first, total, length, ROWS=rows, BLOCK=block, ENCODE=scales is not None,
-        FIXED=fixed is not None, num_warps=min(16, max(4, rows * block // 1024)),
-        enable_fp_fusion=False, **_constants(form),
+        x, out, scales, scale, zero, total, length, ROWS=rows, BLOCK=block,
+        ENCODE=scales is not None, FIXED=fixed is not None,
+        num_warps=min(16, max(4, rows * block // 1024)), enable_fp_fusion=False,
+        **_constants(form),
     )  # fmt: skip
 
 
@@ -299,22 +213,3 @@ def _constants(form: QuantFormat) -> dict[str, Any]:
         "LOWEST": element.lowest if element else 0,
         "HIGHEST": element.highest if element else 0,
     }
-
-
-def _like(x: Tensor) -> Tensor:
-    """Laid out as [B, T, H, D], which is how a pack's keys are gathered."""
-    batch, heads, tokens, width = x.shape
-    return x.new_empty(batch, tokens, heads, width).transpose(1, 2)
-
-
-def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
-    return tuple(tensor.stride()[:3] for tensor in tensors)
-
-
-def _position_stride(positions: Tensor | None) -> int:
-    """One row of positions serves every batch row."""
-    if positions is None:
-        return 0
-    assert positions.dtype == torch.int32
-    assert positions.stride(1) == 1
-    return positions.stride(0) if positions.shape[0] > 1 else 0

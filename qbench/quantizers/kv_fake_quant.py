@@ -1,8 +1,7 @@
 """A KV cache of few bits: rounding of keys and values, and which tokens it leaves alone.
 
 Attention modules carry a :class:`KVFakeQuant`; ``qbench.attention.kv_cache`` says what it asks of
-it (its ``KVCache``), and neither package imports the other. On a GPU keys and values are rounded by
-kernels, elsewhere by the definition.
+it (its ``KVCache``), and neither package imports the other.
 
 Keys before their rotation by RoPE (``before_rope``): a model hands its attention rotated keys, and
 its cache keeps those. So the key projection's output and the angles travel along with the values,
@@ -21,14 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError, UnavailableError
-from qbench.quantizers.fake_quant import (
-    dequantize,
-    fake_quantize_definition,
-    kernels,
-    quantize,
-    scale_of_ends,
-)
-from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
+from qbench.quantizers.fake_quant import fake_quantize, scale_of_tensor
 
 if TYPE_CHECKING:
     from qbench.quantizers.kv_cache import KVCache
@@ -69,92 +61,43 @@ class KVFakeQuant:
         ``positions`` int32 [B or 1, T]: each token's index in its own sequence, negative for
         padding. Tokens that are never quantized come out as they are.
         """
-        if self.format.strategy == "channel":
-            return self._channels(key, positions), self._tokens(value, positions)
-        rounding = self._tensor if self.format.strategy == "tensor" else self._tokens
-        return rounding(key, positions), rounding(value, positions)
+        by_channel = self.format.strategy == "channel"
+        keys = self._channels(key, positions) if by_channel else self._tokens(key, positions)
+        return keys, self._tokens(value, positions)
 
     def _tokens(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        group = x.shape[-1] if self.format.group_size == WHOLE_ROW else self.format.group_size
-        if by_kernel(x):
-            return kernels().fake_quantize_tokens(x, self.format, group, positions, self.keep_first)
-        return self._but_first(by_token(x, self.format, group), x, positions)
+        x = x.transpose(1, 2)  # [B, T, H, D], as they lie: no copy
+        first, fixed = None, None
+        if self.keep_first:
+            assert positions is not None
+            first = (positions < self.keep_first)[:, :, None, None]
+        if self.format.one_of_tensor:
+            counted = x if first is None else x.masked_fill(first, 0.0)
+            fixed = scale_of_tensor(*torch.aminmax(counted), self.format)
+        rounded = fake_quantize(x, self.format, fixed)
+        return (rounded if first is None else torch.where(first, x, rounded)).transpose(1, 2)
 
     def _channels(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Whole groups of tokens; other tokens come out as they are."""
         assert positions is not None
-        options = (x, self.format, positions, self.keep_first, self.key_group)
-        if by_kernel(x):
-            return kernels().fake_quantize_channels(*options)
-        return by_channel(*options)
-
-    def _tensor(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        coded = by_tensor(x, self.format, positions, self.keep_first)
-        return self._but_first(coded, x, positions)
-
-    def _but_first(self, rounded: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
-        """``rounded`` but for the first tokens, which are those of ``x``."""
-        if not self.keep_first:
-            return rounded
-        assert positions is not None
-        first = (positions < self.keep_first)[:, None, :, None]
-        return torch.where(first, x, rounded)
+        x = x.transpose(1, 2)
+        own = positions.expand(len(x), -1)
+        rows, tokens = whole_groups(own, self.keep_first, self.key_group)
+        groups = x[rows, tokens].movedim(1, -1)  # [groups, H, D, tokens]
+        result = x.clone()
+        result[rows, tokens] = fake_quantize(groups, self.format).movedim(-1, 1)
+        return result.transpose(1, 2)
 
 
-def by_kernel(x: Tensor) -> bool:
-    return x.is_cuda
-
-
-def by_token(x: Tensor, form: QuantFormat, group: int) -> Tensor:
-    """``x`` [..., D]: ``group`` neighbouring channels of one head and token share a scale."""
-    return fake_quantize_definition(x.unflatten(-1, (-1, group)), form).flatten(-2)
-
-
-def _between(x: Tensor, form: QuantFormat, low: Tensor, high: Tensor) -> Tensor:
-    """``x`` rounded between the lowest and highest value of its group."""
-    scale = scale_of_ends(low.float(), high.float(), form)
-    return dequantize(quantize(x.float(), form, scale), form, scale).to(x.dtype)
-
-
-def by_tensor(x: Tensor, form: QuantFormat, positions: Tensor | None, first: int) -> Tensor:
-    """``x`` [B, H, T, D]: one scale for all of it but the tokens before position ``first``."""
-    counted = x
-    if first:
-        assert positions is not None
-        counted = x.masked_fill((positions < first)[:, None, :, None], 0.0)
-    return _between(x, form, counted.amin(), counted.amax())
-
-
-def by_channel(x: Tensor, form: QuantFormat, positions: Tensor, first: int, group: int) -> Tensor:
-    """``x`` [B, H, T, D]: ``group`` tokens of one sequence, head and channel share a scale.
-
-    ``positions`` [B or 1, T]: each token's index in its sequence. Groups are counted from position
-    ``first`` on. Tokens whose group is not whole come out as they are.
-    """
-    numbers, whole = channel_groups(positions, first, group)
-    count = int(numbers.max()) + 1 if numbers.numel() else 1
-    batch, heads, _, width = x.shape
-    index = numbers[:, None, :, None].expand(batch, heads, -1, width)
-    empty = x.new_zeros(batch, heads, count, width)
-    low, high = (
-        empty.scatter_reduce(2, index, x, reduce, include_self=False).gather(2, index)
-        for reduce in ("amin", "amax")
-    )
-    return torch.where(whole[:, None, :, None], _between(x, form, low, high), x)
-
-
-def channel_groups(positions: Tensor, first: int, group: int) -> tuple[Tensor, Tensor]:
-    """Of each token the number of its group in its row [B or 1, T], and whether that group is
-    whole: all its tokens are there, side by side. Tokens before ``first`` have none."""
-    index = torch.arange(positions.shape[1], device=positions.device)
-    within = (positions - first) % group
-    begins = index - within  # where the token's group would begin
-    ends = begins + group - 1
-    there = (positions >= first) & (begins >= 0) & (ends < positions.shape[1])
-    safe = ends.clamp(0, positions.shape[1] - 1).expand_as(positions)
-    whole = there & (positions.gather(1, safe) == positions + group - 1 - within)
-    starts = whole & (within == 0)
-    # group 0 takes what belongs to none
-    return torch.where(whole, starts.cumsum(1), 0), whole
+def whole_groups(positions: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Rows [n, 1] and tokens [n, size] of the groups of ``size`` tokens that stand side by side;
+    counted in each sequence from position ``first`` on. ``positions`` [B, T]: each token's index
+    in its sequence."""
+    last = positions[:, size - 1 :]
+    begin = positions[:, : last.shape[1]]
+    whole = (begin >= first) & ((begin - first) % size == 0) & (last == begin + size - 1)
+    rows, tokens = whole.nonzero(as_tuple=True)
+    return rows[:, None], tokens[:, None] + torch.arange(size, device=tokens.device)
 
 
 def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Tensor]) -> None:

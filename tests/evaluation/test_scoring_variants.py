@@ -117,15 +117,15 @@ def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
     from qbench.quantizers import kv_fake_quant as rounding
 
     rounded = []
-    right = rounding.by_token
+    right = rounding.fake_quantize
 
-    def noting(x, form, group):
-        rounded.append(x.shape[2])
-        return right(x, form, group)
+    def noting(x, form, fixed=None):
+        rounded.append(x.shape[1])
+        return right(x, form, fixed)
 
     model = model_with(scheme="token")
     fast = scorer(model, "fast", sample=0, tolerance=LOOSE)
-    monkeypatch.setattr(rounding, "by_token", noting)
+    monkeypatch.setattr(rounding, "fake_quantize", noting)
     fast.loglikelihood(choices(9), disable_tqdm=True)
     assert sum(rounded) == fast.report().tokens * 3 * 2  # layers, keys and values
 

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
 
 from pair import loss, pair_model, texts
 from scoring_models import choices, llama, pages, tokenizer
-from test_fake_quant import KV_FORMATS
 
 from qbench.attention import kv_cache
 from qbench.attention.kernels.varlen import packed_spans
@@ -23,10 +22,9 @@ from qbench.attention.transformers import attend
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
-from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.audit.kv_cache import measure_kv
-from qbench.quantizers.kv_fake_quant import by_channel, by_token
-from qbench.quantizers.names import config_of
+from qbench.quantizers.kv_fake_quant import KVFakeQuant
+from qbench.quantizers.names import KV_CACHES, config_of
 from qbench.quantizers.quantize import apply
 
 pytestmark = [
@@ -52,26 +50,27 @@ def draw(batch, heads, tokens, width, dtype=torch.float32):
     return torch.randn(batch, tokens, heads, width, device="cuda").to(dtype).transpose(1, 2)
 
 
-def assert_rounds_as_the_definition(form, dtype, width, group, tokens=333):
-    x = (draw(2, 3, tokens, width) * torch.logspace(-3, 2, width, device="cuda")).to(dtype)
-    x[0, 0, 2] = 0
-    for size in (width, group):
-        assert torch.equal(kernels.fake_quantize_tokens(x, form, size), by_token(x, form, size))
-    positions = torch.arange(tokens, device="cuda", dtype=torch.int32)[None] - 5
-    but_first = kernels.fake_quantize_tokens(x, form, group, positions, 4)
-    kept = (positions < 4)[:, None, :, None]
-    assert torch.equal(but_first, torch.where(kept, x, by_token(x, form, group)))
-    positions = torch.where(positions > 40, positions - 41, positions)  # two sequences
-    for first in (0, 3):
-        found = kernels.fake_quantize_channels(x, form, positions, first, group)
-        assert torch.equal(found, by_channel(x, form, positions, first, group))
+ROUNDED = {
+    "int4-token": {"keep_first": 3},
+    "int2-token": {"symmetric": False, "group_size": 32},
+    "int3-channel": {"group_size": 32, "keep_first": 3, "scale_dtype": "float32"},
+    "int4-tensor": {"symmetric": False, "keep_first": 3},
+    "fp8-token": {},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", KV_FORMATS)
-def test_kernels_round_as_the_definition_to_the_bit(name, dtype):
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_gpu_rounds_as_a_cpu_to_the_bit(name, dtype):
     torch.manual_seed(0)
-    assert_rounds_as_the_definition(KV_FORMATS[name], dtype, 64, 32)
+    x = (draw(2, 3, 333, 64) * torch.logspace(-3, 2, 64, device="cuda")).to(dtype)
+    x[0, 0, 2] = 0
+    positions = torch.arange(333, device="cuda", dtype=torch.int32)[None] - 5
+    positions = torch.where(positions > 40, positions - 41, positions)  # two sequences
+    cache = KVFakeQuant(KV_CACHES.parse(name, ROUNDED[name]))
+    found = cache.rounded(x, x, positions)
+    wanted = cache.rounded(x.cpu(), x.cpu(), positions.cpu())
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
 
 
 RESIDUALS = [

@@ -13,7 +13,7 @@ import warnings
 import torch
 from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tensor, ties
 
-from qbench.quantizers import fake_quant, kv_fake_quant
+from qbench.quantizers import fake_quant
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.int8_kernel import int8_product
@@ -36,7 +36,7 @@ def odd(columns):
 
 
 def activations():
-    for name, form in FORMATS.items():
+    for name, form in (FORMATS | KV_FORMATS).items():
         for dtype in (torch.float32, torch.float16):
             wrong = 0
             inputs = (odd(16), odd(100), ties(4, 32).view(-1, 16))
@@ -94,23 +94,12 @@ def keys():
 
 def caches():
     positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
-    packed = torch.cat([torch.arange(-2, 5), torch.arange(4)])[None].int()
-    for name, form in KV_FORMATS.items():
-        x, wrong = keys(), 0
-        for group in (24, 8):
-            wanted = kv_fake_quant.by_token(x, form, group)
-            wrong += not equal(kernels.fake_quantize_tokens(x, form, group), wanted)
-        for places in (positions, packed):
-            for first in (0, 1):
-                of = (x, form, places, first, 3)
-                wanted = kv_fake_quant.by_channel(*of)
-                wrong += not equal(kernels.fake_quantize_channels(*of), wanted)
-        print(f"keys {name}", wrong or "", sep="\t")
     for name, options in CACHES.items():
         cache = KVFakeQuant(KV_CACHES.parse(name, options))
         both = []
         for chosen in (True, False):
-            with unittest.mock.patch.object(kv_fake_quant, "by_kernel", return_value=chosen):
+            how = kernels.fake_quantize_rows if chosen else fake_quant.fake_quantize_definition
+            with unittest.mock.patch.object(fake_quant, "fake_quantize_rows", how):
                 both.append(cache.rounded(keys(), keys() * 2, positions))
         wrong = sum(not equal(a, b) for a, b in zip(*both, strict=True))
         print(f"cache {name}", wrong or "", sep="\t")

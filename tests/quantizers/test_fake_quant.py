@@ -17,7 +17,8 @@ from qbench.quantizers.fake_quant import (
     scale_of_tensor,
 )
 from qbench.quantizers.formats import ELEMENTS, QuantFormat, Scale
-from qbench.quantizers.kv_fake_quant import by_channel, by_tensor, by_token
+from qbench.quantizers.kv_fake_quant import KVFakeQuant, whole_groups
+from qbench.quantizers.names import KV_CACHES
 
 INF, NAN = torch.inf, torch.nan
 FP8 = {"num_bits": 8, "type": "float"}
@@ -119,7 +120,7 @@ def test_a_cache_in_fp8_is_torchs_own_cast_under_a_stored_scale(scale_dtype):
     x = draw(32, 48)
     scale = (x.abs().amax(-1, keepdim=True) / torch.tensor(448.0)).to(getattr(torch, scale_dtype))
     wanted = (x / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale.float()
-    assert torch.equal(by_token(x, form, 48), wanted)
+    assert torch.equal(fake_quantize(x, form), wanted)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -131,12 +132,26 @@ def test_an_asymmetric_cache_is_kivis(bits):
     steps = torch.tensor(2.0**bits - 1)
     scale = ((x.amax(-1, keepdim=True) - low) / steps).half().float()
     wanted = ((x - low) / scale).round().clamp(min=0).minimum(steps) * scale + low
-    assert torch.equal(by_token(x, form, 48), wanted)
+    assert torch.equal(fake_quantize(x, form), wanted)
     keys = x.view(1, 1, 32, 48)
     positions = torch.arange(32)[None].int()
-    turned = by_token(keys.transpose(2, 3), form, 8).transpose(2, 3)  # groups of 8 tokens
-    assert torch.equal(by_channel(keys, form, positions, 0, 8), turned)
-    assert torch.equal(by_tensor(keys, form, None, 0).flatten(), by_token(x.view(-1), form, 1536))
+    options = {"symmetric": False, "group_size": 8}
+    cache = KVFakeQuant(KV_CACHES.parse(f"int{bits}-channel", options))
+    turned = fake_quantize(keys.transpose(2, 3), in_groups(form, 8)).transpose(2, 3)
+    found, values = cache.rounded(keys, keys, positions)
+    assert torch.equal(found, turned)  # groups of 8 tokens
+    assert torch.equal(values, fake_quantize(keys, in_groups(form, 8)))  # of 8 channels
+    cache = KVFakeQuant(KV_CACHES.parse(f"int{bits}-tensor", {"symmetric": False}))
+    assert torch.equal(
+        cache.rounded(keys, keys, None)[0].flatten(), fake_quantize(x.view(-1), form)
+    )
+
+
+def test_groups_of_tokens_are_whole_and_of_one_sequence():
+    packed = torch.cat([torch.arange(-2, 5), torch.arange(4)])[None]
+    assert whole_groups(packed, 0, 3)[1].tolist() == [[2, 3, 4], [7, 8, 9]]
+    assert whole_groups(packed, 1, 3)[1].tolist() == [[3, 4, 5], [8, 9, 10]]
+    assert whole_groups(packed[:, :2], 0, 3)[1].shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -239,5 +254,5 @@ def test_codes_times_scales_are_what_is_simulated(name):
 
 def test_the_kernels_in_the_interpreter_equal_the_definitions():
     problems = results_of("fake_quant_interpreted.py")
-    assert len(problems) == 2 * len(FORMATS) + 4 + 12 + len(KV_FORMATS) + 4
+    assert len(problems) == 2 * len(FORMATS | KV_FORMATS) + 4 + 12 + 4
     assert {name: problem for name, problem in problems.items() if problem} == {}

@@ -50,34 +50,34 @@ def broken_audit(monkeypatch, method, replacement, scheme="token"):
 
 
 def test_the_audit_finds_too_many_levels(monkeypatch):
-    right = rounding.by_token
+    right = rounding.fake_quantize
     finer = QuantFormat(num_bits=4)
     problems = broken_audit(
-        monkeypatch, "by_token", lambda x, form, group: right(x, finer, group),
+        monkeypatch, "fake_quantize", lambda x, form, fixed=None: right(x, finer, fixed),
         "token, first and recent",
     )  # fmt: skip
     assert "levels share a scale, 3 bits have 8" in problems[0]
 
 
 def test_the_audit_finds_a_cache_that_is_none(monkeypatch):
-    problems = broken_audit(monkeypatch, "by_token", lambda x, form, group: x)
+    problems = broken_audit(monkeypatch, "fake_quantize", lambda x, form, fixed=None: x)
     assert any("nothing was quantized" in line for line in problems)
 
 
 def test_the_audit_finds_clipping(monkeypatch):
-    right = rounding.by_token
+    right = rounding.fake_quantize
     problems = broken_audit(
-        monkeypatch, "by_token", lambda x, form, group: right(x.clamp(-0.5, 0.5), form, group)
+        monkeypatch, "fake_quantize", lambda x, form, fixed=None: right(x.clamp(-0.5, 0.5), form)
     )
     assert any("half a step" in line for line in problems)
 
 
 def test_the_audit_finds_first_tokens_that_were_quantized(monkeypatch):
-    problems = broken_audit(monkeypatch, "channel_groups", _from_zero, "kivi before RoPE")
+    problems = broken_audit(monkeypatch, "whole_groups", _from_zero, "kivi before RoPE")
     assert any("keys of the first 1 tokens are changed" in line for line in problems)
 
 
-_right_groups = rounding.channel_groups
+_right_groups = rounding.whole_groups
 
 
 def _from_zero(positions, first, group):
@@ -100,7 +100,7 @@ def test_a_cell_whose_cache_is_no_cache_fails(monkeypatch):
     passed = audit(model_of(), model, quantizer, ids(2, 40))
     assert passed.problems == ()
     assert 8 < passed.kv_cache.levels <= 15
-    monkeypatch.setattr(rounding, "by_token", lambda x, form, group: x)
+    monkeypatch.setattr(rounding, "fake_quantize", lambda x, form, fixed=None: x)
     failed = audit(model_of(), model, quantizer, ids(2, 40))
     assert not failed.passed
     assert any("nothing was quantized" in line for line in failed.problems)
