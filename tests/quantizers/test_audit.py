@@ -11,7 +11,7 @@ from torch import nn
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse, rtn
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.audit.weights import FEW, counted, digest, forward_weight, levels, sorted_out
+from qbench.quantizers.audit.weights import digest, forward_weight, levels
 from qbench.quantizers.linear import linears
 from qbench.quantizers.packed import PackedLinear
 from qbench.records import Audit
@@ -233,16 +233,6 @@ def test_an_unquantized_cell_of_other_weights_is_caught():
 def test_levels_are_those_of_the_fullest_group():
     assert levels(torch.tensor([[1.0, 1, 1, 1], [3, 1, 2, 1], [0, 0, 5, 5]])) == 3
     assert levels(torch.tensor([[7.0]])) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_counting_levels_one_by_one_gives_what_sorting_gives(dtype):
-    draw = torch.Generator().manual_seed(0)
-    for most in (1, 2, 3, 15, FEW, FEW + 1, 40):
-        groups = torch.randint(0, most, (9, 257), generator=draw).to(dtype) - 7
-        groups[0, :most] = torch.arange(most) - 7
-        assert sorted_out(groups) == most
-        assert counted(groups) == (most if most <= FEW else None)
 
 
 @pytest.mark.parametrize("inputs", [5, 4096, 4100])

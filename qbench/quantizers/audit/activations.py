@@ -8,7 +8,6 @@ scale of a block changes all of the block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.activation_inputs import weights_alone
-from qbench.quantizers.audit.weights import levels
+from qbench.quantizers.audit.weights import levels, relative_error
 from qbench.quantizers.config import (
     WHOLE_ROW,
     ActivationEvidence,
@@ -125,33 +123,18 @@ class _Watch:
         self, sums: _Sums, about: ActivationEvidence, model: nn.Module, config: QuantizationConfig
     ) -> None:
         self.sums, self.about, self.model, self.config = sums, about, model, config
-        self.called: tuple[Any, ...] = ()
-        self.input: Tensor | None = None
+        self.input = torch.empty(0)
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self.called = arguments
+        self.input = arguments[0].detach()
 
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """The input before quantization is what the same hooks make of it with that one off."""
-        others = [
-            hook
-            for hook in module._forward_pre_hooks.values()
-            if getattr(hook, "__self__", None) is not self
-        ]
-        whole = self.called
-        with weights_alone(self.model):
-            for hook in others:
-                result = hook(module, whole)
-                if result is not None:
-                    whole = result if isinstance(result, tuple) else (result,)
-        self.input = whole[0].detach()
         if not self.about.inside:
             self._compare(self.input, arguments[0].detach())
 
     def output(self, module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
-        if self.about.inside and self.input is not None:
+        if self.about.inside:
             self._compare_inside(module, self.input, output)
-        self.called, self.input = (), None
 
     def _compare(self, before: Tensor, after: Tensor) -> None:
         """``after`` against what ``before`` should have become."""
@@ -205,11 +188,9 @@ class _Watch:
 
 def _error(sums: Iterable[_Sums]) -> float:
     found = list(sums)
-    squared = sum(one.error_squared for one in found)
-    norm = sum(one.norm_squared for one in found)
-    if not math.isfinite(squared) or not math.isfinite(norm):
-        return math.inf
-    return math.sqrt(squared / norm) if norm else 0.0
+    return relative_error(
+        sum(one.error_squared for one in found), sum(one.norm_squared for one in found)
+    )
 
 
 def _named(about: ActivationEvidence) -> str:

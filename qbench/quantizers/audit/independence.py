@@ -7,11 +7,12 @@ numbers of tokens: what the unquantized model moves by, and what a repetition mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,9 @@ RowByRow = Callable[[Any], AbstractContextManager[None]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many
 LEEWAY = 4.0  # times what the unquantized model and a repetition move
 ROUNDING = 1e-5  # of the largest logit
+# What is changed of token ids [B, T], and the logits [B, T, V] that must not move
+LAST_TOKEN, EARLIER = np.s_[:, -1:], np.s_[:, :-1]
+OTHER_ROWS, FIRST_ROW = np.s_[1:], np.s_[:1]
 
 
 @torch.no_grad()
@@ -39,76 +43,55 @@ def independence(
     of the last bits that a kernel's rows owe each other; it is measured within ``row_by_row`` of
     both models, where there are none.
     """
+    ids = probe.to(next(quantized.parameters()).device)
+    futures, mates = (_changed(ids, part) for part in (LAST_TOKEN, OTHER_ROWS))
+
+    def leak(texts: list[Tensor], logits: list[Tensor], watched: Any, declared: bool) -> Leak:
+        moved, allowed = _most(base, logits, watched), 0.0
+        if moved > rounding:  # the unquantized model only where it can decide
+            unchanged, *others = _logits(original, [ids, *texts])
+            allowed = _most(unchanged, others, watched)
+        tolerance = LEEWAY * (allowed + repeated) + rounding
+        return Leak(moved=moved, tolerance=tolerance, declared=declared)
+
     with ExitStack() as stack:
         if config.amplifies_rounding and row_by_row is not None:
             for model in (original, quantized):
                 stack.enter_context(row_by_row(model))
-        return _independence(original, quantized, config, probe)
-
-
-def _independence(
-    original: nn.Module, quantized: nn.Module, config: QuantizationConfig, probe: Tensor
-) -> tuple[Leak, Leak, list[str]]:
-    ids = probe.to(next(quantized.parameters()).device)
-    vocabulary = int(ids.max()) + 1
-    futures, mates = (list(change(ids, vocabulary)) for change in (_futures, _mates))
-    base, again, *changed = _logits(quantized, [ids, ids, *futures, *mates])
-    repeated = _moved(base, again)
-    found = []
-    for texts, watched, logits in (
-        (futures, _before_last, changed[: len(futures)]),
-        (mates, _first_row, changed[len(futures) :]),
-    ):
-        allowed = 0.0
-        # the unquantized model only where it can decide
-        moved = _most(base, logits, watched)
-        if moved > ROUNDING * float(base.abs().max()):
-            unchanged, *others = _logits(original, [ids, *texts])
-            allowed = _most(unchanged, others, watched)
-        tolerance = LEEWAY * (allowed + repeated) + ROUNDING * float(base.abs().max())
-        found.append((moved, tolerance))
-    (future, allow_future), (mates, allow_mates) = found
-    causality = Leak(moved=future, tolerance=allow_future, declared=not config.causal)
-    batch_mates = Leak(moved=mates, tolerance=allow_mates, declared=not config.batch_invariant)
-    problems = []
-    if not future <= allow_future and config.causal:
-        problems.append(
-            f"changing the last token changes earlier logits by {future:.2g} (rounding: "
-            f"{allow_future:.2g}): the settings do not declare that tokens see the future"
+        base, again, *changed = _logits(quantized, [ids, ids, *futures, *mates])
+        repeated, rounding = _moved(base, again), ROUNDING * float(base.abs().max())
+        of_futures, of_mates = changed[: len(futures)], changed[len(futures) :]
+        causality = leak(futures, of_futures, EARLIER, not config.causal)
+        batch_mates = leak(mates, of_mates, FIRST_ROW, not config.batch_invariant)
+    problems = [
+        f"changing {what} by {one.moved:.2g} (rounding: {one.tolerance:.2g}): the settings do not "
+        f"declare that {declaration}"
+        for one, what, declaration in (
+            (causality, "the last token changes earlier logits", "tokens see the future"),
+            (
+                batch_mates,
+                "the rest of a batch changes a row's logits",
+                "scores depend on the batch",
+            ),
         )
-    if not mates <= allow_mates and config.batch_invariant:
-        problems.append(
-            f"changing the rest of a batch changes a row's logits by {mates:.2g} (rounding: "
-            f"{allow_mates:.2g}): the settings do not declare that scores depend on the batch"
-        )
+        if not one.moved <= one.tolerance and not one.declared
+    ]
     return causality, batch_mates, problems
 
 
-def _futures(ids: Tensor, vocabulary: int) -> Iterator[Tensor]:
+def _changed(ids: Tensor, part: Any) -> list[Tensor]:
+    """``ids`` with other tokens in ``part``."""
+    vocabulary, found = int(ids.max()) + 1, []
     for shift in SHIFTS:
-        changed = ids.clone()
-        changed[:, -1] = (changed[:, -1] + shift) % vocabulary
-        yield changed
+        other = ids.clone()
+        other[part] = (other[part] + shift) % vocabulary
+        found.append(other)
+    return found
 
 
-def _mates(ids: Tensor, vocabulary: int) -> Iterator[Tensor]:
-    for shift in SHIFTS:
-        changed = ids.clone()
-        changed[1:] = (changed[1:] + shift) % vocabulary
-        yield changed
-
-
-def _before_last(logits: Tensor) -> Tensor:
-    return logits[:, :-1]
-
-
-def _first_row(logits: Tensor) -> Tensor:
-    return logits[:1]
-
-
-def _most(base: Tensor, changed: list[Tensor], watched: Callable[[Tensor], Tensor]) -> float:
+def _most(base: Tensor, changed: list[Tensor], watched: Any) -> float:
     """Largest movement of a watched logit over all changes."""
-    return max(_moved(watched(base), watched(logits)) for logits in changed)
+    return max(_moved(base[watched], logits[watched]) for logits in changed)
 
 
 def _logits(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:

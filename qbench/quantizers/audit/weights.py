@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,6 @@ ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
 MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
-THREADS = 4  # that compute digests beside a GPU's work
-FEW = 16  # levels that a GPU counts one by one, in a tenth of the time of sorting
 
 
 def audit_weights(
@@ -50,29 +47,20 @@ def audit_weights(
     problems += _unasked(original, stored.keys(), remaining, wanted, quantized, config)
     measured: list[Measured] = []
     rescaled = 0
-    digests: list[Future[str]] = []
-    with ThreadPoolExecutor(THREADS) as pool:
-        names = [name for name in wanted if name in stored]
-        for name in names:
-            try:
-                packed = stored[name]
-                digests.append(pool.submit(digest, packed.tensors))
-                wait(digests[:-THREADS])  # so that tensors of few layers are held
-                bring(original, name)
-                module = quantized.get_submodule(name)
-                one = measure(wanted[name], module, packed, config.weights)
-                if one.factor is not None:  # the original, which is consumed, with the same factors
-                    wanted[name].weight.data.mul_(one.factor)
-                    rescaled, one = rescaled + 1, replace(one, factor=None)
-                measured.append(replace(one, digest=digests[-1]))
-                problems += one.problems
-            except Exception as error:  # whatever a broken layer raises is what is wrong with it
-                problems.append(f"{name}: cannot be measured: {first_line(error)}")
-    modules = tuple(
-        one.module.model_copy(update={"digest": one.digest.result()})
-        for one in measured
-        if one.digest is not None
-    )
+    for name in (name for name in wanted if name in stored):
+        try:
+            packed = stored[name]
+            bring(original, name)
+            module = quantized.get_submodule(name)
+            one, factor = measure(wanted[name], module, packed, config.weights)
+            if factor is not None:  # the original, which is consumed, with the same factors
+                wanted[name].weight.data.mul_(factor)
+                rescaled += 1
+            measured.append(one)
+            problems += one.problems
+        except Exception as error:  # whatever a broken layer raises is what is wrong with it
+            problems.append(f"{name}: cannot be measured: {first_line(error)}")
+    modules = tuple(one.module for one in measured)
     weights = _size(wanted.values())
     covered = sum(one.module.parameters for one in measured)
     bits = sum(one.module.bits_per_weight * one.module.parameters for one in measured)
@@ -81,7 +69,7 @@ def audit_weights(
         bits=config.weights.num_bits,
         coverage=covered / weights if weights else 0.0,
         bits_per_weight=bits / covered if covered else 0.0,
-        weight_error=_ratio(
+        weight_error=relative_error(
             sum(one.error_squared for one in measured), sum(one.norm_squared for one in measured)
         ),
         levels=max((one.module.levels for one in measured), default=0),
@@ -185,7 +173,7 @@ def _audit_unquantized(
         bits=None,
         coverage=0.0,
         bits_per_weight=8.0 * dtype.itemsize,
-        weight_error=_ratio(error_squared, norm_squared),
+        weight_error=relative_error(error_squared, norm_squared),
         levels=0,
         logits_moved=moved,
         problems=tuple(problems),
@@ -200,15 +188,14 @@ class Measured:
     error_squared: float
     norm_squared: float
     problems: tuple[str, ...]
-    factor: Tensor | None = None  # [out, in], that other layers must take off again
-    digest: Future[str] | None = None  # of what is stored
 
 
 @torch.no_grad()
 def measure(
     matrix: Matrix, module: nn.Module, stored: PackedWeight, settings: WeightSettings
-) -> Measured:
-    """``module``, and what it says that it stores, against the unquantized ``matrix``."""
+) -> tuple[Measured, Tensor | None]:
+    """``module``, and what it says that it stores, against the unquantized ``matrix``; and the
+    factors [out, in] that other layers must take off again, if any."""
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
     wanted = matrix.weight.float()
@@ -228,8 +215,9 @@ def measure(
         bits_per_weight=bits / wanted.numel(),
         weight_error=error if finite else math.inf,
         gain=float((fitted * wanted).sum()) / norm_squared if finite and norm_squared else None,
-        levels=levels(stored.groups(weight), settings.levels),
+        levels=levels(stored.groups(weight)),
         dead_inputs=int(dead.sum()),
+        digest=digest(stored.tensors),
     )
     problems = _wrong_storage(result, rows, columns, settings)
     if not finite:
@@ -237,13 +225,10 @@ def measure(
     else:
         problems += _wrong_weight(result, wanted, difference, dead, settings)
         problems += _disagreement(matrix, module, weight, stored, settings)
+    squared = error_squared if finite else math.inf
     return Measured(
-        module=result,
-        error_squared=error_squared if finite else math.inf,
-        norm_squared=norm_squared,
-        problems=tuple(problems),
-        factor=factor,
-    )
+        module=result, error_squared=squared, norm_squared=norm_squared, problems=tuple(problems)
+    ), factor
 
 
 def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
@@ -264,33 +249,14 @@ def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | 
     return (fitted, factor) if good else (weight, None)
 
 
-def levels(groups: Tensor, expected: int = 2**8) -> int:
-    """The most distinct values in a row of ``groups`` [number of groups, weights in a group], of
-    which about ``expected`` or fewer should be."""
-    most = 0
+def levels(groups: Tensor) -> int:
+    """The most distinct values in a row of ``groups`` [number of groups, weights in a group]."""
+    most = 1
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
-        found = counted(part) if part.is_cuda and expected <= FEW else None
-        most = max(most, sorted_out(part) if found is None else found)
+        ordered = part.sort(dim=1).values
+        changes = (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
+        most = max(most, int(changes.max()) + 1 if changes.numel() else 1)
     return most
-
-
-def counted(groups: Tensor) -> int | None:
-    """``levels`` from the least value to the next, again and again; None where there are more
-    than ``FEW``."""
-    beyond = torch.full((), torch.inf, dtype=groups.dtype, device=groups.device)
-    value = groups.amin(1, keepdim=True)
-    count = torch.ones_like(value, dtype=torch.int32)
-    for _ in range(FEW):
-        value = torch.where(groups > value, groups, beyond).amin(1, keepdim=True)
-        count += value < beyond
-    most = int(count.max())
-    return most if most <= FEW else None
-
-
-def sorted_out(groups: Tensor) -> int:
-    ordered = groups.sort(dim=1).values
-    changes = (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
-    return int(changes.max()) + 1 if changes.numel() else 1
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -408,8 +374,8 @@ def _digest(modules: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _ratio(error_squared: float, norm_squared: float) -> float:
-    """Infinite where a sum is not finite."""
+def relative_error(error_squared: float, norm_squared: float) -> float:
+    """‖y − x‖ / ‖x‖ of sums of squares; infinite where one is not finite."""
     if not math.isfinite(error_squared) or not math.isfinite(norm_squared):
         return math.inf
     return math.sqrt(error_squared / norm_squared) if norm_squared else 0.0
