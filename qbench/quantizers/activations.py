@@ -157,10 +157,6 @@ class Multipliable(FakeQuantized):
         simulated = {"simulated": True, "real": False, "auto": None}[self.arithmetic]
         return Part(bits=self.num_bits, scheme=self.scheme, simulated=simulated)
 
-    @property
-    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]  # of what is stated
-        return ("torchao",) if self.real else ()
-
     def resolved(
         self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
     ) -> tuple[Multipliable, str]:

@@ -1,18 +1,15 @@
 """Linear layers over codes of 8 bits and scales, and products of codes by codes on hardware that
 has them: int8 anywhere, fp8 on CUDA.
 
-What a CPU multiplies goes through torchao, and so do fp8 products. Its eager int8 product on CUDA
-(0.18) does not: it formats its input as text in every call, which waits for the GPU, and falls
-back to the CPU or to float32 in silence; a kernel of ours stands in for it.
+PyTorch's own products, without a library in between: torchao's int8 product on CUDA (0.18) formats
+its input as text in every call, which waits for the GPU, and falls back to the CPU or to float32 in
+silence.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +22,7 @@ from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import Plain, Tensors
 from qbench.quantizers.weights import ScaledWeights
 
-ENVIRONMENT = {"TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}  # its own kernels: none is used
+LEAST_ROWS = 17  # of an int8 product on CUDA
 
 
 class ScaledLinear(nn.Module):
@@ -111,30 +108,27 @@ def scaled_mm(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dt
 
 
 def _int8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
-    rows = scale.expand(len(codes), 1).contiguous()
-    columns = layer.scale.expand(layer.out_features, 1)
-    if codes.is_cuda:
-        from qbench.quantizers.int8_kernel import int8_product  # needs Triton
-
-        return int8_product(codes, rows, layer.codes, columns.contiguous(), layer.bias, dtype)
-    y = _torchao("torchao.kernel").int_scaled_matmul(codes, layer.codes.T, rows)
-    y = y * columns.T
+    rows = len(codes)
+    if codes.is_cuda:  # cuBLAS takes no fewer
+        codes = nn.functional.pad(codes, (0, 0, 0, max(0, LEAST_ROWS - rows)))
+    y = torch._int_mm(codes, layer.codes.T)[:rows] * scale  # exact sums, times float32
+    y = y * layer.scale.T
     return (y if layer.bias is None else y + layer.bias.float()).to(dtype)
 
 
 def _fp8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
-    """Sums in float32: fast accumulation, torchao's default, keeps about 14 bits of them."""
+    """Sums in float32: fast accumulation, which libraries choose, keeps about 14 bits of them."""
     rows, columns = scale, layer.scale
-    if rows.numel() > 1 or columns.numel() > 1:  # a library takes one kind of scales at a time
+    if rows.numel() > 1 or columns.numel() > 1:  # PyTorch takes one kind of scales at a time
         rows = rows.expand(len(codes), 1).contiguous()
         columns = columns.expand(layer.out_features, 1).contiguous()
-    return _torchao("torchao.float8.inference").addmm_float8_unwrapped_inference(
+    return torch._scaled_mm(
         codes,
-        rows,
         layer.codes.T,
-        columns.T,
-        output_dtype=dtype,
+        scale_a=rows,
+        scale_b=columns.T,
         bias=layer.bias,
+        out_dtype=dtype,
         use_fast_accum=False,
     )
 
@@ -144,7 +138,7 @@ def _require_sums() -> None:
     """Raise QuantizationError where a CPU's int8 products saturate on the way: without VNNI two
     products are added in 16 bits, and no library says so."""
     ones = torch.full((16, 64), 127, dtype=torch.int8)
-    found = _torchao("torchao.kernel").int_scaled_matmul(ones, ones.T, torch.ones(16, 1))
+    found = torch._int_mm(ones, ones.T)
     if not bool((found == 64 * 127**2).all()):
         raise QuantizationError(
             f"int8 products are wrong on this CPU: 64 · 127² = {64 * 127**2:,} came out as "
@@ -168,19 +162,3 @@ def require(name: str, module: nn.Module, form: QuantFormat) -> None:
         )
     if form.type == "int" and module.codes.device.type == "cpu":
         _require_sums()
-
-
-@cache
-def _torchao(module: str) -> Any:
-    """A module of torchao, its remarks kept from the terminal; what the user set stays."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        return importlib.import_module(module)
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -1,6 +1,5 @@
-"""The Triton kernels of fake quantization and int8 products under the interpreter (the mode is read
-when Triton is imported), beside the definitions: prints a line a case, name, tab, what went wrong.
-Rounding in float32 and float16 alone, since the interpreter cuts bfloat16 off."""
+"""The Triton kernels of fake quantization under the interpreter (the mode is read when Triton is
+imported), beside the definitions: prints a line a case, name, tab, what went wrong. Rounding in float32 and float16 alone, since the interpreter cuts bfloat16 off."""
 
 import os
 
@@ -16,7 +15,6 @@ from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tenso
 from qbench.quantizers import fake_quant
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.int8_kernel import int8_product
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
 from qbench.quantizers.names import KV_CACHES
 
@@ -69,20 +67,6 @@ def codes():
             print(f"codes {kind} {strategy}", wrong or "", sep="\t")
 
 
-def product(count, depth, bias, dtype):
-    columns, generator = 37, torch.Generator().manual_seed(count)
-    a, b = (torch.randint(-127, 128, (n, depth), generator=generator) for n in (count, columns))
-    scales = [torch.rand(n, 1, generator=generator) + 0.1 for n in (count, columns)]
-    offset = torch.randn(columns, generator=generator).to(dtype) if bias else None
-    wanted = (a @ b.T).float() * scales[0] * scales[1].T
-    wanted = (wanted if offset is None else wanted + offset.float()).to(dtype)
-    a, b = a.to(torch.int8), b.to(torch.int8)
-    found = int8_product(a, scales[0], b, scales[1], offset, dtype, tile=(16, 32, 32, 4, 1))
-    # the interpreter cuts bfloat16 off where hardware rounds
-    off = float(((found - wanted).abs() / wanted.abs().clamp(min=1e-3)).max())
-    return "" if off <= (0 if dtype == torch.float32 else 2**-7) else f"off by {off}"
-
-
 def keys():
     """[B, H, T, D] laid out as [B, T, H, D], as transformers has it."""
     generator = torch.Generator().manual_seed(4)
@@ -110,8 +94,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     activations()
     codes()
-    for shape in ((1, 16), (33, 20), (7, 100)):
-        for dtype in (torch.float32, torch.bfloat16):
-            for bias in (False, True):
-                print(f"product {shape} {dtype} {bias}", product(*shape, bias, dtype), sep="\t")
     caches()

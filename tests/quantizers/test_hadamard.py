@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from interpreted_script import results_of
 
 from qbench.quantizers.hadamard import factors
 from qbench.quantizers.rotation import hadamard_transform
@@ -26,19 +25,3 @@ def test_orders_without_a_known_matrix_are_none(order):
     assert factors(order) is None
     with pytest.raises(ValueError, match=f"order {order}"):
         hadamard_transform(torch.zeros(order))
-
-
-def test_the_kernel_in_the_interpreter_equals_the_definition():
-    errors = results_of("rotation_interpreted.py")
-    assert len(errors) == 7
-    assert {shape: e for shape, e in errors.items() if not float(e) < 1e-6} == {}
-
-
-@pytest.mark.parametrize(
-    ("order", "shape"),
-    [(1024, (32, 32)), (128, (16, 8)), (2816, (44, 64)), (5632, (44, 128)), (11008, None),
-     (14336, None), (50, None)],
-)  # fmt: skip
-def test_the_kernel_takes_what_lies_in_shared_memory(order, shape):
-    kernel = pytest.importorskip("qbench.quantizers.hadamard_kernel")
-    assert kernel.split(order) == shape
