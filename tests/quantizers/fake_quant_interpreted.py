@@ -1,5 +1,6 @@
 """The Triton kernels of fake quantization under the interpreter (the mode is read when Triton is
-imported), beside the definitions: prints a line a case, name, tab, what went wrong. Rounding in float32 and float16 alone, since the interpreter cuts bfloat16 off."""
+imported), beside the definitions: prints a line a case, name, tab, what went wrong. Rounding in
+float32 and float16 alone, since the interpreter cuts bfloat16 off."""
 
 import os
 
