@@ -26,7 +26,7 @@ from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableErro
 from qbench.evaluation.baseline import BaselineReader, baseline_file, read_baseline
 from qbench.evaluation.definitions import TaskGroup
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
-from qbench.evaluation.evaluate import evaluate, group_scores, require_fast
+from qbench.evaluation.evaluate import evaluate, group_scores
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
@@ -85,7 +85,6 @@ def _run(
             detail.append("block by block")
         elif is_spread(model):
             detail.append("over several GPUs")
-    _require_fast(cell, tasks, model, tokenizer, progress)
     model = quantized(cell, plan, model, tokenizer, result, progress, cache)
     baseline = _baseline(cell, plan, store, result, progress, distributions_folder(cache))
     with measured("evaluate", plan.device, result.stages):
@@ -180,23 +179,6 @@ def _elsewhere(
             room = min(room, torch.cuda.mem_get_info()[0] + cached)
             streamed = resident(weights) > room
     return partial(stream, device=plan.device) if streamed else None
-
-
-def _require_fast(
-    cell: Cell,
-    tasks: Sequence[LoadedTask],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: Progress,
-) -> None:
-    """Raises where fast scoring, asked for by name, does not fit the model as it is: known before
-    a quantizer is calibrated, which takes long."""
-    scoring = cell.scoring
-    calibrated = cell.quantization.needs_calibration and not scoring.amplifies_rounding
-    if scoring.mode != "fast" or scoring.fallback or not calibrated:
-        return
-    progress.stage(cell.name, "check fast scoring")
-    require_fast(language_model(model, tokenizer, scoring), tasks, scoring)
 
 
 def quantized(

@@ -103,14 +103,6 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     return TaskResult(scores=scores, outcomes=outcomes, responses=responses)
 
 
-def require_fast(model: Scorer, tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
-    """Raises EvaluationError where fast scores of a sample of a task leave the tolerance."""
-    for task in tasks:
-        if task.kind in ("loglikelihood", "loglikelihood_rolling", "multiple_choice"):
-            build_requests(task.task, settings, model)
-            model.require_fast(task.task.instances)
-
-
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
     """The ``instances`` of an lm-eval task, as its ``simple_evaluate`` builds them: counted from
     lm-eval's seeds, so that seed 0 draws what lm-eval draws. ``model`` has the chat template that

@@ -87,20 +87,6 @@ def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, 
     )
 
 
-def test_fast_by_name_is_checked_before_a_calibration(tmp_path):
-    """Of the unquantized model, which the quantized one will not be nearer to."""
-    path = small_recipe(
-        tmp_path, quantizers=[{"name": "gptq-3bit", "group_size": 64}],
-        checkpoints={"a": str(DEMO / "softpick")}, tasks=["demo_choice"],
-        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 256},
-        evaluation={"limit": 3, "scoring": "fast", "tolerance": {"mean": 1e-30}},
-    )  # fmt: skip
-    (record,) = run_cells(plan(Recipe.load(path), device="cpu"), out=tmp_path / "out")
-    assert record.status == "failed"
-    assert "demo_choice: fast scoring differs from exact: the mean of the sample" in record.error
-    assert [stage.name for stage in record.stages] == ["load"]
-
-
 def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
     change(data, "demo_choice", 2, choices=["word " * 900, "b", "c", "d"])
     path = small_recipe(tmp_path, data=str(data), tasks=["demo_choice"], quantizers=["fp32"])
@@ -141,7 +127,5 @@ def test_a_head_narrower_than_the_layers_is_scored_as_lm_eval_does(mode):
 def test_a_decoder_that_does_not_give_what_the_head_takes_is_refused():
     model = opt(64)
     model.get_decoder = lambda: lambda ids, use_cache: (torch.zeros(1, 8, 48),)
-    with pytest.raises(
-        UnavailableError, match=r"does not return the input of its LM head.*lm-eval"
-    ):
+    with pytest.raises(UnavailableError, match=r"something lies between the two.*lm-eval"):
         scorer(model, "exact")

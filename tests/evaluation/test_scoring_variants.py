@@ -11,11 +11,10 @@ from scoring_models import choices, llama, pages, scorer
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from treated_models import decoder
 
-from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
 from qbench.evaluation.scoring.batching import Packing
-from qbench.evaluation.scoring.forward import PackedForward, unquantized_activations
+from qbench.evaluation.scoring.forward import PackedForward
 from qbench.evaluation.scoring.generate import greedy
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.settings import Tolerance
@@ -137,27 +136,6 @@ def test_prompts_decoded_side_by_side_read_the_same_cache():
         with torch.no_grad():
             logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
-
-
-def test_packs_are_tried_out_without_the_steps_of_few_bits(monkeypatch):
-    """Which make rounding as large as the error of an attention that sees other tokens."""
-    model = model_with(scheme="kivi, recent, before RoPE")
-    cache = getattr(model.model.layers[0].self_attn, KV_CACHE)
-    right = cache.rounded
-
-    def unsteady(key, value, positions):
-        coded = right(key, value, positions)
-        return tuple(x + torch.randn(x.shape) * x.norm(dim=-1, keepdim=True) for x in coded)
-
-    monkeypatch.setattr(cache, "rounded", unsteady)
-    fast = scorer(model, "fast", sample=0, tolerance=LOOSE)
-    before = fast.loglikelihood(choices(2), disable_tqdm=True)
-    assert before != fast.loglikelihood(choices(2), disable_tqdm=True)  # it is rounded again
-    ids = torch.arange(9)[None]
-    with torch.no_grad(), unquantized_activations(model):
-        paused = model(ids, use_cache=False).logits
-    plain = model_with()(ids, use_cache=False).logits
-    torch.testing.assert_close(paused, plain, rtol=0, atol=1e-4)
 
 
 TEXTS = ([5, 9, 11, 40, 2, 7, 31], [5, 9, 11, 40, 80, 3], [8, 6, 4, 90])  # two share a prefix

@@ -8,23 +8,22 @@ prefix and suffix is a sequence of its own with its own keys, for attention that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.kv_cache import KV_CACHE, READ, read_apart, rotate
-from qbench.checkpoints.supported import model_support, unlike_a_pack
+from qbench.attention.kv_cache import READ, read_apart, rotate
+from qbench.checkpoints.supported import model_support
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring.batching import PackedBatch, Packing
-from qbench.evaluation.scoring.logits import is_out_of_memory, to_device
-from qbench.evaluation.scoring.requests import Batch, Request
+from qbench.evaluation.scoring.batching import PackedBatch
+from qbench.evaluation.scoring.logits import to_device
+from qbench.evaluation.scoring.requests import Batch
 from qbench.streaming import together
 
 NAME = "qbench-packed"
@@ -113,31 +112,6 @@ def _attend_segments(
 AttentionInterface.register(NAME, _attend_segments)
 
 
-INPUTS = "qbench_inputs"  # attribute of a model whose activations are quantized, see quantizers
-
-
-@contextlib.contextmanager
-def unquantized_activations(model: nn.Module) -> Iterator[None]:
-    """Within it nothing is rounded to few bits while ``model`` runs; its weights stay quantized.
-    Products of a library that rounds its inputs itself go on doing so."""
-    carried = [getattr(model, INPUTS, None)]
-    carried += [getattr(module, KV_CACHE, None) for module in model.modules()]
-    rounding: dict[int, Any] = {id(one): one for one in carried if one is not None}
-    for one in rounding.values():
-        one.paused = True
-    try:
-        yield
-    finally:
-        for one in rounding.values():
-            one.paused = False
-
-
-# Of a pack's hidden states, relative to those of single sequences. Rounding in 24 layers of
-# bfloat16 stays far below it; an attention that sees other tokens does not.
-PROBE_DIFFERENCE = 0.25
-PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7, 8), (8, 6, 4))  # the first two share a prefix
-
-
 class PaddedForward:
     """Sequences padded on the right, under the model's own causal mask."""
 
@@ -166,7 +140,6 @@ class PackedForward:
         self.model, self.decoder, self.device = model, decoder, model.device
         self._attention = model.config._attn_implementation
         check_attention(model)
-        self._try_out()
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -181,44 +154,6 @@ class PackedForward:
             qbench_segments=make_segments(batch, self.device),
             qbench_attention=self._attention,
         )[0][0]
-
-    def _try_out(self) -> None:
-        """A small pack against its sequences one by one: some models hand nothing on to their
-        attention, some see more of a row than attention shows. Activations and the KV cache stay
-        unquantized, for their steps would hide what this is about."""
-        requests = [Request([*ids, 0], len(ids), i) for i, ids in enumerate(PROBE)]
-        (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
-        batch = pack.collate(requests)
-        rows = [batch.rows[batch.scored.row[list(batch.scored.request).index(i)]] for i in range(3)]
-
-        def in_a_pack() -> Tensor:
-            with self.ready():
-                return self(batch)[rows].float()
-
-        def alone(ids: Sequence[int]) -> Tensor:
-            text = torch.tensor([ids], device=self.device)
-            return self.decoder(text, use_cache=False)[0][0, -1].float()
-
-        try:
-            with torch.no_grad(), unquantized_activations(self.model):
-                each = [partial(alone, ids) for ids in PROBE]
-                found, *single = together(self.model, [in_a_pack, *each])
-                plain = torch.stack(single)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise UnavailableError(self._refusal(f"{type(error).__name__}: {error}")) from error
-        off = float((found - plain).norm() / plain.norm())
-        if off > PROBE_DIFFERENCE:
-            raise UnavailableError(self._refusal(f"hidden states are {off:.0%} off"))
-
-    def _refusal(self, reason: str) -> str:
-        lines = reason.strip().splitlines()
-        return (
-            f"{type(self.model).__name__} does not compute in a pack what it computes of single "
-            f"sequences ({lines[0] if lines else reason}), so fast scoring does not fit it; "
-            "use scoring: exact"
-        )
 
 
 def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -241,23 +176,19 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     with torch.no_grad():
         whole, hidden = together(model, calls)
         try:
-            parts = head(hidden)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            raise UnavailableError(
-                f"the decoder of {type(model).__name__} does not return the input of its LM head "
-                f"({(str(error).splitlines() or [''])[0]}); use scoring: lm-eval"
-            ) from error
+            same = torch.equal(whole, head(hidden))
+        except RuntimeError:  # of another width than the head takes
+            same = False
     if not torch.isfinite(whole).all():
         raise EvaluationError(
             f"the logits of {type(model).__name__} are NaN or infinite on eight ordinary tokens, "
             "which no scoring mode can fix; check its weights, its quantizer and its dtype"
         )
-    if not torch.equal(whole, parts):
+    if not same:
         raise UnavailableError(
-            f"{type(model).__name__} changes its logits after the LM head, by scaling or capping "
-            "them, which exact and fast scoring do not do; use scoring: lm-eval"
+            f"the logits of {type(model).__name__} are not its LM head's of what its decoder "
+            "returns: it scales or caps them, or something lies between the two; use scoring: "
+            "lm-eval"
         )
     return decoder, head
 
@@ -271,11 +202,9 @@ def check_attention(model: Any) -> None:
             f"fast scoring needs an attention that takes cu_seqlens, not {name!r}; use scoring: "
             "exact or another attention"
         )
-    stated = config.to_dict()
-    known = model_support(stated)
-    by_table = known.slower if known.tried and known.scoring != "fast" else None
-    if reason := by_table or unlike_a_pack(stated):
+    can = model_support(config.to_dict())
+    if can.scoring != "fast":
         raise UnavailableError(
-            f"fast scoring computes in packs, and {type(model).__name__} does not: {reason}; use "
-            "scoring: exact"
+            f"fast scoring computes in packs, and {type(model).__name__} does not: {can.slower}; "
+            "use scoring: exact"
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -103,49 +103,17 @@ def language_model(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """A way to score: how requests become batches, and the forward that fits them. ``exact``: all
-    is rounded as HFLM rounds it."""
+    """A way to score: how requests become batches, and the forward that fits them.
+
+    ``exact`` gives HFLM's scores to the bit, without the work that does not change them. That is
+    the LM head and log-softmax of rows that are not scored, the KV cache, and a [B, L, V] tensor.
+    It is also one tokenizer call and two waits for the device a request. Else shared prefixes are
+    computed once and nothing is padded; batch-mates change rounding only.
+    """
 
     batching: Padding | Packing
     forward: PaddedForward | PackedForward
     exact: bool
-
-
-def exact_backend(
-    settings: ScoringSettings,
-    decoder: torch.nn.Module,
-    device: torch.device,
-    *,
-    misread: bool = True,
-    window_batch_size: int | None = None,
-    shuffle: int | None = None,
-) -> Backend:
-    """HFLM's scores to the bit, without the work that does not change them. That is the LM head and
-    log-softmax of rows that are not scored, the KV cache, and a [B, L, V] tensor. It is also one
-    tokenizer call and two waits for the device a request. ``misread``: see ``batching.Padding``."""
-    padding = Padding(
-        max_length=settings.max_length,
-        batch_size=settings.batch_size,
-        window_batch_size=window_batch_size or settings.window_batch_size,
-        misread=misread,
-        shuffle=shuffle,
-    )
-    return Backend(batching=padding, forward=PaddedForward(decoder, device), exact=True)
-
-
-def fast_backend(settings: ScoringSettings, model: Any, decoder: torch.nn.Module) -> Backend:
-    """Shared prefixes once and no padding. Batch-mates change rounding only, so that a pack that
-    was split for want of memory gives the same scores but for rounding.
-
-    Raises UnavailableError where the model cannot be scored so.
-    """
-    assert settings.batch_tokens is not None
-    packing = Packing(
-        max_length=settings.max_length,
-        batch_tokens=settings.batch_tokens,
-        shuffle=settings.shuffle,
-    )
-    return Backend(batching=packing, forward=PackedForward(model, decoder), exact=False)
 
 
 @dataclass(slots=True)
@@ -210,7 +178,15 @@ class Scorer(LM):
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
         self._counts = Counts()
-        self.exact = exact_backend(settings, decoder, self._device, shuffle=settings.shuffle)
+        padding = Padding(
+            max_length=settings.max_length,
+            batch_size=settings.batch_size,
+            window_batch_size=settings.window_batch_size,
+            misread=True,
+            shuffle=settings.shuffle,
+        )
+        padded = PaddedForward(decoder, self._device)
+        self.exact = Backend(batching=padding, forward=padded, exact=True)
         self.fast: Backend | None = None
         self._differences: list[Differences] = []  # of each task that was scored fast
         self._exact_tasks: dict[str, str] = {}
@@ -218,11 +194,16 @@ class Scorer(LM):
         self._refused = ""  # why no task can be scored fast
         if settings.mode == "fast":
             # The right scores, even where HFLM misreads.
-            self._reference = exact_backend(
-                settings, decoder, self._device, misread=False, window_batch_size=1
+            right = replace(padding, misread=False, window_batch_size=1, shuffle=None)
+            self._reference = Backend(batching=right, forward=padded, exact=True)
+            packing = Packing(
+                max_length=settings.max_length,
+                batch_tokens=settings.batch_tokens,
+                shuffle=settings.shuffle,
             )
             try:
-                self.fast = fast_backend(settings, model, decoder)
+                forward = PackedForward(model, decoder)
+                self.fast = Backend(batching=packing, forward=forward, exact=False)
             except UnavailableError as error:
                 if not settings.fallback:
                     raise
@@ -261,13 +242,6 @@ class Scorer(LM):
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
         """See :func:`qbench.evaluation.scoring.generate.greedy`."""
         return greedy(self.hflm.model, prompts, tokens, progress=self._progress)
-
-    def require_fast(self, requests: list[Any]) -> None:
-        """Raises EvaluationError where fast scores of a sample of these requests, of one kind,
-        leave the tolerance."""
-        rolling = requests[0].request_type == "loglikelihood_rolling"
-        if self.fast is not None:
-            self._sample(self._windows(requests) if rolling else self._pairs(requests))
 
     def _pairs(self, instances: list[Any]) -> _Asked:
         encoded = encode_pairs(
@@ -313,16 +287,12 @@ class Scorer(LM):
         if self._refused:
             self._exact_tasks[asked.task] = self._refused
         if self.fast is not None and asked.requests:
+            answers = self._observed(self.fast, asked)
             try:
-                # Of the sample alone before all is scored, then of the very scores that are kept.
-                indexes, exact = self._sample(asked)
-                answers = self._observed(self.fast, asked)
-                fast = [answers[i] for i in indexes]
-                if indexes:
-                    self._differences.append(self._compared(asked, indexes, fast, exact))
+                self._compare(asked, answers)
                 return answers
-            except EvaluationError as error:
-                if not (self.settings.fallback and isinstance(error, BeyondTolerance)):
+            except BeyondTolerance as error:
+                if not self.settings.fallback:
                     raise
                 self._exact_tasks[asked.task] = str(error)
         return self._observed(self.exact, asked)
@@ -339,39 +309,26 @@ class Scorer(LM):
             observer.end()
         return answers
 
-    def _sample(self, asked: _Asked) -> tuple[list[int], list[Answer]]:
-        """Indexes of some documents' requests, and their exact scores; of few windows one. Raises
-        BeyondTolerance where fast scores of them alone are too far off."""
+    def _compare(self, asked: _Asked, fast: Sequence[Answer]) -> None:
+        """Holds the ``fast`` scores of some documents, of few windows one, against exact ones.
+        Raises BeyondTolerance where they are too far off."""
         count = self.settings.sample
         if asked.windows:
             count = min(SAMPLED_WINDOWS, count, max(1, len(asked.requests) // 20))
         indexes = draw(asked.documents, count, self.settings.seed)
+        if not indexes:
+            return
         requests = [asked.requests[i] for i in indexes]
-        assert self.fast is not None
-        exact, fast = (
-            self._score(backend, requests, asked.windows, Counts())
-            for backend in (self._reference, self.fast)
-        )
-        if indexes:
-            self._compared(asked, indexes, fast, exact)
-        return indexes, exact
-
-    def _compared(
-        self,
-        asked: _Asked,
-        indexes: Sequence[int],
-        fast: Sequence[Answer],
-        exact: Sequence[Answer],
-    ) -> Differences:
-        return compare(
+        found = compare(
             asked.task,
             documents=[asked.documents[i] for i in indexes],
-            tokens=[asked.requests[i].scored for i in indexes],
-            fast=fast,
-            exact=exact,
+            tokens=[request.scored for request in requests],
+            fast=[fast[i] for i in indexes],
+            exact=self._score(self._reference, requests, asked.windows, Counts()),
             tolerance=self.settings.tolerance,
             by_bias=self.settings.amplifies_rounding,
         )
+        self._differences.append(found)
 
     def _score(
         self,
