@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from qbench.quantizers.names import COMBINATIONS, PARTS
+from qbench.quantizers.names import COMBINATIONS, PARTS, Preset
 from qbench.recipe import Recipe
 
 Schema = dict[str, Any]
@@ -77,6 +78,12 @@ def markdown() -> str:
     return "\n".join(parts) + "\n"
 
 
+def explain(preset: Preset, option: str) -> str:
+    """What an option of a quantizer means and what it may be."""
+    value = TypeAdapter(preset.kind).json_schema()["properties"][option]
+    return f"{value.get('description', option)} ({_what(value).replace('`', '')})"
+
+
 def _table(name: str, kind: Schema) -> str:
     about = kind.get("description", "").split("\n\n")[0]
     lines = [f"## {name}", "", " ".join(about.replace("``", "`").split()), ""]
@@ -112,6 +119,8 @@ def _what(value: Schema) -> str:
         return f"names with: {_what(inner)}" if isinstance(inner, dict) else "a mapping"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(value.get("type", ""), "text")
+    if "exclusiveMaximum" in value:
+        return text + " between {exclusiveMinimum:g} and {exclusiveMaximum:g}".format(**value)
     least, most = value.get("minimum"), value.get("maximum")
     return text + (f" ≥ {least:,}" if least is not None else "") + (
         f", ≤ {most:,}" if most is not None else ""

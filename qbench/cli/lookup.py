@@ -56,7 +56,7 @@ def _of(registry: Presets) -> list[str]:
         as_above = []
         for option, default in preset.options.items():
             told = list(default) if isinstance(default, tuple) else default
-            line = f"{'':{WIDTH}}   {option}={told}: {preset.explain(option)}"
+            line = f"{'':{WIDTH}}   {option}={told}: {recipe_schema.explain(preset, option)}"
             if line in explained:
                 as_above.append(option)
             else:

@@ -89,7 +89,6 @@ class Settings(ABC):
     """
 
     method: ClassVar[str]  # groups names: "gptq", "int", "smoothquant"
-    gone: ClassVar[dict[str, str]] = {}  # options that it had, and what to do instead
     needs_calibration: bool = False
     batch_invariant: bool = True
     causal: bool = True
@@ -166,10 +165,7 @@ class WeightSettings(Settings):
     def precision(self) -> Precision:
         return Precision(weights=Part(bits=self.num_bits, scheme=self.scheme))
 
-    @property
-    def note(self) -> str:
-        """What did it, in a few words."""
-        return self.method
+    note: ClassVar[str] = ""  # what did it, in a few words
 
     def to_dict(self) -> dict[str, Any]:
         return {"method": self.method, **super().to_dict()}

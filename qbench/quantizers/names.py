@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from qbench.errors import RecipeError, shown
@@ -26,8 +26,6 @@ from qbench.quantizers.config import (
     QuantizationConfig,
     Settings,
 )
-
-OLD_OPTIONS = {"leave_out": "ignore"}  # as older recipes have them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +41,6 @@ class Preset:
     def options(self) -> dict[str, Any]:
         """The settings that a recipe may state beside the name, with their defaults."""
         return {f.name: f.default for f in fields(self.kind) if f.name not in self.fixed}
-
-    def explain(self, option: str) -> str:
-        """What ``option`` means and what it may be."""
-        schema = _schema(self.kind)[option]
-        return f"{schema.get('description', option)} ({_possibilities(schema)})"
 
 
 BACKENDS: dict[type, str] = {}  # of each class of settings: the module with its functions
@@ -73,21 +66,16 @@ class Presets(Registry[Preset]):
         preset = self.get(name)
         known = preset.options
         stated = dict(stated or {})
-        for old, new in OLD_OPTIONS.items():
-            if old in stated and new in stated:
-                raise RecipeError(f"{name}: {old} is an older name of {new}; give one of them")
-            if old in stated:
-                stated[new] = stated.pop(old)
+        if "leave_out" in stated and "ignore" not in stated:  # as older recipes have it
+            stated["ignore"] = stated.pop("leave_out")
         for key in stated:
-            if key in getattr(preset.kind, "gone", ()):
-                raise RecipeError(f"{name}: {key}: {preset.kind.gone[key]}")
             if key not in known:
                 offer = f"it has {', '.join(known)}" if known else "it has no options"
                 raise RecipeError(f"{name}: unknown option {key!r}; {offer}")
         try:
             return preset.kind(**preset.fixed, **stated)
         except ValidationError as error:
-            raise RecipeError(f"{name}: {_first(error, preset.kind)}") from None
+            raise RecipeError(f"{name}: {_first(error)}") from None
 
 
 QUANTIZERS = Presets("quantizer", described=True)
@@ -238,46 +226,21 @@ def _refuse_bits(name: str) -> None:
         raise RecipeError(f"{method} has no {bits}-bit; it has {', '.join(widths)}")
 
 
-def _first(error: ValidationError, kind: type) -> str:
+def _first(error: ValidationError) -> str:
     """The first problem in one line: the option, what it may be, and what it is."""
-    problem = error.errors()[0]
-    if not problem["loc"]:  # of several options together
-        return problem["msg"].removeprefix("Value error, ")
-    option, *inside = problem["loc"]
-    schema, value = _schema(kind)[str(option)], problem["input"]
-    if inside and isinstance(inside[0], int):  # of an item of a list
-        refusal = problem["msg"].removeprefix("Value error, ")
-        wanted = refusal if problem["type"] == "value_error" else _possibilities(schema["items"])
-        return f"{option}[{inside[0]}] must be {wanted}, not {shown(value)}"
-    return f"{option} must be {_possibilities(schema)}, not {shown(value)}"
+    problems = [(_location(one["loc"]), one["msg"]) for one in error.errors()]
+    location, first = problems[0]
+    if not location:  # of several options together
+        return first.removeprefix("Value error, ")
+    messages = [message for other, message in problems if other == location]  # of a union's parts
+    wanted = " or ".join(
+        message.removeprefix("Value error, ").removeprefix("Input should be ")
+        for message in dict.fromkeys(messages)
+    )
+    return f"{location} must be {wanted}, not {shown(error.errors()[0]['input'])}"
 
 
-def _schema(kind: type) -> dict[str, Any]:
-    return TypeAdapter(kind).json_schema()["properties"]
-
-
-def _possibilities(schema: dict[str, Any]) -> str:
-    """What a JSON schema allows, in words: ``a whole number of at least 8 or -1``."""
-    if "anyOf" in schema:
-        return " or ".join(_possibilities(each) for each in schema["anyOf"])
-    if "const" in schema:
-        return str(schema["const"])
-    if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
-    nouns = {
-        "boolean": "true or false",
-        "integer": "a whole number",
-        "number": "a number",
-        "string": "text",
-        "array": "a list",
-        "object": "a mapping",
-        "null": "nothing",
-    }
-    noun = nouns[schema["type"]]
-    if "minimum" in schema:
-        noun += f" of at least {schema['minimum']:g}"
-    if "maximum" in schema:
-        noun += f" and at most {schema['maximum']:g}"
-    if "exclusiveMinimum" in schema:
-        noun += " between {exclusiveMinimum:g} and {exclusiveMaximum:g}".format(**schema)
-    return noun
+def _location(parts: tuple[int | str, ...]) -> str:
+    """``ignore[1]``; what pydantic calls the parts of a union is left out."""
+    items = "".join(f"[{part}]" for part in parts[1:] if isinstance(part, int))
+    return f"{parts[0]}{items}" if parts else ""

@@ -244,7 +244,7 @@ def _quantize_weights(
         bring(model, name)
         made = functions.quantize(name, layer, settings)
         result[name] = {part: tensor.to(storage(model)) for part, tensor in made.items()}
-    return result, settings.note
+    return result, settings.note or settings.method
 
 
 def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: Tensors) -> None:

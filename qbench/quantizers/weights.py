@@ -23,12 +23,8 @@ BNB_BLOCK = 64  # the library's, for 4 bits: consecutive weights of the flattene
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Rtn(WeightSettings):
-    """Round to nearest: evenly spaced levels, a scale and a zero point for each group. The
-    yardstick that every method must beat."""
-
-    method: ClassVar[str] = "rtn"
-    title: ClassVar[str] = "Round to nearest"
+class Grouped(WeightSettings):
+    """Evenly spaced levels, a float16 scale and a zero point in a byte for each group."""
 
     num_bits: Literal[2, 3, 4, 8]
     group_size: GroupSize = 128
@@ -40,15 +36,20 @@ class Rtn(WeightSettings):
     def scheme(self) -> str:
         return f"int{self.num_bits} {strategy(self.group_size)}"
 
-    @property
-    def note(self) -> str:
-        return "round to nearest"
-
     def shared_bits(self, rows: int, columns: int) -> float:
-        return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero in a byte
+        return (16 + 8) / self.group_length(columns)
 
     def check_layer(self, name: str, rows: int, columns: int) -> None:
         self.require_whole_groups(name, columns, "inputs", self.group_length(columns))
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Rtn(Grouped):
+    """Round to nearest. The yardstick that every method must beat."""
+
+    method: ClassVar[str] = "rtn"
+    title: ClassVar[str] = "Round to nearest"
+    note: ClassVar[str] = "round to nearest"
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -58,6 +59,7 @@ class Bnb4(WeightSettings):
 
     method: ClassVar[str] = "bnb"
     title: ClassVar[str] = "BNB"
+    note: ClassVar[str] = "bitsandbytes"
     requirements = ("bitsandbytes",)
 
     num_bits: Literal[4]
@@ -73,10 +75,6 @@ class Bnb4(WeightSettings):
     def scheme(self) -> str:
         return f"{self.quant_type} in blocks of {BNB_BLOCK}"
 
-    @property
-    def note(self) -> str:
-        return "bitsandbytes"
-
     def shared_bits(self, rows: int, columns: int) -> float:
         return 32 / BNB_BLOCK
 
@@ -91,6 +89,7 @@ class Bnb8(WeightSettings):
 
     method: ClassVar[str] = "bnb"
     title: ClassVar[str] = "BNB"
+    note: ClassVar[str] = "bitsandbytes"
     requirements = ("bitsandbytes",)
     batch_invariant = False
     causal = False
@@ -115,10 +114,6 @@ class Bnb8(WeightSettings):
             weights=Part(bits=8, scheme=self.scheme),
             activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
         )
-
-    @property
-    def note(self) -> str:
-        return "bitsandbytes"
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return 32 / columns
@@ -170,18 +165,13 @@ class Hqq(WeightSettings):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Gptq(WeightSettings):
+class Gptq(Grouped):
     """GPTQ (Frantar et al. 2022): column by column, each error passed on to the columns left."""
 
     method: ClassVar[str] = "gptq"
     title: ClassVar[str] = "GPTQ"
     needs_calibration = True
-    gone: ClassVar[dict[str, str]] = {
-        "backend": "there is only one way now, with gptqmodel's results; leave it out"
-    }
 
-    num_bits: Literal[2, 3, 4, 8]
-    group_size: GroupSize = 128
     symmetric: Annotated[
         bool, Field(description="zero point fixed in the middle; else one for each group")
     ] = True
@@ -220,20 +210,10 @@ class Gptq(WeightSettings):
             raise ValueError("group_aware is an order of groups; set a group_size")
         return self
 
-    @property
-    def scheme(self) -> str:
-        return f"int{self.num_bits} {strategy(self.group_size)}"
-
-    def check_layer(self, name: str, rows: int, columns: int) -> None:
-        self.require_whole_groups(name, columns, "inputs", self.group_length(columns))
-
     def error_bound(self) -> float:
         """Twice that of rounding: GPTQ trades weight error for output error; relative errors up
         to 1.2 were seen at 2 bits, where rounding gives 0.5."""
         return 2 * super().error_bound()
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return (16 + 8) / self.group_length(columns)  # a float16 scale and a zero
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -242,6 +222,7 @@ class ScaledWeights(WeightSettings):
     nothing is clipped. The formats that int8 and fp8 products of hardware take in; with activations
     of the same format products can be real, without weights are dequantized first."""
 
+    note: ClassVar[str] = "round to nearest"
     type: ClassVar[Literal["int", "float"]]
     num_bits: Literal[8]
     per: Literal["row", "tensor"]
@@ -258,10 +239,6 @@ class ScaledWeights(WeightSettings):
     def format(self) -> QuantFormat:
         strategy = "token" if self.per == "row" else "tensor"
         return QuantFormat(num_bits=8, type=self.type, strategy=strategy)
-
-    @property
-    def note(self) -> str:
-        return "round to nearest"
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return 32 / columns if self.per == "row" else 32 / (rows * columns)

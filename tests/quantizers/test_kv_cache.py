@@ -95,8 +95,8 @@ def test_what_a_checkpoint_cannot_have_is_refused_before_it_is_loaded(message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("int4-token", {"keep_first": -1}, "keep_first must be a whole number of at least 0"),
-        ("int4-channel", {"group_size": -1}, "group_size must be a whole number of at least 2"),
+        ("int4-token", {"keep_first": -1}, "keep_first must be greater than or equal to 0"),
+        ("int4-channel", {"group_size": -1}, "group_size must be greater than or equal to 2"),
         ("int4-tensor", {"group_size": 8}, "unknown option 'group_size'"),
         ("fp8-token", {"symmetric": False}, "unknown option 'symmetric'"),
         ("int5-token", {}, "unknown KV cache quantizer"),
