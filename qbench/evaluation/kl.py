@@ -13,9 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from qbench.evaluation.scoring.requests import Scored
 from qbench.files import clean_temporaries, temporary, write_atomically
 
 ARRAYS = ("document", "request", "length", "token", "states")
-IN_FLIGHT = 2  # copies from a GPU that nobody waits for yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,33 +137,14 @@ class TokenIndex:
         return self.starts[scored.request] + scored.index
 
 
-@dataclass(slots=True)
-class _Written:
-    """States of the call at work, in host memory, and copies that are still under way."""
-
-    index: TokenIndex
-    states: Tensor
-    token: np.ndarray
-    in_flight: deque[tuple[torch.cuda.Event, Tensor, Scored]] = field(default_factory=deque)
-
-    def put(self, states: Tensor, scored: Scored) -> None:
-        indexes = torch.from_numpy(self.index.indexes(scored))
-        self.states[indexes] = states[torch.from_numpy(scored.row)]
-
-    def settle(self, at_most: int) -> None:
-        while len(self.in_flight) > at_most:
-            event, states, scored = self.in_flight.popleft()
-            event.synchronize()
-            self.put(states, scored)
-
-
 class BaselineWriter:
     """An observer that keeps the unquantized model's hidden states."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskHiddenStates] = {}
         self._head: torch.nn.Linear | None = None
-        self._written: _Written | None = None
+        self._index: TokenIndex | None = None
+        self._rows: list[tuple[Tensor, Scored]] = []  # of the call at work, on the host
 
     def hidden_states(self) -> BaselineHiddenStates:
         """All that is kept."""
@@ -186,36 +165,27 @@ class BaselineWriter:
                 f"damage needs an LM head that is a linear layer, not {type(head).__name__}; set "
                 "evaluation.damage: false"
             )
-        self._head, self._written = head, None
-        if (index := TokenIndex.of(instances, lengths)) is not None:
-            states = torch.zeros(index.tokens, head.in_features, dtype=head.weight.dtype)
-            self._written = _Written(index, states, np.zeros(index.tokens, dtype=np.int32))
+        self._head, self._index, self._rows = head, TokenIndex.of(instances, lengths), []
 
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
-        """Of a GPU the states come by copies beside its work; each is waited for when the second
-        one after it is under way."""
-        written = self._written
-        assert written is not None
-        written.token[written.index.indexes(scored)] = scored.token
-        if hidden.device.type != "cuda":
-            written.put(hidden, scored)
-            return
-        states = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
-        states.copy_(hidden, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        written.in_flight.append((event, states, scored))
-        written.settle(IN_FLIGHT)
+        """Of a GPU the states come by copies beside its work, which ``end`` waits for."""
+        self._rows.append((hidden.to("cpu", non_blocking=True), scored))
 
     def end(self) -> None:
-        written = self._written
-        if written is None:
+        index, head = self._index, self._head
+        if index is None or head is None:
             return
-        written.settle(0)
-        index = written.index
-        arrays = (index.document, index.request, index.length, written.token)
-        self._tasks[index.task] = TaskHiddenStates(*map(torch.from_numpy, arrays), written.states)
-        self._written = None
+        if head.weight.is_cuda:
+            torch.cuda.synchronize()
+        states = torch.zeros(index.tokens, head.in_features, dtype=head.weight.dtype)
+        token = np.zeros(index.tokens, dtype=np.int32)
+        for hidden, scored in self._rows:
+            at = index.indexes(scored)
+            token[at] = scored.token
+            states[torch.from_numpy(at)] = hidden[torch.from_numpy(scored.row)]
+        arrays = (index.document, index.request, index.length, token)
+        self._tasks[index.task] = TaskHiddenStates(*map(torch.from_numpy, arrays), states)
+        self._rows = []
 
 
 @dataclass(frozen=True, slots=True)

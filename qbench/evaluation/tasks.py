@@ -245,8 +245,13 @@ def plan_task(
             label += f" ({num_fewshot}-shot)"
         config["num_fewshot"] = num_fewshot
     found, documents = _local_files(name, definition, config, data, files, fewshot_files)
-    if others := _others(config, found):
-        label += f" [{others}]"
+    others = [
+        file.path.stem if file.split == evaluation_split(config) else f"examples: {file.path.stem}"
+        for file in found
+        if file.path.stem != file.split  # what stands for a split
+    ]
+    if others:
+        label += f" [{', '.join(others)}]"
     generation = config.get("generation_kwargs") or {}
     return TaskSpec(
         name=name,
@@ -348,48 +353,25 @@ def _local_files(
 def _paths(
     name: str, folder: Path, wanted: dict[str, tuple[str, ...]], examples: str | None
 ) -> dict[str, Path]:
-    """The file of each split. Raises MissingDataError, which names all that are not there."""
+    """The file of each split. Raises MissingDataError for the first that is not there."""
     present = sorted(path.stem for path in folder.glob("*.jsonl"))
-    paths, missing = {}, []
+    paths = {}
     for split, stems in wanted.items():
         stem = next((stem for stem in stems if stem in present), None)
         if stem is None:
-            missing.append((split == examples, stems))
-        else:
-            paths[split] = folder / f"{stem}.jsonl"
-    if missing:
-        raise MissingDataError(_missing(name, folder, missing, present))
+            names = " or ".join(f"{stem}.jsonl" for stem in stems)
+            what = f"for its examples no {names}" if split == examples else f"no {names}"
+            has, remedy = "nothing there", ""
+            if present:
+                has = f"it has {', '.join(f'{stem}.jsonl' for stem in present)}"
+                files = f"{{fewshot: [{present[0]}]}}" if split == examples else f"[{present[0]}]"
+                remedy = f"; or put into the recipe tasks: [{{name: {name}, files: {files}}}]"
+            raise MissingDataError(
+                f"{name}: {what} in {folder} ({has}); put the split there, one JSON object a line, "
+                f"with the field names of the hub's{remedy}"
+            )
+        paths[split] = folder / f"{stem}.jsonl"
     return paths
-
-
-def _missing(
-    name: str, folder: Path, missing: list[tuple[bool, tuple[str, ...]]], present: list[str]
-) -> str:
-    """``missing``: whether a split is for examples, and the stems that may stand for it."""
-    lacks, said = [], []
-    for for_examples, stems in missing:
-        names = " or ".join(f"{stem}.jsonl" for stem in stems)
-        lacks.append(f"for its examples no {names}" if for_examples else f"no {names}")
-        said.append("fewshot" if for_examples else "evaluation")
-    has = f"it has {', '.join(f'{stem}.jsonl' for stem in present)}" if present else "nothing there"
-    remedy = "put the split there, one JSON object a line, with the field names of the hub's"
-    if len(missing) > 1:
-        remedy = remedy.replace("the split", "them")
-    if present:
-        other = f"[{present[0]}]"
-        files = other if said == ["evaluation"] else f"{{{said[0]}: {other}}}"
-        remedy += f"; or put into the recipe tasks: [{{name: {name}, files: {files}}}]"
-    return f"{name}: {' and '.join(lacks)} in {folder} ({has}); {remedy}"
-
-
-def _others(config: dict[str, Any], files: tuple[DataFile, ...]) -> str:
-    """What stands for a split, where it is another's file."""
-    said = []
-    for file in files:
-        if file.path.stem != file.split:
-            of_examples = file.split != evaluation_split(config)
-            said.append(f"examples: {file.path.stem}" if of_examples else file.path.stem)
-    return ", ".join(said)
 
 
 def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:

@@ -64,11 +64,7 @@ def test_another_file_than_the_splits_own_must_be_named_and_is_shown(tmp_path):
 def test_few_shot_examples_may_come_from_another_file_which_is_shown(tmp_path):
     write(tmp_path, "boolq", "dev", BOOLQ)
     write(tmp_path, "boolq", "examples", BOOLQ * 3)
-    with pytest.raises(DataError) as error:  # both at once
-        plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None)
-    for words in ["no validation.jsonl and for its examples no train.jsonl in", "has dev.jsonl, e"]:
-        assert words in str(error.value)
-    with pytest.raises(DataError, match=r"files: \{fewshot: \[dev\]\}"):
+    with pytest.raises(DataError, match=r"for its examples no train.*files: \{fewshot: \[dev\]\}"):
         plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None, files=["dev"])
     planned = plan_task("boolq", num_fewshot=1, data=tmp_path, definitions=None, files=["dev"],
                         fewshot_files=["nosuch", "examples"])  # fmt: skip

@@ -283,9 +283,6 @@ class SlotLayer(DynamicLayer):
         for kept in (self.keys, self.values):
             kept[:, :, : -columns or None] = kept[:, :, columns:].clone()
 
-    def keep(self, slots: Tensor) -> None:
-        self.keys, self.values = self.keys[slots], self.values[slots]
-
 
 class _Decoding:
     """Prompts on their way through the slots."""
@@ -339,8 +336,6 @@ class _Decoding:
             if self.waiting and (not self.active or len(free) >= REFILL * self.at.slots):
                 self._fill(free)
             else:
-                if not self.waiting and len(self.active) <= self.at.slots // 2:
-                    self._drop_free_slots()
                 self._look(self._steps(), list(self.active))
             done = len(self.prompts) - len(self.waiting) - len(self.active)
             if progress is not None and done > before:
@@ -458,18 +453,6 @@ class _Decoding:
         self.first.sub_(columns).clamp_(min=0)
         self.at.end -= columns
         self.padded = [start > columns for start in first]
-
-    def _drop_free_slots(self) -> None:
-        kept = list(self.active)
-        where = torch.tensor(kept, device=self.device)
-        for layer in self.cache.layers:
-            layer.keep(where)
-        for name in ("ids", "positions", "finite", "first"):
-            setattr(self, name, getattr(self, name)[where])
-        self.active = dict(enumerate(self.active.values()))
-        self.padded = [self.padded[slot] for slot in kept]
-        self.at.slots = len(kept)
-        self.graphs, self.graph = self.graphs or self.graph is not None, None
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """A step as a CUDA graph; None for a model whose step cannot be captured, which is then

@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -100,13 +100,6 @@ def check_lengths(requests: Sequence[Request], max_length: int) -> None:
 PARALLEL_CHARACTERS = 50_000  # below that, threads cost more than they save
 
 
-class Encoded(NamedTuple):
-    """One request in token ids. Both lists hold at least one."""
-
-    context: list[int]
-    continuation: list[int]
-
-
 def check_bos(tokenizer: PreTrainedTokenizerBase, add_bos: bool) -> None:
     """Raises RecipeError where ``add_bos`` is asked for and this tokenizer would add none."""
     if not add_bos:
@@ -182,8 +175,8 @@ def encode_pairs(
     *,
     add_bos: bool,
     prefix_id: int,
-) -> list[Encoded]:
-    """(context, continuation) texts as ids, split where lm-eval splits them.
+) -> list[tuple[list[int], list[int]]]:
+    """(context, continuation) texts as ids of both, split where lm-eval splits them.
 
     The whole text is encoded and cut after as many ids as the context alone has, with the
     context's trailing spaces moved to the continuation. An empty context becomes the prefix
@@ -192,36 +185,30 @@ def encode_pairs(
     Raises EvaluationError for a request without a context or continuation token, which HFLM
     stops at with a bare assertion.
     """
-    texts: list[str] = []
-    heads: list[str] = []
-    for context, continuation in pairs:
-        head = context.rstrip()
-        heads.append(head)
-        texts.append(context + continuation)
-    filled = [i for i, (context, _) in enumerate(pairs) if context != ""]
-    empty = [i for i, (context, _) in enumerate(pairs) if context == ""]
+    filled = [(context, ending) for context, ending in pairs if context != ""]
     both = encode_texts(
         tokenizer,
-        [texts[i] for i in filled] + [heads[i] for i in filled],
+        [context + ending for context, ending in filled] + [c.rstrip() for c, _ in filled],
         add_bos=add_bos,
         prefix_id=prefix_id,
     )
-    alone = encode(tokenizer, [texts[i] for i in empty], special_tokens=False)
-
-    encoded: list[Encoded | None] = [None] * len(pairs)
-    for k, i in enumerate(filled):
-        whole, context = both[k], both[len(filled) + k]
-        encoded[i] = Encoded(context, whole[len(context) :])
-    for i, ids in zip(empty, alone, strict=True):
-        starts = ids[:1] == [prefix_id]
-        encoded[i] = Encoded(ids[:1], ids[1:]) if starts else Encoded([prefix_id], ids)
-
-    for (context, continuation), ids in zip(pairs, encoded, strict=True):
-        assert ids is not None
-        if not ids.context or not ids.continuation:
-            part = "context" if not ids.context else "continuation"
+    wholes, contexts = iter(both[: len(filled)]), iter(both[len(filled) :])
+    endings = [ending for context, ending in pairs if context == ""]
+    alone = iter(encode(tokenizer, endings, special_tokens=False))
+    encoded = []
+    for context, ending in pairs:
+        if context != "":
+            head = next(contexts)
+            ids = (head, next(wholes)[len(head) :])
+        else:
+            rest = next(alone)
+            starts = rest[:1] == [prefix_id]
+            ids = (rest[:1], rest[1:]) if starts else ([prefix_id], rest)
+        if not all(ids):
+            part = "continuation" if ids[0] else "context"
             raise EvaluationError(
-                f"request {context[-40:]!r} + {continuation[:40]!r}: no token in the {part}, "
+                f"request {context[-40:]!r} + {ending[:40]!r}: no token in the {part}, "
                 "so there is nothing to score; correct the task's prompt"
             )
-    return encoded  # type: ignore[return-value]
+        encoded.append(ids)
+    return encoded

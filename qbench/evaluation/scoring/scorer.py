@@ -251,8 +251,8 @@ class Scorer(LM):
             prefix_id=self.hflm.prefix_token_id,
         )
         requests = [
-            Request(ids.context + ids.continuation, len(ids.context), owner)
-            for owner, ids in enumerate(encoded)
+            Request(context + continuation, len(context), owner)
+            for owner, (context, continuation) in enumerate(encoded)
         ]
         return self._checked(_Asked(instances, requests, windows=False))
 
