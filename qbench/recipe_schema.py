@@ -119,7 +119,7 @@ def _what(value: Schema) -> str:
         return f"names with: {_what(inner)}" if isinstance(inner, dict) else "a mapping"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(value.get("type", ""), "text")
-    if "exclusiveMaximum" in value:
+    if {"exclusiveMinimum", "exclusiveMaximum"} <= value.keys():
         return text + " between {exclusiveMinimum:g} and {exclusiveMaximum:g}".format(**value)
     least, most = value.get("minimum"), value.get("maximum")
     return text + (f" ≥ {least:,}" if least is not None else "") + (
