@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qbench.errors import QuantizationError
 from qbench.quantizers import scaled_mm
 from qbench.quantizers.activations import FakeQuantized
-from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, Progress, matching
 from qbench.quantizers.fake_quant import encode, fake_quantize, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat, Scale
@@ -184,9 +184,8 @@ class Observer:
         self.low = torch.tensor(torch.inf, device=device)
         self.high = torch.tensor(-torch.inf, device=device)
 
-    def look(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        """A forward pre-hook of the layer."""
-        flat = arguments[0].detach().float().reshape(-1)
+    def add(self, x: Tensor) -> None:
+        flat = x.float().reshape(-1)
         if not flat.numel():
             return
         if self.counts is not None:
@@ -241,13 +240,8 @@ def calibrate(
     counted, modules = settings.percentile < 100, layers_with_inputs(model, settings.ignore)
     device = next(model.parameters()).device
     seen = {name: Observer(device, counted=counted) for name in modules}
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            hook = module.register_forward_pre_hook(seen[name].look)
-            stack.callback(hook.remove)
-        for number, ids in enumerate(calibration.ids):
-            progress("ranges", number / calibration.samples)
-            model(input_ids=ids[None].to(device), use_cache=False)
+    batches = calibration.ids.split(1)
+    watch_inputs(model, modules, lambda name, x: seen[name].add(x), batches, progress)
     for name, one in seen.items():
         if one.high < one.low:
             raise QuantizationError(f"{name}: calibration text never reaches it; add text")

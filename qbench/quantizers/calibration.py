@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError
+from qbench.quantizers.config import Progress
 from qbench.quantizers.texts import draw_windows, read_texts, too_little
 from qbench.streaming import Stop, decoder_blocks, hold
 
@@ -25,7 +26,6 @@ class Calibration:
     """``samples`` rows of ``length`` token ids: int64 [samples, length]. ``digest`` is theirs."""
 
     ids: Tensor
-    seed: int
 
     @property
     def samples(self) -> int:
@@ -77,7 +77,30 @@ def read_calibration(
     if len(windows) < samples:
         raise DataError(too_little(Path(path), len(windows), samples, length))
     ids = [[*begin, *window] for window in windows]
-    return Calibration(ids=torch.tensor(ids, dtype=torch.int64), seed=seed)
+    return Calibration(ids=torch.tensor(ids, dtype=torch.int64))
+
+
+@torch.no_grad()
+def watch_inputs(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    look: Callable[[str, Tensor], None],
+    batches: Sequence[Tensor],
+    progress: Progress = lambda what, done: None,
+) -> None:
+    """Run ``model`` on ``batches`` of token ids [B, T], and let ``look`` see by name what each of
+    ``modules`` takes in, before anything else that hangs on them changes it."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _, arguments: look(name, arguments[0].detach())
+
+    device = next(model.parameters()).device
+    with _hooks(
+        *(one.register_forward_pre_hook(hook(n), prepend=True) for n, one in modules.items())
+    ):
+        for number, ids in enumerate(batches):
+            progress("inputs of layers", number / len(batches))
+            model(input_ids=ids.to(device), use_cache=False)
 
 
 # The walk over blocks

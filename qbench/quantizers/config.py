@@ -269,7 +269,10 @@ class TransformSettings(Settings):
 
 
 class PruningSettings(Settings):
-    """Attention heads are cut out."""
+    """Attention heads are cut out. What a head gives is measured on the calibration text, on the
+    model as it is before its weights are quantized."""
+
+    needs_calibration = True
 
     @property
     @abstractmethod

@@ -5,14 +5,14 @@ A pruned head's output is zero wherever the model attends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import Progress
 from qbench.quantizers.transforms import Dormant, Weakest
 
@@ -89,26 +89,15 @@ def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> di
         )
     sums: dict[str, Tensor] = {}
 
-    def look(name: str, heads: int) -> Callable[..., None]:
-        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            output = arguments[0].detach().unflatten(-1, (heads, -1)).float()
-            norms = output.norm(dim=-1).double().flatten(0, -2).mean(0)
-            sums[name] = sums[name] + norms if name in sums else norms
+    def look(name: str, output: Tensor) -> None:
+        module, projection = modules[name]
+        heads = projection.in_features // module.head_dim
+        output = output.unflatten(-1, (heads, -1)).float()
+        norms = output.norm(dim=-1).double().flatten(0, -2).mean(0)
+        sums[name] = sums[name] + norms if name in sums else norms
 
-        return hook
-
-    hooks = []
-    try:
-        for name, (module, projection) in modules.items():
-            heads = projection.in_features // module.head_dim
-            hooks.append(projection.register_forward_pre_hook(look(name, heads)))
-        with torch.no_grad():
-            for index, row in enumerate(ids):
-                model(input_ids=row[None].to(model.device), use_cache=False)
-                progress("heads", (index + 1) / len(ids))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    projections = {name: projection for name, (_, projection) in modules.items()}
+    watch_inputs(model, projections, look, ids.split(1), progress)
     found = {}
     for name, total in sums.items():
         mean = total.mean()

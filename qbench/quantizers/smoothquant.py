@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import Progress
 from qbench.quantizers.transforms import SmoothQuant, decoder_modules
 
@@ -75,7 +75,15 @@ def calibrate(
     would be next to nothing, and blow up what is met later."""
     assert calibration is not None
     found = groups(model, settings)
-    seen = _largest_inputs(model, found, settings.batch_size, calibration, progress)
+    seen: dict[str, Tensor] = {}  # max|X| [C] by group
+
+    def look(name: str, x: Tensor) -> None:
+        largest = x.abs().flatten(0, -2).amax(0).float()
+        seen[name] = torch.maximum(seen[name], largest) if name in seen else largest
+
+    firsts = {name: group.layers[0] for name, group in found.items()}
+    batches = calibration.ids.split(settings.batch_size)
+    watch_inputs(model.get_decoder(), firsts, look, batches, progress)
     result = {}
     for name, group in found.items():
         inputs = group.shared(seen[name])
@@ -85,37 +93,6 @@ def calibrate(
         usable = (inputs > 0) & torch.isfinite(scale) & (scale > 0)
         result[name] = torch.where(usable, scale, torch.ones_like(scale)).float()
     return result
-
-
-def _largest_inputs(
-    model: PreTrainedModel,
-    found: Mapping[str, Group],
-    batch_size: int,
-    calibration: Calibration,
-    progress: Progress,
-) -> dict[str, Tensor]:
-    """max|X| [C] by group over all calibration tokens."""
-    seen: dict[str, Tensor] = {}
-
-    def note(name: str) -> Callable:
-        def hook(_: nn.Module, arguments: tuple) -> None:
-            largest = arguments[0].abs().flatten(0, -2).amax(0).float()
-            seen[name] = torch.maximum(seen[name], largest) if name in seen else largest
-
-        return hook
-
-    handles = [
-        group.layers[0].register_forward_pre_hook(note(name)) for name, group in found.items()
-    ]
-    try:
-        for start in range(0, calibration.samples, batch_size):
-            progress("largest activations", start / calibration.samples)
-            ids = calibration.ids[start : start + batch_size].to(model.device)
-            model.get_decoder()(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
 
 
 @torch.no_grad()

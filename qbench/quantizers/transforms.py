@@ -157,15 +157,8 @@ def no_matrix(what: str, order: int) -> str:
     )
 
 
-class HeadPruning(PruningSettings):
-    """Which heads go. What a head gives is measured on the calibration text, on the model as it is
-    before its weights are quantized."""
-
-    needs_calibration = True
-
-
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Dormant(HeadPruning):
+class Dormant(PruningSettings):
     """Heads below a share of their layer's mean."""
 
     threshold: Annotated[
@@ -182,7 +175,7 @@ class Dormant(HeadPruning):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Weakest(HeadPruning):
+class Weakest(PruningSettings):
     """A share of all heads, those that give least."""
 
     share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1

@@ -97,10 +97,10 @@ def test_every_scheme_passes_its_audit(name, weights, tmp_path):
 def test_counting_values_does_not_wait_for_the_device():
     x = odd(2816, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
     here, there = (activation_inputs.Observer(t.device, counted=True) for t in (x, x.cpu()))
-    there.look(None, (x.cpu(),))
+    there.add(x.cpu())
     try:
         torch.cuda.set_sync_debug_mode("error")
-        here.look(None, (x,))
+        here.add(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(here.counts.cpu(), there.counts)

@@ -26,7 +26,7 @@ def ids(seed, samples):
 
 
 PROBE = ids(0, 2)
-CALIBRATION = Calibration(ids=ids(1, 8), seed=1)
+CALIBRATION = Calibration(ids=ids(1, 8))
 WORDS = {
     "router": "routers",
     "gate": "routers",

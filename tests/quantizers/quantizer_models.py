@@ -72,7 +72,7 @@ def ids(seed: int, samples: int, length: int) -> Tensor:
 
 @functools.cache
 def calibration(seed: int = 1) -> Calibration:
-    return Calibration(ids=ids(seed, 8, 48), seed=seed)
+    return Calibration(ids=ids(seed, 8, 48))
 
 
 PROBE = ids(2, 2, 23)

@@ -3,11 +3,10 @@ something: measured in every cell that has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.head_pruning import attention_modules
 from qbench.quantizers.quantize import evidence_of, transform_as
@@ -68,25 +67,12 @@ def measure_heads(
     problems = [f"{name}: no head pruning is installed" for name in modules if name not in wanted]
     given: dict[str, Tensor] = {}
 
-    def look(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            heads = len(wanted[name])
-            output = arguments[0].unflatten(-1, (heads, -1)).float().abs()
-            given[name] = output.movedim(-2, 0).flatten(1).amax(1)
+    def look(name: str, output: Tensor) -> None:
+        heads = output.unflatten(-1, (len(wanted[name]), -1)).float().abs()
+        given[name] = heads.movedim(-2, 0).flatten(1).amax(1)
 
-        return hook
-
-    # Before the hooks that quantize what the projection takes in.
-    hooks = [
-        modules[name][1].register_forward_pre_hook(look(name), prepend=True)
-        for name in wanted
-        if name in modules
-    ]
-    try:
-        quantized(input_ids=probe.to(next(quantized.parameters()).device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    projections = {name: modules[name][1] for name in wanted if name in modules}
+    watch_inputs(quantized, projections, look, [probe])
     pruned, largest = [], 0.0
     for layer, (name, kept) in enumerate(wanted.items()):
         if name not in given:
