@@ -144,16 +144,12 @@ def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationE
     inputs = getattr(model, ATTRIBUTE, None)
     if inputs is None:
         return {}
-    result = {}
-    for name in inputs.names:
-        fixed = inputs.scales.get(name)
-        result[name] = ActivationEvidence(
-            format=settings.format,
-            scale=fixed.scale if fixed else None,
-            zero=fixed.zero if fixed else None,
-            inside=settings.real,
+    return {
+        name: ActivationEvidence(
+            format=settings.format, fixed=inputs.scales.get(name), inside=settings.real
         )
-    return result
+        for name in inputs.names
+    }
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from qbench.errors import QuantizationError
 from qbench.plugins import source_digest
-from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, Scale
 from qbench.records import Part, Precision
 
 if TYPE_CHECKING:
@@ -442,13 +442,12 @@ class PackedWeight:
 class ActivationEvidence:
     """How the input of one module is quantized, as far as the audit must be told.
 
-    ``scale`` and ``zero``: what is fixed, where ``format`` is not dynamic. ``inside``: the module
+    ``fixed``: the scale, where ``format`` is not dynamic. ``inside``: the module
     itself quantizes, so that no hook sees its quantized input.
     """
 
     format: QuantFormat
-    scale: Tensor | None = None
-    zero: Tensor | None = None
+    fixed: Scale | None = None
     inside: bool = False
 
 

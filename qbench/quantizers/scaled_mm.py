@@ -8,8 +8,7 @@ silence.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,9 @@ from qbench.quantizers.fake_quant import CODES, decode, encode
 from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import Plain, Tensors
 from qbench.quantizers.weights import ScaledWeights
+
+if TYPE_CHECKING:
+    from qbench.quantizers.activation_inputs import FakeQuant
 
 LEAST_ROWS = 17  # of an int8 product on CUDA
 
@@ -48,20 +50,12 @@ class ScaledLinear(nn.Module):
         return f"{self.in_features} → {self.out_features}, {self.codes.dtype}"
 
 
-class Inputs(Protocol):
-    """Codes and scales of an input; ``paused``: inputs are to stay as they are."""
-
-    paused: bool
-
-    def once(self, x: Tensor, fixed: Scale | None) -> tuple[Tensor, Tensor]: ...
-
-
 class ScaledMM(ScaledLinear):
     """A ``ScaledLinear`` that multiplies codes by codes, but for while ``inputs`` are paused.
     ``inputs`` encode once what several layers share, with the layer's ``fixed`` scale if there is
     one. A class of its own, so that an audit's record names what ran."""
 
-    inputs: Inputs
+    inputs: FakeQuant
     fixed: Scale | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,19 +127,6 @@ def _fp8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) 
     )
 
 
-@cache
-def _require_sums() -> None:
-    """Raise QuantizationError where a CPU's int8 products saturate on the way: without VNNI two
-    products are added in 16 bits, and no library says so."""
-    ones = torch.full((16, 64), 127, dtype=torch.int8)
-    found = torch._int_mm(ones, ones.T)
-    if not bool((found == 64 * 127**2).all()):
-        raise QuantizationError(
-            f"int8 products are wrong on this CPU: 64 · 127² = {64 * 127**2:,} came out as "
-            f"{int(found[0, 0]):,}; set arithmetic: simulated"
-        )
-
-
 def require(name: str, module: nn.Module, form: QuantFormat) -> None:
     """Raise QuantizationError, naming the layer, where it cannot multiply codes of ``form``."""
     if not isinstance(module, ScaledLinear) or module.codes.dtype != CODES[form.type]:
@@ -160,5 +141,3 @@ def require(name: str, module: nn.Module, form: QuantFormat) -> None:
             f"products take multiples of {size}, and libraries skip such a layer in silence; set "
             "arithmetic: simulated, or leave it out of weights and activations"
         )
-    if form.type == "int" and module.codes.device.type == "cpu":
-        _require_sums()

@@ -210,17 +210,12 @@ for _name, _kind, _line in (
 
 # The parts of a decoder that transforms fold into each other
 
-BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}  # within a head, after the projection: nothing folds across
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
 
 @plain_dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecoderModules:
     """Of a model whose ``blocks``, by name, are x + o_proj(attention(norm(x))), then
     x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a
-    plain factor; whatever else a block may hold is refused. ``heads`` of ``head_dim`` share
+    plain factor. ``heads`` of ``head_dim`` share
     ``kv_heads`` keys and values."""
 
     embeddings: nn.Embedding
@@ -248,30 +243,12 @@ def decoder_modules(model: PreTrainedModel, transform: str) -> DecoderModules:
             f"{', '.join(dict.fromkeys(KNOWN.values()))}"
         )
     decoder, config = model.model, model.config
-    blocks = {}
-    for index, block in enumerate(decoder.layers):
-        name = f"model.layers.{index}"
-        _require(block, BLOCK, set(), name, transform)
-        _require(block.self_attn, ATTENTION, HEAD_NORMS, f"{name}.self_attn", transform)
-        _require(block.mlp, MLP, set(), f"{name}.mlp", transform)
-        blocks[name] = block
     return DecoderModules(
         embeddings=decoder.embed_tokens,
-        blocks=blocks,
+        blocks={f"model.layers.{i}": block for i, block in enumerate(decoder.layers)},
         norm=decoder.norm,
         head=model.lm_head,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=decoder.layers[0].self_attn.head_dim,
     )
-
-
-def _require(
-    module: nn.Module, wanted: set[str], allowed: set[str], name: str, transform: str
-) -> None:
-    found = {child for child, _ in module.named_children()}
-    if odd := (found ^ wanted) - allowed:
-        kind, parts = type(module).__name__, ", ".join(sorted(odd))
-        raise QuantizationError(
-            f"{transform}: {name} ({kind}) does not have the known structure: {parts}"
-        )

@@ -194,8 +194,7 @@ def test_the_audit_decides_ties_as_the_definition_does(name, scales, dtype):
     else:
         form = replace(form, group_size=blocks or -1)
     fixed = None if form.dynamic else scale_of_tensor(*torch.aminmax(x), form)
-    given = (fixed.scale, fixed.zero) if fixed else (None, None)
-    about = ActivationEvidence(format=form, scale=given[0], zero=given[1])
+    about = ActivationEvidence(format=form, fixed=fixed)
     found = audit.groups_of(fake_quantize(x, form, fixed), about)
     wanted, _, _ = audit.expected(audit.groups_of(x.double(), about), about)
     off = (found.double() - wanted).abs() > 4 * torch.finfo(dtype).eps * wanted.abs()

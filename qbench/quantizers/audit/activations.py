@@ -8,9 +8,9 @@ scale of a block changes all of the block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,18 +30,6 @@ from qbench.records import ActivationAudit, InputAudit
 
 DIFFERENT = 0.01  # share of values that may differ by a step: ties, and scales rounded otherwise
 INSIDE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a product, relative
-
-
-@dataclass(kw_only=True, slots=True)
-class _Sums:
-    """Of one module over all its calls."""
-
-    levels: int = 0
-    clipped: float = 0.0
-    count: int = 0
-    error_squared: float = 0.0
-    norm_squared: float = 0.0
-    problems: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -66,8 +54,21 @@ def measure_inputs(
         if name not in about and name not in ignored
     ]
     problems += [f"{n}: its input is quantized, but should not be" for n in about if n in ignored]
-    sums = _watch(quantized, about, config, probe)
-    measured = {name: one for name, one in sums.items() if one.count}
+    watched = {}
+    with ExitStack() as stack:
+        for name, evidence in about.items():
+            weight = partial(_stored, quantized, config, name)
+            module, one = quantized.get_submodule(name), _Watch(evidence, weight)
+            watched[name] = one
+            for handle in (
+                module.register_forward_pre_hook(one.before, prepend=True),
+                module.register_forward_pre_hook(one.after),
+                module.register_forward_hook(one.output),
+            ):
+                stack.callback(handle.remove)
+        device = next(quantized.parameters()).device
+        quantized(input_ids=probe.to(device), use_cache=False)
+    measured = {name: one for name, one in watched.items() if one.count}
     if about and not measured:
         problems.append("no module whose input is quantized ran on the probe text")
     for name, one in measured.items():
@@ -95,107 +96,83 @@ def measure_inputs(
     ), problems
 
 
-def _watch(
-    model: nn.Module,
-    about: Mapping[str, ActivationEvidence],
-    config: QuantizationConfig,
-    probe: Tensor,
-) -> dict[str, _Sums]:
-    sums = {name: _Sums() for name in about}
-    with ExitStack() as stack:
-        for name, evidence in about.items():
-            module = model.get_submodule(name)
-            watch = _Watch(sums[name], evidence, model, config)
-            first = module.register_forward_pre_hook(watch.before, prepend=True)
-            last = module.register_forward_pre_hook(watch.after)
-            end = module.register_forward_hook(watch.output)
-            for handle in (first, last, end):
-                stack.callback(handle.remove)
-        device = next(model.parameters()).device
-        model(input_ids=probe.to(device), use_cache=False)
-    return sums
-
-
 class _Watch:
-    """One module's hooks: the first sees what it is called with, the last what it multiplies."""
+    """What one module takes in, over all its calls: what it is called with, and what it multiplies
+    after all other hooks."""
 
-    def __init__(
-        self, sums: _Sums, about: ActivationEvidence, model: nn.Module, config: QuantizationConfig
-    ) -> None:
-        self.sums, self.about, self.model, self.config = sums, about, model, config
+    def __init__(self, about: ActivationEvidence, weight: Callable[[], Tensor]) -> None:
+        self.about, self.weight = about, weight
         self.input = torch.empty(0)
+        self.levels, self.count = 0, 0
+        self.clipped = self.error_squared = self.norm_squared = 0.0
+        self.problems: list[str] = []
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self.input = arguments[0].detach()
 
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if not self.about.inside:
-            self._compare(self.input, arguments[0].detach())
-
-    def output(self, module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
+        """What is multiplied against what the input should have become."""
         if self.about.inside:
-            self._compare_inside(module, self.input, output)
-
-    def _compare(self, before: Tensor, after: Tensor) -> None:
-        """``after`` against what ``before`` should have become."""
-        wide = groups_of(before.double(), self.about)
+            return
+        after = arguments[0].detach()
         found = groups_of(after, self.about)
-        self.sums.levels = max(self.sums.levels, levels(found))
+        self.levels = max(self.levels, levels(found))
         found = found.double()
-        wanted = self._add(wide, found)
+        wanted = self._add(found)
         rounding = 4 * torch.finfo(after.dtype).eps * wanted.abs()
-        off = (found - wanted).abs() > rounding
+        off = float(((found - wanted).abs() > rounding).double().mean())
         if not found.isfinite().all():
-            self.sums.problems.append("its quantized input is not finite")
-        elif float(off.double().mean()) > DIFFERENT:
-            worst = float((found - wanted).norm() / wanted.norm())
-            self.sums.problems.append(
-                f"{float(off.double().mean()):.1%} of its input's values are not what "
-                f"{_named(self.about)} makes of them "
+            self.problems.append("its quantized input is not finite")
+        elif off > DIFFERENT:
+            form, worst = self.about.format, float((found - wanted).norm() / wanted.norm())
+            named = form.element if form.symmetric else f"asymmetric {form.element}"
+            self.problems.append(
+                f"{off:.1%} of its input's values are not what {named} makes of them "
                 f"(relative difference {worst:.2g})"
             )
 
-    def _add(self, wide: Tensor, found: Tensor | None = None) -> Tensor:
-        """Count clipped values and the error; gives what ``wide`` should become."""
-        wanted, low, high = expected(wide, self.about)
-        beyond = (wide > high * (1 + 1e-6)) | (wide < low * (1 + 1e-6))
-        found = wanted if found is None else found
-        self.sums.clipped += float(beyond.sum())
-        self.sums.count += wide.numel()
-        self.sums.error_squared += float((found - wide).square().sum())
-        self.sums.norm_squared += float(wide.square().sum())
-        return wanted
-
-    def _compare_inside(self, module: nn.Module, before: Tensor, output: Tensor) -> None:
-        """The module's output against the product of what its input should become and the weight
-        that it stores."""
-        wide = groups_of(before.double(), self.about)
-        wanted = self._add(wide).reshape(before.shape)
-        self.sums.levels = max(self.sums.levels, levels(groups_of(wanted, self.about)))
-        name = next(n for n, one in self.model.named_modules() if one is module)
-        weight = evidence_of(self.model, self.config).weights[name].dequantize().double()
+    def output(self, module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
+        """Of a module that quantizes inside: its output against the product of what its input
+        should become and the weight that it stores."""
+        if not self.about.inside:
+            return
+        wanted = self._add().reshape(self.input.shape)
+        self.levels = max(self.levels, levels(groups_of(wanted, self.about)))
+        weight = self.weight().double()
         bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]
         product = wanted @ weight.T + bias
-        whole = before.double() @ weight.T + bias
-        found = output.double()
-        off, apart = (float((t - product).norm() / product.norm()) for t in (found, whole))
+        whole = self.input.double() @ weight.T + bias
+        off, apart = (
+            float((t - product).norm() / product.norm()) for t in (output.double(), whole)
+        )
         if not off <= INSIDE[output.dtype]:
-            self.sums.problems.append(
+            self.problems.append(
                 f"its product is {off:.2g} off that of its quantized input (the unquantized "
                 f"input's is {apart:.2g} off)"
             )
 
+    def _add(self, found: Tensor | None = None) -> Tensor:
+        """Count clipped values and the error; gives what the input should become."""
+        wide = groups_of(self.input.double(), self.about)
+        wanted, low, high = expected(wide, self.about)
+        beyond = (wide > high * (1 + 1e-6)) | (wide < low * (1 + 1e-6))
+        found = wanted if found is None else found
+        self.clipped += float(beyond.sum())
+        self.count += wide.numel()
+        self.error_squared += float((found - wide).square().sum())
+        self.norm_squared += float(wide.square().sum())
+        return wanted
 
-def _error(sums: Iterable[_Sums]) -> float:
+
+def _stored(model: nn.Module, config: QuantizationConfig, name: str) -> Tensor:
+    return evidence_of(model, config).weights[name].dequantize()
+
+
+def _error(sums: Iterable[_Watch]) -> float:
     found = list(sums)
     return relative_error(
         sum(one.error_squared for one in found), sum(one.norm_squared for one in found)
     )
-
-
-def _named(about: ActivationEvidence) -> str:
-    form = about.format
-    return form.element if form.symmetric else f"asymmetric {form.element}"
 
 
 # What a quantized input should be
@@ -214,12 +191,14 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
     lowest and the highest that their scales, stored in float32, allow [groups or 1, 1]."""
     form, bits = about.format, about.format.num_bits
     largest = groups.abs().amax(1, keepdim=True)
-    given = None if about.scale is None else about.scale.double().reshape(1, 1)
+    given = None if about.fixed is None else about.fixed.scale.double().reshape(1, 1)
     if form.type == "int" and not form.symmetric:
         low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True)
         span = (high.clamp(min=0) - low).float().double()
         scale = _usable(_ratio(span, 2**bits - 1) if given is None else given)
-        zero = _ratio(-low, scale).round() if given is None else about.zero.double().reshape(1, 1)  # type: ignore[union-attr]
+        zero = _ratio(-low, scale).round()
+        if about.fixed is not None and about.fixed.zero is not None:
+            zero = about.fixed.zero.double().reshape(1, 1)
         codes = (_ratio(groups, scale).round() + zero).clamp(0, 2**bits - 1)
         return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
     if form.type == "int":
