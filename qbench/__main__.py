@@ -7,6 +7,8 @@ import os
 import sys
 from contextlib import suppress
 
+import psutil
+
 from qbench.errors import INTERRUPTED, STOPPED
 
 
@@ -40,8 +42,6 @@ def _end(code: int) -> None:
 def _kill_children() -> None:
     """The fork server first, for a worker that it starts now would only complain that its parent is
     gone. Python's resource tracker ends by itself, when it has tidied up."""
-    import psutil
-
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):

@@ -20,11 +20,11 @@ from filelock import FileLock, Timeout
 
 from qbench.errors import OutputError, ResultsError
 from qbench.files import clean_temporaries, write_atomically
+from qbench.machine import GIB
 from qbench.records import GridCell, Record
 from qbench.store import KEY_DIGITS, Store
 
 MANIFEST = "manifest.json"
-GIB = 2**30
 MIB = 2**20
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import huggingface_hub  # which imports what is asked of it when that is
 
-from qbench.errors import CheckpointError, DataError
+from qbench.errors import CheckpointError, DataError, first_line
 
 SECONDS = 30.0  # to wait for an answer that names a commit
 COMMIT = re.compile(r"[0-9a-f]{40}$")
@@ -115,8 +115,7 @@ def reason(error: BaseException) -> str:
     """One line for what kept the hub from giving something: the cause and what helps."""
     if known := _known(error):
         return known
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _known(error: BaseException) -> str | None:

@@ -29,7 +29,7 @@ from qbench.errors import (
     RecipeError,
 )
 from qbench.evaluation.definitions import TaskGroup, expand, task_groups
-from qbench.evaluation.settings import Mode, ScoringSettings, resolve
+from qbench.evaluation.settings import Mode, ScoringSettings, check_bos, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import digest, file_digest
 from qbench.machine import hardware, versions
@@ -500,7 +500,6 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
     if not add_bos:
         return
     from qbench.checkpoints.load import load_tokenizer
-    from qbench.evaluation.scoring.requests import check_bos
 
     try:
         check_bos(load_tokenizer(checkpoint), add_bos)

@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from qbench.errors import RecipeError, shown
+from qbench.errors import RecipeError, first_line, shown
 from qbench.files import NAME, digest, read_regular, reason
 
 GROUPS = ("qbench.quantizers", "qbench.normalizers", "qbench.executors")
@@ -140,7 +140,7 @@ def load_packages() -> None:
             except BaseException as error:  # sys.exit, too, is no reason to end without a word
                 raise RecipeError(
                     f"the package behind {entry.value} ({group}) does not load: "
-                    f"{_first_line(error) or type(error).__name__}; repair or uninstall it"
+                    f"{first_line(error)}; repair or uninstall it"
                 ) from error
             if entry.dist is not None:
                 _packages[entry.dist.name] = entry.dist.version
@@ -161,12 +161,8 @@ def _execute(plugin: Plugin, path: str, location: str) -> None:
         del sys.modules[plugin.module]
         line = error.lineno if isinstance(error, SyntaxError) else _line(error, path)
         raise RecipeError(
-            f"{location} {path}: line {line}: {type(error).__name__}: {_first_line(error)}"
+            f"{location} {path}: line {line}: {type(error).__name__}: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _line(error: BaseException, location: str) -> int | str:

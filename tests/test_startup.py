@@ -92,7 +92,7 @@ def test_imports_stand_at_the_top():
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert len(late) <= 62
+    assert len(late) <= 38
 
 
 @pytest.mark.parametrize("command", ["run", "analyze"])

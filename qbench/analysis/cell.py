@@ -3,23 +3,26 @@ with one linear layer quantized at a time."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 import traceback
 from typing import TYPE_CHECKING
+
+import torch
 
 from qbench.analysis.attention import attention_maps, choose
 from qbench.analysis.measure import measure
 from qbench.analysis.run import TOGETHER, AnalysisCell, AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
-from qbench.analysis.text import read_tokens
+from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder
 from qbench.cell import free, load, load_original, quantized
-from qbench.errors import UnavailableError, one_line
+from qbench.errors import DataError, UnavailableError, one_line
 from qbench.machine import measured, redirected
 from qbench.plan import Plan
 from qbench.progress import Progress
 from qbench.quantizers.linear import linearize, linears
-from qbench.records import Analysis, Sensitivity
+from qbench.records import Analysis, AnalyzedText, Sensitivity
 from qbench.store import Analyses
 
 if TYPE_CHECKING:
@@ -127,3 +130,45 @@ def _load(
             )
         ids, work.text = read_tokens(work.cell.settings, tokenizer)
     return model, tokenizer, ids
+
+
+def read_tokens(
+    settings: AnalysisSettings, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Tensor, AnalyzedText]:
+    """Ids [N, T] int64 of the first texts that are long enough, at most ``settings.samples``, and
+    what they are. Each is BOS, where that is asked for, and its first tokens. No text is joined
+    with another.
+
+    Raises DataError where no text is long enough, or for a BOS that the tokenizer has not.
+    """
+    if settings.bos and tokenizer.bos_token_id is None:
+        raise DataError("its tokenizer has no BOS token to begin a text with; add --no-bos")
+    begin = [tokenizer.bos_token_id] if settings.bos else []
+    room = settings.length - len(begin)
+    rows: list[list[int]] = []
+    short = longest = 0
+    for text in settings.source.texts():
+        if len(rows) == settings.samples:
+            break
+        # verbose=False: texts longer than the model's context are no mistake here
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        longest = max(longest, len(ids))
+        if len(ids) >= room:
+            rows.append(begin + list(ids[:room]))
+        else:
+            short += 1
+    if not rows:
+        raise DataError(
+            f"{settings.source.name}: its longest text has {longest} tokens, {room} are needed; "
+            "lower --length"
+        )
+    ids = torch.tensor(rows, dtype=torch.int64)
+    return ids, AnalyzedText(
+        source=settings.source.name,
+        digest=settings.source.digest,
+        tokens=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
+        samples=len(rows),
+        left_out=short,
+        length=settings.length,
+        bos=settings.bos,
+    )

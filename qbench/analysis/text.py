@@ -1,24 +1,15 @@
-"""What is analyzed and how: texts, and the token ids of those that are long enough.
-
-Imports no torch before it reads them.
-"""
+"""What is analyzed and how: texts and settings. Imports no torch."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qbench.errors import DataError, RecipeError, shown
 from qbench.evaluation.tasks import TaskSpec, read_rows
-from qbench.records import AnalyzedText
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
 LENGTH = 512  # tokens of a text, unless a checkpoint has a shorter context
 FIELD = "text"
@@ -159,47 +150,3 @@ def _text(path: Path, line: int, fields: Mapping[str, Any], field: str) -> str:
             f"{known or 'it has none'}"
         )
     return text
-
-
-def read_tokens(
-    settings: AnalysisSettings, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Tensor, AnalyzedText]:
-    """Ids [N, T] int64 of the first texts that are long enough, at most ``settings.samples``, and
-    what they are. Each is BOS, where that is asked for, and its first tokens. No text is joined
-    with another.
-
-    Raises DataError where no text is long enough, or for a BOS that the tokenizer has not.
-    """
-    import torch
-
-    if settings.bos and tokenizer.bos_token_id is None:
-        raise DataError("its tokenizer has no BOS token to begin a text with; add --no-bos")
-    begin = [tokenizer.bos_token_id] if settings.bos else []
-    room = settings.length - len(begin)
-    rows: list[list[int]] = []
-    short = longest = 0
-    for text in settings.source.texts():
-        if len(rows) == settings.samples:
-            break
-        # verbose=False: texts longer than the model's context are no mistake here
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        longest = max(longest, len(ids))
-        if len(ids) >= room:
-            rows.append(begin + list(ids[:room]))
-        else:
-            short += 1
-    if not rows:
-        raise DataError(
-            f"{settings.source.name}: its longest text has {longest} tokens, {room} are needed; "
-            "lower --length"
-        )
-    ids = torch.tensor(rows, dtype=torch.int64)
-    return ids, AnalyzedText(
-        source=settings.source.name,
-        digest=settings.source.digest,
-        tokens=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
-        samples=len(rows),
-        left_out=short,
-        length=settings.length,
-        bos=settings.bos,
-    )

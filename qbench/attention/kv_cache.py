@@ -277,8 +277,7 @@ def kernel_attention(
     """:func:`attention` by a kernel, for inference; ``spans`` and what follows as
     ``kernels.attention``. Raises UnavailableError for a normalizer or a parameter that the
     kernels do not have, and for inputs that need gradients."""
-    from qbench.attention.kernels import ops, require
-    from qbench.attention.kernels.kv_cache import quantized_kv_fwd
+    from qbench.attention.kernels import kv_cache, ops, require
 
     reference.check(query, sources.key, sources.value, mask)
     chosen = NORMALIZERS.get(normalizer)
@@ -316,7 +315,7 @@ def kernel_attention(
     sequences = batch if spans is None else spans.shape[0]
     flags = ops.flags_of(kernels, of_heads.slopes is not None, settings.softcap)
     tensors = (query, key, value, *quantized, output)
-    quantized_kv_fwd[(-(-longest // block_q), heads * sequences)](
+    kv_cache.quantized_kv_fwd[(-(-longest // block_q), heads * sequences)](
         *tensors, positions, mask, spans, *of_heads, counts, (heads, heads // kv_heads), queries,
         keys, settings.window, residual.keep_first, residual.keep_recent, residual.key_group,
         *ops.scales(settings.scale, settings.softcap),

@@ -37,7 +37,7 @@ from qbench.bench.timing import (
     random_tensor,
     sparse_keys,
 )
-from qbench.errors import UnavailableError
+from qbench.errors import UnavailableError, first_line
 from qbench.files import write_page
 from qbench.runner.workers import Workers
 
@@ -258,7 +258,7 @@ def passes(shape: Shape, repeat_ms: int, only: Collection[str]) -> Iterator[Row]
                 backward = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
                 row["backward"] = 2.5 * flop / milliseconds(backward, repeat_ms) / 1e9
             except RuntimeError as error:  # a library's kernel that does not run here is said so
-                row["error"] = str(error).splitlines()[0]
+                row["error"] = first_line(error)
             yield row
 
 
@@ -278,7 +278,7 @@ def steps(repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
             row["ms"] = milliseconds(make(run), repeat_ms)
             row["captured_ms"] = milliseconds(captured(partial(make, run)), repeat_ms)
         except RuntimeError as error:
-            row["error"] = str(error).splitlines()[0]
+            row["error"] = first_line(error)
         yield row
 
 

@@ -28,6 +28,7 @@ from qbench.checkpoints.supported import (
     model_support,
 )
 from qbench.errors import CheckpointError
+from qbench.files import file_digest
 from qbench.records import TRAINING_FILE, Trained, Training
 
 MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
@@ -302,8 +303,7 @@ def digest(folder: Path) -> str:
     total = hashlib.sha256()
     for name in file_names(folder):
         try:
-            with (folder / name).open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            content = file_digest(folder / name)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
         total.update(f"{name} {content}\n".encode())

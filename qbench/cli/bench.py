@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -27,6 +29,12 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
     help="Measure speeds, in one run on one machine, after checking results.",
 )
+
+
+def load(name: str) -> Any:
+    """The module ``name`` of qbench, and torch with it."""
+    with redirected(NOWHERE):
+        return importlib.import_module(f"qbench.{name}")
 
 
 @bench.command("attention")
@@ -55,10 +63,8 @@ def attention(
     qbench bench attention --quick
     ```
     """
-    with redirected(NOWHERE):
-        from qbench.bench.attention import bench_attention, table
-
-    typer.echo(table(bench_attention(out, "cuda", quick, only, jobs)))
+    bench = load("bench.attention")
+    typer.echo(bench.table(bench.bench_attention(out, "cuda", quick, only, jobs)))
 
 
 @bench.command("products")
@@ -73,10 +79,8 @@ def products(
     qbench bench products --quick
     ```
     """
-    with redirected(NOWHERE):
-        from qbench.bench.products import bench_products, table
-
-    typer.echo(table(bench_products(out, quick)))
+    bench = load("bench.products")
+    typer.echo(bench.table(bench.bench_products(out, quick)))
 
 
 @bench.command("analysis")
@@ -96,20 +100,15 @@ def analysis(
     qbench bench analysis --shape tiny
     ```
     """
-    with redirected(NOWHERE):
-        from qbench.bench.analysis import SHAPES, bench_analysis, table
-
-    if shape not in SHAPES:
-        raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
+    bench = load("bench.analysis")
+    require_shape(shape, bench.SHAPES)
     where = choose_device(device)
     with redirected(NOWHERE):
-        found = bench_analysis(
+        found = bench.bench_analysis(
             shape=shape, device=where, samples=samples, length=length, prompts=prompts,
             prompt=prompt,
         )  # fmt: skip
-    typer.echo(table(found))
-    if out is not None:
-        _write(out, found, table(found))
+    show(bench.table(found), found, out)
 
 
 @bench.command("generation")
@@ -132,21 +131,15 @@ def generation(
     qbench bench generation
     ```
     """
+    bench, rows = load("bench.generation"), load("bench.analysis")
+    require_shape(shape, rows.SHAPES)
     with redirected(NOWHERE):
-        from qbench.bench.analysis import SHAPES, table
-        from qbench.bench.generation import bench_generation
-
-    if shape not in SHAPES:
-        raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(SHAPES)}")
-    with redirected(NOWHERE):
-        found = bench_generation(
+        found = bench.bench_generation(
             shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
             tokens=tokens, batch_size=batch_size,
             normalizers=normalizer or ("softmax", "softpick"),
         )  # fmt: skip
-    typer.echo(table(found))
-    if out is not None:
-        _write(out, found, table(found))
+    show(rows.table(found), found, out)
 
 
 @bench.command("evaluation")
@@ -168,21 +161,27 @@ def evaluation(
     qbench bench evaluation recipes/demo.yaml --limit 50
     ```
     """
-    with redirected(NOWHERE):
-        from qbench.bench.evaluation import bench_evaluation, table
-
+    bench = load("bench.evaluation")
     place = here(recipe, overrides, out=None, device=device)
     require_folder(place.out)
     planned = place.plan()
     with terminal() as screen, redirected(place.out / "bench.log"):
-        found = bench_evaluation(planned, batch_size, say=lambda line: print(line, file=screen))
-    typer.echo(table(found))
+        found = bench.bench_evaluation(
+            planned, batch_size, say=lambda line: print(line, file=screen)
+        )
+    show(bench.table(found), found.to_json(), out)
+
+
+def require_shape(shape: str, known: Iterable[str]) -> None:
+    if shape not in known:
+        raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(known)}")
+
+
+def show(table: str, found: object, out: Path | None) -> None:
+    """Print the table, and write what was found beside it where that is asked for."""
+    typer.echo(table)
     if out is not None:
-        _write(out, found.to_json(), table(found))
-
-
-def _write(out: Path, found: object, table: str) -> None:
-    show_written(write_page(out, found, table))
+        show_written(write_page(out, found, table))
 
 
 @bench.command("training")
@@ -250,36 +249,22 @@ def training(
         problem = error.errors()[0]
         raise RecipeError(f"--{problem['loc'][0]}: {problem['msg']}") from None
     where = choose_device(device)
-    with redirected(NOWHERE):
-        from qbench.bench.training import (
-            CONTENDERS,
-            CUDNN,
-            SHAPES,
-            bench_training,
-            table,
-            to_json,
-        )
-    with redirected(NOWHERE):
-        from qbench.training.loop import joined
-
-    with joined(where) as processes:
+    bench = load("bench.training")
+    with load("training.loop").joined(where) as processes:
         first = processes.is_main_process
         with terminal() as screen, redirected(NOWHERE):
-            rows = bench_training(
-                shape or list(SHAPES),
-                attention or [c for c in CONTENDERS if where == "cuda" or c != CUDNN],
+            rows = bench.bench_training(
+                shape or list(bench.SHAPES),
+                attention or [c for c in bench.CONTENDERS if where == "cuda" or c != bench.CUDNN],
                 compute,
                 processes,
                 sequences=sequences,
                 forward=forward,
                 say=lambda line: print(line, file=screen) if first else None,
             )
-        if not first:
-            return
-        lines = table(rows, processes, compute, forward)
-        typer.echo(lines)
-        if out is not None:
-            _write(out, to_json(rows, processes), lines)
+        if first:
+            table = bench.table(rows, processes, compute, forward)
+            show(table, bench.to_json(rows, processes), out)
 
 
 @bench.command("sample-efficiency")
@@ -297,13 +282,10 @@ def sample_efficiency(
     qbench bench sample-efficiency
     ```
     """
-    with redirected(NOWHERE):
-        from qbench.bench.sample_efficiency import bench_sample_efficiency, figure, table, to_json
-
-    rows = bench_sample_efficiency(
+    bench = load("bench.sample_efficiency")
+    rows = bench.bench_sample_efficiency(
         repetitions=repetitions, largest=largest, say=lambda line: typer.echo(line, err=True)
     )
-    typer.echo(table(rows))
+    show(bench.table(rows), bench.to_json(rows), out)
     if out is not None:
-        _write(out, to_json(rows), table(rows))
-        write_atomically(out.with_suffix(".svg"), figure(rows))
+        write_atomically(out.with_suffix(".svg"), bench.figure(rows))

@@ -9,7 +9,8 @@ import typer
 from tabulate import tabulate
 
 from qbench import cache as kept
-from qbench.cache import GIB, cache_folder, entries, in_words
+from qbench.cache import cache_folder, entries, in_words
+from qbench.machine import GIB
 
 cache = typer.Typer(
     add_completion=False,

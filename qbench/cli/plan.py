@@ -13,10 +13,10 @@ from qbench.cli.options import Device, DeviceOption, Only, OutToRead, RecipeOrOp
 from qbench.cli.place import here
 from qbench.cli.recipe_options import recipe_options
 from qbench.evaluation.tasks import TaskSpec
-from qbench.machine import fast_bf16, memory_gib
+from qbench.machine import GIB, fast_bf16, memory_gib
 from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
-from qbench.runner.estimates import BYTES, GIB, Estimate, duration, earlier, expected
+from qbench.runner.estimates import BYTES, Estimate, duration, earlier, expected
 from qbench.runner.grid import known_elsewhere, passes
 from qbench.store import Store
 

@@ -15,6 +15,7 @@ import typer
 
 from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError
+from qbench.quantizers.names import COMBINATIONS, PARTS
 from qbench.recipe import Overrides
 
 
@@ -32,8 +33,6 @@ class ScoringMode(StrEnum):
 
 def complete_quantizers(incomplete: str) -> list[str]:
     """The shell asks: the last name of a list by commas, or the last part of one with +."""
-    from qbench.quantizers.names import COMBINATIONS, PARTS
-
     given, last = re.fullmatch(r"(.*[,+])?([^,+]*)", incomplete).groups("")  # type: ignore[union-attr]  # fits any text
     names = [name for registry in (*PARTS.values(), COMBINATIONS) for name in registry]
     return [given + name for name in dict.fromkeys(names) if name.startswith(last)]

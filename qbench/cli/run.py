@@ -1,4 +1,4 @@
-"""``qbench run`` and ``qbench noise``: commands that score the cells of a recipe."""
+"""``qbench run``: the cells of a recipe scored, their records and tables written."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import contextlib
 import importlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from qbench.cache import cache_folder
-from qbench.cli.messages import complain, show_written
+from qbench.cli.messages import complain
 from qbench.cli.options import (
     Against,
     ClusterOption,
@@ -24,28 +23,24 @@ from qbench.cli.options import (
     ExecutorOption,
     Only,
     Out,
-    RecipeFile,
     RecipeOrOptions,
     to_file,
 )
-from qbench.cli.place import Place, here, on_cluster, placed
+from qbench.cli.place import Place, here, placed
 from qbench.cli.plan import how, notes
 from qbench.cli.recipe_options import recipe_options
-from qbench.comparison.lines import FILE, read_noise, to_bytes
-from qbench.errors import EvaluationError, RecipeError
-from qbench.files import require_folder, write_atomically
-from qbench.machine import importing, terminal
+from qbench.comparison.lines import read_noise
+from qbench.errors import RecipeError
+from qbench.files import require_folder
+from qbench.machine import terminal
 from qbench.plan import Cell, Plan, cell_names, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
 from qbench.runner.estimates import TimeLeft, earlier, expected
-from qbench.runner.grid import readable, run_cells, run_each, total
+from qbench.runner.grid import readable, run_cells, total
 from qbench.runner.progress import Display
 from qbench.store import Store
 from qbench.text import some
-
-if TYPE_CHECKING:
-    from qbench.evaluation.noise import Noise
 
 # pandas and statistics: imported in a thread, while workers are at work
 FOR_TABLES = (
@@ -114,13 +109,11 @@ def run(
         read_noise(store)  # the tables at the end read it: refused before work begins
         planned, records = _run_cells(place, only, force)
         place.end()
-        from qbench.cli.tables import show_tables  # pandas
-        from qbench.viewer.summary import headline
+        from qbench.cli import tables  # pandas
 
-        comparison = show_tables(
-            Store(place.out, grid=readable(planned.grid, store)), against=against
-        )
-    typer.echo(f"{headline(comparison)} All of it: qbench view {place.out}", err=True)
+        grid = readable(planned.grid, store)
+        comparison = tables.show_tables(Store(place.out, grid=grid), against=against)
+    typer.echo(f"{tables.headline(comparison)} All of it: qbench view {place.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])
@@ -171,65 +164,3 @@ def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
         display.log(line)
     if planned.calibration is not None:
         display.log(f"calibration text: {planned.calibration.path}")
-
-
-@recipe_options("checkpoint", "data", "limit", "dtype", "scoring")
-def noise(
-    *,
-    recipe: RecipeFile,
-    overrides: Overrides,
-    out: Out = None,
-    device: DeviceOption = Device.auto,
-    cluster: ClusterOption = None,
-) -> None:
-    """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.
-
-    A difference below it says nothing, and the tables of the same results folder mark it so.
-    Written there as noise.json.
-
-    Examples:
-    ```
-    qbench noise recipes/gptq.yaml --limit 200
-    ```
-    """
-    from qbench.tables.changes import noise_table  # pandas
-
-    place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
-    require_folder(place.out)
-    with on_cluster(place, device, cluster, cells=len(cell_names(place.recipe))) as place:
-        planned = place.plan(show=True)  # of which only unquantized cells are scored
-        chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
-        if not chosen:
-            raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
-        found = {}
-        for name, one in _noises(planned, chosen, place):
-            found[name] = one
-            typer.echo(f"### {name}\n\n{noise_table(one.moved)}\n")
-    keys = {cell.name: cell.key for cell in planned.cells}
-    cells = {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}
-    path = place.out / FILE
-    write_atomically(path, to_bytes(cells))
-    show_written([path])
-
-
-def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[str, Noise]]:
-    """By cell, here or on the cluster. Raises EvaluationError for one that failed there."""
-    out = place.out.resolve()
-    with importing(out / "noise.log"):
-        from qbench.runner.noise import measure
-    with terminal() as screen, Display(screen, len(cells)) as display:
-        if place.description:
-            display.log(place.description)
-        if place.executor is None:
-            for cell in cells:
-                yield cell.name, measure(plan, out, cell, progress=display)
-            return
-        made = run_each(
-            partial(measure, plan, out), cells,
-            executor=place.executor, progress=display, died=_died,
-        )  # fmt: skip
-    yield from zip((cell.name for cell in cells), made, strict=True)
-
-
-def _died(cell: Cell, why: str) -> Noise:
-    raise EvaluationError(f"{cell.name}: {why}")

@@ -192,13 +192,12 @@ def train(
     files = read_token_files(loaded.token_folder)
     evaluate_all = evaluation(evaluate, evaluate_data, cluster, loaded, folder, gpus=gpus)
     # torch, once the input is known to be right
-    from qbench.training.loop import joined
-    from qbench.training.runs import run_name, train_recipe
+    from qbench.training import loop, runs
 
-    runs = loaded.runs()
-    name = "train" if len(runs) > 1 else f"train-{run_name(*runs[0])}"
+    wanted = loaded.runs()
+    name = "train" if len(wanted) > 1 else f"train-{runs.run_name(*wanted[0])}"
     with (
-        joined(where) as processes,
+        loop.joined(where) as processes,
         terminal() as screen,
         redirected(folder / f"{name}{processes.index or ''}.log"),
     ):
@@ -207,7 +206,7 @@ def train(
             if processes.is_main_process:
                 print(line, file=screen)
 
-        found = train_recipe(
+        found = runs.train_recipe(
             loaded,
             files,
             folder,
@@ -218,8 +217,10 @@ def train(
         )
     if not processes.is_main_process:
         return
-    show_trained(loaded, found, folder)
-    if evaluate_all is not None and len(found) == len(runs):
+    show_trained(found, len(wanted))
+    curves = runs.draw(loaded, folder)
+    show_written([folder, *([curves] if curves else [])])
+    if evaluate_all is not None and len(found) == len(wanted):
         evaluate_all(device)
 
 
@@ -236,10 +237,8 @@ def _tokenized() -> Callable[[int, int], None]:
     return progress
 
 
-def show_trained(recipe: TrainingRecipe, found: Sequence[Training], folder: Path) -> None:
-    """A line on each run that is ``found`` finished, and the curves of all that have begun."""
-    from qbench.training.runs import draw
-
+def show_trained(found: Sequence[Training], wanted: int) -> None:
+    """A line on each run that is ``found`` finished, and how many of the ``wanted`` are."""
     for record in found:
         line = (
             f"{record.normalizer}, seed {record.seed}: loss {record.final_loss or 0:.4f} after "
@@ -251,10 +250,8 @@ def show_trained(recipe: TrainingRecipe, found: Sequence[Training], folder: Path
                 f"(best {record.best_loss:.4f} at step {record.best_step:,})"
             )
         typer.echo(line)
-    if len(found) < len(runs := recipe.runs()):
-        typer.echo(f"{len(found)} of {len(runs)} runs are done; the same command continues")
-    curves = draw(recipe, folder)
-    show_written([folder, *([curves] if curves else [])])
+    if len(found) < wanted:
+        typer.echo(f"{len(found)} of {wanted} runs are done; the same command continues")
 
 
 def evaluation(

@@ -7,7 +7,6 @@ that it kept. Imports no torch; ``evaluation.kl`` says what is in them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from qbench.errors import ResultsError
-from qbench.files import mark_used
+from qbench.files import file_digest, mark_used
 from qbench.records import GridCell, Record
 from qbench.store import KEY_DIGITS, Store
 
@@ -75,11 +74,6 @@ def baseline_lock(path: Path) -> FileLock:
     return FileLock(path.with_name(f"{path.name}.lock"))
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def verify_baseline(path: Path, key: str) -> None:
     """Reads the file whole. Raises ResultsError where it is not there, not what was written, or
     another cell's."""
@@ -102,4 +96,4 @@ def verify_baseline(path: Path, key: str) -> None:
 
 
 def _matches(path: Path) -> bool:
-    return checksum_file(path).read_text().split()[:1] == [sha256(path)]
+    return checksum_file(path).read_text().split()[:1] == [file_digest(path)]

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from qbench.errors import EvaluationError, ResultsError
-from qbench.evaluation.baseline import ABOUT, REMEDY, baseline_lock, checksum_file, sha256
+from qbench.evaluation.baseline import ABOUT, REMEDY, baseline_lock, checksum_file
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
-from qbench.files import clean_temporaries, temporary, write_atomically
+from qbench.files import clean_temporaries, file_digest, temporary, write_atomically
 
 ARRAYS = ("document", "request", "length", "token", "states")
 
@@ -72,7 +72,7 @@ class BaselineHiddenStates:
             path.parent.mkdir(parents=True, exist_ok=True)
             clean_temporaries(path.parent)
             save_file(tensors, making, {ABOUT: about})
-            digest = sha256(making)
+            digest = file_digest(making)
             with baseline_lock(path):
                 making.replace(path)
                 write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())

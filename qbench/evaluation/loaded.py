@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from qbench import hub
-from qbench.errors import DataError
+from qbench.errors import DataError, first_line
 from qbench.evaluation import passkey
 from qbench.evaluation.definitions import missing_module, read_definition
 from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
@@ -265,8 +265,7 @@ def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
             f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
             f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add --data DIR"
         )
-    first = (str(error).strip().splitlines() or [""])[0]
-    line = f"{spec.name}: {type(error).__name__}: {first}"
+    line = f"{spec.name}: {type(error).__name__}: {first_line(error)}"
     if spec.files:
         return f"{line}; are the fields those of {config.get('dataset_path')}?"
     return line
@@ -346,8 +345,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
             return "there is no target text" if _blank(target, document, scored) else None
         choices = task.doc_to_choice(document)
     except Exception as error:  # of a definition's own template or function
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return f"its answer cannot be found ({type(error).__name__}: {reason[0]})"
+        return f"its answer cannot be found ({type(error).__name__}: {first_line(error)})"
     if callable(task.config.process_results):
         return None
     if not choices or not all(isinstance(choice, str) for choice in choices):

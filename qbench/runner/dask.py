@@ -36,7 +36,7 @@ from distributed.client import ClosedClientError
 from distributed.worker import Worker
 
 from qbench.code import code_digest
-from qbench.errors import RecipeError, UnavailableError
+from qbench.errors import RecipeError, UnavailableError, first_line
 from qbench.machine import VISIBLE, cuda_problem, gpu_of_environment, hardware, versions
 from qbench.plugins import load_packages
 from qbench.progress import Progress
@@ -145,10 +145,9 @@ def _connect(address: str, stack: ExitStack) -> Client:
     try:
         client = Client(**arguments, timeout=SECONDS_TO_CONNECT, set_as_default=False)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UnavailableError(
-            f"--cluster {address}: no scheduler answers there ({reason[0]}); start one with "
-            "`dask scheduler`"
+            f"--cluster {address}: no scheduler answers there ({first_line(error)}); start one "
+            "with `dask scheduler`"
         ) from None
     return stack.enter_context(client)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from qbench.checkpoints.find import elements, read_headers
 from qbench.evaluation.settings import hidden_size
-from qbench.machine import fast_bf16, hardware, memory_gib, visible_gpus
+from qbench.machine import GIB, fast_bf16, hardware, memory_gib, visible_gpus
 from qbench.passkey import task_length
 from qbench.plan import Cell, Plan, resident, streamable
 
@@ -23,7 +23,6 @@ EVALUATE = "evaluate"  # the stage that grows with the documents
 EARLY = 0.02  # of a cell's requests: what comes before says little
 LATE = 0.1  # of the time that a cell took so far: the least that is left of one that is late
 
-GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BYTES_A_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import shorten
 
+from scipy import stats
+
 from qbench.comparison.lines import Comparison, Line
 from qbench.passkey import CHANCE, DIGITS, task_length
 from qbench.records import KVAudit, SampleDifference
@@ -57,8 +59,6 @@ AT_CHANCE = 0.05  # a score that guessing reaches in so large a share of runs, o
 def at_chance(metric: str, value: float, documents: int) -> bool:
     """Whether guessing the digits of passkeys gives ``value``, or more, in 5 % of runs or oftener:
     P(X ≥ k) of a binomial distribution. ``metric`` is one of passkey retrieval's."""
-    from scipy import stats  # slow to import, and most tables have none of these
-
     tried = documents * (DIGITS if metric == "acc_digits" else 1)
     return float(stats.binom.sf(round(value * tried) - 1, tried, CHANCE[metric])) > AT_CHANCE
 

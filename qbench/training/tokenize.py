@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from qbench import hub
 from qbench.checkpoints.find import HUB_ID, READ
-from qbench.errors import DataError, RecipeError
+from qbench.errors import DataError, RecipeError, first_line
 from qbench.files import clean_temporaries, file_digest, temporary
 from qbench.training.data import (
     PARTS,
@@ -113,8 +113,7 @@ def documents(source: str, *, field: str = "text", split: str = "train") -> Iter
     except DataError:
         raise
     except Exception as error:  # whatever files, network and libraries make of each other
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{source}: cannot be read ({line})") from error
+        raise DataError(f"{source}: cannot be read ({first_line(error)})") from error
 
 
 def require_source(source: str) -> None:
@@ -410,8 +409,9 @@ def _load(folder: Path, named: str, settings: Tokenizing) -> tuple[Tokenizer, di
         whole = kind.from_pretrained(folder)
         encode = whole.backend_tokenizer
     except Exception as error:  # whatever a broken file makes of the libraries
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"--tokenizer {named}: no usable tokenizer ({line})") from error
+        raise DataError(
+            f"--tokenizer {named}: no usable tokenizer ({first_line(error)})"
+        ) from error
     ids = {"bos": whole.bos_token_id, "eos": whole.eos_token_id, "pad": whole.pad_token_id}
     for what in ("bos", "eos"):
         if getattr(settings, what) and ids[what] is None:

@@ -32,14 +32,12 @@ class Sunk(Normalizer):
         parameters: Mapping[str, Tensor] | None = None,
         distances: Tensor | None = None,
     ) -> Tensor:
-        import torch
-
         sink = scores.new_zeros(())
         if parameters and "sinks" in parameters:
             sink = parameters["sinks"].to(scores.dtype)[:, None, None]
         visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
         # The maximum only shifts the exponents: function and gradient do not depend on it.
-        maximum = torch.maximum(visible.amax(-1, keepdim=True), sink).detach()
+        maximum = visible.amax(-1, keepdim=True).maximum(sink).detach()
         exponentials = (visible - maximum).exp()
         return exponentials / (exponentials.sum(-1, keepdim=True) + (sink - maximum).exp())
 

@@ -36,15 +36,13 @@ class Softpick(Normalizer):
         parameters: Mapping[str, Tensor] | None = None,
         distances: Tensor | None = None,
     ) -> Tensor:
-        import torch
-
         if allowed is not None:  # e^0 − 1 = 0: a score of 0 adds nothing above or below the line
             scores = scores.masked_fill(~allowed, 0.0)
         # The maximum only shifts the exponents: function and gradient do not depend on it.
         maximum = scores.detach().amax(-1, keepdim=True).clamp(min=0)
-        distance = torch.expm1(-scores.abs()) * (scores.clamp(min=0) - maximum).exp()
+        distance = (-scores.abs()).expm1() * (scores.clamp(min=0) - maximum).exp()
         total = EPSILON - distance.sum(-1, keepdim=True)
-        return torch.where(scores > 0, -distance, 0.0) / total
+        return (-distance).where(scores > 0, 0.0) / total
 
     def fraction(
         self,

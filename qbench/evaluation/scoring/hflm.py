@@ -13,8 +13,7 @@ from lm_eval.models.huggingface import HFLM
 
 from qbench.errors import RecipeError
 from qbench.evaluation.scoring.generate import generate_by_hflm, greedy
-from qbench.evaluation.scoring.requests import check_bos
-from qbench.evaluation.settings import ScoringSettings
+from qbench.evaluation.settings import ScoringSettings, check_bos
 from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.records import ScoringReport
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from qbench.errors import EvaluationError, RecipeError
+from qbench.errors import EvaluationError
 
 T = TypeVar("T")
 
@@ -98,18 +98,6 @@ def check_lengths(requests: Sequence[Request], max_length: int) -> None:
 
 
 PARALLEL_CHARACTERS = 50_000  # below that, threads cost more than they save
-
-
-def check_bos(tokenizer: PreTrainedTokenizerBase, add_bos: bool) -> None:
-    """Raises RecipeError where ``add_bos`` is asked for and this tokenizer would add none."""
-    if not add_bos:
-        return
-    ids = tokenizer.encode("a", add_special_tokens=True)
-    if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
-        raise RecipeError(
-            "evaluation.add_bos: true, but this tokenizer puts no BOS before a text; "
-            "set add_bos: false or give it a post-processor that does"
-        )
 
 
 def encode(
