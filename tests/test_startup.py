@@ -108,3 +108,9 @@ def test_a_library_that_cannot_be_imported_fails_its_cell(tmp_path, command):
     assert "ImportError: libnone.so.3: no such file (the traceback is in " in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert any("Traceback" in log.read_text() for log in (tmp_path / "out").rglob("*.log"))
+
+
+def test_a_type_that_is_ignored_has_its_reason_beside_it():
+    lines = [line for path in (ROOT / "qbench").rglob("*.py") for line in path.open()]
+    ignored = [line for line in lines if "# type: ignore" in line]
+    assert [one for one in ignored if not re.search(r"# type: ignore\[[\w, -]+\]  # \w", one)] == []

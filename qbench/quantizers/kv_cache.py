@@ -185,11 +185,11 @@ class ByTensor(KVCache):
     scales: ClassVar[Literal["token", "channel", "tensor"]] = "tensor"
 
     @property
-    def batch_invariant(self) -> bool:  # type: ignore[override]
+    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
         return False
 
     @property
-    def causal(self) -> bool:  # type: ignore[override]
+    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
         return False
 
     @property

@@ -37,7 +37,7 @@ class LmEvalModel(WeightSettings):
     ] = UNQUANTIZED_BITS
 
     @property
-    def num_bits(self) -> float:  # type: ignore[override]
+    def num_bits(self) -> float:  # type: ignore[override]  # of what is stated
         return self.bits
 
     @property

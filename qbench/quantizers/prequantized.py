@@ -268,11 +268,11 @@ class Prequantized(Published):
         return f"published {self.format}"
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:  # type: ignore[override]  # of what is stated
         return f"{FORMATS[self.format].title}, as published"
 
     @property
-    def num_bits(self) -> float:  # type: ignore[override]
+    def num_bits(self) -> float:  # type: ignore[override]  # of what is stated
         return self._scheme.num_bits
 
     @property
@@ -295,15 +295,15 @@ class Prequantized(Published):
         return Precision(weights=Part(bits=bits, scheme=words), activations=inputs)
 
     @property
-    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]
+    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]  # of what is stated
         return tuple(FORMATS[self.format].modules)
 
     @property
-    def batch_invariant(self) -> bool:  # type: ignore[override]
+    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
         return self._scheme.batch_invariant
 
     @property
-    def causal(self) -> bool:  # type: ignore[override]
+    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
         return self._scheme.causal
 
     @property
@@ -335,11 +335,11 @@ class Prequantized(Published):
             )
 
     @property
-    def ends_quantized(self) -> bool:  # type: ignore[override]
+    def ends_quantized(self) -> bool:  # type: ignore[override]  # of what is stated
         return self.format in ("gguf", "torchao")
 
     @property
-    def whole(self) -> bool:  # type: ignore[override]
+    def whole(self) -> bool:  # type: ignore[override]  # of what is stated
         """Whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
         return (self._scheme.least_bits or self.num_bits) >= UNQUANTIZED_BITS
 
@@ -359,7 +359,7 @@ class Prequantized(Published):
         return 0.99 * least, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
 
     @property
-    def rescales(self) -> bool:  # type: ignore[override]
+    def rescales(self) -> bool:  # type: ignore[override]  # of what is stated
         return FORMATS[self.format].rescales
 
     def error_bound(self) -> float:

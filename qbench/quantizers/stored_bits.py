@@ -103,7 +103,7 @@ def _parents(name: str) -> Iterator[str]:
 def _gguf_evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
     """What the file holds for each matrix of ``model``, which has its weights."""
     layers = linears(model)
-    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]  # transformers'
     found = {}
     for name, tensor in gguf_file.tensors(path, list(layers), count).items():
         module, _, part = name.rpartition(".")
@@ -161,7 +161,7 @@ def size_of_files(
     weights."""
     if settings.format == "gguf":
         modules = [name for name, _ in original.named_modules() if name]
-        layers = original.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+        layers = original.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]  # transformers'
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
     else:
         bits = _tensor_bits(settings.folder)

@@ -88,7 +88,7 @@ class SmoothQuant(TransformSettings):
         return self.method
 
     @property
-    def needs_calibration(self) -> bool:  # type: ignore[override]
+    def needs_calibration(self) -> bool:  # type: ignore[override]  # of what is stated
         return True
 
     def check(self, config: Mapping[str, Any], device: str) -> None:

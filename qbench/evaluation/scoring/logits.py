@@ -220,7 +220,7 @@ def in_order(
     ):
         answers[i] = (log_likelihood, all_likeliest)
     assert all(answer is not None for answer in answers)
-    return answers  # type: ignore[return-value]
+    return answers  # type: ignore[return-value]  # none is left out by now
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -139,7 +139,7 @@ class _Watch:
         wanted = self._add().reshape(self.input.shape)
         self.levels = max(self.levels, levels(groups_of(wanted, self.about)))
         weight = self.weight().double()
-        bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]
+        bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]  # a layer
         product = wanted @ weight.T + bias
         whole = self.input.double() @ weight.T + bias
         off, apart = (

@@ -106,7 +106,7 @@ def _size(
     weights = config.weights
     if weights is not None and weights.prequantized:
         head = original.get_output_embeddings()  # type: ignore[operator]  # of every causal model
-        return size_of_files(weights, original, wanted, head.weight.numel())  # type: ignore[arg-type]
+        return size_of_files(weights, original, wanted, head.weight.numel())  # type: ignore[arg-type]  # a matrix's
     stored = {one.name: one.bits_per_weight * one.parameters for one in found.modules}
     return size_of_model(original, wanted, stored)
 

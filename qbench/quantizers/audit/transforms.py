@@ -29,7 +29,7 @@ def measure_transform(
     """
     ids = probe.to(next(original.parameters()).device)
     before = original(input_ids=ids, use_cache=False).logits.float()
-    transform_as(original, quantized, config)  # type: ignore[arg-type]
+    transform_as(original, quantized, config)  # type: ignore[arg-type]  # PreTrainedModel
     after = original(input_ids=ids, use_cache=False).logits.float()
     off = float((after - before).norm() / before.norm())
     most, problems = MOST[next(original.parameters()).dtype], []
