@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def test_a_library_that_cannot_be_imported_fails_its_cell(tmp_path, command):
 
 
 def test_a_type_that_is_ignored_has_its_reason_beside_it():
-    lines = [line for path in (ROOT / "qbench").rglob("*.py") for line in path.open()]
+    files = (ROOT / "qbench").rglob("*.py")
+    lines = [line for path in files for line in path.read_text().splitlines()]
     ignored = [line for line in lines if "# type: ignore" in line]
     assert [one for one in ignored if not re.search(r"# type: ignore\[[\w, -]+\]  # \w", one)] == []
