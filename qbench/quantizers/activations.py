@@ -109,8 +109,14 @@ class FakeQuantized(ActivationSettings):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Multipliable(FakeQuantized):
-    """A format that matrix products of hardware take in, and whether they do."""
+class Scaled(FakeQuantized):
+    """Integers or FP8 times a float32 scale, and whether hardware multiplies them as such.
+
+    ``per`` token: a scale each, or one for each group along it, from its own values: nothing is
+    clipped. tensor: one for a layer's whole input, so that every token of a batch depends on all
+    others. static: one a layer, fixed on calibration text: the cheapest in hardware, and the case
+    of the literature on outliers (Bondarenko et al. 2021, 2023).
+    """
 
     arithmetic: Annotated[
         Literal["simulated", "real", "auto"],
@@ -122,19 +128,21 @@ class Multipliable(FakeQuantized):
     num_bits: Annotated[int, Field(ge=2, le=8)] = 8
     type: Literal["int", "float"] = "int"
     symmetric: bool = True
-
-    per: ClassVar[Literal["token", "tensor", "static"]]
+    per: Literal["token", "tensor", "static"] = "token"
+    group_size: Annotated[
+        GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
+    ] = WHOLE_ROW
+    percentile: Percentile = 100.0  # type: ignore[misc]  # other formats hold all values
 
     @property
     def format(self) -> QuantFormat:
-        group = getattr(self, "group_size", WHOLE_ROW)
         whole: Literal["token", "tensor"] = "token" if self.per == "token" else "tensor"
         return QuantFormat(
             num_bits=self.num_bits,
             type=self.type,
             symmetric=self.symmetric,
-            strategy=whole if group == WHOLE_ROW else "group",
-            group_size=group,
+            strategy=whole if self.group_size == WHOLE_ROW else "group",
+            group_size=self.group_size,
             dynamic=self.per != "static",
         )
 
@@ -148,7 +156,15 @@ class Multipliable(FakeQuantized):
             return f"fp8-{'row' if self.per == 'token' else self.per}"
         return f"int{self.num_bits}-{self.per}{'' if self.symmetric else '-asymmetric'}"
 
-    def _scheme(self, per: str) -> str:
+    @property
+    def scheme(self) -> str:
+        token = "per token" if self.type == "int" else "per row"
+        share = "" if self.percentile == 100 else f" ({self.percentile:g} %)"
+        per = {
+            "token": token if self.group_size == WHOLE_ROW else strategy(self.group_size),
+            "tensor": "per tensor, dynamic",
+            "static": f"per tensor, static{share}",
+        }[self.per]
         element = "fp8 e4m3" if self.type == "float" else f"int{self.num_bits}"
         return f"{element} {per}{'' if self.symmetric else ', asymmetric'}"
 
@@ -159,7 +175,7 @@ class Multipliable(FakeQuantized):
 
     def resolved(
         self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
-    ) -> tuple[Multipliable, str]:
+    ) -> tuple[Scaled, str]:
         if self.arithmetic == "simulated":
             return self, ""
         obstacle = self._obstacle(weights, config, device)
@@ -208,50 +224,6 @@ def _device_obstacle(kind: str, device: str) -> str | None:
     return "{} products need a GPU of compute capability {}.{}, and this one has {}.{}".format(
         name, *least, *here
     )
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class PerToken(Multipliable):
-    """One scale a token, or one for each group along it, from its own values: nothing is
-    clipped."""
-
-    per: ClassVar[Literal["token", "tensor", "static"]] = "token"
-
-    group_size: Annotated[
-        GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
-    ] = WHOLE_ROW
-
-    @property
-    def scheme(self) -> str:
-        whole = "per token" if self.type == "int" else "per row"
-        return self._scheme(whole if self.group_size == WHOLE_ROW else strategy(self.group_size))
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class PerTensor(Multipliable):
-    """One scale for a layer's whole input. Every token of a batch depends on all others, so scores
-    depend on the batch and on later tokens."""
-
-    per: ClassVar[Literal["token", "tensor", "static"]] = "tensor"
-
-    @property
-    def scheme(self) -> str:
-        return self._scheme("per tensor, dynamic")
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Static(Multipliable):
-    """One scale a layer, fixed on calibration text: the cheapest in hardware, and the case of the
-    literature on outliers (Bondarenko et al. 2021, 2023)."""
-
-    per: ClassVar[Literal["token", "tensor", "static"]] = "static"
-
-    percentile: Percentile = 100.0  # type: ignore[misc]  # others hold all values
-
-    @property
-    def scheme(self) -> str:
-        share = "" if self.percentile == 100 else f" ({self.percentile:g} %)"
-        return self._scheme(f"per tensor, static{share}")
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -314,26 +286,34 @@ def _register(name: str, kind: type[FakeQuantized], line: str, **fixed: Any) -> 
     ACTIVATIONS.register(name, kind, line, backend="qbench.quantizers.activation_inputs", **fixed)
 
 
-KINDS: tuple[tuple[type[Multipliable], str], ...] = (
-    (PerToken, "one scale a token, from its own values"),
-    (PerTensor, "one scale a batch; scores depend on the batch"),
-    (Static, "one scale a layer, fixed on calibration text"),
-)
-for _bits in (8, 6, 4):
-    for _symmetric in (True, False):
-        for _kind, _line in KINDS:
+_WHOLE, _ALL = {"group_size": WHOLE_ROW}, {"percentile": 100.0}
+for _per, _fixed, _line in (
+    ("token", _ALL, "one scale a token, from its own values"),
+    ("tensor", _WHOLE | _ALL, "one scale a batch; scores depend on the batch"),
+    ("static", _WHOLE, "one scale a layer, fixed on calibration text"),
+):
+    for _bits in (8, 6, 4):
+        for _symmetric in (True, False):
             _register(
-                f"int{_bits}-{_kind.per}{'' if _symmetric else '-asymmetric'}",
-                _kind,
+                f"int{_bits}-{_per}{'' if _symmetric else '-asymmetric'}",
+                Scaled,
                 f"int{_bits}{'' if _symmetric else ' with a zero point'}, {_line}",
                 num_bits=_bits,
                 type="int",
                 symmetric=_symmetric,
+                per=_per,
+                **_fixed,
             )
-_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-_register("fp8-row", PerToken, "fp8 e4m3, one scale a token", **_FP8, group_size=WHOLE_ROW)
-_register("fp8-tensor", PerTensor, "fp8 e4m3, one scale a batch; scores depend on it", **_FP8)
-_register("fp8-static", Static, "fp8 e4m3, one scale a layer, fixed on text", **_FP8)
+    _register(
+        f"fp8-{'row' if _per == 'token' else _per}",
+        Scaled,
+        f"fp8 e4m3, {_line}",
+        num_bits=8,
+        type="float",
+        symmetric=True,
+        per=_per,
+        **_fixed | _WHOLE,
+    )
 _register("mxfp8", Mx, "MXFP8: e4m3 in blocks of 32, a power of two as scale", num_bits=8)
 _register("mxfp4", Mx, "MXFP4: e2m1 in blocks of 32, a power of two as scale", num_bits=4)
 _register("nvfp4", Nvfp4, "NVFP4: e2m1 in blocks of 16, e4m3 scales")

@@ -6,9 +6,8 @@ tokens (KIVI, Liu et al. 2024), or by all keys, and all values, of a layer.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -33,7 +32,9 @@ Symmetric = Annotated[
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class KVCache(KVCacheSettings):
-    """What all of them have. Scales are dynamic: taken from the keys and values themselves."""
+    """A scale for each head and token, or several, or one for all keys of a layer in a forward pass
+    and one for all values: then later tokens and the rest of the batch change it, which is
+    declared. Scales are dynamic: taken from the keys and values themselves."""
 
     num_bits: Literal[8, 4, 3, 2]
     type: Literal["int", "float"] = "int"
@@ -53,7 +54,19 @@ class KVCache(KVCacheSettings):
         Field(description="what scales and lowest values are stored in"),
     ] = "float16"
 
-    scales: ClassVar[Literal["token", "channel", "tensor"]]
+    scales: Literal["token", "channel", "tensor"] = "token"
+    group_size: Annotated[
+        Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
+        Field(description="channels of a head that share a scale; -1 is the whole head"),
+    ] = WHOLE_HEAD
+
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
+        return self.scales != "tensor"
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
+        return self.scales != "tensor"
 
     @property
     def element(self) -> str:
@@ -65,14 +78,13 @@ class KVCache(KVCacheSettings):
 
     @property
     def format(self) -> QuantFormat:
-        group = getattr(self, "group_size", WHOLE_HEAD)
-        in_groups = self.scales == "token" and group != WHOLE_HEAD
+        in_groups = self.scales == "token" and self.group_size != WHOLE_HEAD
         return QuantFormat(
             num_bits=self.num_bits,
             type=self.type,
             symmetric=self.symmetric,
             strategy="group" if in_groups else self.scales,
-            group_size=group,
+            group_size=self.group_size,
             scale_dtype=self.scale_dtype,
             zero_point="float",
         )
@@ -83,9 +95,18 @@ class KVCache(KVCacheSettings):
         return self.format.group_size if self.scales == "channel" else 1
 
     @property
-    @abstractmethod
     def grouping(self) -> str:
         """What shares a scale, in the field's words."""
+        size = self.group_size
+        if self.scales == "channel":
+            return (
+                f"keys per channel in groups of {size} tokens, values per token of {size} channels"
+            )
+        if self.scales == "tensor":
+            return "per tensor"
+        if size == WHOLE_HEAD:
+            return "per head and token"
+        return f"per token in groups of {size} channels"
 
     @property
     def precision(self) -> Part:
@@ -126,7 +147,7 @@ class KVCache(KVCacheSettings):
             )
 
     def _check_width(self, width: int | None) -> None:
-        group = getattr(self, "group_size", WHOLE_HEAD)
+        group = self.group_size
         if width is not None and group != WHOLE_HEAD and width % group:
             raise RecipeError(
                 f"kv: {self.name}: group_size {group} does not divide this checkpoint's head width "
@@ -136,31 +157,12 @@ class KVCache(KVCacheSettings):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class ByToken(KVCache):
-    """A scale for each head and token, or several."""
-
-    scales: ClassVar[Literal["token", "channel", "tensor"]] = "token"
-
-    group_size: Annotated[
-        Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
-        Field(description="channels of a head that share a scale; -1 is the whole head"),
-    ] = WHOLE_HEAD
-
-    @property
-    def grouping(self) -> str:
-        if self.group_size == WHOLE_HEAD:
-            return "per head and token"
-        return f"per token in groups of {self.group_size} channels"
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class ByChannel(KVCache):
     """KIVI: keys have a scale for each channel and group of tokens, values for each token and group
     of channels. The reason: channels of keys differ much in size."""
 
-    scales: ClassVar[Literal["token", "channel", "tensor"]] = "channel"
-
     symmetric: Symmetric = False
+    scales: Literal["channel"] = "channel"
     group_size: Annotated[
         int,
         Field(
@@ -170,31 +172,6 @@ class ByChannel(KVCache):
             "the group is full, and channels whose values share one in a token",
         ),
     ] = 32
-
-    @property
-    def grouping(self) -> str:
-        size = self.group_size
-        return f"keys per channel in groups of {size} tokens, values per token of {size} channels"
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class ByTensor(KVCache):
-    """One scale for all keys of a layer in a forward pass, and one for all values. Later tokens and
-    the rest of the batch change it, which is declared."""
-
-    scales: ClassVar[Literal["token", "channel", "tensor"]] = "tensor"
-
-    @property
-    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
-        return False
-
-    @property
-    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
-        return False
-
-    @property
-    def grouping(self) -> str:
-        return "per tensor"
 
 
 def head_dim(config: Mapping[str, Any]) -> int | None:
@@ -229,19 +206,27 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
+_WHOLE = {"group_size": WHOLE_HEAD}
 for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float")):
     _fixed = {"num_bits": _bits, "type": _type, **({"symmetric": True} if _type == "float" else {})}
-    for _kind, _line in (
-        (ByToken, "a scale for each head and token"),
-        (ByChannel, "keys along channels in groups of tokens, values along tokens (KIVI)"),
-        (ByTensor, "one scale a layer; scores depend on the batch"),
+    for _scales, _kind, _options, _line in (
+        ("token", KVCache, {}, "a scale for each head and token"),
+        (
+            "channel",
+            ByChannel,
+            {},
+            "keys along channels in groups of tokens, values along tokens (KIVI)",
+        ),
+        ("tensor", KVCache, _WHOLE, "one scale a layer; scores depend on the batch"),
     ):
         _name = "fp8" if _type == "float" else f"int{_bits}"
-        if _name != "fp8" or _kind is not ByChannel:
+        if (_name, _scales) != ("fp8", "channel"):
             KV_CACHES.register(
-                f"{_name}-{_kind.scales}",
+                f"{_name}-{_scales}",
                 _kind,
                 f"{_name}, {_line}",
                 backend="qbench.quantizers.kv_fake_quant",
+                scales=_scales,
                 **_fixed,
+                **_options,
             )

@@ -219,13 +219,22 @@ class Gptq(Grouped):
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class ScaledWeights(WeightSettings):
     """Codes of 8 bits times a float32 scale, so that the largest magnitude is the largest code:
-    nothing is clipped. The formats that int8 and fp8 products of hardware take in; with activations
+    nothing is clipped. FP8 is E4M3 without infinities, largest 448 (Micikevicius et al., FP8
+    formats, 2022). The formats that int8 and fp8 products of hardware take in; with activations
     of the same format products can be real, without weights are dequantized first."""
 
     note: ClassVar[str] = "round to nearest"
-    type: ClassVar[Literal["int", "float"]]
     num_bits: Literal[8]
+    type: Literal["int", "float"]
     per: Literal["row", "tensor"]
+
+    @property
+    def method(self) -> str:  # type: ignore[override]  # of what is stated
+        return "int8" if self.type == "int" else "fp8"
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return "Int8 weights" if self.type == "int" else "FP8 weights"
 
     @property
     def name(self) -> str:
@@ -242,24 +251,6 @@ class ScaledWeights(WeightSettings):
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return 32 / columns if self.per == "row" else 32 / (rows * columns)
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Int8Weights(ScaledWeights):
-    """Codes −127 … 127."""
-
-    type: ClassVar[Literal["int", "float"]] = "int"
-    method: ClassVar[str] = "int8"
-    title: ClassVar[str] = "Int8 weights"
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Fp8Weights(ScaledWeights):
-    """E4M3 without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022)."""
-
-    type: ClassVar[Literal["int", "float"]] = "float"
-    method: ClassVar[str] = "fp8"
-    title: ClassVar[str] = "FP8 weights"
 
 
 for _bits, _kind, _line in (
@@ -280,9 +271,17 @@ for _kind, _line in (
             backend=f"qbench.quantizers.{_kind.method}",
             num_bits=_bits,
         )
-for _name, _scaled, _per, _line in (
-    ("int8-row", Int8Weights, "row", "int8, a scale a row, for int8 products"),
-    ("fp8-row", Fp8Weights, "row", "fp8 e4m3, a scale a row, for fp8 products"),
-    ("fp8-tensor", Fp8Weights, "tensor", "fp8 e4m3, one scale a matrix, for fp8 products"),
+for _name, _type, _per, _line in (
+    ("int8-row", "int", "row", "int8, a scale a row, for int8 products"),
+    ("fp8-row", "float", "row", "fp8 e4m3, a scale a row, for fp8 products"),
+    ("fp8-tensor", "float", "tensor", "fp8 e4m3, one scale a matrix, for fp8 products"),
 ):
-    register(_name, _scaled, _line, backend="qbench.quantizers.scaled_mm", num_bits=8, per=_per)
+    register(
+        _name,
+        ScaledWeights,
+        _line,
+        backend="qbench.quantizers.scaled_mm",
+        num_bits=8,
+        type=_type,
+        per=_per,
+    )

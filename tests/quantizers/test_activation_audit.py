@@ -10,7 +10,7 @@ from torch import nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
-from qbench.quantizers.activations import PerTensor, Static
+from qbench.quantizers.activations import Scaled
 from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
@@ -95,7 +95,7 @@ def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Undeclared(PerTensor):
+class Undeclared(Scaled):
     """Says nothing of what its scale sees."""
 
     batch_invariant = causal = True
@@ -103,7 +103,7 @@ class Undeclared(PerTensor):
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):
     monkeypatch.setitem(BACKENDS, Undeclared, activation_inputs.__name__)
-    chosen = QuantizationConfig(activations=Undeclared(), dtype="float32")
+    chosen = QuantizationConfig(activations=Undeclared(per="tensor"), dtype="float32")
     report = check(make(chosen, folder).model, chosen)
     future, mates = report.problems
     assert future.startswith("changing the last token changes earlier logits by 0.0")
@@ -196,7 +196,7 @@ class Shared(nn.Module):
 
 def test_a_layer_that_shares_an_input_keeps_the_range_of_all_that_it_took_in():
     text = Calibration(ids=torch.tensor([[80]]))
-    found = activation_inputs.calibrate(Shared(), Static(), text, lambda *_: None)
+    found = activation_inputs.calibrate(Shared(), Scaled(per="static"), text, lambda *_: None)
     assert {name: ends.tolist() for name, ends in found.items()} == {"a": [-8, 8], "b": [-8, 8]}
 
 
