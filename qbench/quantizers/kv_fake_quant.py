@@ -194,11 +194,7 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
     def join(_: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         if now.angles is None:  # called by itself, as the audit does
             return None
-        if now.key is None:
-            raise UnavailableError(
-                f"{name}: before_rope needs keys projected before values, but "
-                f"{type(module).__name__} projects values first; leave before_rope out"
-            )
+        assert now.key is not None  # keys are projected before values
         rows = output.shape[:-1]
         angles = [angle.to(output.dtype).expand(*rows, angle.shape[-1]) for angle in now.angles]
         if angles[0].shape[-1] != width:

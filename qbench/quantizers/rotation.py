@@ -30,21 +30,10 @@ def calibrate(
     calibration: Calibration | None,
     progress: Progress,
 ) -> dict[str, Tensor]:
-    """The diagonal of D, int8 [hidden]; checks that ``model`` can be rotated.
-
-    Raises QuantizationError for an unknown class and for widths without a Hadamard matrix.
-    """
-    parts = decoder_modules(model, settings.name)
-    widths = {"hidden_size": parts.hidden}
-    if settings.values or settings.queries_keys:
-        widths["head_dim"] = parts.head_dim
-    if settings.online:
-        widths["intermediate_size"] = next(iter(parts.blocks.values())).mlp.down_proj.in_features
-    for what, width in widths.items():
-        if factors(width) is None:
-            raise QuantizationError(f"{settings.name}: {no_matrix(what, width)}")
+    """The diagonal of D, int8 [hidden]. Raises QuantizationError for an unknown class."""
+    hidden = decoder_modules(model, settings.name).hidden
     draw = torch.Generator().manual_seed(settings.seed)
-    return {"signs": (torch.randint(0, 2, (parts.hidden,), generator=draw) * 2 - 1).to(torch.int8)}
+    return {"signs": (torch.randint(0, 2, (hidden,), generator=draw) * 2 - 1).to(torch.int8)}
 
 
 @torch.no_grad()
@@ -78,12 +67,12 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
 def hadamard_transform(x: Tensor) -> Tensor:
     """x H / √n along the last axis of x [..., n], in x's dtype.
 
-    Raises ValueError where no Hadamard matrix of that order is known here.
+    Raises QuantizationError where no Hadamard matrix of that order is known here.
     """
     order = x.shape[-1]
     parts = factors(order)
     if parts is None:
-        raise ValueError(f"no Hadamard matrix of order {order} is known here")
+        raise QuantizationError(f"rotation: {no_matrix('a width of', order)}")
     y, after = x, order
     for part in parts:
         after //= part

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.activations import MULTIPLE
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.fake_quant import CODES, decode, encode
 from qbench.quantizers.formats import QuantFormat, Scale
@@ -133,11 +132,4 @@ def require(name: str, module: nn.Module, form: QuantFormat) -> None:
         raise QuantizationError(
             f"{name}: {type(module).__name__} holds no {form.element} codes for real products; set "
             "arithmetic: simulated"
-        )
-    size = MULTIPLE[form.type]
-    if module.in_features % size or module.out_features % size:
-        raise QuantizationError(
-            f"{name} is {module.in_features} → {module.out_features} wide: real {form.element} "
-            f"products take multiples of {size}, and libraries skip such a layer in silence; set "
-            "arithmetic: simulated, or leave it out of weights and activations"
         )

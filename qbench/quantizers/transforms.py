@@ -129,7 +129,11 @@ class Rotation(TransformSettings):
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
-        for width, needed in (("hidden_size", True), ("intermediate_size", self.online)):
+        per_head = self.values or self.queries_keys
+        widths = (
+            ("hidden_size", True), ("intermediate_size", self.online), ("head_dim", per_head)
+        )  # fmt: skip
+        for width, needed in widths:
             size = config.get(width)
             if needed and isinstance(size, int) and size > 0 and factors(size) is None:
                 raise RecipeError(f"outliers: {self.name}: {no_matrix(width, size)}")

@@ -233,7 +233,7 @@ class ScaledWeights(WeightSettings):
         return "int8" if self.type == "int" else "fp8"
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:  # type: ignore[override]  # of what is stated
         return "Int8 weights" if self.type == "int" else "FP8 weights"
 
     @property

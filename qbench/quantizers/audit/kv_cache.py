@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.audit.weights import levels
-from qbench.quantizers.config import WHOLE_ROW, QuantizationConfig
+from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.kv_cache import context_length
 from qbench.quantizers.kv_fake_quant import ATTRIBUTE, KVFakeQuant, attention_modules
 from qbench.quantizers.quantize import evidence_of
@@ -63,12 +64,8 @@ def measure_kv(
 @contextmanager
 def _watched(names: Mapping[nn.Module, str], consumed: dict[str, Any]) -> Iterator[None]:
     caches = {getattr(module, ATTRIBUTE) for module in names}
-
-    def note(module: nn.Module, read: Any) -> None:
-        consumed[names[module]] = read
-
     for cache in caches:
-        cache.watch = note
+        cache.watch = lambda module, read: consumed.update({names[module]: read})
     try:
         yield
     finally:
@@ -88,28 +85,22 @@ def _long_enough(probe: Tensor, found: Mapping[str, KVFakeQuant], model: nn.Modu
 
 
 def _module(
-    name: str, read: Any, evidence: KVFakeQuant, bits: float
+    name: str, read: Any, cache: KVFakeQuant, bits: float
 ) -> tuple[KVModuleAudit, list[str]]:
     positions = read.positions[0].long()  # the probe has no padding: all rows are alike
-    sources = read.sources
-    problems = []
-    first = positions < evidence.keep_first
-    for what, x, y in (
-        ("keys", read.key, read.quantized_key),
-        ("values", sources.value, sources.quantized_value),
+    sources, first = read.sources, positions < cache.keep_first
+    rounding = torch.finfo(sources.key.dtype).eps
+    unequal, problems, measured = [], [], {}
+    values = scales = 0
+    for what, x, y, count in (
+        ("keys", read.key, read.quantized_key, cache.key_group),
+        ("values", sources.value, sources.quantized_value, 1),
     ):
         if not torch.equal(x[:, :, first], y[:, :, first]):
-            problems.append(f"{name}: {what} of the first {evidence.keep_first} tokens are changed")
-    parts = {
-        "keys": _groups(read.key, read.quantized_key, positions, evidence, keys=True),
-        "values": _groups(sources.value, sources.quantized_value, positions, evidence, keys=False),
-    }
-    rounding = torch.finfo(sources.key.dtype).eps
-    measured = {what: _measure(x, y, evidence, rounding) for what, (x, y) in parts.items()}
-    most = max(m["levels"] for m in measured.values())
-    if most > 2**bits:
-        problems.append(f"{name}: {most} levels share a scale, {bits:g} bits have {2**bits:g}")
-    for what, one in measured.items():
+            unequal.append(f"{name}: {what} of the first {cache.keep_first} tokens are changed")
+        before, after = (_groups(t, len(positions), cache, count) for t in (x, y))
+        one = measured[what] = _measure(before, after, cache.format, rounding)
+        values, scales = values + before.numel(), scales + len(before)
         if not math.isfinite(one["error"]):
             problems.append(f"{name}: {what} are not finite")
         elif one["error"] == 0:
@@ -119,54 +110,41 @@ def _module(
                 f"{name}: {one['clipped']:.1%} of the {what} lie farther from their values than "
                 "half a step"
             )
-    values = sum(x.numel() for x, _ in parts.values())
-    stored = 1 if evidence.format.symmetric else 2  # a scale, and the lowest value
-    beside = stored * torch.finfo(getattr(torch, evidence.format.scale_dtype)).bits
-    scales = sum(x.shape[0] for x, _ in parts.values()) * beside
-    return (
-        KVModuleAudit(
-            name=name,
-            levels=most,
-            key_error=measured["keys"]["error"],
-            value_error=measured["values"]["error"],
-            clipped=max(m["clipped"] for m in measured.values()),
-            bits_per_value=bits + scales / values if values else math.inf,
-        ),
-        problems,
-    )
+    most = max(m["levels"] for m in measured.values())
+    if most > 2**bits:
+        unequal.append(f"{name}: {most} levels share a scale, {bits:g} bits have {2**bits:g}")
+    stored = 1 if cache.format.symmetric else 2  # a scale, and the lowest value
+    beside = scales * stored * torch.finfo(getattr(torch, cache.format.scale_dtype)).bits
+    return KVModuleAudit(
+        name=name,
+        levels=most,
+        key_error=measured["keys"]["error"],
+        value_error=measured["values"]["error"],
+        clipped=max(m["clipped"] for m in measured.values()),
+        bits_per_value=bits + beside / values if values else math.inf,
+    ), [*unequal, *problems]
 
 
-def _groups(
-    x: Tensor, y: Tensor, positions: Tensor, evidence: KVFakeQuant, *, keys: bool
-) -> tuple[Tensor, Tensor]:
-    """Values before and after rounding, [groups, values that share a scale], of those tokens that
-    some query reads quantized. ``x``, ``y`` [B, H, T, D]."""
-    count = evidence.key_group if keys else 1
-    begin = evidence.keep_first
-    whole = max(0, len(positions) - begin) // count * count
-    chosen = slice(begin, begin + whole)
-    batch, heads, _, width = x.shape
-
-    def arranged(tensor: Tensor) -> Tensor:
-        tokens = tensor[:, :, chosen].double()
-        if evidence.format.strategy == "tensor":
-            return tokens.reshape(1, -1)
-        if count > 1:
-            tokens = tokens.reshape(batch, heads, whole // count, count, width)
-            return tokens.transpose(3, 4).reshape(-1, count)
-        group = evidence.format.group_size
-        return tokens.reshape(-1, width if group == WHOLE_ROW else group)
-
-    return arranged(x), arranged(y)
+def _groups(x: Tensor, length: int, cache: KVFakeQuant, count: int) -> Tensor:
+    """Of ``x`` [B, H, T, D] the tokens that some query reads quantized, ``count`` of them at once,
+    as [groups, values that share a scale]."""
+    whole = max(0, length - cache.keep_first) // count * count
+    tokens = x[:, :, cache.keep_first : cache.keep_first + whole].double()
+    if cache.format.strategy == "tensor":
+        return tokens.reshape(1, -1)
+    if count > 1:
+        return tokens.unflatten(2, (whole // count, count)).transpose(3, 4).reshape(-1, count)
+    group = cache.format.group_size
+    return tokens.reshape(-1, x.shape[3] if group == WHOLE_ROW else group)
 
 
-def _measure(x: Tensor, y: Tensor, evidence: KVFakeQuant, rounding: float) -> dict[str, Any]:
+def _measure(x: Tensor, y: Tensor, form: QuantFormat, rounding: float) -> dict[str, Any]:
     """``x`` and ``y`` [groups, values]: levels of a group, ‖y − x‖ / ‖x‖, and the share of values
-    farther than half a step, and what rounding the scale and
-    the result (by ``rounding``, relative) may add, from theirs."""
+    farther from theirs than half a step, and what rounding the scale and the result (by
+    ``rounding``, relative) may add."""
     if not x.numel():
         return {"levels": 0, "error": 0.0, "clipped": 0.0}
-    off, form = (y - x).abs(), evidence.format
+    off = (y - x).abs()
     largest = x.abs().amax(1, keepdim=True)
     if form.type == "float":
         step = largest / 448
@@ -177,10 +155,9 @@ def _measure(x: Tensor, y: Tensor, evidence: KVFakeQuant, rounding: float) -> di
         half = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / (2.0**form.num_bits - 1) / 2
     # scales may be rounded to float16, whose least number is 2^-24; results to the model's dtype
     bound = half * 1.001 + largest * (2.0**-10 + rounding / 2) + 2.0 ** (form.num_bits - 24)
-    error = float(off.norm() / x.norm()) if x.norm() else 0.0
     return {
         "levels": levels(y.float()),
-        "error": error,
+        "error": float(off.norm() / x.norm()) if x.norm() else 0.0,
         "clipped": float((off > bound).double().mean()),
     }
 
