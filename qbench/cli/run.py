@@ -37,7 +37,7 @@ from qbench.plan import Cell, Plan, cell_names, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
 from qbench.runner.estimates import TimeLeft, earlier, expected
-from qbench.runner.grid import readable, run_cells, total
+from qbench.runner.grid import run_cells, total
 from qbench.runner.progress import Display
 from qbench.store import Store
 from qbench.text import some
@@ -111,8 +111,7 @@ def run(
         place.end()
         from qbench.cli import tables  # pandas
 
-        grid = readable(planned.grid, store)
-        comparison = tables.show_tables(Store(place.out, grid=grid), against=against)
+        comparison = tables.show_tables(Store(place.out, grid=planned.grid), against=against)
     typer.echo(f"{tables.headline(comparison)} All of it: qbench view {place.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:

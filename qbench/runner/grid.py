@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -25,7 +24,7 @@ from qbench.machine import importing
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
-from qbench.records import Grid, Record, Unavailable
+from qbench.records import Record, Unavailable
 from qbench.runner.progress import Listener, QueueListener
 from qbench.runner.workers import SerialExecutor
 from qbench.store import Store, run_id
@@ -82,14 +81,11 @@ def run_cells(
     store, cache = Store(out), cache or cache_folder()
     problem = rows_problem(cache)
     put_grid(plan, store, shown)
-    refused = _refused(plan, wanted, store, shown)
-    mine = [cell for cell in wanted if cell.name not in refused]
     if not force:
-        _copy_from_other_folders(mine, store, cache, shown)
-    again = _without_distributions(mine, store, problem, shown)
+        _copy_from_other_folders(wanted, store, cache, shown)
+    again = _without_distributions(wanted, store, problem, shown)
     grid = _Grid(plan, store, shown, cache, force, again)
-    grid.done |= refused
-    missing = grid.take_what_is_there(mine, problem)
+    missing = grid.take_what_is_there(wanted, problem)
     if executor is None:
         grid.run(missing, SerialExecutor(), Listener(shown))
     elif missing:
@@ -338,35 +334,6 @@ def _calibrated_by_another(cells: Sequence[Cell]) -> set[str]:
             found.add(cell.name)
         made.update(stages)
     return found
-
-
-def _refused(
-    plan: Plan, cells: Sequence[Cell], store: Store, progress: Progress
-) -> dict[str, Record]:
-    """Failed records, which are not written, of cells whose record, or that of the unquantized
-    cell that they are measured against, a newer qbench wrote: it is neither read nor replaced."""
-    found = {}
-    for cell in cells:
-        try:
-            for one in (cell.grid_cell, cell.base):
-                if one is not None:
-                    store.get(one)
-        except NewerSchemaError as error:
-            found[cell.name] = failed(cell, plan, str(error))
-            progress.log(f"{cell.name}: not changed: {error}", "bold red")
-        except ResultsError:
-            pass  # damaged or older: made again
-    return found
-
-
-def readable(grid: Grid, store: Store) -> Grid:
-    """``grid`` without the cells whose record a newer qbench wrote."""
-    cells = []
-    for cell in grid.cells:
-        with suppress(NewerSchemaError):
-            store.get(cell)
-            cells.append(cell)
-    return grid.model_copy(update={"cells": tuple(cells)})
 
 
 def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
