@@ -132,7 +132,7 @@ class BlockInputs:
         self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
         firsts = {len(ids): ids for ids in (*batches, calibration.ids[:1])}
         for size, ids in firsts.items():
-            notes = _follow(model, self.blocks, layers, self.root, ids)
+            notes = _Notes(model, self.root, self.blocks, layers, ids)
             self._arguments |= {(i, size): rest for i, rest in enumerate(notes.arguments)}
             self.groups = notes.groups  # of one sample, at last
         self._states: list[Tensor] = []
@@ -214,23 +214,35 @@ def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.Mod
 
 
 class _Notes:
-    """Hooks that note how one forward goes through the blocks, and end it after the last."""
+    """How one forward goes through the blocks, which ends after the last: what each receives beside
+    hidden states, and its layers by what they take in."""
 
-    def __init__(self, blocks: nn.ModuleList, layers: dict[str, nn.Linear], root: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        root: str,
+        blocks: nn.ModuleList,
+        layers: dict[str, nn.Linear],
+        ids: Tensor,
+    ) -> None:
         self.arguments: list[dict[str, Any]] = []
         self.groups: list[list[list[str]]] = []
-        self._blocks, self._layers, self._root = blocks, layers, root
+        self._blocks, self._root, self._reached = blocks, root, set[str]()
         self._output: Tensor | None = None
         # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
         # another that lay in its place.
         self._order: list[tuple[str, Tensor, int]] = []
-
-    def handles(self) -> Iterator[Any]:
-        for block in self._blocks:
-            yield block.register_forward_pre_hook(self._enter, with_kwargs=True)
-            yield block.register_forward_hook(self._leave)
-        for name, layer in self._layers.items():
-            yield layer.register_forward_pre_hook(self._reach(name))
+        with _hooks(
+            *(block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in blocks),
+            *(block.register_forward_hook(self._leave) for block in blocks),
+            *(layer.register_forward_pre_hook(self._reach(n)) for n, layer in layers.items()),
+        ):
+            _run(model, ids)
+        if len(self.arguments) < len(blocks):
+            raise QuantizationError(f"{root}: its blocks do not run once each, in order")
+        if missing := sorted(set(layers) - self._reached):
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise QuantizationError(f"calibration never reaches {', '.join(missing[:3])}{more}")
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         index = len(self.arguments)
@@ -258,34 +270,9 @@ class _Notes:
     def _reach(self, name: str) -> Callable:
         def note(_: nn.Module, arguments: tuple) -> None:
             self._order.append((name, arguments[0], arguments[0]._version))
+            self._reached.add(name)
 
         return note
-
-
-def _follow(
-    model: nn.Module,
-    blocks: nn.ModuleList,
-    layers: dict[str, nn.Linear],
-    root: str,
-    ids: Tensor,
-) -> _Notes:
-    notes = _Notes(blocks, layers, root)
-    with _hooks(*notes.handles()):
-        _run(model, ids)
-    if len(notes.arguments) < len(blocks):
-        raise QuantizationError(f"{root}: its blocks do not run once each, in order")
-    reached = {
-        f"{root}.{index}.{name}"
-        for index, groups in enumerate(notes.groups)
-        for group in groups
-        for name in group
-    }
-    if missing := sorted(set(layers) - reached):
-        raise QuantizationError(
-            f"calibration never reaches {', '.join(missing[:3])}"
-            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        )
-    return notes
 
 
 def _first(model: nn.Module, block: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from qbench.errors import RecipeError
 from qbench.quantizers.config import SETTINGS, WeightSettings
 from qbench.quantizers.names import register
-from qbench.records import UNQUANTIZED_BITS, Part, Precision
+from qbench.records import UNQUANTIZED_BITS
 
 NOT_HERE = ("hf", "hf-auto", "huggingface", "gguf", "ggml")  # columns of their own do it better
 
@@ -47,10 +47,6 @@ class LmEvalModel(WeightSettings):
     @property
     def scheme(self) -> str:
         return f"as {self.model} runs it"
-
-    @property
-    def precision(self) -> Precision:
-        return Precision(weights=Part(bits=self.bits, scheme=self.scheme))
 
     @property
     def note(self) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
-import io
 import json
 import random
 import zlib
@@ -12,15 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 from tokenizers import Tokenizer
 
 from qbench import hub
 from qbench.errors import DataError, RecipeError
+from qbench.files import file_digest
 
 BYTES_A_TOKEN = 8  # of text: more than natural languages need
-LONGEST_LINE = 64 * 2**20  # bytes, unpacked
 HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
 
 
@@ -51,17 +48,21 @@ def find_text(address: str, *, base: Path, data: Path | None) -> Path:
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
     """The ``text`` of each line, of the first ``most`` lines.
 
-    ``digest`` is what the bytes that are parsed must have. Raises DataError with the location.
+    ``digest`` is what the file must have. Raises DataError with the location.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")
-    if digest is None:
-        with path.open("rb") as file:
-            return _parsed(file, path, most)
-    payload = path.read_bytes()
-    if hashlib.sha256(payload).hexdigest() != digest:
+    if digest not in (None, file_digest(path)):
         raise DataError(f"{path}: the calibration text changed after this run began; run again")
-    return _parsed(io.BytesIO(payload), path, most)
+    texts = []
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(islice(lines, most), start=1):
+                if line.strip():
+                    texts.append(_text(line, path, number))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
+    return texts
 
 
 def draw_windows(
@@ -127,25 +128,6 @@ def require_windows(text: CalibrationText, folder: Path) -> None:
     )
     if len(windows) < text.samples:
         raise DataError(too_little(text.path, len(windows), text.samples, text.length))
-
-
-def _parsed(file: BinaryIO, path: Path, most: int | None) -> list[str]:
-    texts = []
-    lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-    try:
-        # never more than one line's limit at once: gzip packs gigabytes into a few megabytes
-        read = iter(lambda: lines.readline(LONGEST_LINE + 1), b"")
-        for number, line in enumerate(islice(read, most), start=1):
-            if len(line) > LONGEST_LINE:
-                raise DataError(
-                    f"{path}: line {number}: longer than {LONGEST_LINE // 2**20} MiB; each line "
-                    "must be one JSON object"
-                )
-            if line.strip():
-                texts.append(_text(line, path, number))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); fetch it again") from None
-    return texts
 
 
 def _text(line: bytes, path: Path, number: int) -> str:
