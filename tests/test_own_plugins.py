@@ -39,6 +39,7 @@ def run_in_a_process(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.slow
 def test_the_example_runs_in_worker_processes_and_beats_round_to_nearest(tmp_path, example):
     path = small_recipe(tmp_path, checkpoints={"softmax": str(ROOT / "recipes/demo/softmax")},
                         tasks=["demo_lastword"], quantizers=["fp32", "rtn-4bit"])  # fmt: skip

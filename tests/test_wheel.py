@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 ONE_MODEL = (
     "run --checkpoint mine={demo}/softmax --quantizers fp32,rtn-4bit --tasks demo_lastword"
@@ -15,6 +17,7 @@ ONE_MODEL = (
 )
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_away_from_the_repository(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()

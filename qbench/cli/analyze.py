@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -140,8 +140,8 @@ def analyze(
         planned = place.plan(show=True)
         settings = _settings(planned, text, field, samples, length, bos, heads)
         folder = place.out.resolve() if cluster else place.out
-        work = parts_of(planned, settings, folder, only, long_context, sensitivity, blocks=blocks)
-        broken = [one for part in work for one in run_part(part, settings, place, force=force)]
+        work = work_of(planned, settings, folder, only, long_context, sensitivity, blocks=blocks)
+        broken = [one for part in work for one in run_part(*part, planned, place, force=force)]
     paths = write_analyses(Store(place.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
@@ -171,25 +171,10 @@ def _settings(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Cells of one kind that are to be analyzed: the tokens of a text, what is said of it besides,
-    where analyses of other texts or settings were replaced, the cells, what makes one of them, and
-    what notes one that left nothing itself."""
-
-    length: int
-    apart: str = ""
-    replaced: str | None
-    cells: tuple[AnalysisCell, ...]
-    make: Callable[..., Analysis | Sensitivity]
-    failed: Callable[[AnalysisCell, str], Analysis | Sensitivity]
-
-    @property
-    def counted(self) -> str:
-        return f"{len(self.cells)} cell{'s' if len(self.cells) != 1 else ''}"
+Work = tuple[Analyses, bool, Sequence[AnalysisCell]]
 
 
-def parts_of(
+def work_of(
     plan: Plan,
     settings: AnalysisSettings,
     out: Path,
@@ -198,81 +183,60 @@ def parts_of(
     sensitivity: str | None,
     *,
     blocks: bool,
-) -> list[Part]:
+) -> list[Work]:
+    """What is to be made: of each kind its place, whether analyses of other texts or settings were
+    meant there, and the cells."""
     cells = chosen(plan, only)
     require_runnable(cells)
     wanted = {cell.name for cell in cells}
-    parts = [_analyses(plan, settings, out, wanted)]
+    texts = {"": settings}
     if long_context is not None:
-        parts.append(
-            _analyses(plan, replace(settings, length=long_context), out, wanted, LONG_CONTEXT)
-        )
+        texts[LONG_CONTEXT] = replace(settings, length=long_context)
+    work: list[Work] = []
+    for part, own in texts.items():
+        planned, analyses = plan_analyses(plan, own), Analyses(out, part=part)
+        others = analyses.put_grid(analysis_grid(plan, planned))
+        work.append((analyses, others, [cell for cell in planned if cell.name in wanted]))
     if sensitivity is not None:
-        own = replace(settings, blocks=blocks)
-        parts.append(_sensitivities(plan, sensitivity, own, out, wanted))
-    return parts
-
-
-def _analyses(
-    plan: Plan, settings: AnalysisSettings, out: Path, wanted: set[str], part: str = ""
-) -> Part:
-    cells = plan_analyses(plan, settings)
-    analyses: Analyses[Analysis] = Analyses(out, part=part)
-    others = analyses.put_grid(analysis_grid(plan, cells))
-    chosen = tuple(cell for cell in cells if cell.name in wanted)
-    return Part(
-        length=settings.length,
-        replaced=str(analyses.directory) if others else None,
-        cells=chosen,
-        make=partial(analyze_if_needed, plan=plan, analyses=analyses),
-        failed=partial(failed, plan, analyses),
-    )
-
-
-def _sensitivities(
-    plan: Plan, label: str, settings: AnalysisSettings, out: Path, wanted: set[str]
-) -> Part:
-    """Of the checkpoints of the ``wanted`` cells."""
-    checkpoints = {cell.checkpoint_name for cell in plan.cells if cell.name in wanted}
-    cells = tuple(
-        cell
-        for cell in plan_sensitivities(plan, label, settings)
-        if cell.cell.checkpoint_name in checkpoints
-    )
-    analyses = sensitivities(out)
-    put_sensitivity_grid(analyses, cells, plan.recipe.name)
-    unit = "decoder layer" if settings.blocks else "linear layer"
-    return Part(
-        length=settings.length,
-        apart=f", one {unit} at a time",
-        replaced=None,
-        cells=cells,
-        make=partial(analyze_if_needed, plan=plan, analyses=analyses),
-        failed=partial(failed, plan, analyses),
-    )
+        checkpoints = {cell.checkpoint_name for cell in cells}
+        planned = plan_sensitivities(plan, sensitivity, replace(settings, blocks=blocks))
+        units = [cell for cell in planned if cell.cell.checkpoint_name in checkpoints]
+        put_sensitivity_grid(sensitivities(out), units, plan.recipe.name)
+        work.append((sensitivities(out), False, units))
+    return work
 
 
 def run_part(
-    part: Part, settings: AnalysisSettings, place: Place, *, force: bool
+    analyses: Analyses,
+    others: bool,
+    cells: Sequence[AnalysisCell],
+    plan: Plan,
+    place: Place,
+    *,
+    force: bool,
 ) -> list[Analysis | Sensitivity]:
     """Make what is not there yet; returns those that failed."""
-    with terminal() as screen, Display(screen, len(part.cells)) as display:
+    settings, apart = cells[0].settings, ""
+    if analyses.kind is Sensitivity:
+        apart = f", one {'decoder' if settings.blocks else 'linear'} layer at a time"
+    make = partial(analyze_if_needed, plan=plan, analyses=analyses, force=force)
+    with terminal() as screen, Display(screen, len(cells)) as display:
         display.log(
-            f"{part.counted} on {settings.device}: at most {settings.samples} texts of "
-            f"{part.length} tokens of {settings.source.name}{part.apart}"
+            f"{len(cells)} cell{'s' * (len(cells) != 1)} on {settings.device}: at most "
+            f"{settings.samples} texts of {settings.length} tokens of {settings.source.name}{apart}"
         )
         if place.description:
             display.log(place.description)
-        if part.replaced:
+        if others:
             display.log(
-                f"{part.replaced} held analyses of other texts, settings or versions; their "
+                f"{analyses.directory} held analyses of other texts, settings or versions; their "
                 "records stay, but its tables now show this one (--out keeps both)"
             )
         if place.executor is None:
-            found = [part.make(cell, progress=display, force=force) for cell in part.cells]
+            found = [make(cell, progress=display) for cell in cells]
         else:
             found = run_each(
-                partial(part.make, force=force), part.cells,
-                executor=place.executor, progress=display, died=part.failed,
+                make, cells, executor=place.executor, progress=display,
+                died=partial(failed, plan, analyses),
             )  # fmt: skip
     return [one for one in found if one.status != "ok"]

@@ -121,7 +121,7 @@ def run_quickly(folder, inner, doomed=(), times=99, **settings):
     return {record.cell: record for record in records}, shown.getvalue(), Store(out)
 
 
-@pytest.mark.parametrize("make", [spawned, workers], ids=["spawned", "workers"])
+@pytest.mark.parametrize("make", [pytest.param(spawned, marks=pytest.mark.slow), workers])
 def test_processes_give_back_records_and_progress(tmp_path, make):
     records, shown, store = run_quickly(tmp_path, make())
     assert {record.cell: record for record in store.records()} == records
@@ -177,6 +177,7 @@ def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     assert giving_up.result() == made == Store(out).get(plan_.cell(name).grid_cell)
 
 
+@pytest.mark.slow
 def test_a_broken_executor_of_another_kind_ends_with_the_cells_that_were_not_run(tmp_path):
     inner = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     records, _, _ = run_quickly(tmp_path, inner, {"softmax/fp32"})
