@@ -23,6 +23,7 @@ class LmEvalModel(WeightSettings):
     document, nothing is audited, and there is no KL."""
 
     method: ClassVar[str] = "lm-eval"
+    name: ClassVar[str] = "lm-eval"  # type: ignore[assignment]  # there is one
     title: ClassVar[str] = "lm-eval model"
     prequantized: ClassVar[bool] = True
     external: ClassVar[bool] = True
@@ -39,10 +40,6 @@ class LmEvalModel(WeightSettings):
     @property
     def num_bits(self) -> float:  # type: ignore[override]  # of what is stated
         return self.bits
-
-    @property
-    def name(self) -> str:
-        return "lm-eval"
 
     @property
     def scheme(self) -> str:

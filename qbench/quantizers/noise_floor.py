@@ -29,11 +29,8 @@ class RoundingNoise(ActivationSettings):
     """Noise of the size of rounding on what each decoder layer gives."""
 
     method: ClassVar[str] = "noise"
+    name: ClassVar[str] = "rounding-noise"  # type: ignore[assignment]  # there is one
     ignore: ClassVar[tuple[str, ...]] = ("*",)  # what linear layers take in stays as it is
-
-    @property
-    def name(self) -> str:
-        return "rounding-noise"
 
     @property
     def precision(self) -> Part:

@@ -215,6 +215,8 @@ class Published(WeightSettings):
     files: a plan puts ``Prequantized`` in its place."""
 
     method: ClassVar[str] = "checkpoint"
+    name: ClassVar[str] = "checkpoint"  # type: ignore[assignment]  # there is one
+    scheme: ClassVar[str] = "as its files say"  # type: ignore[assignment]  # they are not read yet
     title: ClassVar[str] = "As published"
     prequantized: ClassVar[bool] = True
     num_bits: ClassVar[float] = UNQUANTIZED_BITS
@@ -226,14 +228,6 @@ class Published(WeightSettings):
             "None: the recipe's checkpoint is the quantized one"
         ),
     ] = None
-
-    @property
-    def name(self) -> str:
-        return "checkpoint"
-
-    @property
-    def scheme(self) -> str:
-        return "as its files say"
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return UNQUANTIZED_BITS
@@ -276,7 +270,7 @@ class Prequantized(Published):
         return self._scheme.num_bits
 
     @property
-    def scheme(self) -> str:
+    def scheme(self) -> str:  # type: ignore[override]  # of each file
         return self._scheme.words
 
     @property

@@ -62,6 +62,8 @@ class SmoothQuant(TransformSettings):
     """
 
     method: ClassVar[str] = "smoothquant"
+    name: ClassVar[str] = "smoothquant"  # type: ignore[assignment]  # there is one
+    needs_calibration = True
 
     alpha: Annotated[
         float,
@@ -83,14 +85,6 @@ class SmoothQuant(TransformSettings):
         int, Field(ge=1, le=65536, description="calibration samples in one forward")
     ] = 8
 
-    @property
-    def name(self) -> str:
-        return self.method
-
-    @property
-    def needs_calibration(self) -> bool:  # type: ignore[override]  # of what is stated
-        return True
-
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
 
@@ -105,6 +99,7 @@ class Rotation(TransformSettings):
     """
 
     method: ClassVar[str] = "rotation"
+    name: ClassVar[str] = "rotation"  # type: ignore[assignment]  # there is one
 
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
@@ -122,10 +117,6 @@ class Rotation(TransformSettings):
             "KV cache"
         ),
     ] = False
-
-    @property
-    def name(self) -> str:
-        return self.method
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
@@ -165,13 +156,11 @@ def no_matrix(what: str, order: int) -> str:
 class Dormant(PruningSettings):
     """Heads below a share of their layer's mean."""
 
+    name: ClassVar[str] = "dormant"  # type: ignore[assignment]  # there is one
+
     threshold: Annotated[
         float, Field(gt=0, lt=1, description="of the mean output norm of the layer's heads")
     ] = 0.01
-
-    @property
-    def name(self) -> str:
-        return "dormant"
 
     @property
     def scheme(self) -> str:
@@ -182,11 +171,9 @@ class Dormant(PruningSettings):
 class Weakest(PruningSettings):
     """A share of all heads, those that give least."""
 
-    share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1
+    name: ClassVar[str] = "weakest"  # type: ignore[assignment]  # there is one
 
-    @property
-    def name(self) -> str:
-        return "weakest"
+    share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1
 
     @property
     def scheme(self) -> str:

@@ -94,6 +94,7 @@ class Bnb8(WeightSettings):
     batch_invariant = False
     causal = False
 
+    scheme: ClassVar[str] = "int8 per row"  # type: ignore[assignment]  # there is one
     num_bits: Literal[8]
     threshold: Annotated[
         float,
@@ -103,10 +104,6 @@ class Bnb8(WeightSettings):
             description="activations above this are outliers, computed unquantized; 0: no outliers",
         ),
     ] = 6.0
-
-    @property
-    def scheme(self) -> str:
-        return "int8 per row"
 
     @property
     def precision(self) -> Precision:

@@ -18,7 +18,7 @@ from qbench.quantizers.audit.weights import audit_weights
 from qbench.quantizers.config import QuantizationConfig, WeightSettings
 from qbench.quantizers.linear import Matrix, matrices, not_finite, values
 from qbench.quantizers.stored_bits import size_of_files, size_of_model
-from qbench.records import Audit, KVAudit, StoredSize
+from qbench.records import Audit, StoredSize
 
 CANCELLED = 0.15  # relative, of logits: factors are fitted to rounded weights
 ROUNDED_ENDS = 0.01  # relative, of embeddings in another dtype
@@ -67,7 +67,7 @@ def audit(
     if sound:
         more["activations"], wrong = measure_inputs(wanted, quantized, config, probe)
         problems += wrong
-        more["kv_cache"], wrong = _of_cache(quantized, config, probe)
+        more["kv_cache"], wrong = measure_kv(quantized, config, probe)
         problems += wrong
         more["heads"], wrong = measure_heads(quantized, config, probe)
         problems += wrong
@@ -109,15 +109,6 @@ def _size(
         return size_of_files(weights, original, wanted, head.weight.numel())  # type: ignore[arg-type]  # a matrix's
     stored = {one.name: one.bits_per_weight * one.parameters for one in found.modules}
     return size_of_model(original, wanted, stored)
-
-
-def _of_cache(
-    quantized: nn.Module, config: QuantizationConfig, probe: Tensor
-) -> tuple[KVAudit | None, list[str]]:
-    try:
-        return measure_kv(quantized, config, probe)
-    except Exception as error:  # as for the weights
-        return None, [f"the KV cache cannot be measured: {first_line(error)}"]
 
 
 def _uncancelled(
