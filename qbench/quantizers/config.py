@@ -13,8 +13,7 @@ type of the settings and that ``qbench.quantizers.quantize`` imports when a mode
     activations  install(model, settings, tensors); evidence(model, settings) → by module's name
     kv_cache     install(model, settings, tensors); evidence(model, settings) → by attention's name
     pruning      install(model, settings, tensors); evidence(model, settings) → by attention's name
-    transform    transform(model, settings, tensors): weights, in place; and install, where
-                 something is computed with each forward
+    transform    transform(model, settings, tensors): in place
 
 All but weights may have calibrate(model, settings, calibration, progress) → what ``tensors`` are:
 it sees the model before its weights are quantized, and leaves it as it was.

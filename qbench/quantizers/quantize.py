@@ -123,7 +123,7 @@ def make(
         model = copy.deepcopy(model)
         found = _calibrate(config.transform, model, calibration, progress)
         tensors |= {f"transform:{name}": tensor for name, tensor in found.items()}
-        _transform(config, model, found)
+        backend(config.transform).transform(model, config.transform, found)
     for kind, settings in config.beside_weights.items():
         if kind != "transform":
             found = _calibrate(settings, model, calibration, progress)
@@ -149,18 +149,10 @@ def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) 
     if config.weights is not None:
         _replace_layers(model, config.weights, by_field.pop("weights", {}))
     for kind, settings in config.beside_weights.items():
-        install = getattr(backend(settings), "install", None)  # a transform may have none
-        if install is not None:
-            install(model, settings, by_field.get(kind, {}))
+        if kind != "transform":
+            backend(settings).install(model, settings, by_field.get(kind, {}))
     setattr(model, TRANSFORM, by_field.get("transform", {}))
     return model
-
-
-def transform_as(
-    original: PreTrainedModel, quantized: nn.Module, config: QuantizationConfig
-) -> None:
-    """Change ``original``, in place, to the model that ``quantized`` has its weights from."""
-    _transform(config, original, getattr(quantized, TRANSFORM))
 
 
 def evidence_of(model: nn.Module, config: QuantizationConfig) -> Evidence:
@@ -216,14 +208,6 @@ def _calibrate(
 ) -> Tensors:
     calibrate = getattr(backend(settings), "calibrate", None)
     return {} if calibrate is None else calibrate(model, settings, calibration, progress)
-
-
-def _transform(config: QuantizationConfig, model: PreTrainedModel, tensors: Tensors) -> None:
-    assert config.transform is not None
-    functions = backend(config.transform)
-    functions.transform(model, config.transform, tensors)
-    if hasattr(functions, "install"):
-        functions.install(model, config.transform, tensors)
 
 
 def _quantize_weights(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.head_pruning import attention_modules
-from qbench.quantizers.quantize import evidence_of, transform_as
+from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
 from qbench.records import HeadsAudit
 
 # Of the logits' norm. Changed weights are rounded anew, and so is what passes between layers: as
@@ -29,7 +29,9 @@ def measure_transform(
     """
     ids = probe.to(next(original.parameters()).device)
     before = original(input_ids=ids, use_cache=False).logits.float()
-    transform_as(original, quantized, config)  # type: ignore[arg-type]  # PreTrainedModel
+    assert config.transform is not None
+    tensors = getattr(quantized, TRANSFORM)
+    backend(config.transform).transform(original, config.transform, tensors)
     after = original(input_ids=ids, use_cache=False).logits.float()
     off = float((after - before).norm() / before.norm())
     most, problems = MOST[next(original.parameters()).dtype], []
