@@ -6,14 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 from quantizer_models import PROBE, calibration, llama, make
-from torch import nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
 from qbench.quantizers.activations import Scaled
 from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import BACKENDS
@@ -175,29 +173,6 @@ def test_static_ranges_are_those_of_the_calibration_text(folder):
     original(calibration().ids, use_cache=False)
     largest = float(torch.cat(seen).abs().max())
     assert float(model.qbench_inputs.scales[LAYER].scale) == pytest.approx(largest / 127, rel=1e-4)
-
-
-class Shared(nn.Module):
-    """Two layers with one input; the first is then called alone, with a smaller one."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, input_ids, use_cache):
-        x = input_ids.float().expand(4, 8) / 10
-        self.a(x)
-        self.b(x)
-        y = x / 8
-        self.b(y)
-        self.a(y + 1)
-        return self.b(y + 1)
-
-
-def test_a_layer_that_shares_an_input_keeps_the_range_of_all_that_it_took_in():
-    text = Calibration(ids=torch.tensor([[80]]))
-    found = activation_inputs.calibrate(Shared(), Scaled(per="static"), text, lambda *_: None)
-    assert {name: ends.tolist() for name, ends in found.items()} == {"a": [-8, 8], "b": [-8, 8]}
 
 
 def test_a_percentile_is_that_of_the_values():

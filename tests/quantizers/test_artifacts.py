@@ -14,7 +14,7 @@ from quantizer_models import DIGEST, calibration, llama, logits, make, settings
 
 from qbench.errors import OutputError
 from qbench.files import temporary
-from qbench.quantizers import artifacts, rtn
+from qbench.quantizers import artifacts
 from qbench.quantizers.artifacts import artifact
 from qbench.quantizers.quantize import quantize
 
@@ -67,12 +67,6 @@ def test_what_is_read_again_scores_the_same_to_the_bit(name, stated, tmp_path):
     assert torch.equal(logits(first.model), logits(second.model))
 
 
-def test_what_is_reused_is_not_quantized_again(tmp_path, monkeypatch):
-    make(settings("rtn-4bit"), tmp_path)
-    monkeypatch.setattr(rtn, "quantize", lambda *_: pytest.fail("quantized twice"))
-    make(settings("rtn-4bit"), tmp_path)
-
-
 def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
     chosen = settings("gptq-4bit")
     folders = {
@@ -98,12 +92,6 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
         folder(tmp_path, chosen, device=torch.device("meta")),
     }
     assert len(folders) == 15
-
-
-def test_attention_plays_no_part_where_nothing_is_calibrated(tmp_path):
-    chosen = settings("rtn-4bit")
-    other = folder(tmp_path, chosen, attention="qbench-softpick-reference", source="a" * 64)
-    assert folder(tmp_path, chosen) == other
 
 
 def test_weights_calibrated_under_a_normalizer_are_not_those_of_its_edited_file(tmp_path):

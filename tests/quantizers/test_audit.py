@@ -11,7 +11,7 @@ from torch import nn
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse, rtn
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.audit.weights import digest, forward_weight, levels
+from qbench.quantizers.audit.weights import forward_weight, levels
 from qbench.quantizers.linear import linears
 from qbench.quantizers.packed import PackedLinear
 from qbench.records import Audit
@@ -25,11 +25,6 @@ def check(quantized, chosen, original=None):
     return report
 
 
-def replace(model, name, module):
-    model.set_submodule(name, module)
-    return model
-
-
 @pytest.fixture(scope="module")
 def rtn4(tmp_path_factory):
     return make(settings("rtn-4bit"), tmp_path_factory.mktemp("artifacts")).model
@@ -41,21 +36,6 @@ def test_a_quantizer_that_does_nothing_is_caught():
     assert report.coverage == 0
     assert "the logits are those of the unquantized model" in report.problems
     assert len(report.left_out) == 14
-
-
-class Keeping(PackedLinear):
-    """Holds codes, multiplies by the original."""
-
-    def forward(self, x):
-        return nn.functional.linear(x, linears(llama())[LAYER].weight)
-
-
-def test_a_layer_that_only_looks_quantized_is_caught(rtn4):
-    model = copy.deepcopy(rtn4)
-    model.get_submodule(LAYER).__class__ = Keeping
-    report = check(model, settings("rtn-4bit"))
-    assert f"{LAYER}: the weights are the original's: nothing was quantized" in report.problems
-    assert any("off the stored ones" in problem for problem in report.problems)
 
 
 class Wide(PackedLinear):
@@ -102,49 +82,11 @@ def test_groups_smaller_than_the_settings_say_are_caught(tmp_path):
     assert any("levels in a group, 3 bits have 8" in problem for problem in report.problems)
 
 
-def test_one_layer_left_out_is_caught_and_named(rtn4):
-    model = replace(copy.deepcopy(rtn4), LAYER, linears(llama())[LAYER])
-    report = check(model, settings("rtn-4bit"))
-    assert not report.passed
-    assert report.left_out == (LAYER,)
-    assert f"not quantized: {LAYER} [160, 64]" in report.problems
-    assert 0.8 < report.coverage < 1
+class Keeping(PackedLinear):
+    """Holds codes, multiplies by the original."""
 
-
-def test_an_lm_head_that_a_library_quantized_too_is_caught(rtn4):
-    model = copy.deepcopy(rtn4)
-    chosen, head = settings("rtn-4bit"), llama().lm_head
-    model.lm_head = packed_layer(chosen, head)
-    report = check(model, chosen)
-    assert report.problems == ("lm_head: quantized, though the settings leave it out",)
-
-
-def test_a_layer_that_is_quantized_though_it_is_left_out_is_caught(rtn4):
-    report = check(rtn4, settings("rtn-4bit", ignore=("*.1.mlp.up_proj",)))
-    assert report.problems == (f"{LAYER}: quantized, though the settings leave it out",)
-
-
-def test_a_layer_that_is_left_out_and_changed_is_caught(rtn4):
-    layer = copy.deepcopy(linears(llama())[LAYER])
-    layer.weight.data *= 1.01
-    model = replace(copy.deepcopy(rtn4), LAYER, layer)
-    report = check(model, settings("rtn-4bit", ignore=("*.1.mlp.up_proj",)))
-    assert report.problems == (f"{LAYER}: neither quantized nor the original",)
-
-
-def test_a_zero_point_off_by_one_is_caught(rtn4):
-    model = copy.deepcopy(rtn4)
-    model.get_submodule(LAYER).zero += 1
-    report = check(model, settings("rtn-4bit"))
-    assert any("lean to one side" in problem for problem in report.problems)
-
-
-def test_scales_of_another_layer_are_caught(rtn4):
-    model = copy.deepcopy(rtn4)
-    layer = model.get_submodule(LAYER)
-    layer.scale = layer.scale.flip(0) * 4
-    report = check(model, settings("rtn-4bit"))
-    assert any("weight error" in problem for problem in report.problems)
+    def forward(self, x):
+        return nn.functional.linear(x, linears(llama())[LAYER].weight)
 
 
 class Wandering(PackedLinear):
@@ -154,20 +96,72 @@ class Wandering(PackedLinear):
         return super().forward(x) * (1 if x.shape[0] > 16 else 1.1)
 
 
-def test_a_forward_that_changes_with_the_batch_is_caught(rtn4):
-    model = copy.deepcopy(rtn4)
-    model.get_submodule(LAYER).__class__ = Wandering
-    report = check(model, settings("rtn-4bit"))
-    assert any("on random inputs" in problem for problem in report.problems)
+def in_place(kind):
+    return lambda model: setattr(model.get_submodule(LAYER), "__class__", kind)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_caught_and_not_written(rtn4, value):
+def left_out(model):
+    model.set_submodule(LAYER, linears(llama())[LAYER])
+
+
+def head_too(model):
+    model.lm_head = packed_layer(settings("rtn-4bit"), llama().lm_head)
+
+
+def changed(model):
+    layer = copy.deepcopy(linears(llama())[LAYER])
+    layer.weight.data *= 1.01
+    model.set_submodule(LAYER, layer)
+
+
+def zero_off(model):
+    model.get_submodule(LAYER).zero += 1
+
+
+def other_scales(model):
+    layer = model.get_submodule(LAYER)
+    layer.scale = layer.scale.flip(0) * 4
+
+
+def not_finite(model):
+    model.get_submodule(LAYER).scale[0, 0] = torch.inf
+
+
+def broken_norm(model):
+    model.model.norm.weight.data[5] = torch.nan
+
+
+def no_codes(model):
+    model.get_submodule(LAYER).codes = torch.zeros(1, 1, dtype=torch.uint8)
+
+
+IGNORING = {"ignore": ("*.1.mlp.up_proj",)}
+BROKEN = [
+    (in_place(Keeping), {}, f"{LAYER}: the weights are the original's: nothing was quantized"),
+    (in_place(Keeping), {}, "off the stored ones"),
+    (in_place(Wandering), {}, "on random inputs"),
+    (left_out, {}, f"not quantized: {LAYER} [160, 64]"),
+    (head_too, {}, "lm_head: quantized, though the settings leave it out"),
+    (lambda model: None, IGNORING, f"{LAYER}: quantized, though the settings leave it out"),
+    (changed, IGNORING, f"{LAYER}: neither quantized nor the original"),
+    (zero_off, {}, "lean to one side"),
+    (other_scales, {}, "weight error"),
+    (not_finite, {}, f"{LAYER}: weights that are not finite"),
+    (not_finite, {}, "logits are not finite"),
+    (broken_norm, {}, "model.norm.weight: 1 of 64 values are not finite"),
+    (no_codes, {}, "forward fails"),
+    (no_codes, {}, f"{LAYER}: cannot be measured"),
+]
+
+
+@pytest.mark.parametrize(("harm", "stated", "says"), BROKEN)
+def test_a_broken_layer_is_caught_and_named(rtn4, harm, stated, says):
     model = copy.deepcopy(rtn4)
-    model.get_submodule(LAYER).scale[0, 0] = value
-    report = check(model, settings("rtn-4bit"))
-    assert f"{LAYER}: weights that are not finite" in report.problems
-    assert "logits are not finite" in report.problems
+    harm(model)
+    report = check(model, settings("rtn-4bit", **stated))
+    assert not report.passed
+    assert any(says in problem for problem in report.problems)
+    assert (report.left_out == (LAYER,)) == (harm is left_out or (bool(stated) and harm is changed))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -193,21 +187,6 @@ def test_a_weight_that_is_not_finite_is_not_quantized(tmp_path):
         "rtn-4bit: the unquantized model: model.layers.0.mlp.up_proj.weight: "
         "1 of 10,240 values are not finite"
     )
-
-
-def test_only_the_quantized_model_has_numbers_that_are_not_finite(rtn4):
-    model = copy.deepcopy(rtn4)
-    model.model.norm.weight.data[5] = float("nan")
-    report = check(model, settings("rtn-4bit"))
-    assert report.problems[0] == "model.norm.weight: 1 of 64 values are not finite"
-
-
-def test_a_layer_that_raises_is_a_problem_not_a_crash(rtn4):
-    model = copy.deepcopy(rtn4)
-    model.get_submodule(LAYER).codes = torch.zeros(1, 1, dtype=torch.uint8)
-    report = check(model, settings("rtn-4bit"))
-    assert any("forward fails" in problem for problem in report.problems)
-    assert any(f"{LAYER}: cannot be measured" in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -279,11 +258,3 @@ def test_digests_say_whether_the_stored_bits_are_the_same(rtn4):
     assert first.digest == second.digest != third.digest
     assert len(set(digests[0].values())) == 14
     assert {name for name, own in digests[1].items() if own != digests[0][name]} == {LAYER}
-
-
-def test_a_digest_is_of_names_dtypes_shapes_and_bytes():
-    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3, dtype=torch.uint8)}
-    assert digest(one) == digest(dict(reversed(one.items())))
-    assert digest(one) == "4ada6d404ac49e8bebbc2829f61a582c1dfe92bcc09db74ee6207e2f792b16ad"
-    others = [{**one, "a": one["a"].reshape(1, 2)}, {**one, "a": one["a"].view(torch.int32)}]
-    assert len({digest(other) for other in (one, *others)}) == 3

@@ -103,44 +103,6 @@ def test_a_forward_with_scales_of_other_blocks_is_caught_on_every_processor(tmp_
     assert any("off the stored ones" in problem for problem in report.problems)
 
 
-@pytest.mark.skipif(not functional.has_avx512bf16(), reason="processor without AVX512-BF16")
-def test_the_librarys_own_forward_is_caught_where_it_is_wrong(tmp_path, monkeypatch):
-    chosen, shape = settings("bnb-4bit"), {"hidden": 32, "intermediate": 48}
-    model = make(chosen, tmp_path, model=llama(**shape)).model
-    monkeypatch.delattr(bnb.Linear4, "forward")
-    report = audit(llama(**shape), model, chosen, PROBE)
-    assert any("off the stored ones" in problem for problem in report.problems)
-
-
-def blocks_of_64():
-    """A model whose widths suit bitsandbytes' packing for processors with AVX512-BF16."""
-    return llama(hidden=64, intermediate=128)
-
-
-@pytest.fixture
-def bnb4(tmp_path):
-    from qbench.quantizers.quantize import quantize
-
-    return quantize(
-        blocks_of_64(),
-        settings("bnb-4bit"),
-        calibration=None,
-        digest="0" * 64,
-        artifacts=tmp_path,
-    ).model
-
-
-def test_weights_repacked_for_avx512_are_caught(bnb4):
-    assert check(bnb4, settings("bnb-4bit"), blocks_of_64()).passed
-    module = bnb4.get_submodule(LAYER)
-    module.weight.data, _ = functional._convert_weight_packed_for_cpu(
-        module.weight.data, module.weight.quant_state
-    )
-    report = check(bnb4, settings("bnb-4bit"), blocks_of_64())
-    assert not report.passed
-    assert any(problem.startswith(LAYER) for problem in report.problems)
-
-
 def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
     """Where the processor has AVX512-BF16, a layer that asks would repack at its first forward."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
@@ -156,12 +118,14 @@ def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
     assert check(model, settings("bnb-4bit", double_quant=True)).passed
 
 
-@pytest.mark.skipif(not functional.has_avx512bf16(), reason="processor without AVX512-BF16")
-def test_where_the_library_repacks_by_itself_the_audit_catches_it(bnb4):
-    original = blocks_of_64()
-    assert check(bnb4, settings("bnb-4bit"), original).passed
-    for module in bnb4.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = True
-    bnb4(input_ids=PROBE)
-    assert not check(bnb4, settings("bnb-4bit"), original).passed
+def test_weights_repacked_for_avx512_are_caught(tmp_path):
+    shape = {"hidden": 64, "intermediate": 128}  # which suit that packing
+    model = make(settings("bnb-4bit"), tmp_path, model=llama(**shape)).model
+    assert check(model, settings("bnb-4bit"), llama(**shape)).passed
+    module = model.get_submodule(LAYER)
+    module.weight.data, _ = functional._convert_weight_packed_for_cpu(
+        module.weight.data, module.weight.quant_state
+    )
+    report = check(model, settings("bnb-4bit"), llama(**shape))
+    assert not report.passed
+    assert any(problem.startswith(LAYER) for problem in report.problems)

@@ -8,7 +8,7 @@ from quantizer_models import VOCABULARY, calibration, damage, ids, llama, make, 
 from torch import nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import gptq, packed
+from qbench.quantizers import gptq
 from qbench.quantizers.calibration import BlockInputs
 from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import quantize
@@ -138,22 +138,6 @@ def test_what_is_stored_stands_for_the_solution(stated):
     assert bool((found.weight[:, 3] == 0).all())  # its input is never on
 
 
-@pytest.mark.parametrize("stated", [{}, {"desc_act": True}, {"group_size": -1}, {"damp": 0.1}])
-def test_it_disturbs_the_outputs_less_than_plain_rounding_to_the_same_grid(stated):
-    weight, x = problem(33, 96)
-    moments, chosen = hessian(x), settings("gptq-3bit", **stated)
-    size = 96 if chosen.weights.group_size == -1 else chosen.weights.group_size
-    groups = weight.view(33, -1, size)
-    scale, zero = packed.grid(groups, 3, symmetric=True)
-    rounded = ((packed.nearest(groups, scale, zero, 3) - zero) * scale).view_as(weight)
-
-    def loss(approximation):
-        error = approximation - weight
-        return float(((error @ moments) * error).sum())
-
-    assert loss(solve(weight, moments, chosen).weight) < 0.75 * loss(rounded)
-
-
 def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
     row = torch.linspace(1, 2, 64)
     stated = settings("gptq-4bit", damp=1e-12).weights
@@ -170,16 +154,6 @@ def test_an_expert_that_no_text_reaches_is_named_with_the_remedy():
 
 
 # The walk over blocks
-
-
-def test_layers_that_share_an_input_share_a_hessian():
-    model = llama("softpick")
-    assert BlockInputs(model, linears(model), calibration(), 1).groups[0] == [
-        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
-        ["mlp.gate_proj", "mlp.up_proj"],
-        ["mlp.down_proj"],
-    ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -59,11 +59,6 @@ def test_the_audit_finds_too_many_levels(monkeypatch):
     assert "levels share a scale, 3 bits have 8" in problems[0]
 
 
-def test_the_audit_finds_a_cache_that_is_none(monkeypatch):
-    problems = broken_audit(monkeypatch, "fake_quantize", lambda x, form, fixed=None: x)
-    assert any("nothing was quantized" in line for line in problems)
-
-
 def test_the_audit_finds_clipping(monkeypatch):
     right = rounding.fake_quantize
     problems = broken_audit(

@@ -126,22 +126,6 @@ def test_what_the_settings_ignore_stays_as_it_was(tmp_path):
     assert all(torch.equal(linears(llama())[n].weight, linears(made)[n].weight) for n in names)
 
 
-def test_gptq_leaves_out_what_it_is_told_to(tmp_path):
-    chosen = settings("gptq-8bit", ignore=("k_proj", "mlp.down_proj"))
-    report = audit(llama(), make(chosen, tmp_path).model, chosen, PROBE)
-    assert report.problems == ()
-    assert {name.rpartition(".")[2] for name in report.left_out} == {"k_proj", "down_proj"}
-
-
-def test_a_linear_layer_that_the_settings_do_not_name_must_be_quantized(tmp_path):
-    made = make(settings("rtn-4bit", ignore=("o_proj",)), tmp_path).model
-    report = audit(llama(), made, settings("rtn-4bit"), PROBE)
-    assert [p for p in report.problems if p.startswith("not quantized")] == [
-        "not quantized: model.layers.0.self_attn.o_proj [64, 64], "
-        "model.layers.1.self_attn.o_proj [64, 64]"
-    ]
-
-
 def test_a_pattern_that_names_nothing_is_refused_with_what_there_is(tmp_path):
     with pytest.raises(QuantizationError) as raised:
         make(settings("rtn-4bit", ignore=("experts",)), tmp_path)

@@ -11,7 +11,7 @@ from torch import nn
 from treated_models import decoder
 
 from qbench.errors import QuantizationError, RecipeError
-from qbench.quantizers import activation_inputs, config_of, scaled_mm
+from qbench.quantizers import config_of, scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.fake_quant import fake_quantize
 from qbench.quantizers.formats import QuantFormat, Scale
@@ -76,18 +76,6 @@ def test_a_fixed_scale_clips():
 def test_a_layer_without_codes_is_refused_by_name():
     with pytest.raises(QuantizationError, match="up_proj: Linear holds no int8 codes"):
         install(nn.ModuleDict({"up_proj": nn.Linear(16, 16)}))
-
-
-@needs_vnni
-def test_layers_with_one_input_encode_it_once(monkeypatch):
-    calls, inner = [], activation_inputs.encode
-    monkeypatch.setattr(activation_inputs, "encode", lambda *of: (calls.append(1), inner(*of))[1])
-    model = nn.ModuleDict({"q": linear(), "k": linear()})
-    calls.clear()
-    install(model)
-    x = draw(5, 48)
-    assert torch.equal(model["q"](x), model["k"](x))
-    assert len(calls) == 1
 
 
 def cell(entry, device="cpu", dtype="float32", config=CONFIG):

@@ -157,15 +157,6 @@ def test_a_tensor_subclass_inside_a_linear_layer_counts_as_quantized(tmp_path):
     assert audit(llama(), model, parse("fp32"), PROBE).problems  # and never as unquantized
 
 
-def test_a_layer_that_a_library_skipped_in_silence_is_found(tmp_path):
-    chosen = CHOSEN
-    model = make(chosen, tmp_path).model
-    model.set_submodule(LAYER, linears(llama())[LAYER])
-    report = audit(llama(), model, chosen, PROBE)
-    assert f"not quantized: {LAYER} [160, 64]" in report.problems
-    assert report.left_out == (LAYER,)
-
-
 def test_evidence_of_nothing_covers_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "unpack", lambda *_: None)
     report = audit(llama(), make(CHOSEN, tmp_path).model, CHOSEN, PROBE)
