@@ -18,7 +18,7 @@ from qbench.quantizers import scaled_mm
 from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, Progress, matching
-from qbench.quantizers.fake_quant import encode, fake_quantize, scale_of_tensor
+from qbench.quantizers.fake_quant import CODES, encode, fake_quantize, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat, Scale
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
@@ -122,7 +122,12 @@ def multiply_codes(
 
     inputs = FakeQuant(encode_rows, scales, tuple(modules))
     for name, module in modules.items():
-        scaled_mm.require(name, module, form)
+        known = isinstance(module, scaled_mm.ScaledLinear)
+        if not known or module.codes.dtype != CODES[form.type]:
+            raise QuantizationError(
+                f"{name}: {type(module).__name__} holds no {form.element} codes for real products; "
+                "set arithmetic: simulated"
+            )
         module.__class__ = scaled_mm.ScaledMM
         module.inputs, module.fixed = inputs, scales.get(name)
     setattr(model, ATTRIBUTE, inputs)

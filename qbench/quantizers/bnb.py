@@ -74,20 +74,9 @@ def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
 
 def quantize(name: str, layer: nn.Linear, settings: Bnb4 | Bnb8) -> Tensors:
     weight = layer.weight.detach().contiguous()
-    return _blocks(weight, settings) if isinstance(settings, Bnb4) else _rows(weight)
-
-
-def from_packed(shape: Plain, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
-    if isinstance(settings, Bnb4):
-        return _linear4(shape, tensors, settings)
-    return _linear8(shape, tensors, settings)
-
-
-def unpack(module: nn.Module, settings: Bnb4 | Bnb8) -> PackedWeight | None:
-    return _read4(module) if isinstance(settings, Bnb4) else _read8(module)
-
-
-def _blocks(weight: Tensor, settings: Bnb4) -> Tensors:
+    if isinstance(settings, Bnb8):
+        codes, absmax, _ = functional.int8_vectorwise_quant(weight.half())
+        return {"codes": codes, "absmax": absmax}
     data, state = functional.quantize_4bit(
         weight,
         blocksize=BLOCK,
@@ -97,28 +86,48 @@ def _blocks(weight: Tensor, settings: Bnb4) -> Tensors:
     return {"weight": data, **state.as_dict(packed=True)}
 
 
-def _linear4(shape: Plain, tensors: Tensors, settings: Bnb4) -> nn.Module:
-    with torch.device("meta"):
-        module = Linear4(
-            shape.in_features,
-            shape.out_features,
-            bias=False,
-            compute_dtype=getattr(torch, settings.compute_dtype),
-            compress_statistics=settings.double_quant,
-            quant_type=settings.quant_type,
+def from_packed(shape: Plain, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
+    size = shape.in_features, shape.out_features
+    if isinstance(settings, Bnb8):
+        with torch.device("meta"):
+            module = Linear8(
+                *size, bias=False, has_fp16_weights=False, threshold=settings.threshold
+            )
+        codes, absmax = tensors["codes"], tensors["absmax"]
+        module.weight = bitsandbytes.nn.Int8Params(
+            codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=absmax
         )
-    module.support_avx512bf16_for_cpu = False
-    module.routed = shape.routed
-    module.weight = bitsandbytes.nn.Params4bit.from_prequantized(
-        tensors["weight"],
-        {name: tensor for name, tensor in tensors.items() if name != "weight"},
-        device=shape.device,
-        module=module,
-    )
-    return _with_bias(module, shape)
+    else:
+        with torch.device("meta"):
+            module = Linear4(
+                *size,
+                bias=False,
+                compute_dtype=getattr(torch, settings.compute_dtype),
+                compress_statistics=settings.double_quant,
+                quant_type=settings.quant_type,
+            )
+        module.support_avx512bf16_for_cpu = False
+        module.routed = shape.routed
+        module.weight = bitsandbytes.nn.Params4bit.from_prequantized(
+            tensors["weight"],
+            {name: tensor for name, tensor in tensors.items() if name != "weight"},
+            device=shape.device,
+            module=module,
+        )
+    if shape.bias is not None:
+        module.bias = nn.Parameter(shape.bias, requires_grad=False)
+    return module.eval()
 
 
-def _read4(module: nn.Module) -> PackedWeight | None:
+def unpack(module: nn.Module, settings: Bnb4 | Bnb8) -> PackedWeight | None:
+    if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+        held = module.weight if module.weight.SCB is not None else module.state  # after a forward
+        codes, absmax = held.CB, held.SCB
+        return PackedWeight(
+            tensors={"codes": codes, "absmax": absmax},
+            dequantize=lambda: codes.float() * (absmax.float() / 127)[:, None],
+            groups=lambda weight: weight,
+        )
     if not isinstance(module, bitsandbytes.nn.Linear4bit):
         return None
     state = module.weight.quant_state
@@ -126,48 +135,6 @@ def _read4(module: nn.Module) -> PackedWeight | None:
     if state.nested:
         tensors |= {"absmax2": state.state2.absmax, "offset": state.offset.reshape(1)}
     return PackedWeight(tensors=tensors, dequantize=lambda: decode(module), groups=_blocks_of)
-
-
-def _rows(weight: Tensor) -> Tensors:
-    codes, absmax, _ = functional.int8_vectorwise_quant(weight.half())
-    return {"codes": codes, "absmax": absmax}
-
-
-def _linear8(shape: Plain, tensors: Tensors, settings: Bnb8) -> nn.Module:
-    with torch.device("meta"):
-        module = Linear8(
-            shape.in_features,
-            shape.out_features,
-            bias=False,
-            has_fp16_weights=False,
-            threshold=settings.threshold,
-        )
-    module.weight = bitsandbytes.nn.Int8Params(
-        tensors["codes"],
-        requires_grad=False,
-        has_fp16_weights=False,
-        CB=tensors["codes"],
-        SCB=tensors["absmax"],
-    )
-    return _with_bias(module, shape)
-
-
-def _read8(module: nn.Module) -> PackedWeight | None:
-    if not isinstance(module, bitsandbytes.nn.Linear8bitLt):
-        return None
-    held = module.weight if module.weight.SCB is not None else module.state  # moved by a forward
-    codes, absmax = held.CB, held.SCB
-    return PackedWeight(
-        tensors={"codes": codes, "absmax": absmax},
-        dequantize=lambda: codes.float() * (absmax.float() / 127)[:, None],
-        groups=lambda weight: weight,
-    )
-
-
-def _with_bias(module: nn.Module, shape: Plain) -> nn.Module:
-    if shape.bias is not None:
-        module.bias = nn.Parameter(shape.bias, requires_grad=False)
-    return module.eval()
 
 
 def _blocks_of(weight: Tensor) -> Tensor:

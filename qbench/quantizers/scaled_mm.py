@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qbench.errors import QuantizationError
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.fake_quant import CODES, decode, encode
-from qbench.quantizers.formats import QuantFormat, Scale
+from qbench.quantizers.fake_quant import decode, encode
+from qbench.quantizers.formats import Scale
 from qbench.quantizers.linear import Plain, Tensors
 from qbench.quantizers.weights import ScaledWeights
 
@@ -124,12 +123,3 @@ def _fp8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) 
         out_dtype=dtype,
         use_fast_accum=False,
     )
-
-
-def require(name: str, module: nn.Module, form: QuantFormat) -> None:
-    """Raise QuantizationError, naming the layer, where it cannot multiply codes of ``form``."""
-    if not isinstance(module, ScaledLinear) or module.codes.dtype != CODES[form.type]:
-        raise QuantizationError(
-            f"{name}: {type(module).__name__} holds no {form.element} codes for real products; set "
-            "arithmetic: simulated"
-        )
